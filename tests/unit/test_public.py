@@ -1,0 +1,44 @@
+"""The public surface is small, and planning needs no torch."""
+
+import subprocess
+import sys
+
+import pytest
+
+import varuna
+
+PURE = ["varuna", "varuna.core", "varuna.schedule", "varuna.simulator", "varuna.planner"]
+
+
+def test_at_most_fifteen_names_are_public_and_all_of_them_are_there() -> None:
+    assert len(varuna.__all__) <= 15
+    assert all(hasattr(varuna, name) for name in varuna.__all__)
+
+
+def test_the_list_of_public_names_is_sorted_and_says_each_once() -> None:
+    assert list(varuna.__all__) == sorted(set(varuna.__all__))
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'varuna' has no attribute 'Manager'"):
+        _ = varuna.Manager
+
+
+def test_every_error_is_a_varuna_error_with_an_exit_code() -> None:
+    errors = [getattr(varuna, name) for name in varuna.__all__ if name.endswith("Error")]
+    assert all(issubclass(error, varuna.VarunaError) and error.exit_code > 0 for error in errors)
+
+
+def test_importing_the_pure_packages_and_all_of_their_modules_does_not_import_torch() -> None:
+    program = f"""
+import importlib, pkgutil, sys
+for name in {PURE}:
+    package = importlib.import_module(name)
+    if name != "varuna":
+        for module in pkgutil.iter_modules(package.__path__, name + "."):
+            importlib.import_module(module.name)
+            assert "torch" not in sys.modules, module.name
+    assert "torch" not in sys.modules, name
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,50 @@
+"""Varuna trains massive PyTorch models on whatever GPUs you can get."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from varuna.core.errors import (
+    CheckpointError,
+    DataError,
+    FleetError,
+    LinkError,
+    ModelError,
+    NoPlanError,
+    UsageError,
+    VarunaError,
+    WorkerError,
+)
+from varuna.core.plan import Plan
+
+if TYPE_CHECKING:
+    from varuna.engine.shared import all_reduce_shared, owned
+    from varuna.trainer import Step, Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "DataError",
+    "FleetError",
+    "LinkError",
+    "ModelError",
+    "NoPlanError",
+    "Plan",
+    "Step",
+    "Trainer",
+    "UsageError",
+    "VarunaError",
+    "WorkerError",
+    "__version__",
+    "all_reduce_shared",
+    "owned",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load torch only for what needs it: planning and the command line run without."""
+    if name in ("Step", "Trainer"):
+        return getattr(import_module("varuna.trainer"), name)
+    if name in ("all_reduce_shared", "owned"):
+        return getattr(import_module("varuna.engine.shared"), name)
+    raise AttributeError(f"module 'varuna' has no attribute {name!r}")

@@ -1,0 +1,58 @@
+"""Every error that Varuna raises on purpose.
+
+::
+
+    VarunaError
+    ├── UsageError           a call, flag or environment variable is off           exit code 2
+    ├── NoPlanError          no P x D x m fits the workers or their memory         exit code 3
+    ├── ModelError           the model cannot be captured, split or weighed
+    ├── DataError            the dataset disagrees with itself or with the model
+    ├── CheckpointError      a checkpoint cannot be written, read or trusted
+    ├── FleetError           the manager refused, vanished or could not start
+    ├── WorkerError          a worker's script failed
+    └── LinkError            a peer did not answer in time, or its link broke
+
+Messages say what was needed, what was found, and what to do next.
+"""
+
+
+class VarunaError(Exception):
+    """Root of all errors raised on purpose; ``exit_code`` is what the command line returns."""
+
+    exit_code = 1
+
+
+class UsageError(VarunaError):
+    """A call, a flag or an environment variable is off."""
+
+    exit_code = 2
+
+
+class NoPlanError(VarunaError):
+    """No plan fits the workers at hand or their memory."""
+
+    exit_code = 3
+
+
+class ModelError(VarunaError):
+    """The model cannot be captured, split or weighed."""
+
+
+class DataError(VarunaError):
+    """The dataset disagrees with itself or with the model."""
+
+
+class CheckpointError(VarunaError):
+    """A checkpoint cannot be written, read or trusted."""
+
+
+class FleetError(VarunaError):
+    """The manager refused, vanished or could not start."""
+
+
+class WorkerError(VarunaError):
+    """A worker's script failed."""
+
+
+class LinkError(VarunaError):
+    """A peer did not answer within the bound, or its link broke."""

@@ -1,0 +1,89 @@
+"""The seam between the engine and whoever decides on membership.
+
+The engine runs generations; a ``Membership`` hands it assignments. Two ship: ``varuna.engine.solo`` (one
+process, or torchrun's fixed world) and ``varuna.fleet.member`` (the manager's client).
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from varuna.core.messages import Apply, Assign, Beat, Finish, Held, SavedShard, Vote
+from varuna.core.model import JobFacts
+
+Directive = Assign | Apply | Finish
+
+
+class Membership(Protocol):
+    """Who is in the run. All methods but ``next_directive`` return at once; all may be called from any thread."""
+
+    @property
+    def worker(self) -> str:
+        """This worker's name, unique within the run."""
+        ...
+
+    @property
+    def survives(self) -> bool:
+        """Whether a broken generation is replaced by a new one; if not, a broken link ends the run."""
+        ...
+
+    @property
+    def recorded_step(self) -> int:
+        """Newest step whose vote the other side has on disk; -1 before any."""
+        ...
+
+    def join(
+        self,
+        job: JobFacts,
+        *,
+        beat: Callable[[], Beat],
+        on_hold: Callable[[int], None],
+        on_pause: Callable[[int], None],
+    ) -> None:
+        """Announce a warm worker. The callbacks run on the membership's own thread.
+
+        Args:
+            job: facts of the job, equal on all workers.
+            beat: what to send as the next heartbeat.
+            on_hold: called with the generation that has to stop.
+            on_pause: called with the generation whose next vote should carry the regroup flag.
+
+        Raises:
+            FleetError: refused, with the manager's reason.
+        """
+        ...
+
+    def next_directive(self) -> Directive:
+        """Block until there is something to do.
+
+        Raises:
+            FleetError: the manager is gone and the run cannot go on without it.
+        """
+        ...
+
+    def held(self, held: Held) -> None:
+        """Answer a hold (or report that the regroup flag stopped this worker)."""
+        ...
+
+    def voted(self, vote: Vote) -> None:
+        """Report a committed step (rank 0 of the generation)."""
+        ...
+
+    def suspect(self, generation: int, reason: str) -> None:
+        """Report evidence that a peer is gone."""
+        ...
+
+    def saved(self, shard: SavedShard) -> None:
+        """Report a durable shard."""
+        ...
+
+    def failed(self, summary: str, traceback: str, exit_code: int) -> None:
+        """Report an exception of this worker's own code; returns once the report is out (bounded)."""
+        ...
+
+    def leaving(self, step: int) -> None:
+        """Report the end of the loop after ``step`` committed steps; returns once it is out (bounded)."""
+        ...
+
+    def close(self) -> None:
+        """Drop the connection."""
+        ...

@@ -1,0 +1,186 @@
+"""What workers and the manager say to each other: JSON, one message per WebSocket frame."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter
+
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.value import Value
+
+# -- values inside messages ------------------------------------------------------------------------
+
+
+class Vote(Value):
+    """The summed vector of a step. Whoever holds it may commit the step."""
+
+    generation: int
+    step: int
+    vector: tuple[float, ...]
+    wall_s: float = Field(default=0.0, description="seconds that the step took on the sender")
+
+
+class Transfer(Value):
+    """Copy of one section's state between two ranks of a new generation."""
+
+    section: int
+    source_rank: int
+    target_rank: int
+
+
+class Assignment(Value):
+    """A worker's part in a generation. Ranks from P*D on are spares: they only serve transfers."""
+
+    generation: int
+    plan: Plan
+    rank: int
+    members: tuple[str, ...] = Field(description="worker of each rank; spares come last")
+    next_step: int = Field(ge=0, description="first step that this generation runs")
+    transfers: tuple[Transfer, ...] = ()
+    checkpoint: str | None = Field(default=None, description="folder of the manifest to restore, if any")
+    fresh: bool = Field(default=False, description="start from the model's own initialisation")
+    store_host: str
+    store_port: int
+
+    @property
+    def is_spare(self) -> bool:
+        """Not part of the pipeline grid."""
+        return self.rank >= self.plan.workers
+
+
+class SavedShard(Value):
+    """A section's file in an unfinished checkpoint, durable on its disk."""
+
+    step: int
+    section: int
+    file: str
+    size_bytes: int
+    sha256: str
+
+
+# -- worker to manager -------------------------------------------------------------------------------
+
+
+class Hello(Value):
+    """A warm worker asks to join: its model is captured and it could run at once."""
+
+    kind: Literal["hello"] = "hello"
+    worker: str
+    pid: int
+    version: str
+    job: JobFacts
+
+
+class Beat(Value):
+    """Sign of life, once a second; ``activity`` is what the training thread does or waits for."""
+
+    kind: Literal["beat"] = "beat"
+    generation: int
+    step: int
+    activity: str
+
+
+class Held(Value):
+    """The worker stopped generation ``generation`` and says what it holds.
+
+    ``next_step`` counts the steps that its parameters contain (None: it has no state); ``votes`` are the
+    newest vote results that it knows, so that no committed step goes unrecorded.
+    """
+
+    kind: Literal["held"] = "held"
+    generation: int
+    next_step: int | None
+    sections: tuple[int, ...] = ()
+    votes: tuple[Vote, ...] = ()
+
+
+class Voted(Value):
+    """Rank 0 of a generation reports a committed step."""
+
+    kind: Literal["voted"] = "voted"
+    vote: Vote
+
+
+class Suspect(Value):
+    """A link broke or a bound passed: evidence, not a verdict."""
+
+    kind: Literal["suspect"] = "suspect"
+    generation: int
+    reason: str
+
+
+class Saved(Value):
+    """A shard is durable."""
+
+    kind: Literal["saved"] = "saved"
+    shard: SavedShard
+
+
+class Failed(Value):
+    """The worker's own code raised; the process ends after this."""
+
+    kind: Literal["failed"] = "failed"
+    summary: str
+    traceback: str
+    exit_code: int = 1
+
+
+class Leaving(Value):
+    """The worker's loop is over: all steps ran, or the stop flag was voted."""
+
+    kind: Literal["leaving"] = "leaving"
+    step: int = Field(description="steps committed")
+
+
+FromWorker = Annotated[Hello | Beat | Held | Voted | Suspect | Saved | Failed | Leaving, Field(discriminator="kind")]
+
+# -- manager to worker -------------------------------------------------------------------------------
+
+
+class Hold(Value):
+    """Generation ``generation`` is over: stop at the next safe point and answer ``Held``."""
+
+    kind: Literal["hold"] = "hold"
+    generation: int
+
+
+class Pause(Value):
+    """To rank 0: raise the regroup flag in the next vote, so that all stop behind the same step."""
+
+    kind: Literal["pause"] = "pause"
+    generation: int
+
+
+class Apply(Value):
+    """The verdict on the step in flight is COMMIT: apply it with this vote, then answer ``Held`` again."""
+
+    kind: Literal["apply"] = "apply"
+    generation: int
+    vote: Vote
+
+
+class Assign(Value):
+    """Take this part in a new generation."""
+
+    kind: Literal["assign"] = "assign"
+    assignment: Assignment
+
+
+class Recorded(Value):
+    """All votes up to ``step`` are on the manager's disk."""
+
+    kind: Literal["recorded"] = "recorded"
+    step: int
+
+
+class Finish(Value):
+    """The run is over for you; ``reason`` is set when it failed."""
+
+    kind: Literal["finish"] = "finish"
+    reason: str = ""
+
+
+ToWorker = Annotated[Hold | Pause | Apply | Assign | Recorded | Finish, Field(discriminator="kind")]
+
+from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
+to_worker: TypeAdapter[ToWorker] = TypeAdapter(ToWorker)

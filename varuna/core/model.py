@@ -1,0 +1,57 @@
+"""What the planner and the manager know of a model: costs and bytes of its sections."""
+
+from pydantic import Field
+
+from varuna.core.value import Value
+
+
+class SectionFacts(Value):
+    """One section C_i. Per-example figures scale with the micro-batch size m.
+
+    All are deterministic functions of the captured graph (never measured), so that sections are
+    the same on every machine and at every P.
+    """
+
+    label: str = Field(description="where the section ends, such as 'transformer.h.3'")
+    forward_s: float = Field(ge=0, description="F per example under the nominal roofline, seconds")
+    parameter_bytes: int = Field(ge=0, description="parameters that the section uses, tied ones included")
+    trainable_bytes: int = Field(ge=0, description="those that get gradients")
+    optimizer_bytes: int = Field(ge=0, description="optimizer state of the trainable parameters")
+    activation_bytes: int = Field(ge=0, description="saved for B if not recomputed, per example")
+    boundary_bytes: int = Field(ge=0, description="crosses the cut behind this section, per example; 0 for the last")
+
+
+class TiedParameter(Value):
+    """A parameter that several sections use; the lowest owns it."""
+
+    name: str
+    sections: tuple[int, ...] = Field(min_length=2)
+    size_bytes: int = Field(ge=0, description="of the parameter itself, counted in each section that uses it")
+
+    @property
+    def owner(self) -> int:
+        """The lowest section, whose copy is normed, saved and exported."""
+        return self.sections[0]
+
+
+class ModelFacts(Value):
+    """A captured model as the planner sees it."""
+
+    digest: str = Field(description="hash over graph, sections and parameter names")
+    sections: tuple[SectionFacts, ...] = Field(min_length=1)
+    tied: tuple[TiedParameter, ...] = ()
+    fixed_micro_batch: bool = Field(default=False, description="the graph admits one batch size only")
+
+
+class JobFacts(Value):
+    """What a worker tells of its job when it joins; all workers of a run must agree on it."""
+
+    model: ModelFacts
+    global_batch: int = Field(ge=1, description="examples per step, M")
+    micro_batch: int | None = Field(default=None, ge=1, description="m if the user fixed it")
+    seed: int
+    initialisation: str = Field(default="constructor", description="where first values come from, fixed for a run")
+    steps: int = Field(ge=0, description="length of the whole run")
+    metrics: tuple[str, ...] = Field(default=(), description="names that join the vote")
+    checkpoint_dir: str | None = None
+    threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")

@@ -1,0 +1,88 @@
+"""A plan: how P stages x D replicas run a global batch, and who does which part of it."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from pydantic import Field, model_validator
+
+from varuna.core.value import Value
+
+
+class Place(NamedTuple):
+    """A rank's seat in the grid."""
+
+    replica: int
+    stage: int
+
+
+class Plan(Value):
+    """P, D, m, the sections of each stage, and what was predicted.
+
+    Global micro-batch j is samples [j*m, (j+1)*m) of the global batch; the last may be short.
+    Replica d runs a contiguous block of them; the first ``micro_batches % D`` replicas run one more.
+    """
+
+    stages: int = Field(ge=1, description="P")
+    replicas: int = Field(ge=1, description="D")
+    micro_batch: int = Field(ge=1, description="m, examples")
+    global_batch: int = Field(ge=1, description="M, examples per step")
+    starts: tuple[int, ...] = Field(description="first section of each stage, ascending from 0")
+    sections: int = Field(ge=1, description="number of sections of the model")
+    policy: str = "varuna"
+    stash_limits: tuple[int, ...] = Field(description="most micro-batches in flight, by stage (n_k)")
+    step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
+    memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Plan":
+        ends = (*self.starts, self.sections)
+        if len(self.starts) != self.stages or self.starts[0] != 0 or any(a >= b for a, b in pairwise(ends)):
+            raise ValueError(f"starts {self.starts} do not cut {self.sections} sections into {self.stages} stages")
+        if self.replicas > self.micro_batches:
+            raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
+        if len(self.stash_limits) != self.stages or min(self.stash_limits) < 1:
+            raise ValueError(f"stash_limits {self.stash_limits} must give each of {self.stages} stages at least 1")
+        return self
+
+    @property
+    def workers(self) -> int:
+        """Ranks in use: P * D."""
+        return self.stages * self.replicas
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step over all replicas: ceil(M / m)."""
+        return -(-self.global_batch // self.micro_batch)
+
+    @property
+    def shape(self) -> str:
+        """``"2x3"``: P x D."""
+        return f"{self.stages}x{self.replicas}"
+
+    def rank_of(self, replica: int, stage: int) -> int:
+        """Rank = replica * P + stage: a pipeline's stages are neighbours (paper §"Varuna manager")."""
+        return replica * self.stages + stage
+
+    def place_of(self, rank: int) -> Place:
+        """Inverse of ``rank_of``."""
+        return Place(*divmod(rank, self.stages))
+
+    def sections_of(self, stage: int) -> range:
+        """Sections that ``stage`` runs."""
+        ends = (*self.starts, self.sections)
+        return range(ends[stage], ends[stage + 1])
+
+    def stage_of(self, section: int) -> int:
+        """Stage that runs ``section``."""
+        return sum(start <= section for start in self.starts) - 1
+
+    def micro_batches_of(self, replica: int) -> range:
+        """Global micro-batch numbers of ``replica``, N_m of them."""
+        base, extra = divmod(self.micro_batches, self.replicas)
+        first = replica * base + min(replica, extra)
+        return range(first, first + base + (replica < extra))
+
+    def samples_of(self, micro_batch: int) -> range:
+        """Offsets within the global batch of global micro-batch ``micro_batch``."""
+        first = micro_batch * self.micro_batch
+        return range(first, min(first + self.micro_batch, self.global_batch))

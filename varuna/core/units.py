@@ -1,0 +1,59 @@
+"""Sizes and durations as people write and read them."""
+
+import re
+
+from varuna.core.errors import UsageError
+
+_BYTES_PER = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+}
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
+
+
+def parse_bytes(text: str, source: str = "") -> int:
+    """Read ``"1.5GiB"``, ``"300 MB"`` or ``"4096"`` as a positive number of bytes.
+
+    Args:
+        text: the size.
+        source: flag or variable that it comes from, for the message.
+
+    Raises:
+        UsageError: the text is no size, or not above zero.
+    """
+    match = _SIZE.fullmatch(text)
+    size_bytes = int(float(match[1]) * _BYTES_PER[(match[2] or "").lower()]) if match else 0
+    if size_bytes <= 0:
+        found = f"{source}={text}" if source else repr(text)
+        raise UsageError(f"{found} is not a size. Write a number with a unit, such as 1.5GiB or 300MB.")
+    return size_bytes
+
+
+def format_bytes(size_bytes: float) -> str:
+    """Three significant digits with a binary unit: ``"1.50 GiB"``."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
+
+
+def format_duration(duration_s: float) -> str:
+    """Milliseconds below a second, then seconds, minutes and hours: ``"1m 40s"``."""
+    if duration_s < 1:
+        return f"{duration_s * 1000:.0f} ms"
+    if duration_s < 60:
+        return f"{duration_s:.1f} s"
+    minutes, seconds = divmod(round(duration_s), 60)
+    if minutes < 60:
+        return f"{minutes}m {seconds:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h {minutes:02d}m"

@@ -1,0 +1,82 @@
+"""The vector that all ranks sum at the end of a step: the commit vote.
+
+Each slot has one writer and is zero elsewhere, so the sum is exact and does not depend on P or D.
+Totals over slots use ``math.fsum``: correctly rounded, whatever the order.
+"""
+
+import math
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from varuna.core.value import Value
+
+FLAGS = ("stop", "regroup", "checkpoint", "lr")
+
+
+class VoteLayout(Value):
+    """Where everything lies in the vector: sections, then micro-batches, then flags."""
+
+    sections: int = Field(ge=1)
+    micro_batches: int = Field(ge=1)
+    metrics: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Length of the vector (float64)."""
+        return self.sections + self.micro_batches * (2 + len(self.metrics)) + len(FLAGS)
+
+    def squared_norm(self, section: int) -> int:
+        """Slot of a section's squared gradient norm (of the weighted sum, before the division)."""
+        return section
+
+    def micro_batch(self, index: int) -> int:
+        """First slot of global micro-batch ``index``: weighted loss, weight, then each metric's sum."""
+        return self.sections + index * (2 + len(self.metrics))
+
+    def flag(self, name: str) -> int:
+        """Slot of a flag: a positive value raises it (``stop``: any rank; the others, and ``lr``: one rank)."""
+        return self.size - len(FLAGS) + FLAGS.index(name)
+
+    def read(self, vector: Sequence[float]) -> "StepTotals":
+        """Read the summed vector.
+
+        Raises:
+            ValueError: the vector has another length.
+        """
+        if len(vector) != self.size:
+            raise ValueError(f"a vote of {self.size} numbers was expected, {len(vector)} came")
+        first, width = self.sections, 2 + len(self.metrics)
+        last = first + self.micro_batches * width
+        weight = _total(vector[first + 1 : last : width])
+        return StepTotals(
+            loss=_total(vector[first:last:width]) / weight if weight else 0.0,
+            weight=weight,
+            grad_norm=math.sqrt(_total(vector[:first])) / weight if weight else 0.0,
+            metrics={name: _total(vector[first + 2 + i : last : width]) for i, name in enumerate(self.metrics)},
+            stop=vector[self.flag("stop")] > 0,
+            regroup=vector[self.flag("regroup")] > 0,
+            checkpoint=vector[self.flag("checkpoint")] > 0,
+            lr=vector[self.flag("lr")],
+        )
+
+
+class StepTotals(Value):
+    """What a vote says about its step."""
+
+    loss: float = Field(description="of the global batch: weighted sum over weight")
+    weight: float = Field(description="target tokens, or examples, of the global batch")
+    grad_norm: float = Field(description="global L2 norm before clipping")
+    metrics: dict[str, float]
+    stop: bool
+    regroup: bool
+    checkpoint: bool
+    lr: float
+
+
+def _total(values: Sequence[float]) -> float:
+    """Exact sum; NaN if a term is NaN or infinities of both signs meet."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
