@@ -1,0 +1,34 @@
+"""Models as the planner sees them."""
+
+from collections.abc import Sequence
+
+from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
+
+MB, GB = 10**6, 10**9
+
+
+def section(
+    forward_s: float = 0.005,
+    parameter_bytes: int = 100 * MB,
+    activation_bytes: int = 50 * MB,
+    boundary_bytes: int = 2 * MB,
+) -> SectionFacts:
+    return SectionFacts(
+        label="layer",
+        forward_s=forward_s,
+        parameter_bytes=parameter_bytes,
+        trainable_bytes=parameter_bytes,
+        optimizer_bytes=2 * parameter_bytes,
+        activation_bytes=activation_bytes,
+        boundary_bytes=boundary_bytes,
+    )
+
+
+def model(sections: Sequence[SectionFacts], tied: tuple[TiedParameter, ...] = ()) -> ModelFacts:
+    last = sections[-1].model_copy(update={"boundary_bytes": 0})
+    return ModelFacts(digest="test", sections=(*sections[:-1], last), tied=tied)
+
+
+def gpt2_2_5b() -> ModelFacts:
+    """54 layers, hidden 1920, sequence 1024, on V100s, fp16 (reference/varuna-original.md §5)."""
+    return model([section(0.00224, 2 * 44 * MB, 60 * MB, 4 * MB)] * 54)

@@ -1,0 +1,72 @@
+import pytest
+
+from tests.unit.planner.models import GB, MB, model, section
+from varuna.core.errors import NoPlanError, UsageError
+from varuna.core.model import JobFacts, ModelFacts
+from varuna.planner.choose import best_plan, choose_micro_batch, plan_run
+
+FACTS = model([section()] * 8)
+
+
+def job(facts: ModelFacts = FACTS, micro_batch: int | None = None) -> JobFacts:
+    return JobFacts(model=facts, global_batch=256, micro_batch=micro_batch, seed=0, steps=1)
+
+
+def test_the_micro_batch_is_a_thirty_second_of_the_global_batch_unless_asked_for() -> None:
+    assert [choose_micro_batch(m, None) for m in (1, 31, 64, 100, 8192)] == [1, 1, 2, 3, 256]
+    assert choose_micro_batch(64, 5) == 5
+
+
+@pytest.mark.parametrize("requested", [0, 65])
+def test_a_micro_batch_outside_the_global_batch_is_refused(requested: int) -> None:
+    with pytest.raises(UsageError, match=f"micro_batch={requested} was asked for, but a step has 64 examples"):
+        choose_micro_batch(64, requested)
+
+
+def test_an_unfixed_micro_batch_is_halved_until_something_fits() -> None:
+    assert plan_run(job(), workers=8).micro_batch == 8
+    assert plan_run(job(), workers=8, memory_bytes=GB // 2 + 100 * MB).micro_batch == 2
+
+
+def test_a_micro_batch_that_the_user_fixed_stays() -> None:
+    with pytest.raises(NoPlanError, match="pass a smaller micro_batch"):
+        plan_run(job(micro_batch=8), workers=8, memory_bytes=GB // 2 + 100 * MB)
+
+
+def test_the_micro_batch_of_the_run_is_kept_through_a_morph() -> None:
+    assert plan_run(job(), workers=3, micro_batch=4, memory_bytes=100 * GB).micro_batch == 4
+
+
+def refusal(memory_bytes: int | None = None, workers: int = 4, stages: int | None = None, micro_batch: int = 4) -> str:
+    with pytest.raises(NoPlanError) as caught:
+        best_plan(
+            FACTS,
+            workers=workers,
+            global_batch=64,
+            micro_batch=micro_batch,
+            memory_bytes=memory_bytes,
+            stages=stages,
+        )
+    return str(caught.value)
+
+
+def test_a_lack_of_memory_names_the_closest_stage_and_every_way_out() -> None:
+    assert refusal(memory_bytes=GB) == (
+        "no plan fits: stage 1 of P=4 needs 1.17 GiB but each worker has 954 MiB: 244 MiB too little. "
+        "Add workers, raise --memory-per-worker or pass a smaller micro_batch."
+    )
+
+
+def test_advice_that_cannot_help_is_left_out() -> None:
+    assert refusal(memory_bytes=GB // 4, workers=8, micro_batch=1).endswith(". Raise --memory-per-worker.")
+    assert refusal(memory_bytes=GB, stages=2, micro_batch=1).endswith(
+        ". Raise or leave out --stages or raise --memory-per-worker."
+    )
+
+
+def test_impossible_depths_are_named() -> None:
+    assert refusal(stages=9, workers=16) == (
+        "P=9 was asked for, but the model has 8 sections; pass cut_points=... or lower --stages."
+    )
+    assert refusal(stages=5) == "P=5 was asked for, but there are 4 workers; add workers or lower --stages."
+    assert "Start a worker" in refusal(workers=0)

@@ -1,0 +1,50 @@
+import pytest
+
+from varuna.schedule.actions import Orders, parse_row
+from varuna.schedule.validate import kept, usage, validate
+
+
+def orders(*rows: str) -> Orders:
+    return tuple(map(parse_row, rows))
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batches", "complaint"),
+    [
+        (["1F0 1B0"], 1, "1F0 stands in the row of stage 0"),
+        (["0F1 0F0 0R0 0B0 0R1 0B1"], 2, "0F1 is out of order: 0F0 is next"),
+        (["0F0 0F1 0B1 0R0 0B0"], 2, "0B1 is out of order: 0B0 is next"),
+        (["0F0 0B0 0F1"], 2, "0B1 is missing"),
+        (["0F0 0B0 0F1 0B1"], 1, "0F1 is one too many"),
+        (["0F0 0F1 0B0 0R1 0B1"], 2, "0B0 has no activations: its R is missing"),
+        (["0F0 0F1 0R0 0B0 0B1"], 2, "0B1 has no activations: its R is missing"),
+        (["0R0 0F0 0B0"], 1, "0R0 has no stashed input"),
+        (["0F0 0B0 0R0"], 1, "0R0 has no stashed input"),
+        (["0F0 0F1 0R0 0R1 0B0 0B1"], 2, "0R1 makes a second set of activations beside that of micro-batch 0"),
+        (["0F0 0R0 0F1 0B1 0B0"], 2, "0B1 is out of order"),
+        (["0F0 0R0 0B0 0F1 0R1 0B1", "1F0 1F1 1R0 1B0 1R1 1B1"], 2, "0B0 can never run: the order deadlocks"),
+    ],
+)
+def test_every_broken_rule_is_named_with_its_action(rows: list[str], micro_batches: int, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        validate(orders(*rows), micro_batches=micro_batches)
+
+
+def test_the_stash_limit_counts_forwards_without_their_backward() -> None:
+    row = orders("0F0 0F1 0R0 0B0 0F2 0R1 0B1 0R2 0B2")
+    validate(row, micro_batches=3, stash_limits=[2])
+    with pytest.raises(ValueError, match="0F1 puts 2 micro-batches in flight, above the stash limit of 1"):
+        validate(row, micro_batches=3, stash_limits=[1])
+
+
+def test_a_forward_may_run_between_a_recompute_and_its_backward() -> None:
+    validate(orders("0F0 0R0 0F1 0B0 0R1 0B1"), micro_batches=2)
+
+
+def test_usage_counts_kept_and_recomputed_sets() -> None:
+    assert usage(parse_row("0F0 0F1 0B1 0R0 0B0")) == (2, 1)
+    assert usage(parse_row("0F0 0F1 0R0 0R1 0B0 0B1")) == (2, 2)
+
+
+def test_only_a_forward_right_before_its_own_backward_is_kept() -> None:
+    assert kept(parse_row("0F0 0F1 0B1 0R0 0B0")) == {1}

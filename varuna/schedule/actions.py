@@ -1,0 +1,53 @@
+"""Actions: the units of work of a stage."""
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What is done with a micro-batch."""
+
+    FORWARD = "F"
+    RECOMPUTE = "R"
+    BACKWARD = "B"
+
+
+class Action(NamedTuple):
+    """One unit of work of a stage; prints as ``2F0`` (stage 2, forward, micro-batch 0).
+
+    ``micro_batch`` counts within the replica, from 0 to N - 1.
+    """
+
+    stage: int
+    kind: Kind
+    micro_batch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind.value}{self.micro_batch}"
+
+
+Row = tuple[Action, ...]
+"""What one stage runs, in order."""
+
+Orders = tuple[Row, ...]
+"""A row for each stage: a whole step of a pipeline."""
+
+_ACTION = re.compile(r"(\d+)([FRB])(\d+)")
+
+
+def parse_action(text: str) -> Action:
+    """Read ``"2F0"``.
+
+    Raises:
+        ValueError: the text is no action.
+    """
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is no action; write stage, F, R or B, and micro-batch, such as 2F0")
+    return Action(int(match[1]), Kind(match[2]), int(match[3]))
+
+
+def parse_row(text: str) -> Row:
+    """Read ``"1F0 1B0"``."""
+    return tuple(map(parse_action, text.split()))

@@ -1,0 +1,221 @@
+"""Policies: the one object that decides a stage's next action, in the simulator and in the engine.
+
+A policy sees what has arrived, never a clock. Forwards run in micro-batch order and backwards in
+``backward_order`` whatever the interleaving, so that links have a known order and gradients add up in
+a fixed one.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Protocol
+
+from varuna.core.errors import UsageError
+from varuna.schedule.actions import Action, Kind, Orders, Row
+from varuna.schedule.orders import gpipe, one_f_one_b, varuna
+from varuna.schedule.validate import kept, usage
+
+
+class Policy(Protocol):
+    """Decides for one stage and one step: ask ``next``, run the action, report ``done``."""
+
+    stage: int
+    backward_order: tuple[int, ...]
+
+    @property
+    def finished(self) -> bool:
+        """Every backward is done."""
+        ...
+
+    def next(self, activations_in: int, gradients_in: int) -> Action | None:
+        """The action to run now; None: wait for an arrival.
+
+        Args:
+            activations_in: micro-batches whose input has arrived; N on stage 0.
+            gradients_in: gradients that have arrived, in ``backward_order``; N on the last stage.
+        """
+        ...
+
+    def done(self, action: Action) -> None:
+        """Report that the action ``next`` gave has run."""
+        ...
+
+    def keeps(self, micro_batch: int) -> bool:
+        """Whether the F of ``micro_batch`` keeps its graph; ask between ``next`` and ``done`` of that F."""
+        ...
+
+    def awaited(self) -> Action:
+        """What an unfinished stage waits for, for error messages."""
+        ...
+
+
+class ListPolicy:
+    """Follows a static order to the letter."""
+
+    def __init__(self, row: Row) -> None:
+        self.stage = row[0].stage
+        self.backward_order = tuple(action.micro_batch for action in row if action.kind is Kind.BACKWARD)
+        self._row = row
+        self._kept = kept(row)
+        self._position = 0
+        self._backwards = 0
+
+    @property
+    def finished(self) -> bool:
+        """Every backward is done."""
+        return self._position == len(self._row)
+
+    def next(self, activations_in: int, gradients_in: int) -> Action | None:
+        """The next of the list, if what it needs is there."""
+        if self.finished:
+            return None
+        action = self._row[self._position]
+        if action.kind is Kind.FORWARD:
+            return action if action.micro_batch < activations_in else None
+        if action.kind is Kind.BACKWARD:
+            return action if self._backwards < gradients_in else None
+        return action
+
+    def done(self, action: Action) -> None:
+        """Move on."""
+        self._position += 1
+        self._backwards += action.kind is Kind.BACKWARD
+
+    def keeps(self, micro_batch: int) -> bool:
+        """Whether the list has B right behind F."""
+        return micro_batch in self._kept
+
+    def awaited(self) -> Action:
+        """The next of the list."""
+        return self._row[self._position]
+
+
+class OpportunisticPolicy:
+    """The paper's policy: follow the static order, but rather than wait, run what is ready.
+
+    Of a static order only the interleaving matters: how many B's come before each F. It stays live under
+    any stash limits of at least 1: among the micro-batches that are not through, the lowest finds every
+    stage that it has not entered empty, and its R and B come first everywhere else.
+    """
+
+    def __init__(self, row: Row, *, stages: int, stash_limit: int) -> None:
+        self.stage = row[0].stage
+        self.backward_order = tuple(action.micro_batch for action in row if action.kind is Kind.BACKWARD)
+        self._backwards_before = _backwards_before_each_forward(row)
+        self._count = len(self.backward_order)
+        self._limit = stash_limit
+        self._is_last = self.stage == stages - 1
+        self._forwards = 0
+        self._backwards = 0
+        self._live = False  # the activations of the next B are there
+
+    @property
+    def finished(self) -> bool:
+        """Every backward is done."""
+        return self._backwards == self._count
+
+    def next(self, activations_in: int, gradients_in: int) -> Action | None:
+        """The ready action that the order would run first; an R without gradient only if no F is at hand."""
+        forwards, backwards = self._forwards, self._backwards
+        gradient_here = backwards < forwards and backwards < gradients_in
+        if self._live:  # rule 2: nothing but its B
+            return Action(self.stage, Kind.BACKWARD, backwards) if gradient_here else None
+        has_room = forwards < self._count and forwards - backwards < self._limit
+        forward_is_listed = has_room and self._backwards_before[forwards] <= backwards
+        if has_room and forwards < activations_in and (forward_is_listed or not gradient_here):
+            return Action(self.stage, Kind.FORWARD, forwards)
+        # Rule 1, R ahead of its gradient: not while the order expects a forward first, which it would block.
+        if gradient_here or (backwards < forwards and not forward_is_listed):
+            return Action(self.stage, Kind.RECOMPUTE, backwards)
+        return None
+
+    def done(self, action: Action) -> None:
+        """Count it."""
+        if action.kind is Kind.FORWARD:
+            self._live = self.keeps(action.micro_batch)
+            self._forwards += 1
+        elif action.kind is Kind.RECOMPUTE:
+            self._live = True
+        else:
+            self._live = False
+            self._backwards += 1
+
+    def keeps(self, micro_batch: int) -> bool:
+        """Whether nothing can run between this F and its B, so that keeping its activations costs nothing."""
+        is_alone = self._is_last or self._limit == 1 or micro_batch == self._count - 1
+        return is_alone and micro_batch == self._backwards
+
+    def awaited(self) -> Action:
+        """The input of a forward if there is room for one, else the gradient of the next B."""
+        has_room = self._forwards < self._count and self._forwards - self._backwards < self._limit
+        if not self._live and has_room:
+            return Action(self.stage, Kind.FORWARD, self._forwards)
+        return Action(self.stage, Kind.BACKWARD, self._backwards)
+
+
+_ORDERS: dict[str, Callable[[int, int], Orders]] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "varuna": varuna,
+    "varuna-strict": varuna,
+}
+
+POLICIES = tuple(_ORDERS)
+"""Names that ``make_policy`` knows."""
+
+
+def make_policy(name: str, *, stage: int, stages: int, micro_batches: int, stash_limit: int) -> Policy:
+    """A fresh policy for one stage and one step.
+
+    ``varuna`` respects any limit of at least 1. The others follow a list that cannot bend without deadlock:
+    they refuse a limit below what their list needs, which ``stash_limit`` tells.
+
+    Raises:
+        UsageError: no such policy, or a limit that it cannot keep.
+    """
+    row = _orders(_order_of(name), stages, micro_batches)[stage]
+    needed = 1 if name == "varuna" else usage(row).stash
+    if stash_limit < needed:
+        raise UsageError(
+            f"policy {name!r} keeps {needed} micro-batches in flight on stage {stage} of {stages}, above the stash "
+            f"limit of {stash_limit}. Raise the limit, or use the policy 'varuna', which respects it."
+        )
+    if name == "varuna":
+        return OpportunisticPolicy(row, stages=stages, stash_limit=stash_limit)
+    return ListPolicy(row)
+
+
+def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varuna") -> int:
+    """Default in-flight depth n_k: what a list needs; for Varuna 3 (P - k) + 2.
+
+    That cap costs at most 0.4 % on all but the worst networks, where P - k + 2 costs 30 %
+    (reference/pipelines.md §2).
+
+    Raises:
+        UsageError: no such policy.
+    """
+    _order_of(policy)
+    depth = {"gpipe": micro_batches, "1f1b": stages - stage}.get(policy, 3 * (stages - stage) + 2)
+    return min(micro_batches, depth)
+
+
+def _order_of(name: str) -> Callable[[int, int], Orders]:
+    try:
+        return _ORDERS[name]
+    except KeyError:
+        raise UsageError(f"there is no schedule policy {name!r}. Choose one of {', '.join(POLICIES)}.") from None
+
+
+# The simulator makes the policies of all stages one by one; large orders take tens of megabytes.
+@lru_cache(maxsize=4)
+def _orders(order: Callable[[int, int], Orders], stages: int, micro_batches: int) -> Orders:
+    return order(stages, micro_batches)
+
+
+def _backwards_before_each_forward(row: Row) -> tuple[int, ...]:
+    counts: list[int] = []
+    backwards = 0
+    for action in row:
+        if action.kind is Kind.FORWARD:
+            counts.append(backwards)
+        backwards += action.kind is Kind.BACKWARD
+    return tuple(counts)
