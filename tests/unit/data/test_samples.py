@@ -1,0 +1,239 @@
+"""Every stage reads the same samples, and what cannot be read is named."""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from varuna.core.errors import DataError
+from varuna.data.collate import Sample
+from varuna.data.order import sample_index
+from varuna.data.samples import MicroBatch, SampleSource, sample_digest, verify_digests
+
+
+class Noisy(Dataset[Sample]):
+    """Draws from all three libraries."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Sample:
+        noise = [random.random(), float(np.random.rand()), float(torch.rand(()))]
+        return {"x": torch.tensor(noise), "index": torch.tensor(index)}
+
+
+class Unsized(Dataset[Sample]):
+    """Serves the first five positions."""
+
+    def __getitem__(self, index: int) -> Sample:
+        if index >= 5:
+            raise IndexError("out of data")
+        return {"x": torch.tensor(index)}
+
+
+class Stream(IterableDataset[Sample]):
+    def __iter__(self) -> Iterator[Sample]:
+        return iter([])
+
+
+def rows(*samples: Any) -> SampleSource:
+    """Unshuffled, so that a position is an index."""
+
+    class Rows(Dataset[Any]):
+        def __getitem__(self, index: int) -> Any:
+            return samples[index]
+
+    return SampleSource(Rows(), seed=0)
+
+
+# -- which samples -----------------------------------------------------------------------------------
+
+
+def test_a_sized_dataset_is_read_in_the_public_order() -> None:
+    source = SampleSource(Noisy(), seed=4)
+    found = [source.sample(position)[0] for position in range(24)]
+    assert found == [sample_index(position, size=8, seed=4) for position in range(24)]
+
+
+def test_a_dataset_without_length_is_read_by_position() -> None:
+    assert SampleSource(Unsized(), seed=4).micro_batch([1, 2, 4]).indices == (1, 2, 4)
+
+
+def test_two_stages_read_the_same_noise_whatever_they_drew_before() -> None:
+    one, other = SampleSource(Noisy(), seed=4), SampleSource(Noisy(), seed=4)
+    first = one.micro_batch(range(6))
+    torch.rand(7), random.random(), np.random.rand(3)
+    other.micro_batch(range(11, 13))
+    second = other.micro_batch(range(6))
+    assert torch.equal(first.tensors["x"], second.tensors["x"])
+    verify_digests(first, second.digests, who="stage 1")
+
+
+def test_a_sample_has_other_noise_in_the_next_epoch() -> None:
+    source = SampleSource(Noisy(1), seed=4)
+    assert not torch.equal(source.sample(0)[1]["x"], source.sample(1)[1]["x"])
+
+
+def test_a_micro_batch_has_only_the_inputs_asked_for_but_digests_of_all() -> None:
+    source = SampleSource(Noisy(), seed=4)
+    some, everything = source.micro_batch(range(3), ["index"]), source.micro_batch(range(3))
+    assert list(some.tensors) == ["index"]
+    assert list(everything.tensors) == ["x", "index"]
+    assert some.digests == everything.digests
+
+
+# -- datasets that cannot be used --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dataset", [Stream(), iter([]), 5])
+def test_a_stream_is_refused_with_a_recipe(dataset: object) -> None:
+    with pytest.raises(DataError, match=r"cannot be indexed.*list\(stream\).*__getitem__"):
+        SampleSource(dataset, seed=0)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(DataError, match="empty"):
+        SampleSource([], seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [
+        ((1, 2), r"dataset\[0\] must be a dict.*tuple"),
+        ({"x": torch.ones(2), "label": 3}, r"dataset\[0\]\['label'\].*is a int.*torch.tensor"),
+        ({"x": torch.eye(2).to_sparse()}, r"dataset\[0\]\['x'\].*sparse"),
+        ({7: torch.ones(2)}, r"dataset\[0\].*key 7"),
+    ],
+)
+def test_a_sample_that_is_no_dict_of_tensors_is_named(sample: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        rows(sample).sample(0)
+
+
+def test_an_exception_of_the_dataset_stays_itself_and_names_the_sample() -> None:
+    with pytest.raises(IndexError, match="out of data") as caught:
+        SampleSource(Unsized(), seed=0).micro_batch([4, 5])
+    [note] = caught.value.__notes__
+    assert "dataset[5], position 5" in note
+    assert "without __len__ must serve every position" in note
+
+
+# -- collating ---------------------------------------------------------------------------------------
+
+
+def test_samples_of_different_shapes_are_named_with_the_remedy() -> None:
+    source = rows({"x": torch.ones(3)}, {"x": torch.ones(3)}, {"x": torch.ones(4)})
+    with pytest.raises(DataError, match=r"'x' has shape \(3,\) in dataset\[0\] but \(4,\) in dataset\[2\].*collate="):
+        source.micro_batch([0, 1, 2])
+
+
+def test_samples_of_different_dtypes_are_named() -> None:
+    source = rows({"x": torch.ones(3)}, {"x": torch.ones(3, dtype=torch.float64)})
+    with pytest.raises(DataError, match=r"float32 in dataset\[0\] but torch.float64 in dataset\[1\]"):
+        source.micro_batch([0, 1])
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_a_sample_that_lacks_a_key_is_named(order: list[int]) -> None:
+    source = rows({"x": torch.ones(3), "mask": torch.ones(3)}, {"x": torch.ones(3)})
+    with pytest.raises(DataError, match=r"dataset\[1\] has no 'mask', only 'x'"):
+        source.micro_batch(order)
+
+
+def test_an_input_that_the_dataset_lacks_is_named() -> None:
+    with pytest.raises(DataError, match=r"dataset\[0\] has no 'labels', only 'x'"):
+        rows({"x": torch.ones(3)}).micro_batch([0], ["labels"])
+
+
+def with_collate(collate: Callable[[list[Sample]], Any]) -> SampleSource:
+    return SampleSource(Noisy(), seed=4, collate=collate)
+
+
+def test_a_collate_of_the_user_pads_and_may_draw() -> None:
+    def pad(samples: list[Sample]) -> Mapping[str, Tensor]:
+        rows = [torch.cat([s["x"], torch.rand(1)]) for s in samples]
+        samples[0]["x"].zero_()  # must not change the digest
+        return {"x": torch.stack(rows), "y": torch.zeros(len(rows))}
+
+    first, second = (with_collate(pad).micro_batch([2, 3], ["x"]) for _ in range(2))
+    assert first.tensors["x"].shape == (2, 4)
+    assert torch.equal(first.tensors["x"], second.tensors["x"])
+    assert first.digests == SampleSource(Noisy(), seed=4).micro_batch([2, 3]).digests
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (torch.ones(2), "returned Tensor"),
+        ({"x": [1, 2]}, "'x' is list"),
+        ({"x": torch.ones(3, 2)}, r"given 2 samples.*shape \(3, 2\)"),
+        ({"x": torch.tensor(1.0)}, r"given 2 samples.*shape \(\)"),
+        ({"y": torch.ones(2)}, "needs 'x', but collate returned only 'y'"),
+    ],
+)
+def test_a_collate_that_returns_something_else_is_refused(batch: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        with_collate(lambda _: batch).micro_batch([0, 1], ["x"])
+
+
+def test_an_exception_of_collate_names_the_samples() -> None:
+    def broken(_: list[Sample]) -> Any:
+        raise KeyError("oops")
+
+    with pytest.raises(KeyError) as caught:
+        with_collate(broken).micro_batch([0])
+    assert "while collating dataset indices" in caught.value.__notes__[0]
+
+
+# -- digests -----------------------------------------------------------------------------------------
+
+SAMPLE = {"x": torch.arange(6, dtype=torch.int32), "y": torch.tensor(1.5)}
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"x": torch.arange(6, dtype=torch.int32)},
+        {"z": SAMPLE["x"], "y": SAMPLE["y"]},
+        {"x": SAMPLE["y"], "y": SAMPLE["x"]},
+        {"x": SAMPLE["x"].view(2, 3), "y": SAMPLE["y"]},
+        {"x": SAMPLE["x"].view(torch.float32), "y": SAMPLE["y"]},
+        {"x": SAMPLE["x"], "y": torch.nextafter(SAMPLE["y"], torch.tensor(2.0))},
+    ],
+)
+def test_digests_see_keys_dtypes_shapes_and_bytes(other: Sample) -> None:
+    assert sample_digest(other) != sample_digest(SAMPLE)
+
+
+def test_digests_do_not_see_layout_in_memory_or_order_of_keys() -> None:
+    strided = torch.arange(12, dtype=torch.int32)[::2] // 2
+    assert sample_digest({"y": SAMPLE["y"].requires_grad_(), "x": strided}) == sample_digest(SAMPLE)
+
+
+@given(st.lists(st.integers(0, 3), max_size=3), st.sampled_from([torch.bool, torch.bfloat16, torch.complex64]))
+def test_digests_take_any_shape_and_fit_an_int64_tensor(shape: list[int], dtype: torch.dtype) -> None:
+    assert torch.tensor([sample_digest({"x": torch.zeros(shape, dtype=dtype)})]).dtype == torch.int64
+
+
+def micro_batch(*digests: int) -> MicroBatch:
+    return MicroBatch({}, digests, tuple(range(10, 10 + len(digests))))
+
+
+def test_a_sample_that_differs_stops_the_run_with_its_name() -> None:
+    with pytest.raises(DataError, match=r"dataset\[11\] is not the same here and on stage 0 .*ffffffffffffffff.*seeds"):
+        verify_digests(micro_batch(1, 2, 3), [1, -1, 4], who="stage 0")
+
+
+def test_a_digest_too_few_is_no_agreement() -> None:
+    with pytest.raises(DataError, match="stage 0 read 2 samples for a micro-batch of 3"):
+        verify_digests(micro_batch(1, 2, 3), [1, 2], who="stage 0")

@@ -1,0 +1,8 @@
+"""Which samples belong to which micro-batch, and how they are read: a pure function of (seed, position).
+
+Only what needs no torch is exported here; the submodules ``randomness``, ``samples`` and ``loader`` need it.
+"""
+
+from varuna.data.order import sample_index
+
+__all__ = ["sample_index"]

@@ -1,0 +1,111 @@
+"""Micro-batches prepared ahead of time, off the training thread."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from varuna.data.samples import MicroBatch, SampleSource
+
+Deliver = Callable[[int, int, MicroBatch | BaseException], None]
+
+
+class _Work(NamedTuple):
+    """One micro-batch to prepare."""
+
+    step: int
+    micro_batch: int
+    positions: Sequence[int]
+    keys: tuple[str, ...] | None
+
+
+class Loader:
+    """A daemon thread that reads micro-batches in the order requested and hands each to ``deliver``.
+
+    At most ``lookahead`` micro-batches are in preparation or delivered and not yet taken, so memory is bounded.
+    ``deliver(step, micro_batch, batch)`` runs on the loader's thread; an exception takes the batch's place.
+
+    Lock order: ``request`` and ``taken`` never wait for a delivery. ``cancel`` and ``close`` do, so they must not
+    be called while holding a lock that ``deliver`` takes.
+    """
+
+    def __init__(self, source: SampleSource, *, deliver: Deliver, lookahead: int = 4) -> None:
+        """Start the thread, which waits for requests."""
+        self._source = source
+        self._deliver = deliver
+        self._lookahead = lookahead
+        self._changed = threading.Condition()  # guards the four fields below
+        self._queue: deque[_Work] = deque()
+        self._open = 0  # micro-batches in preparation, or delivered and not taken
+        self._round = 0  # counts cancels: work of an earlier round is dropped
+        self._closed = False
+        self._delivering = threading.RLock()  # held during a delivery; re-entrant so that deliver may cancel
+        self._thread = threading.Thread(target=self._run, name="varuna-loader", daemon=True)
+        self._thread.start()
+
+    def request(self, step: int, work: Iterable[tuple[int, Sequence[int]]], keys: Iterable[str] | None = None) -> None:
+        """Append micro-batches of ``step`` to the queue.
+
+        Args:
+            step: handed back to ``deliver``.
+            work: pairs of a micro-batch number and the positions of its samples, in the order of need.
+            keys: inputs that this stage uses; None for all.
+        """
+        wanted = None if keys is None else tuple(keys)
+        with self._changed:
+            self._queue.extend(_Work(step, number, positions, wanted) for number, positions in work)
+            self._changed.notify_all()
+
+    def taken(self) -> None:
+        """Say that a delivered micro-batch was taken over: the next one may be prepared.
+
+        Batches delivered before a ``cancel`` count as taken; a call too many is ignored.
+        """
+        with self._changed:
+            self._open = max(0, self._open - 1)
+            self._changed.notify_all()
+
+    def cancel(self) -> None:
+        """Drop all requests. When this returns, nothing requested before it is delivered any more."""
+        with self._changed:
+            self._queue.clear()
+            self._open = 0
+            self._round += 1
+            self._changed.notify_all()
+        with self._delivering:  # a delivery that saw the old round has ended once this lock is free
+            pass
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Cancel, end the thread, and wait up to ``timeout_s`` for it; a blocked ``dataset[i]`` is left behind."""
+        self.cancel()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        """Prepare and deliver until closed."""
+        while (next_work := self._next()) is not None:
+            round_, work = next_work
+            batch = self._prepare(work)
+            with self._delivering:
+                if round_ == self._round:
+                    self._deliver(work.step, work.micro_batch, batch)
+            del batch  # else the last batch lives on while this thread waits for work
+
+    def _next(self) -> tuple[int, _Work] | None:
+        """Wait for work and a free slot; None once closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._queue and self._open < self._lookahead))
+            if self._closed:
+                return None
+            self._open += 1
+            return self._round, self._queue.popleft()
+
+    def _prepare(self, work: _Work) -> MicroBatch | BaseException:
+        """Read one micro-batch; what goes wrong is for the thread that needs it."""
+        try:
+            return self._source.micro_batch(work.positions, work.keys)
+        except BaseException as error:  # noqa: BLE001  even SystemExit: a silent thread would hang the stage
+            return error
