@@ -1,0 +1,78 @@
+"""Sections run in turn in one process, against the plain eager model: loss, gradients and buffers."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tests.unit.partition.families import Family, Samples
+from varuna.data.samples import SampleSource
+from varuna.engine.section import Examples, SectionRunner, Tensors, backward
+from varuna.partition.capture import LossModule, Recipe
+from varuna.partition.initialise import Initial, materialise
+from varuna.partition.model import PartitionedModel, partition
+
+
+def run_in_turn(
+    model: PartitionedModel, initial: Initial, buffers: dict[str, Tensor], tensors: dict[str, Tensor], size: int
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of one micro-batch; ``buffers`` are updated as at a commit."""
+    crossings = {c.name: c for into in model.split.crossings for c in into}
+    values: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
+    tapes, leaves = [], []
+    for section in model.sections:
+        mine = {name: initial.parameters[name].detach().requires_grad_() for name in section.parameters}
+        leaves.append(mine)
+        fixed = [buffers[name] for name in section.buffers] + [model.constants[n] for n in section.constants]
+        runner = SectionRunner(section, Tensors(tuple(mine.values()), tuple(fixed)), crossings, 0)
+        tape = runner.record(values, Examples(tensors, size), 0, 0)
+        made = tape.made[: len(section.makes)]
+        tapes.append(replace(tape, made=made))
+        values.update(zip(section.makes, (each.detach() for each in made), strict=True))
+        found = (each.detach() for each in tape.made[len(section.makes) :])
+        statistics.update(zip(section.statistics, found, strict=True))
+    gradients = {model.sections[-1].makes[0]: torch.ones(())}
+    for tape in reversed(tapes):
+        backward(tape, gradients)
+    grads: dict[str, Tensor] = {}
+    for mine in leaves:
+        for name, leaf in mine.items():
+            if leaf.grad is not None:
+                grads[name] = grads[name] + leaf.grad if name in grads else leaf.grad
+    for update in (update for section in model.sections for update in section.updates):
+        given = [buffers[name] for name in update.buffers] + [statistics[name] for name in update.statistics]
+        buffers.update(zip(update.buffers, update.module(*given), strict=True))
+    return float(tapes[-1].made[0].detach()), grads
+
+
+def differences(family: Family, batch_sizes: tuple[int, ...] = (2, 1, 5)) -> tuple[PartitionedModel, list[str]]:
+    """The split model, and where it differs from plain eager."""
+    recipe = Recipe(family.build, loss=family.loss)
+    source = SampleSource(Samples(family.sample), seed=0)
+    model = partition(recipe, source.micro_batch([0, 1]).tensors, update_buffers=True)
+    initial = materialise(recipe, 0)
+    eager = initial.module.train()
+    buffers = {name: value.clone() for name, value in initial.buffers.items()}
+    found = []
+    for size in batch_sizes:
+        tensors = source.micro_batch(range(size)).tensors
+        eager.zero_grad()
+        loss = LossModule(eager, recipe)({key: value.clone() for key, value in tensors.items()})[0]
+        loss.backward()
+        expected = float(loss.detach())
+        actual, grads = run_in_turn(model, initial, buffers, tensors, size)
+        if not abs(actual - expected) <= 1e-6 * abs(expected):
+            found.append(f"loss at {size}: {actual} instead of {expected}")
+        found += _unequal(f"gradient at {size}", grads, {n: p.grad for n, p in eager.named_parameters()})
+        found += _unequal(f"buffer at {size}", buffers, dict(eager.named_buffers()))
+    return model, found
+
+
+def _unequal(what: str, actual: dict[str, Tensor], expected: dict[str, Tensor | None]) -> list[str]:
+    return [
+        f"{what}: {name}"
+        for name, value in expected.items()
+        if value is not None
+        and (name not in actual or not torch.allclose(actual[name], value, rtol=1e-4, atol=1e-7, equal_nan=False))
+    ]

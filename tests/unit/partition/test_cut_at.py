@@ -1,0 +1,101 @@
+"""The user names the modules at which sections begin."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import varuna
+from tests.unit.engine.ranks import Tokens, adamw, tiny_gpt2
+from tests.unit.partition.families import NAMED, Samples
+from varuna.core.errors import ModelError, UsageError
+from varuna.data.samples import SampleSource
+from varuna.partition.capture import Recipe
+from varuna.partition.initialise import materialise
+from varuna.partition.model import PartitionedModel, partition
+from varuna.partition.modules import chooser
+from varuna.partition.verify import verify
+
+
+def cut(recipe: Recipe, cut_at: list[str], dataset: Any = None) -> PartitionedModel:
+    batch = SampleSource(dataset or Tokens(), seed=0).micro_batch([0, 1]).tensors
+    return partition(recipe, batch, choose=chooser(cut_at, None))
+
+
+def test_sections_begin_where_the_named_modules_do() -> None:
+    model = cut(Recipe(tiny_gpt2), ["transformer.h.2", "transformer.h.1"])
+    assert [section.label for section in model.sections] == ["transformer.h.0", "transformer.h.1", "output"]
+    first = [{name.split(".")[2] for name in section.parameters if ".h." in name} for section in model.sections]
+    assert first == [{"0"}, {"1"}, {"2"}]
+    assert [[c.shape(3) for c in into] for into in model.split.crossings] == [[], [(3, 16, 32)], [(3, 16, 32)]]
+
+
+@pytest.mark.parametrize(
+    ("family", "cut_at"),
+    [
+        ("llama", ["model.layers.1.mlp", "model.norm"]),
+        ("t5", ["encoder.block.1", "decoder.block.0", "lm_head"]),
+        ("sequential", ["2.0", "4"]),
+        ("unet", ["down.1", "middle", "up.2"]),
+        ("albert", ["albert.encoder.albert_layer_groups.0.albert_layers.0.ffn"]),
+    ],
+)
+def test_models_of_many_kinds_still_compute_the_same(family: str, cut_at: list[str]) -> None:
+    known = NAMED[family]
+    recipe, dataset = Recipe(known.build, known.loss), Samples(known.sample)
+    model = cut(recipe, cut_at, dataset)
+    batch = SampleSource(dataset, seed=0).micro_batch([0, 1, 2]).tensors
+    found = verify(model, recipe, materialise(recipe, 0), batch)
+    assert found.loss_error < 1e-6
+    assert found.gradient_error < 1e-5
+    calls = 3 if family == "albert" else 1  # one shared layer, entered three times
+    assert len(model.sections) == len(cut_at) * calls + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("transformer.h.9", r"no module of this name\. Near names .*transformer\.h\.1"),
+        ("h.2", r"no module of this name\. Near names .*: transformer\.h\.2"),
+        ("transformer.h", r"holds others .*: transformer\.h\.0, transformer\.h\.1, transformer\.h\.2\."),
+        ("transformer.wte", r"nothing runs before this module"),
+        ("model.transformer.h.1", r"no module of this name\. Near names .*: transformer\.h\.1"),
+    ],
+)
+def test_wrong_names_are_refused_with_near_ones(path: str, message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        cut(Recipe(tiny_gpt2), ["transformer.h.1", path])
+
+
+class Written(nn.Module):
+    """Between its first two layers a tensor is alive that is written in place later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids) * 2
+        y = self.layers[0](torch.ones_like(x))
+        x.add_(self.layers[1](y))
+        return nn.functional.mse_loss(self.layers[2](x), labels.unsqueeze(-1).float().expand(-1, -1, 8))
+
+
+def test_a_module_in_the_life_of_a_written_tensor_is_refused_with_those_that_can_be_cut() -> None:
+    with pytest.raises(ModelError, match=r"layers\.1.*written in place.*can be cut at: layers\.2\."):
+        cut(Recipe(Written), ["layers.1"])
+
+
+def trainer(**options: Any) -> varuna.Trainer:
+    return varuna.Trainer(tiny_gpt2, Tokens(), adamw, 4, **options)
+
+
+def test_the_trainer_takes_a_list_and_no_wish_beside_it() -> None:
+    assert len(trainer(cut_at=["transformer.h.1"]).partition().sections) == 2
+    with pytest.raises(UsageError, match="give one of the two"):
+        trainer(cut_at=["transformer.h.1"], cut_points=3)
+    for wrong in ("transformer.h.1", [], [3]):
+        with pytest.raises(UsageError, match="list of names of modules"):
+            trainer(cut_at=wrong)

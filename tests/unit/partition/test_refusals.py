@@ -1,0 +1,109 @@
+"""What cannot be followed is refused at the user's line, and the way out that the message names works."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.engine.ranks import Tokens
+from tests.unit.partition.families import hugging_face
+from varuna.core.errors import ModelError
+from varuna.data.samples import SampleSource
+from varuna.partition.capture import Recipe
+from varuna.partition.initialise import materialise
+from varuna.partition.model import partition
+from varuna.partition.verify import verify
+
+
+def batch(size: int) -> dict[str, Tensor]:
+    return SampleSource(Tokens(), seed=0).micro_batch(range(size)).tensors
+
+
+class Layers(nn.Module):
+    """An embedding, layers and a head; subclasses put something in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = self.middle(torch.tanh(layer(x)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Branching(Layers):
+    def middle(self, x: Tensor) -> Tensor:
+        return -x if x.sum() > 0 else x
+
+
+@torch.library.custom_op("varuna_tests::turn", mutates_args=())
+def turn(x: Tensor) -> Tensor:
+    """The same branch as one operator: capture does not look inside."""
+    return -x if x.sum() > 0 else x.clone()
+
+
+@turn.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _remember(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)  # called during capture too: no branches here
+
+
+def _turn_back(ctx: torch.autograd.function.FunctionCtx, gradient: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    return -gradient if x.sum() > 0 else gradient
+
+
+turn.register_autograd(_turn_back, setup_context=_remember)
+
+
+class Wrapped(Layers):
+    def middle(self, x: Tensor) -> Tensor:
+        turned: Tensor = turn(x)
+        return turned
+
+
+def test_a_branch_on_data_is_refused_at_its_line_with_two_ways_out() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "-x if x.sum() > 0 else x" in text)
+    with pytest.raises(ModelError) as refused:
+        partition(Recipe(Branching), batch(2))
+    message = str(refused.value)
+    assert f"{Path(__file__).name}:{line}:" in message
+    assert "Two ways out" in message
+    assert "torch.where" in message
+    assert "torch.library.custom_op" in message
+
+
+def test_layer_drop_is_refused_in_the_file_of_the_model() -> None:
+    build = hugging_face(
+        "OPTForCausalLM",
+        "OPTConfig",
+        vocab_size=64,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        ffn_dim=32,
+        word_embed_proj_dim=16,
+        layerdrop=0.5,
+    )
+    with pytest.raises(ModelError, match=r"modeling_opt\.py:\d+.*(?s:.)*LayerDrop"):
+        partition(Recipe(build), batch(2))
+
+
+def test_the_same_branch_wrapped_into_an_operator_is_captured_and_cut() -> None:
+    recipe = Recipe(Wrapped)
+    model = partition(recipe, batch(2), cut_points=5)
+    assert sum("varuna_tests.turn" in section.module.code for section in model.sections) == 3
+    found = verify(model, recipe, materialise(recipe, 0), batch(3))
+    assert found.loss_error < 1e-6
+    assert found.gradient_error < 1e-6

@@ -1,0 +1,106 @@
+"""Build a model without allocating it: parameters have shapes only, small known values stay real.
+
+Constructors read values: the rates of stochastic depth come out of a ``linspace``, tables are computed and
+kept as plain attributes. So what is small and follows from the code alone is computed for real, and all else
+(uninitialised, random, large) lives on the meta device, as ``transformers`` builds its models itself.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from varuna.core.errors import ModelError
+from varuna.data.randomness import generator_lock
+
+MOST_ELEMENTS = 1 << 20
+"""Known values of up to so many elements are real."""
+
+
+class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Computes what is small and known; the rest goes to the meta device."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One op of the constructor."""
+        given = dict(kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, given)) if isinstance(leaf, Tensor)]
+        if tensors and not any(tensor.is_meta for tensor in tensors) and not _is_unknown(func):
+            return func(*args, **given)
+        if not tensors and not _is_unknown(func):
+            shape = func(*args, **_on("meta", func, given))
+            if not isinstance(shape, Tensor) or shape.numel() <= MOST_ELEMENTS:
+                return func(*args, **_on("cpu", func, given))
+            return shape
+        args, given = tree_map_only(Tensor, _shape_of, (args, given))
+        return func(*args, **_on("meta", func, given))
+
+
+def _is_unknown(func: Any) -> bool:
+    """The op makes new tensors whose values the code does not fix; writing into a known tensor is no such op."""
+    name = func._schema.name.removeprefix("aten::")
+    random = torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_")
+    return random or name.startswith(("empty", "new_empty"))
+
+
+def _on(device: str, func: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    takes_device = any(argument.name == "device" for argument in func._schema.arguments)
+    return {**given, "device": torch.device(device)} if takes_device else dict(given)
+
+
+def _shape_of(value: Tensor) -> Tensor:
+    return value if value.is_meta else value.to("meta")
+
+
+def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+    """The module in training mode, its parameters and buffers fakes of ``mode``.
+
+    Raises:
+        ModelError: ``build`` returned something else than a module.
+        Exception: whatever ``build`` raises.
+    """
+    try:
+        with generator_lock, torch.random.fork_rng(devices=[]), KnownValues():  # type: ignore[no-untyped-call]
+            model = build()
+        known = True
+    except Exception:  # noqa: BLE001 - models that assign tensors across devices; the error of the second way is told
+        with mode:
+            model = build()
+        known = False
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"model= must build a torch.nn.Module, it returned {type(model).__name__}")
+    if known:
+        _to_fakes(model, mode)
+    with mode:
+        return model.train()
+
+
+def _to_fakes(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace every parameter and buffer, the same one by the same fake, and unknown plain attributes."""
+    made: dict[int, Tensor] = {}
+
+    def fake(value: Tensor) -> Tensor:
+        if id(value) not in made:
+            with mode:
+                new: Tensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+            if isinstance(value, nn.Parameter):
+                new = nn.Parameter(new, requires_grad=value.requires_grad)
+            made[id(value)] = new
+        return made[id(value)]
+
+    originals = []  # kept alive, so that no identity is used twice
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None:
+                    originals.append(value)
+                    table[name] = fake(value)  # type: ignore[assignment]
+        for name, value in list(vars(module).items()):
+            if isinstance(value, Tensor) and (value.is_meta or id(value) in made):
+                originals.append(value)
+                object.__setattr__(module, name, fake(value))

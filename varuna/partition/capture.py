@@ -1,0 +1,279 @@
+"""Capture: an unmodified module becomes one flat graph of ATen ops (DESIGN §5.1).
+
+The model is built under fake tensors, so nothing is allocated, and exported once with a symbolic batch
+dimension. Only the loss (and the user's metric sums) are outputs: nothing else of the model's output
+survives.
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import UserError, UserErrorType
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_unflatten
+
+from varuna.core.errors import ModelError
+from varuna.partition.branches import general_sizes
+from varuna.partition.building import build_without_data
+from varuna.partition.functions import kept_functions
+
+Batch = Mapping[str, Tensor]
+LossFunction = Callable[[Any, Batch], Tensor]
+MetricsFunction = Callable[[Any, Batch], Mapping[str, Tensor]]
+
+EXPORT_EXAMPLES = 3
+"""Examples in the batch that is exported: 1 would be specialised (0/1 rule), 2 is a common head count."""
+
+
+_DATA_DEPENDENT = (
+    "Varuna captures forward() once, without data: it cannot follow a Python branch or loop that depends on tensor "
+    "values (LayerDrop is one). Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or "
+    "switch that feature off in the model's configuration; or wrap what cannot be followed into one operator with "
+    "torch.library.custom_op. cut_at= does not help: it names cuts of a model that can be captured. See "
+    "docs/partitioning.md, section Refusals."
+)
+_ANY_OTHER = (
+    "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data. Try "
+    "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples."
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the user said about the model: everything that capture needs."""
+
+    build: Callable[[], nn.Module]
+    loss: LossFunction | None = None
+    metrics: MetricsFunction | None = None
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A flat training graph with the names of everything that flows into it.
+
+    ``graph`` returns ``(loss, *metric sums)``. Placeholders are keyed by node name.
+    """
+
+    graph: torch.fx.Graph
+    owner: torch.fx.GraphModule
+    parameters: dict[str, str]
+    """placeholder -> the model's own name of the parameter (the first, for a tied one)"""
+    trainable: frozenset[str]
+    aliases: dict[str, str]
+    """every further name of a tied parameter -> its first name"""
+    buffers: dict[str, str]
+    """placeholder -> the model's own name of the buffer"""
+    constants: dict[str, Tensor]
+    inputs: dict[str, str]
+    """placeholder -> key of the batch"""
+    batch_symbol: Any
+    """sympy symbol of the batch dimension; None where the graph has one fixed batch size"""
+    metrics: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    """parameter -> shape"""
+
+
+class LossModule(nn.Module):
+    """The user's model with only its loss and metric sums as outputs."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = recipe.loss
+        self.metrics = recipe.metrics
+        self.takes = accepted_keys(model)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and the metric sums (detached, float32)."""
+        keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
+        output = self.model(**{key: batch[key] for key in keys})
+        loss = self.loss(output, batch) if self.loss is not None else loss_of(output)
+        sums = dict(self.metrics(output, batch)) if self.metrics is not None else {}
+        return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
+
+
+def accepted_keys(model: nn.Module) -> frozenset[str] | None:
+    """Names that ``forward`` takes; None if it takes any (``**kwargs``)."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def loss_of(output: object) -> Tensor:
+    """The loss in a model's output.
+
+    Raises:
+        ModelError: the output is no scalar tensor and has no ``.loss``.
+    """
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, list | tuple):
+        scalars = [value for value in output if _is_scalar(value)]
+        loss = scalars[0] if len(scalars) == 1 else None
+    if isinstance(loss, Tensor) and tuple(loss.shape) == (1,):
+        loss = loss[0]
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise ModelError(
+            "the model must return a scalar loss, or an object, dict or tuple that holds it, when it is called with a "
+            "sample's keys; "
+            f"found {found}. Put the labels into dataset[i], or pass loss=fn(output, batch) to Trainer."
+        )
+    return loss
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def capture(recipe: Recipe, batch: Batch) -> Capture:
+    """Export the model on fake tensors shaped like ``batch``.
+
+    Args:
+        recipe: the model and how its loss is found.
+        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch.
+
+    Raises:
+        ModelError: the model cannot be built or exported; names the user's file and line.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    try:
+        model = build_without_data(recipe.build, mode)
+        with mode:
+            fake = {
+                key: torch.zeros((EXPORT_EXAMPLES, *value.shape[1:]), dtype=value.dtype) for key, value in batch.items()
+            }
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(_explain("cannot be built without allocating it", error)) from error
+    _check_keys(model, batch)
+    module = LossModule(model, recipe)
+    try:
+        program = _export(module, fake)
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(_explain("cannot be captured by torch.export", error)) from error
+    return _describe(program, model, list(fake))
+
+
+def _export(module: LossModule, fake: dict[str, Tensor]) -> torch.export.ExportedProgram:
+    """Export for any batch size."""
+
+    def attempt(batch: Any) -> torch.export.ExportedProgram:
+        dynamic = ({key: {0: batch} for key in fake},)
+        with kept_functions(), general_sizes():
+            return torch.export.export(module, (fake,), strict=False, dynamic_shapes=dynamic)
+
+    try:
+        return attempt(torch.export.Dim("batch", min=1))
+    except UserError as error:
+        if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+            raise
+        # true for any batch size, but more than export can prove (min(32, 512 * batch) == 32): let it not ask
+        return attempt(torch.export.Dim.DYNAMIC)
+
+
+def _check_keys(model: nn.Module, batch: Batch) -> None:
+    takes = accepted_keys(model)
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
+    missing = [name for name in needed if name not in batch]
+    if missing or (takes is not None and not takes.intersection(batch)):
+        raise ModelError(
+            f"{type(model).__name__}.forward needs {', '.join(missing or sorted(takes or ()))}, but a sample has "
+            f"{', '.join(batch)}. Name the keys of dataset[i] after the arguments of forward."
+        )
+
+
+def _describe(program: torch.export.ExportedProgram, model: nn.Module, keys: list[str]) -> Capture:
+    signature = program.graph_signature
+    first_name = _first_names(model)
+    parameters = {
+        placeholder: first_name[name.removeprefix("model.")]
+        for placeholder, name in signature.inputs_to_parameters.items()
+    }
+    buffers = {placeholder: name.removeprefix("model.") for placeholder, name in signature.inputs_to_buffers.items()}
+    constants = {
+        placeholder: _real(program.constants[name], name)
+        for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
+    }
+    inputs = dict(zip(signature.user_inputs, keys, strict=True))
+    if any(not isinstance(name, str) for name in inputs):
+        raise ModelError("the model ignores every tensor of a sample: nothing can be trained on it")
+    named = dict(model.named_parameters())
+    graph = program.graph
+    return Capture(
+        graph=graph,
+        owner=program.graph_module,
+        parameters=parameters,
+        trainable=frozenset(name for name, value in named.items() if value.requires_grad),
+        aliases={name: first for name, first in first_name.items() if name != first},
+        buffers=buffers,
+        constants=constants,
+        inputs={str(placeholder): key for placeholder, key in inputs.items()},
+        batch_symbol=_batch_symbol(graph, inputs),
+        metrics=_metric_names(program),
+        shapes={name: tuple(value.shape) for name, value in named.items()},
+    )
+
+
+def _metric_names(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Names of the metric sums, in the order in which they were flattened."""
+    _, sums = tree_unflatten(list(range(len(program.graph_signature.user_outputs))), program.call_spec.out_spec)
+    return tuple(sorted(sums, key=sums.__getitem__))
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter -> the first name of the same tensor: by identity, never by name."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in model.named_parameters(remove_duplicate=False)}
+
+
+def _real(constant: object, name: str) -> Tensor:
+    if not isinstance(constant, Tensor) or isinstance(constant, torch._subclasses.FakeTensor):
+        raise ModelError(f"the constant {name} of the model has no value at capture; create it in the constructor")
+    return constant
+
+
+def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str]) -> Any:
+    """The symbol of dimension 0 of the inputs; None if a fixed size was burnt in."""
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in inputs:
+            size = node.meta["val"].shape[0]
+            if isinstance(size, torch.SymInt):
+                return size.node.expr
+    return None
+
+
+def _explain(what: str, error: Exception) -> str:
+    where = user_frame(error)
+    place = f" at {where}" if where else ""
+    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    remedy = _DATA_DEPENDENT if type(error).__module__.startswith("torch") else _ANY_OTHER
+    return f"the model {what}{place}: {type(error).__name__}: {first_line}\n{remedy}"
+
+
+def user_frame(error: BaseException) -> str | None:
+    """``file:line`` of the deepest frame outside torch and Varuna, which is where the user can act."""
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(skipped) and not frame.filename.startswith("<")
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None

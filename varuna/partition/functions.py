@@ -1,0 +1,101 @@
+"""``torch.autograd.Function`` in a captured graph: one op each, so that its own backward is what runs.
+
+Export records only what a Function's forward does; differentiating that again would silently lose a backward
+written by hand (BLOOM's GELU, RecurrentGemma's bounded square root, straight-through estimators).
+"""
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from varuna.core.errors import ModelError
+
+NAMESPACE = "varuna_functions"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # lives as the process does
+_apply_of_torch = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+
+
+@dataclass
+class _Call:
+    """A Function with everything that it is called with but tensors and symbolic sizes."""
+
+    function: type[torch.autograd.Function]
+    arguments: TreeSpec
+    leaves: list[Any]
+    """constants; ``Tensor`` or ``torch.SymInt`` (the class) where one is given with each call"""
+    results: TreeSpec | None = None
+    result_leaves: tuple[Any, ...] = ()
+
+    def run(self, tensors: list[Tensor], sizes: list[Any]) -> list[Tensor]:
+        given = {Tensor: iter(tensors), torch.SymInt: iter(sizes)}
+        leaves = [next(given[leaf]) if leaf in (Tensor, torch.SymInt) else leaf for leaf in self.leaves]
+        before = [tensor._version for tensor in tensors]
+        results = _apply_of_torch(self.function, *tree_unflatten(leaves, self.arguments))
+        if [tensor._version for tensor in tensors] != before:
+            raise ModelError(f"{self.function.__qualname__} writes its arguments in place: return new tensors instead.")
+        found, self.results = tree_flatten(results)
+        self.result_leaves = tuple(Tensor if isinstance(leaf, Tensor) else leaf for leaf in found)
+        return [leaf.view_as(leaf) if any(leaf is t for t in tensors) else leaf for leaf in found if _is_tensor(leaf)]
+
+
+_calls: dict[str, _Call] = {}
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+@contextmanager
+def kept_functions() -> Iterator[None]:
+    """While a model is exported, calls of its own autograd Functions become ops of the graph."""
+
+    def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.partition(".")[0] == "torch" or kwargs:
+            return _apply_of_torch(cls, *args, **kwargs)
+        return _as_op(cls, args)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = classmethod(_apply_of_torch)  # type: ignore[assignment]
+
+
+def _as_op(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
+    found, spec = tree_flatten(args)
+    leaves: list[Any] = [
+        Tensor if isinstance(leaf, Tensor) else torch.SymInt if isinstance(leaf, torch.SymInt) else leaf
+        for leaf in found
+    ]
+    odd = next((leaf for leaf in leaves if leaf not in (Tensor, torch.SymInt) and not isinstance(leaf, _PLAIN)), None)
+    if odd is not None:
+        raise ModelError(
+            f"{function.__qualname__}.apply is given a {type(odd).__name__}: Varuna captures calls of autograd "
+            "Functions with tensors, numbers, strings, dtypes and devices only. Pass what it needs as tensors."
+        )
+    name = _name_of(function, spec, leaves)
+    call = _calls.get(name)
+    if call is None:
+        kernel = lambda tensors, sizes: _calls[name].run(tensors, sizes)  # noqa: E731
+        _library.define(f"{name}(Tensor[] tensors, SymInt[] sizes) -> Tensor[]")  # type: ignore[no-untyped-call]
+        _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    if call is None or call.function is not function:
+        call = _calls[name] = _Call(function, spec, leaves)
+    tensors = [leaf for leaf in found if isinstance(leaf, Tensor)]
+    sizes = [leaf for leaf in found if isinstance(leaf, torch.SymInt)]
+    made = iter(getattr(getattr(torch.ops, NAMESPACE), name)(tensors, sizes))
+    assert call.results is not None
+    return tree_unflatten([next(made) if leaf is Tensor else leaf for leaf in call.result_leaves], call.results)
+
+
+def _name_of(function: type[torch.autograd.Function], spec: TreeSpec, leaves: list[Any]) -> str:
+    """The same in every process: it is part of the section's digest."""
+    what = (function.__module__, function.__qualname__, str(spec), repr(leaves))
+    return f"{function.__name__.lower()}_{hashlib.sha256(repr(what).encode()).hexdigest()[:12]}"

@@ -1,0 +1,71 @@
+"""Sub-graphs of no-grad regions, put back in line: inside a sub-graph, writes, random draws and costs are hidden."""
+
+import operator
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from varuna.partition.capture import Capture
+from varuna.partition.flow import written_storage
+
+_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
+
+
+def inline_no_grad(capture: Capture) -> None:
+    """Replace every no-grad region of ``capture.graph`` by its ops; what it returns is detached."""
+    for node in list(capture.graph.nodes):
+        if node.target is _REGION and node.args[0] is False and _can_inline(capture, node):
+            _inline(capture, node)
+
+
+def _body(capture: Capture, node: Node) -> GraphModule:
+    source = node.args[1]
+    assert isinstance(source, Node), "the body of a region is an attribute"
+    body = getattr(capture.owner, str(source.target))
+    assert isinstance(body, GraphModule), "the body of a region is a graph"
+    return body
+
+
+def _can_inline(capture: Capture, node: Node) -> bool:
+    """Its results are read by position, it holds no other graph, and it writes only to buffers or its own tensors."""
+    graph = _body(capture, node).graph
+    if any(inner.op in ("get_attr", "call_module") for inner in graph.nodes):
+        return False
+    written = written_storage(graph)
+    inner = [each for each in graph.nodes if each.op == "placeholder"]
+    outer = node.args[2:]
+    foreign = any(
+        each in written and not (isinstance(given, Node) and given.name in capture.buffers)
+        for each, given in zip(inner, outer, strict=True)
+    )
+    return not foreign and all(user.target is operator.getitem for user in node.users)
+
+
+def _inline(capture: Capture, region: Node) -> None:
+    graph = capture.graph
+    body = _body(capture, region).graph
+    inner = [each for each in body.nodes if each.op == "placeholder"]
+    copies: dict[Node, Node] = dict(zip(inner, region.args[2:], strict=True))  # type: ignore[arg-type]
+    returned: tuple[object, ...] = ()
+    with graph.inserting_before(region):
+        for node in body.nodes:
+            if node.op == "output":
+                returned = tuple(node.args[0]) if isinstance(node.args[0], list | tuple) else (node.args[0],)
+            elif node.op != "placeholder":
+                copies[node] = graph.node_copy(node, lambda source: copies[source])
+        detached = {each: _detached(capture, copies[each]) for each in returned if isinstance(each, Node)}
+    for user in list(region.users):
+        result = returned[user.args[1]]  # type: ignore[index]
+        user.replace_all_uses_with(detached[result])  # type: ignore[index]
+        graph.erase_node(user)
+    graph.erase_node(region)
+
+
+def _detached(capture: Capture, node: Node) -> Node:
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return node
+    result = capture.graph.call_function(torch.ops.aten.detach.default, (node,))
+    result.meta = dict(node.meta)
+    return result

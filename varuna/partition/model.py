@@ -1,0 +1,222 @@
+"""A partitioned model: sections with their graphs, tied parameters, and the facts that planning needs."""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from varuna.core.errors import ModelError
+from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
+from varuna.partition.buffers import separate_updates
+from varuna.partition.capture import Batch, Capture, Recipe, capture
+from varuna.partition.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
+from varuna.partition.cuts import choose_cuts
+from varuna.partition.flow import Flow
+from varuna.partition.inline import inline_no_grad
+from varuna.partition.inputs import InputLayout, layouts_of
+from varuna.partition.simplify import simplify, written_arguments
+from varuna.partition.split import SectionGraph, Split, section_graph, split
+from varuna.partition.weight import add_target_count
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
+"""Positions to cut behind, ascending, where ``Flow.live_bytes`` allows it."""
+
+
+@dataclass(frozen=True)
+class PartitionedModel:
+    """Everything about a model that does not depend on P, D or m."""
+
+    split: Split
+    facts: ModelFacts
+    shapes: Mapping[str, tuple[int, ...]]
+    """parameter (first name) -> shape"""
+    trainable: frozenset[str]
+    aliases: Mapping[str, str]
+    """further name of a tied parameter -> its first name"""
+    constants: Mapping[str, Tensor]
+    metrics: tuple[str, ...]
+    counter: SectionGraph | None
+    """counts the targets of a batch from its inputs; None: examples are counted"""
+    inputs: Mapping[str, InputLayout]
+    """what each key of the batch that the graph reads was captured with"""
+
+    @property
+    def counts_targets(self) -> bool:
+        """The last section returns the number of targets behind the loss."""
+        return self.counter is not None
+
+    @property
+    def sections(self) -> tuple[SectionGraph, ...]:
+        """All sections in order."""
+        return self.split.sections
+
+    def owner_of(self, parameter: str) -> int:
+        """The lowest section that uses ``parameter``."""
+        return next(section.index for section in self.sections if parameter in section.parameters)
+
+
+def partition(
+    recipe: Recipe,
+    batch: Batch,
+    *,
+    optimizer: OptimizerFactory | None = None,
+    cut_points: int | None = None,
+    count_targets: bool = True,
+    on_cpu: bool = True,
+    update_buffers: bool = False,
+    choose: CutChooser | None = None,
+) -> PartitionedModel:
+    """Capture a model and cut it into sections.
+
+    Args:
+        recipe: the model and its loss.
+        batch: a collated batch; only shapes and dtypes matter.
+        optimizer: factory, run once on fake parameters to learn the bytes of its state.
+        cut_points: wished number of cut-points; default: every place with few live bytes.
+        count_targets: weigh a micro-batch by its targets where the captured loss averages over them.
+        on_cpu: the workers have no GPU: nominal times are those of a CPU.
+        update_buffers: the caller applies the updates of buffers that sections list; else such models are refused.
+        choose: places the cuts; default: by cost and live bytes.
+
+    Raises:
+        ModelError: the model cannot be captured, or has too few places to cut.
+    """
+    captured = capture(recipe, batch)
+    inline_no_grad(captured)
+    simplify(captured)
+    if not update_buffers:
+        _refuse_written_buffers(captured)
+    counter = add_target_count(captured) if count_targets else None
+    output = next(node for node in captured.graph.nodes if node.op == "output")
+    results = [output.args[0][0], *([counter] if counter else []), *output.args[0][1:]]
+    if counter is not None:
+        with captured.graph.inserting_before(output):
+            output.args = (tuple(results),)
+    updates = separate_updates(captured, results)
+    sizes = Sizes(captured.batch_symbol)
+    flow = Flow(captured, sizes)
+    costs = [cost_of(node, sizes) for node in flow.ops]
+    if choose is None:
+        cuts = choose_cuts([cost.forward_s for cost in costs], flow.live_bytes(), cut_points)
+    else:
+        cuts = choose(flow, costs)
+    if cut_points is not None and len(cuts) < cut_points:
+        raise ModelError(
+            f"cut_points={cut_points} was wished, but the model can be cut in {len(cuts)} places. "
+            f"Pass cut_points={len(cuts)} or leave it out."
+        )
+    divided = split(flow, cuts, results, updates)
+    facts = _facts(captured, divided, flow, cuts, optimizer, CPU_SLOWDOWN if on_cpu else 1.0)
+    count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
+    readers = (*divided.sections, *([count] if count else ()))
+    return PartitionedModel(
+        split=divided,
+        facts=facts,
+        shapes=captured.shapes,
+        trainable=captured.trainable,
+        aliases=captured.aliases,
+        constants=captured.constants,
+        metrics=captured.metrics,
+        counter=count,
+        inputs=layouts_of(batch, (key for reader in readers for key in reader.inputs)),
+    )
+
+
+def _refuse_written_buffers(captured: Capture) -> None:
+    held = {**captured.buffers, **dict.fromkeys(captured.constants, "a constant")}
+    for node in captured.graph.nodes:
+        found = [held[source.name] for source in written_arguments(node) if source.name in held]
+        if found:
+            raise ModelError(
+                f"forward() updates the buffer {found[0]} (batch normalisation does). Varuna cannot yet keep such "
+                "updates independent of P and D. Use a normalisation without running statistics (LayerNorm, GroupNorm)."
+            )
+
+
+def _facts(
+    captured: Capture,
+    divided: Split,
+    flow: Flow,
+    cuts: Sequence[int],
+    optimizer: OptimizerFactory | None,
+    slowdown: float,
+) -> ModelFacts:
+    state_bytes = optimizer_state_bytes(captured, optimizer) if optimizer else {}
+    sizes = {name: 4 * torch.Size(shape).numel() for name, shape in captured.shapes.items()}
+    bounds = [*cuts, len(flow.ops) - 1]
+    facts, start = [], 0
+    for section, end in zip(divided.sections, bounds, strict=True):
+        costs = [cost_of(node, flow.sizes) for node in flow.ops[start : end + 1]]
+        saved = [cost.output_bytes for cost, node in zip(costs, flow.ops[start : end + 1], strict=True)]
+        leaving = divided.crossings[section.index + 1] if section.index + 1 < len(divided.sections) else ()
+        names = set(section.parameters)
+        facts.append(
+            SectionFacts(
+                label=section.label,
+                forward_s=sum(cost.forward_s for cost in costs) * slowdown,
+                parameter_bytes=sum(sizes[name] for name in names),
+                trainable_bytes=sum(sizes[name] for name in names & captured.trainable),
+                optimizer_bytes=sum(state_bytes.get(name, 0) for name in names),
+                activation_bytes=sum(saved),
+                boundary_bytes=sum(torch.Size(c.shape(1)).numel() * c.dtype.itemsize for c in leaving),
+            )
+        )
+        start = end + 1
+    return ModelFacts(
+        digest=_digest(captured, divided),
+        sections=tuple(facts),
+        tied=_tied(divided, sizes),
+        fixed_micro_batch=captured.batch_symbol is None,
+    )
+
+
+def _tied(divided: Split, sizes: Mapping[str, int]) -> tuple[TiedParameter, ...]:
+    users: dict[str, list[int]] = {}
+    for section in divided.sections:
+        for name in dict.fromkeys(section.parameters):
+            users.setdefault(name, []).append(section.index)
+    return tuple(
+        TiedParameter(name=name, sections=tuple(sections), size_bytes=sizes[name])
+        for name, sections in users.items()
+        if len(sections) > 1
+    )
+
+
+def _digest(captured: Capture, divided: Split) -> str:
+    """Hash of what must be equal on all workers and across restarts: graphs, cuts, names and shapes."""
+    digest = hashlib.sha256()
+    for section in divided.sections:
+        digest.update(section.module.code.encode())
+        digest.update(repr((section.takes, section.inputs, section.parameters, section.buffers)).encode())
+        for update in section.updates:
+            digest.update(repr((update.buffers, update.statistics, update.module.code)).encode())
+    digest.update(repr(divided.crossings).encode())
+    digest.update(repr(sorted(captured.shapes.items())).encode())
+    return digest.hexdigest()
+
+
+def optimizer_state_bytes(captured: Capture, factory: OptimizerFactory) -> dict[str, int]:
+    """Bytes of optimizer state per parameter, by one step on fake tensors; two fp32 copies where that fails."""
+    names = sorted(captured.trainable)
+    guess = {name: 8 * torch.Size(captured.shapes[name]).numel() for name in names}
+    with FakeTensorMode():
+        named = [(name, torch.nn.Parameter(torch.empty(captured.shapes[name]))) for name in names]
+        for _, parameter in named:
+            parameter.grad = torch.empty_like(parameter)
+        if not named:
+            return {}
+        try:
+            built = factory(named)
+            built.step()
+        except Exception:  # noqa: BLE001 - any optimizer may refuse fake tensors; only an estimate is at stake
+            return guess
+        return {
+            name: sum(v.numel() * v.element_size() for v in built.state[p].values() if isinstance(v, Tensor))
+            for name, p in named
+            if p in built.state
+        }
