@@ -1,0 +1,296 @@
+"""Ranks as threads of one process: real groups, links, votes and sessions, without starting processes."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.data.samples import SampleSource
+from varuna.engine.session import Committed, Session
+from varuna.engine.solo import Solo, World
+from varuna.engine.stage import Job
+from varuna.engine.transport import Group, local_store
+from varuna.partition.beginning import Init, begin_with
+from varuna.partition.capture import Recipe
+from varuna.partition.initialise import needed_buffers
+from varuna.partition.model import PartitionedModel, partition
+from varuna.planner.choose import plan_run
+
+
+def tiny_gpt2(dropout: float = 0.0, layers: int = 3) -> nn.Module:
+    """GPT-2 with tied embeddings, about 50,000 parameters."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=layers,
+            n_embd=32,
+            n_head=2,
+            vocab_size=64,
+            n_positions=16,
+            resid_pdrop=dropout,
+            embd_pdrop=dropout,
+            attn_pdrop=dropout,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+def tiny_llama() -> nn.Module:
+    """Llama with rotary embeddings and an untied head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            num_hidden_layers=3,
+            hidden_size=32,
+            intermediate_size=48,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=64,
+            tie_word_embeddings=False,
+            bos_token_id=0,
+            eos_token_id=0,
+        )
+    )
+
+
+class SmallLanguage(nn.Module):
+    """A plain model with tied embeddings that is captured in a fraction of a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Tokens:
+    """Random tokens of length 16; ``padded`` ignores a number of targets that varies with the index."""
+
+    def __init__(self, *, padded: bool = False, size: int = 50) -> None:
+        self.padded = padded
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 64, (16,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        if self.padded:
+            labels[: index % 13] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """The optimizer of most tests."""
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
+
+
+_captured: dict[object, PartitionedModel] = {}
+"""By what decides on the graph (an optimizer only adds bytes to it); all datasets here give batches of one form."""
+
+
+@dataclass
+class Setup:
+    """A job, captured once in this process and run in any plan."""
+
+    build: Callable[[], nn.Module] = tiny_gpt2
+    dataset: Any = field(default_factory=Tokens)
+    optimizer: Any = adamw
+    global_batch: int = 8
+    micro_batch: int = 2
+    seed: int = 0
+    clip: float | None = 1.0
+    scheduler: Any = None
+    weight: Any = None
+    metrics: Any = None
+    before_step: Any = None
+    policy: str = "varuna"
+    directory: str | None = None
+    init: Init = "constructor"
+    weights: Path | None = None
+
+    def __post_init__(self) -> None:
+        self.recipe = Recipe(self.build, metrics=self.metrics)
+        self.source = SampleSource(self.dataset, seed=self.seed)
+        key = (self.build, self.metrics)
+        if key not in _captured:
+            batch = self.source.micro_batch(range(2)).tensors
+            _captured[key] = partition(self.recipe, batch, optimizer=adamw)
+        self.model = _captured[key]
+        self.beginning = begin_with(
+            self.recipe,
+            self.model.shapes,
+            seed=self.seed,
+            init=self.init,
+            weights=self.weights,
+            digest=self.model.facts.digest,
+        )
+
+    def facts(self, steps: int) -> JobFacts:
+        return JobFacts(
+            model=self.model.facts,
+            global_batch=self.global_batch,
+            micro_batch=self.micro_batch,
+            seed=self.seed,
+            steps=steps,
+            metrics=self.model.metrics,
+            checkpoint_dir=self.directory,
+        )
+
+    def job(self) -> Job:
+        return Job(
+            model=self.model,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            seed=self.seed,
+            clip_grad_norm=self.clip,
+            before_step=self.before_step,
+            buffers=self.beginning.buffers(needed_buffers(self.model)),
+        )
+
+    def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:
+        return self.beginning.parameters(names)
+
+    def session(self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0) -> Session:
+        return Session(
+            self.job(),
+            self.facts(steps),
+            membership,
+            SampleSource(self.dataset, seed=self.seed),
+            weight=self.weight,
+            saver=saver,
+            initial=lambda names, _checks: self.initial(rank, names),
+            connect=lambda _assignment: store,
+            interface_host="127.0.0.1",
+        )
+
+    def run(self, stages: int, replicas: int, steps: int = 4) -> list[list[Committed]]:
+        """Train on ``stages * replicas`` threads; what each rank committed."""
+        store = local_store()
+        size = stages * replicas
+        committed: list[list[Committed]] = [[] for _ in range(size)]
+        sessions = []
+
+        def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+            return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch, policy=self.policy)
+
+        for rank in range(size):
+            solo = Solo(World(rank, size, store, "127.0.0.1", 0), plan)
+            sessions.append(self.session(solo, store, steps, rank=rank))
+        run_all([partial(committed[rank].extend, sessions[rank].steps()) for rank in range(size)])
+        self.finished = sessions
+        shape = committed[0][0].plan
+        assert (shape.stages, shape.replicas) == (stages, replicas)
+        return committed
+
+    def losses(self, stages: int, replicas: int, steps: int = 4) -> list[tuple[float, float]]:
+        """(loss, gradient norm) of each step, checked to be the same number on every rank."""
+        committed = self.run(stages, replicas, steps)
+        curves = [[(each.totals.loss, each.totals.grad_norm) for each in rank] for rank in committed]
+        assert all(curve == curves[0] for curve in curves)
+        return curves[0]
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Trained parameters of the last run, from whichever rank holds them."""
+        found: dict[str, Tensor] = {}
+        for session in self.finished:
+            assert session.current is not None
+            found.update({name: value.detach() for name, value in session.current.stage.parameters.items()})
+        return found
+
+
+def connected(size: int) -> list[Group]:
+    """Real groups of ``size`` members in this process."""
+    store = local_store()
+    groups: dict[int, Group] = {}
+
+    def connect(rank: int) -> None:
+        groups[rank] = Group(store, "test", rank, size, "127.0.0.1")
+
+    run_all([partial(connect, rank) for rank in range(size)])
+    return [groups.pop(rank) for rank in range(size)]
+
+
+def run_all(works: list[Callable[[], object]], bound_s: float = 60.0) -> None:
+    """Run all at once; re-raise the first exception; never hang."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(bound_s)
+        if errors:
+            raise errors[0]
+        assert not thread.is_alive(), "a rank hangs"
+
+
+def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list[tuple[float, float]]:
+    """The same job as a plain eager loop: nothing of the engine; (loss, gradient norm) of each step."""
+    from varuna.data import sample_index
+
+    torch.manual_seed(setup.seed)
+    model = setup.build().train()
+    named = list(model.named_parameters())
+    optimizer = setup.optimizer(named)
+    scheduler = setup.scheduler(optimizer) if setup.scheduler else None
+    curve = []
+    for step in range(steps):
+        first = step * setup.global_batch
+        samples = [
+            setup.dataset[sample_index(p, size=len(setup.dataset), seed=setup.seed)]
+            for p in range(first, first + setup.global_batch)
+        ]
+        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        limit = float("inf") if setup.clip is None else setup.clip
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        curve.append((float(loss.detach()), float(norm)))
+    return curve
+
+
+def worst(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    """Largest relative difference of two curves."""
+    assert len(one) == len(other)
+    return max(abs(a - b) / abs(b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@contextmanager
+def single_threaded() -> Iterator[None]:
+    """One intra-op thread, as in every way of launching."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,168 @@
+"""Any plan gives the losses of one process (DESIGN §6, invariants 1-3)."""
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.engine.ranks import Setup, Tokens, reference, single_threaded, tiny_gpt2, tiny_llama, worst
+from varuna.engine.optimizer import NamedParameters
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+GRIDS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4)]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+def dropping() -> nn.Module:
+    return tiny_gpt2(dropout=0.1)
+
+
+def test_every_plan_matches_a_plain_eager_loop_over_20_steps() -> None:
+    setup = Setup()
+    expected = reference(setup, steps=20)
+    for stages, replicas in GRIDS:
+        assert worst(setup.losses(stages, replicas, steps=20), expected) < 1e-5, (stages, replicas)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_depth_does_not_change_a_bit(replicas: int) -> None:
+    setup = Setup(build=dropping, dataset=Tokens(padded=True))
+    flat = setup.losses(1, replicas, steps=6)
+    weights = setup.parameters()
+    for stages in (2, 3):
+        assert setup.losses(stages, replicas, steps=6) == flat, stages
+        deep = setup.parameters()
+        assert deep.keys() == weights.keys()
+        assert all(torch.equal(deep[name], weights[name]) for name in weights), stages
+
+
+def test_dropout_does_not_depend_on_the_number_of_replicas() -> None:
+    setup = Setup(build=dropping)
+    assert worst(setup.losses(1, 4), setup.losses(1, 1)) < 1e-5
+    assert setup.losses(1, 1) != Setup(build=tiny_gpt2).losses(1, 1)
+
+
+@pytest.mark.parametrize("policy", ["gpipe", "1f1b", "varuna-strict"])
+def test_strict_orders_train_as_the_opportunistic_one(policy: str) -> None:
+    setup = Setup(build=dropping, global_batch=12)
+    expected = setup.losses(3, 1)
+    found = Setup(build=dropping, global_batch=12, policy=policy).losses(3, 1)
+    if policy == "gpipe":  # backwards in another order add up in another order
+        assert worst(found, expected) < 1e-5
+    else:
+        assert found == expected
+
+
+def test_llama_with_rotary_buffers_matches_the_eager_loop() -> None:
+    setup = Setup(build=tiny_llama)
+    expected = reference(setup)
+    assert worst(setup.losses(1, 1), expected) < 1e-5
+    assert setup.losses(3, 1) == setup.losses(1, 1)
+
+
+def test_padded_batches_equal_the_whole_batch() -> None:
+    setup = Setup(dataset=Tokens(padded=True), micro_batch=1)
+    assert worst(setup.losses(2, 2), reference(setup)) < 1e-5
+
+
+def test_uneven_shares_and_a_short_last_micro_batch() -> None:
+    setup = Setup(global_batch=9, micro_batch=2)  # 5 micro-batches, the last of one example, over 2 and 3 replicas
+    expected = reference(setup)
+    assert worst(setup.losses(1, 2), expected) < 1e-5
+    assert worst(setup.losses(2, 3), expected) < 1e-5
+
+
+def test_a_micro_batch_without_targets_counts_nothing() -> None:
+    class Empty(Tokens):
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            sample = super().__getitem__(index)
+            if index % 3 == 0:
+                sample["labels"] = torch.full_like(sample["labels"], -100)
+            return sample
+
+    setup = Setup(dataset=Empty(), micro_batch=1)
+    assert worst(setup.losses(2, 2), reference(setup)) < 1e-5
+
+
+def test_sgd_with_a_schedule_and_without_clipping() -> None:
+    setup = Setup(
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.9),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+        clip=None,
+    )
+    expected = reference(setup, steps=6)
+    assert worst(setup.losses(2, 2, steps=6), expected) < 1e-5
+    rates = [each.totals.lr for each in setup.run(2, 1, steps=3)[1]]
+    assert rates == pytest.approx([0.1, 0.05, 0.1 / 3])
+
+
+def test_parameter_groups_by_the_models_own_names() -> None:
+    def by_name(named: NamedParameters) -> torch.optim.Optimizer:
+        decayed = [p for name, p in named if name.endswith("weight") and "ln_" not in name]
+        rest = [p for name, p in named if not (name.endswith("weight") and "ln_" not in name)]
+        return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}])
+
+    setup = Setup(optimizer=by_name)
+    assert worst(setup.losses(3, 1), reference(setup)) < 1e-5
+    assert "transformer.h.0.attn.c_attn.weight" in setup.parameters()
+
+
+def test_frozen_parameters_stay_and_a_stage_without_trainable_ones_builds_no_optimizer() -> None:
+    def frozen() -> nn.Module:
+        model = tiny_gpt2()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("h.2" in name)
+        return model
+
+    def trained_only(named: NamedParameters) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for _, p in named if p.requires_grad], lr=1e-3)
+
+    setup = Setup(build=frozen, optimizer=trained_only)
+    assert worst(setup.losses(3, 1), reference(setup)) < 1e-5
+    assert [each.totals.lr for each in setup.run(3, 1)[0]] == [1e-3] * 4
+
+
+def norm_of(gradient: Tensor | None) -> float:
+    assert gradient is not None
+    return float(gradient.norm())
+
+
+def test_before_step_sees_reduced_clipped_gradients_of_every_parameter() -> None:
+    seen: dict[str, float] = {}
+
+    def look(named: NamedParameters) -> None:
+        seen.update({name: norm_of(parameter.grad) for name, parameter in named})
+
+    setup = Setup(before_step=look)
+    setup.run(1, 1, steps=1)
+    one = dict(seen)
+    seen.clear()
+    setup.run(2, 2, steps=1)
+    assert seen.keys() == one.keys()
+    assert sum(value**2 for value in one.values()) ** 0.5 == pytest.approx(1.0, rel=1e-4)
+    assert all(seen[name] == pytest.approx(one[name], rel=1e-4) for name in one)
+
+
+def test_metrics_are_summed_over_the_global_batch() -> None:
+    def count(output: object, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            "targets": (batch["labels"][:, 1:] != -100).sum(),
+            "examples": torch.ones(batch["labels"].shape[0]).sum(),
+        }
+
+    setup = Setup(metrics=count, dataset=Tokens(padded=True))
+    one, many = setup.run(1, 1)[0], setup.run(2, 2)[3]
+    assert [each.totals.metrics for each in one] == [each.totals.metrics for each in many]
+    assert all(each.totals.metrics["examples"] == 8 for each in one)
+    assert [each.totals.metrics["targets"] for each in one] == [each.totals.weight for each in one]
+
+
+def test_a_users_weight_replaces_the_count() -> None:
+    setup = Setup(dataset=Tokens(padded=True), weight=lambda batch: (batch["labels"][:, 1:] != -100).sum())
+    assert worst(setup.losses(2, 2), reference(setup)) < 1e-5

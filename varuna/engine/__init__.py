@@ -1,0 +1,1 @@
+"""Runs a plan: stage runtime, links, reduction, vote, optimizer step, generations."""

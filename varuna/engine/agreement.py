@@ -1,0 +1,85 @@
+"""Before step 0: do all holders of a section begin with the same parameters?"""
+
+import contextlib
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.shards import SectionState
+from varuna.core.errors import ModelError
+from varuna.core.plan import Plan
+from varuna.engine.transport import Group
+from varuna.partition.model import PartitionedModel
+
+
+class _Holding(NamedTuple):
+    """Something that several ranks hold, as one of its holders has it."""
+
+    what: str
+    section: int
+    replica: int
+    names: tuple[str, ...]
+
+
+def check_agreement(
+    group: Group, model: PartitionedModel, plan: Plan, rank: int, states: Mapping[int, SectionState]
+) -> None:
+    """Compare checksums of sections over replicas, and of tied parameters over all their copies; blocks.
+
+    Every member of ``group`` takes part, spares too, so that nobody passes before all have their state.
+
+    Raises:
+        ModelError: two holders differ; every rank raises it.
+        RuntimeError: a peer is gone (from gloo).
+    """
+    holdings = list(_holdings(model, plan))
+    sums = torch.zeros(len(holdings), dtype=torch.int64)
+    for slot, holding in enumerate(holdings):
+        if rank == plan.rank_of(holding.replica, plan.stage_of(holding.section)):
+            state = states[holding.section]
+            sums[slot] = checksum(state.tensors[f"parameters/{name}"] for name in holding.names)
+    group.all_reduce(sums)
+    for what, found in groupby(zip(holdings, sums.tolist(), strict=True), key=lambda pair: pair[0].what):
+        ranks: dict[int, list[int]] = {}
+        for holding, value in found:
+            holder = plan.rank_of(holding.replica, plan.stage_of(holding.section))
+            ranks.setdefault(value, []).append(holder)
+        if len(ranks) > 1:
+            with contextlib.suppress(RuntimeError):  # nobody leaves before all have seen the difference
+                group.all_reduce(torch.zeros(1))
+            raise ModelError(_difference(what, [sorted(set(holders)) for holders in ranks.values()]))
+
+
+def checksum(tensors: Iterable[Tensor]) -> int:
+    """A hash of shapes and bits, as a signed 64-bit number."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        digest.update(repr((tuple(tensor.shape), tensor.dtype)).encode())
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        digest.update(flat.view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def _holdings(model: PartitionedModel, plan: Plan) -> Iterator[_Holding]:
+    """All of them, those of the same thing next to each other."""
+    for section in model.sections:
+        label = f"section {section.index} ({section.label})"
+        for replica in range(plan.replicas):
+            yield _Holding(label, section.index, replica, tuple(dict.fromkeys(section.parameters)))
+    for tied in model.facts.tied:
+        for index in tied.sections:
+            for replica in range(plan.replicas):
+                yield _Holding(f"the tied parameter {tied.name}", index, replica, (tied.name,))
+
+
+def _difference(what: str, holders: list[list[int]]) -> str:
+    groups = " and ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in holders)
+    return (
+        f"{what} begins with other parameters on {groups}. model= must build the same on each worker: let it draw from "
+        'torch\'s generator only, seed everything else itself, or pass init="per_parameter". With weights=, give every '
+        "machine the same files."
+    )

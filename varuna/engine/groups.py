@@ -1,0 +1,131 @@
+"""Process groups of one generation: raw, made under a store prefix, abandoned rather than destroyed.
+
+``destroy`` blocks behind a frozen peer until the group's time-out (``reference/pytorch.md`` §4c), so the
+thread that must morph never calls it. A reaper shuts the groups' own sockets, which frees every thread that
+is blocked on them, and drops the references.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from varuna.engine.threads import start
+from varuna.engine.transport import Group
+
+_kept: list["Groups"] = []
+_counting = threading.Lock()
+_entered, _inside = [0], [0]  # sockets are found by comparing descriptors before and after a group is made
+
+
+@dataclass
+class Groups:
+    """All groups that one rank needs in one generation."""
+
+    world: Group
+    """every member, spares too: activations, gradients, state transfers"""
+    vote: Group | None = None
+    """the P*D ranks of the grid"""
+    stage: Group | None = None
+    """the D replicas of this stage, by replica; None if D = 1"""
+    _sockets: list[socket.socket] = field(default_factory=list)
+
+    def abandon(self, *, exiting: bool = False) -> None:
+        """Free every thread that is blocked on these groups, without waiting for any peer.
+
+        ``exiting``: the process ends, and a reaper caught half-way by that would abort it.
+        """
+        for connection in self._sockets:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+        self._sockets.clear()
+        if exiting:
+            _kept.append(self)
+            return
+        start("reaper", lambda: _drop(self))
+
+
+def _drop(groups: Groups) -> None:
+    """Destructors of groups may join threads of theirs: let this thread wait for them."""
+    groups.vote = groups.stage = None
+    vars(groups).pop("world", None)
+
+
+def form(
+    store: Any,
+    *,
+    generation: int,
+    rank: int,
+    members: int,
+    grid: int,
+    peers: range,
+    interface_host: str,
+    store_port: int,
+) -> Groups:
+    """Create the groups of a generation; blocks until every member does the same.
+
+    Args:
+        store: lives outside the workers; keys go under this generation's prefix.
+        generation: number of the generation.
+        rank: this member.
+        members: all members, spares included.
+        grid: P*D; ranks from here on are spares.
+        peers: ranks of this rank's stage, by replica.
+        interface_host: address of the private interface to bind to.
+        store_port: port of the store, whose connections are not the groups'.
+    """
+    with _watched(store_port) as own_sockets:
+        world = Group(store, f"g{generation}/world", rank, members, interface_host)
+        groups = Groups(world)
+        if rank < grid:
+            groups.vote = Group(store, f"g{generation}/vote", rank, grid, interface_host)
+            if len(peers) > 1:
+                name = f"g{generation}/stage{peers.start}"
+                groups.stage = Group(store, name, peers.index(rank), len(peers), interface_host)
+    groups._sockets = own_sockets
+    return groups
+
+
+@contextlib.contextmanager
+def _watched(store_port: int) -> Iterator[list[socket.socket]]:
+    """Collect the peer sockets that the block opens; none if another block ran meanwhile: whose would they be?"""
+    found: list[socket.socket] = []
+    with _counting:
+        _entered[0] += 1
+        ticket, before = _entered[0], _descriptors()
+        _inside[0] += 1
+    try:
+        yield found
+    finally:
+        with _counting:
+            _inside[0] -= 1
+            alone = _entered[0] == ticket and _inside[0] == 0
+            opened = _descriptors() - before if alone else set()
+        found += [connection for number in opened if (connection := _peer_socket(number, store_port)) is not None]
+
+
+def _descriptors() -> set[int]:
+    try:
+        return {int(name) for name in os.listdir("/proc/self/fd")}
+    except FileNotFoundError:  # not Linux: threads stay blocked until the groups' time-out
+        return set()
+
+
+def _peer_socket(number: int, store_port: int) -> socket.socket | None:
+    """A duplicate of a connected TCP socket, so that shutting it never touches a reused number."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+            return None
+        connection = socket.socket(fileno=os.dup(number))
+    except OSError:
+        return None
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError):
+            if store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
+                return connection
+    connection.close()
+    return None

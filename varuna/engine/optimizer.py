@@ -1,0 +1,151 @@
+"""The user's optimizer and scheduler on one stage, and their state by parameter name.
+
+A morph changes which parameters a rank holds, so the optimizer is built anew by the user's factory and its
+state put back by name. A scheduler is replayed: every scheduler then ends in exactly the state that an
+undisturbed run has, and nothing of it needs to be stored.
+"""
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.shards import JSON
+from varuna.core.errors import UsageError
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class StageOptimizer:
+    """Optimizer and scheduler of one stage; None of either where the stage has nothing to train."""
+
+    def __init__(
+        self,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+        named: NamedParameters,
+        state: Mapping[str, Mapping[str, Any]],
+        steps_done: int,
+    ) -> None:
+        """Build both and bring them to where the run is.
+
+        Args:
+            optimizer: the user's factory.
+            scheduler: the user's factory, if any.
+            named: trainable parameters of the stage, by the model's own names.
+            state: optimizer state by parameter name, from a peer or a checkpoint; empty at the start.
+            steps_done: optimizer steps that the parameters contain.
+
+        Raises:
+            UsageError: a factory returns something else than an optimizer or a scheduler.
+        """
+        self._named = dict(named)
+        self._optimizer = _built(optimizer, named) if named else None
+        self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        if self._optimizer is None:
+            return
+        for name, entries in state.items():
+            if name in self._named and entries:
+                self._optimizer.state[self._named[name]] = {
+                    key: _beside(value, self._named[name]) for key, value in entries.items()
+                }
+        if scheduler is not None:
+            self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
+
+    @property
+    def lr(self) -> float | None:
+        """Learning rate of the first parameter group; None without an optimizer."""
+        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else None
+
+    def update(self) -> None:
+        """Apply the gradients."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+    def advance(self) -> None:
+        """Advance the scheduler."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def copies(self) -> Callable[[], None]:
+        """Copy parameters and optimizer state; the returned function puts them back, bit for bit.
+
+        Not of it: the scheduler, which advances only with a committed step, and whatever else the optimizer
+        keeps beside numbers, texts, ``state`` and ``param_groups``.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            return lambda: None
+        values = [(parameter, parameter.detach().clone()) for parameter in self._named.values()]
+        state = {key: copy.deepcopy(entries) for key, entries in optimizer.state.items()}
+        groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for parameter, value in values:
+                    parameter.copy_(value)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+            vars(optimizer).update(plain)
+
+        return restore
+
+    def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+        """Optimizer state of a parameter: tensors, and what is no tensor."""
+        parameter = self._named.get(name)
+        entries = (
+            self._optimizer.state.get(parameter, {}) if self._optimizer is not None and parameter is not None else {}
+        )
+        tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+        scalars = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
+        return tensors, scalars
+
+
+def _beside(value: Any, parameter: nn.Parameter) -> Any:
+    """State of a parameter's shape lives on its device; counters stay on the host, as torch keeps them."""
+    return value.to(parameter.device) if isinstance(value, Tensor) and value.shape == parameter.shape else value
+
+
+def _built(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Optimizer:
+    optimizer = factory(named)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer= must return a torch optimizer, it returned {type(optimizer).__name__}. Write "
+            "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)"
+        )
+    given = {id(parameter) for _, parameter in named}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in given]
+    if foreign:
+        raise UsageError(
+            "optimizer= returned an optimizer over parameters that it was not given. It is called on every worker with "
+            "the parameters of that worker's stage: build it from its argument, not from a model of your own."
+        )
+    return optimizer
+
+
+def _replayed(
+    factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    scheduler = factory(optimizer)
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or isinstance(
+        scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+    ):
+        raise UsageError(
+            f"lr_scheduler= must return a torch scheduler that steps without a metric, it returned "
+            f"{type(scheduler).__name__}. LambdaLR can express any function of the step."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
+        for _ in range(steps_done):
+            scheduler.step()
+    return scheduler

@@ -1,0 +1,152 @@
+"""End of a step: reduction over replicas per section, tied gradients in section order, and the vote."""
+
+from collections.abc import Sequence
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from varuna.core.model import TiedParameter
+from varuna.core.plan import Plan
+from varuna.core.vote import VoteLayout
+from varuna.engine.groups import Groups
+from varuna.engine.inbox import Inbox
+from varuna.engine.links import Courier
+from varuna.engine.shared import StageExchange
+from varuna.engine.stage import Stage
+
+_TIED_TAG = 1000
+
+
+class Reducer:
+    """Sums a stage's gradients behind the training thread, section by section, while the pipeline drains."""
+
+    def __init__(self, stage: Stage, plan: Plan, rank: int, groups: Groups, inbox: Inbox) -> None:
+        self._stage = stage
+        self._plan = plan
+        self._rank = rank
+        self._groups = groups
+        self._inbox = inbox
+        self._courier = Courier(inbox, "reduction")
+        self._votes = Courier(inbox, "vote")
+
+    def section_done(self, step: int, section: int) -> None:
+        """The section's last backward is through: its sums may leave."""
+        flat = self._stage.buckets[section].flat
+        group = self._groups.stage
+        if group is not None and flat.numel():
+            self._courier.submit(("reduced", step, section), lambda: group.all_reduce(flat))
+        else:
+            self._inbox.put(("reduced", step, section), None)
+
+    def finish(self, step: int) -> None:
+        """Wait until every section is reduced and tied gradients are summed."""
+        self._courier.submit(("tied", step), self._sum_tied)
+        for section in reversed(self._stage.sections):
+            self._inbox.take(("reduced", step, section), lambda section=section: f"the all-reduce of section {section}")  # type: ignore[misc]
+        self._inbox.take(("tied", step), lambda: "the gradients of tied parameters from other stages")
+
+    def exchange(self, step: int) -> StageExchange:
+        """Lets the user's code combine values over the stages while ``step`` is applied tentatively."""
+        number = count()
+
+        def rows(row: Tensor) -> Tensor:
+            group, place = self._groups.vote, self._plan.place_of(self._rank)
+            assert group is not None
+            table = torch.zeros(self._plan.stages, row.numel(), dtype=torch.float64)
+            if place.replica == 0:  # one writer per row: the sum is exact, and equal on all replicas
+                table[place.stage] = row
+            key = ("shared", step, next(number))
+            self._votes.submit(key, lambda: group.all_reduce(table))
+            self._inbox.take(key, lambda: f"the other stages' part of a shared value (step {step})")
+            return table
+
+        return StageExchange(rows, self._stage.owned)
+
+    def tally(self, step: int, vector: Tensor) -> tuple[float, ...]:
+        """Sum what will be voted on: nobody may commit on it."""
+        group, known = self._groups.vote, vector.clone()
+        assert group is not None
+        self._votes.submit(("tally", step), lambda: group.all_reduce(known))
+        self._inbox.take(("tally", step), lambda: f"the totals of step {step}")
+        return tuple(known.tolist())
+
+    def vote(self, step: int, vector: Tensor) -> tuple[float, ...]:
+        """Sum the vote over the grid: whoever gets the result may apply the step."""
+        group = self._groups.vote
+        if group is None:
+            return tuple(vector.tolist())
+        self._votes.submit(("vote", step), lambda: group.all_reduce(vector))
+        self._inbox.take(("vote", step), lambda: f"the vote on step {step}")
+        return tuple(vector.tolist())
+
+    def farewell(self) -> None:
+        """Wait until every rank of the grid has the result of its last vote."""
+        group = self._groups.vote
+        if group is not None:
+            self._votes.submit("farewell", lambda: group.all_reduce(torch.zeros(1)))
+            self._inbox.take("farewell", lambda: "the other ranks' last step")
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._courier.close()
+        self._votes.close()
+
+    def _sum_tied(self) -> None:
+        for number, tied in enumerate(self._stage.tied):
+            self._sum_one(tied, _TIED_TAG + number)
+
+    def _sum_one(self, tied: TiedParameter, tag: int) -> None:
+        """Exchange the sums of all sections that use a parameter, then add them in section order.
+
+        Never an all-reduce: with more than two holders its order of additions is its own.
+        """
+        plan = self._plan
+        replica = plan.place_of(self._rank).replica
+        holders = sorted({plan.rank_of(replica, plan.stage_of(section)) for section in tied.sections})
+        parts: dict[int, Tensor] = {}
+        works = []
+        for section in tied.sections:
+            home = plan.rank_of(replica, plan.stage_of(section))
+            if home == self._rank:
+                parts[section] = self._stage.buckets[section].views[tied.name]
+                sent = parts[section].cpu()  # gloo's point-to-point takes host tensors only
+                works += [self._groups.world.send(sent, peer, tag) for peer in holders if peer != self._rank]
+            else:
+                parts[section] = torch.empty_like(self._stage.totals[tied.name], device="cpu")
+                works.append(self._groups.world.receive(parts[section], home, tag))
+        for work in works:
+            work.wait()
+        device = self._stage.job.device
+        total = parts[tied.sections[0]].to(device)
+        for section in tied.sections[1:]:
+            total = total + parts[section].to(device)
+        self._stage.totals[tied.name].copy_(total)
+
+
+def cast_vote(
+    layout: VoteLayout,
+    stage: Stage,
+    replica: int,
+    losses: Sequence[tuple[int, Sequence[float]]],
+    flags: dict[str, float],
+) -> Tensor:
+    """This rank's part of the vote: each slot is written by one rank and zero elsewhere.
+
+    Args:
+        layout: of the vote.
+        stage: with reduced gradients.
+        replica: only replica 0 writes the norms: all replicas have the same sums.
+        losses: (global micro-batch, [weighted loss, weight, metric sums...]), on the last stage.
+        flags: flags to raise, and ``lr``.
+    """
+    vector = torch.zeros(layout.size, dtype=torch.float64)
+    if replica == 0:
+        for section in stage.sections:
+            vector[layout.squared_norm(section)] = stage.squared_norm(section)
+    for micro_batch, values in losses:
+        first = layout.micro_batch(micro_batch)
+        vector[first : first + len(values)] = torch.tensor(values, dtype=torch.float64)
+    for name, value in flags.items():
+        vector[layout.flag(name)] = value
+    return vector

@@ -1,0 +1,57 @@
+"""How the tools that look at a job get it: they run its script until the Trainer is asked for steps.
+
+So there is no second way to describe a job (DESIGN §4).
+"""
+
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from varuna.core.errors import UsageError, VarunaError, WorkerError
+
+_active = False
+
+
+class Intercepted(BaseException):
+    """A tool has taken the Trainer from the script; like SystemExit, it passes the script's ``except Exception``."""
+
+    def __init__(self, trainer: Any, steps: int) -> None:
+        super().__init__()
+        self.trainer = trainer
+        self.steps = steps
+
+
+def offer(trainer: Any, steps: int) -> None:
+    """Called by a Trainer that is about to train; does not return if a tool runs the script."""
+    if _active:
+        raise Intercepted(trainer, steps)
+
+
+def take_trainer(script: Path, args: Sequence[str]) -> Intercepted:
+    """Run a training script until its Trainer is asked for steps.
+
+    Raises:
+        UsageError: there is no such script, or it ended without asking.
+        WorkerError: it raised an exception.
+    """
+    global _active
+    if not script.is_file():
+        raise UsageError(f"no script at {script}. Name the Python file that you train with.")
+    argv, path = sys.argv, list(sys.path)
+    sys.argv, sys.path[0:0] = [str(script), *args], [str(script.parent)]
+    _active = True
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except Intercepted as taken:
+        return taken
+    except VarunaError:
+        raise
+    except Exception as error:
+        own = "".join(traceback.format_exception(error)[-3:])
+        raise WorkerError(f"{script} failed before it asked for steps:\n{own}") from error
+    finally:
+        _active, sys.argv, sys.path[:] = False, argv, path
+    raise UsageError(f"{script} ended without asking varuna.Trainer for steps: there is no job to look at.")
