@@ -1,0 +1,171 @@
+"""A small job, a planner that likes many workers, and a driver for the state machine."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from varuna.core.errors import NoPlanError
+from varuna.core.messages import Assign, Assignment, Beat, FromWorker, Held, Hello, Leaving, Vote, Voted
+from varuna.core.model import JobFacts, ModelFacts, SectionFacts
+from varuna.core.plan import Plan
+from varuna.core.vote import VoteLayout
+from varuna.fleet.events import Event, MessageReceived, Tick, WorkerExited, WorkerSpawned
+from varuna.fleet.instructions import EndRun, Instruction, Publish, Send, Spawn
+from varuna.fleet.machine import advance
+from varuna.fleet.state import Advice, Checkpoint, Fleet, FleetConfig
+from varuna.fleet.story import RunEvent
+
+T = TypeVar("T")
+E = TypeVar("E", bound=RunEvent)
+
+
+def make_job(*, sections: int = 4, steps: int = 100, seed: int = 0, micro_batch: int | None = None) -> JobFacts:
+    section = SectionFacts(
+        label="s",
+        forward_s=1.0,
+        parameter_bytes=100,
+        trainable_bytes=100,
+        optimizer_bytes=200,
+        activation_bytes=10,
+        boundary_bytes=1,
+    )
+    model = ModelFacts(digest="d", sections=(section,) * sections)
+    return JobFacts(model=model, global_batch=16, micro_batch=micro_batch, seed=seed, steps=steps)
+
+
+def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: int | None = None) -> Plan:
+    sections = len(job.model.sections)
+    depth = stages or min(workers, sections)
+    if workers < depth:
+        raise NoPlanError(f"{depth} stages need {depth} workers, {workers} are there")
+    replicas = workers // depth
+    return Plan(
+        stages=depth,
+        replicas=replicas,
+        micro_batch=micro_batch or 2,
+        global_batch=job.global_batch,
+        starts=tuple(stage * sections // depth for stage in range(depth)),
+        sections=sections,
+        stash_limits=(2,) * depth,
+        step_s=1.0 / (depth * replicas),
+    )
+
+
+def two_stages(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    return make_plan(job, workers, micro_batch, stages=2)
+
+
+def make_vote(plan: Plan, generation: int, step: int) -> Vote:
+    layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
+    vector = [0.0] * layout.size
+    vector[layout.micro_batch(0)] = float(step)
+    vector[layout.micro_batch(0) + 1] = 1.0
+    return Vote(generation=generation, step=step, vector=tuple(vector), wall_s=0.5)
+
+
+@dataclass
+class Driver:
+    """Feeds events to the machine, spawns what it asks for, and remembers all instructions."""
+
+    config: FleetConfig
+    plan: Callable[[JobFacts, int, int | None], Plan] = make_plan
+    job: JobFacts = field(default_factory=make_job)
+    checkpoint: Checkpoint | None = None
+    now_s: float = 0.0
+    done: list[Instruction] = field(default_factory=list)
+    names: int = 0
+
+    def __post_init__(self) -> None:
+        self.fleet = Fleet.empty(self.config, self.now_s)
+        self.feed(Tick())
+
+    def feed(self, event: Event) -> list[Instruction]:
+        """Apply one event; returns the instructions of this event alone."""
+        advice = Advice(plan=self.plan, checkpoint=lambda job: self.checkpoint, store=lambda: ("127.0.0.1", 1))
+        self.fleet, instructions = advance(self.fleet, event, self.now_s, advice)
+        self.done.extend(instructions)
+        for instruction in instructions:
+            if isinstance(instruction, Spawn):
+                for _ in range(instruction.count):
+                    name = f"w{self.names}"
+                    self.names += 1
+                    self.feed(WorkerSpawned(name))
+        return instructions
+
+    def say(self, worker: str, message: FromWorker) -> list[Instruction]:
+        return self.feed(MessageReceived(worker, message))
+
+    def hello(self, worker: str, **changes: Any) -> list[Instruction]:
+        job = self.job.model_copy(update=changes)
+        return self.say(worker, Hello(worker=worker, pid=1, version="1", job=job))
+
+    def kill(self, worker: str, code: int = -9, stderr: str = "") -> list[Instruction]:
+        return self.feed(WorkerExited(worker, code, stderr))
+
+    def wait(self, seconds: float, *, silent: tuple[str, ...] = ()) -> list[Instruction]:
+        """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats."""
+        start = len(self.done)
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s = min(end_s, self.now_s + 0.2)
+            for worker in set(self.fleet.joined) - set(silent):
+                self.say(worker, Beat(generation=self.fleet.generation, step=0, activity="waits"))
+            self.feed(Tick())
+        return self.done[start:]
+
+    def gather(self) -> None:
+        """All launched workers say Hello: the first generation starts."""
+        for number in range(self.config.workers):
+            self.hello(f"w{number}")
+
+    def vote(self, step: int) -> Vote:
+        return make_vote(self.fleet.record.plan, self.fleet.generation, step)
+
+    def voted(self, *steps: int) -> None:
+        """Rank 0 reports steps."""
+        for step in steps:
+            self.say(self.fleet.members[0], Voted(vote=self.vote(step)))
+
+    def held(self, worker: str, next_step: int | None, *, votes: tuple[Vote, ...] = ()) -> list[Instruction]:
+        """A worker answers with the sections of its seat in the newest generation."""
+        sections = self.seat_sections(worker) if next_step is not None else ()
+        return self.say(
+            worker,
+            Held(generation=self.fleet.generation, next_step=next_step, sections=sections, votes=votes),
+        )
+
+    def seat_sections(self, worker: str) -> tuple[int, ...]:
+        plan, rank = self.fleet.record.plan, self.fleet.rank_of(worker)
+        if rank is None or rank >= plan.workers:
+            return ()
+        return tuple(plan.sections_of(plan.place_of(rank).stage))
+
+    def leave(self, *workers: str) -> None:
+        for worker in workers:
+            self.say(worker, Leaving(step=self.fleet.recorded_step + 1))
+
+    @property
+    def assignments(self) -> dict[str, Assignment]:
+        """The newest assignment of each worker."""
+        return {
+            item.worker: item.message.assignment
+            for item in self.done
+            if isinstance(item, Send) and isinstance(item.message, Assign)
+        }
+
+    @property
+    def end(self) -> EndRun | None:
+        return next((item for item in self.done if isinstance(item, EndRun)), None)
+
+    def told(self, kind: type[E]) -> list[E]:
+        """Published events of one type."""
+        return [item.event for item in self.done if isinstance(item, Publish) and isinstance(item.event, kind)]
+
+
+def sends(instructions: list[Instruction], kind: type[T]) -> list[tuple[str, T]]:
+    """Messages of one type, with their receivers."""
+    return [
+        (item.worker, item.message)
+        for item in instructions
+        if isinstance(item, Send) and isinstance(item.message, kind)
+    ]

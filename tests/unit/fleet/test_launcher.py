@@ -1,0 +1,107 @@
+"""Processes, their output, and their ends."""
+
+import os
+import queue
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from varuna.fleet.events import WorkerExited
+from varuna.fleet.launcher import Launcher
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exits: queue.SimpleQueue[WorkerExited] = queue.SimpleQueue()
+        self.lines: list[bytes] = []
+
+    def launcher(self, program: str, **environment: str) -> Launcher:
+        return Launcher(
+            ["-c", program],
+            environment=environment,
+            run_dir=self.folder,
+            on_exit=self.exits.put,
+            write=self.lines.append,
+        )
+
+    def exit(self) -> WorkerExited:
+        return self.exits.get(timeout=10)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_names_are_never_used_twice_and_exits_are_reported(bench: Bench) -> None:
+    launcher = bench.launcher("import os, sys; print(os.environ['X'], file=sys.stderr); sys.exit(3)", X="y")
+    assert (launcher.spawn(), launcher.spawn()) == ("w0", "w1")
+    exits = sorted((bench.exit() for _ in range(2)), key=lambda event: event.worker)
+    assert exits == [WorkerExited("w0", 3, "y\n"), WorkerExited("w1", 3, "y\n")]
+    assert launcher.spawn() == "w2"
+    launcher.stop_all(5)
+
+
+def test_only_complete_lines_of_the_main_worker_are_passed_on_even_early_ones(bench: Bench) -> None:
+    launcher = bench.launcher("import os; print('I am', os.environ['VARUNA_WORKER']); print('half', end='')")
+    for _ in range(2):
+        launcher.spawn()
+    for _ in range(2):
+        bench.exit()
+    assert bench.lines == []
+    launcher.set_main("w1")
+    assert bench.lines == [b"I am w1\n"]
+    assert (bench.folder / "w0.log").read_bytes() == b"I am w0\nhalf"
+    launcher.stop_all(0)
+
+
+def test_a_signal_is_reported_as_a_negative_code(bench: Bench) -> None:
+    launcher = bench.launcher("import time; time.sleep(60)")
+    launcher.kill(launcher.spawn())
+    assert bench.exit() == WorkerExited("w0", -9, "")
+    launcher.kill("w0")  # long gone: nothing happens
+    launcher.kill("w9")
+
+
+def test_no_child_of_a_worker_survives_it(bench: Bench) -> None:
+    launcher = bench.launcher(
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
+    )
+    launcher.set_main(launcher.spawn())
+    bench.exit()
+    until(lambda: bool(bench.lines))
+    pid = int(bench.lines[0])
+    until(lambda: not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text())
+
+
+def test_stopping_waits_for_the_willing_and_kills_the_rest(bench: Bench) -> None:
+    launcher = bench.launcher("import time; time.sleep(60)")
+    pids = [launcher.pid(launcher.spawn()) for _ in range(2)]
+    launcher.stop_all(0.1)
+    assert {bench.exit().code for _ in range(2)} == {-9}
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_workers_use_one_thread_unless_told_otherwise(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    program = "import os, sys; print(os.environ['OMP_NUM_THREADS'], file=sys.stderr)"
+    bench.launcher(program).spawn()
+    assert bench.exit().stderr_tail == "1\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    bench.launcher(program).spawn()
+    assert bench.exit().stderr_tail == "4\n"

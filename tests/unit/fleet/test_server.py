@@ -1,0 +1,243 @@
+"""The door: who is let in, and what happens to those who misbehave."""
+
+import json
+import queue
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from tests.unit.fleet.support import make_job, make_plan, make_vote
+from varuna.core.errors import FleetError
+from varuna.core.messages import Apply, Beat, Failed, Finish, Hello, Hold, Recorded, Voted
+from varuna.fleet import server as server_module
+from varuna.fleet.events import ConnectionLost, MessageReceived
+from varuna.fleet.member import Member
+from varuna.fleet.server import Server
+
+pytestmark = pytest.mark.timeout(20)
+
+Events = queue.SimpleQueue[MessageReceived | ConnectionLost]
+
+
+@pytest.fixture
+def events() -> Events:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def server(events: Events) -> Iterator[Server]:
+    server = Server(port=0, token="secret", on_event=events.put, status=lambda: {"loss": float("nan"), "steps": 3})
+    server.start()
+    yield server
+    server.stop()
+
+
+def knock(server: Server, worker: str = "w0", token: str = "secret") -> ClientConnection:
+    headers = {"Authorization": f"Bearer {token}"}
+    return connect(
+        f"{server.worker_url}?worker={worker}", additional_headers=headers, proxy=None, close_timeout=1, max_size=None
+    )
+
+
+def close_code(connection: ClientConnection) -> int | None:
+    with pytest.raises(ConnectionClosed):
+        connection.recv(timeout=5)
+    return connection.close_code
+
+
+def get(url: str, cookie: str = "") -> tuple[int, str, str]:
+    request = urllib.request.Request(url, headers={"Cookie": cookie})
+    try:
+        with urllib.request.urlopen(request, timeout=5) as answer:
+            return answer.status, answer.read().decode(), answer.headers.get("set-cookie", "")
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, "", ""
+
+
+def test_messages_go_both_ways_and_nan_survives(server: Server, events: Events) -> None:
+    plan = make_plan(make_job(), 1, None)
+    vote = make_vote(plan, 0, 0)
+    vote = vote.model_copy(update={"vector": (float("nan"), float("inf"), *vote.vector[2:])})
+    with knock(server) as connection:
+        connection.send(Voted(vote=vote).model_dump_json())
+        received = events.get(timeout=5)
+        assert isinstance(received, MessageReceived)
+        assert isinstance(received.message, Voted)
+        assert str(received.message.vote) == str(vote)  # NaN is not equal to itself
+        server.send("w0", Apply(generation=0, vote=vote))
+        assert "NaN" in str(connection.recv(timeout=5))
+    assert events.get(timeout=5) == ConnectionLost("w0")
+
+
+def test_a_wrong_token_is_refused(server: Server, events: Events) -> None:
+    with knock(server, token="guess") as connection:
+        assert close_code(connection) == 4401
+    assert events.empty()
+
+
+def test_a_second_connection_of_a_worker_is_refused_and_the_first_lives_on(server: Server, events: Events) -> None:
+    with knock(server) as first, knock(server) as second:
+        assert close_code(second) == 4409
+        first.send(Beat(generation=0, step=0, activity="").model_dump_json())
+        assert isinstance(events.get(timeout=5), MessageReceived)
+
+
+def test_last_words_are_heard_although_an_answer_to_the_words_before_cannot_be_sent(
+    server: Server, events: Events
+) -> None:
+    last_words = Failed(summary="last words", traceback="", exit_code=1)
+    heard: list[MessageReceived | ConnectionLost]
+    for number in range(30):  # about one in ten used to be lost
+        name = f"w{number}"
+        with knock(server, name) as connection:
+            for _ in range(4):
+                connection.send(Beat(generation=0, step=0, activity="").model_dump_json())
+            connection.send(last_words.model_dump_json())
+            answering = threading.Thread(target=hear_out, args=(server, events, name, heard := []))
+            answering.start()
+        answering.join()
+        assert heard[-2:] == [MessageReceived(name, last_words), ConnectionLost(name)]
+
+
+def hear_out(server: Server, events: Events, name: str, heard: list[MessageReceived | ConnectionLost]) -> None:
+    """Answer everything that a worker says, to its end."""
+    while not heard or not isinstance(heard[-1], ConnectionLost):
+        heard.append(events.get(timeout=5))
+        server.send(name, Recorded(step=0))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    ["{", '{"kind": "fly"}', b"\x00", Hello(worker="w9", pid=1, version="", job=make_job()).model_dump_json()],
+    ids=["no JSON", "unknown", "binary", "another's name"],
+)
+def test_a_malformed_message_ends_its_connection_only(server: Server, events: Events, frame: str | bytes) -> None:
+    with knock(server, "w1") as other, knock(server) as connection:
+        connection.send(frame)
+        assert close_code(connection) == 4400
+        assert events.get(timeout=5) == ConnectionLost("w0")
+        server.send("w1", Finish())
+        assert "finish" in str(other.recv(timeout=5))
+
+
+def test_an_oversize_frame_ends_its_connection(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
+    monkeypatch.setattr(server_module, "MAX_FRAME_BYTES", 1000)
+    server = Server(port=0, token="secret", on_event=events.put, status=dict)
+    server.start()
+    with knock(server) as connection:
+        connection.send("x" * 2000)
+        assert close_code(connection) == 1009
+    assert events.get(timeout=5) == ConnectionLost("w0")
+    server.stop()
+
+
+def test_a_worker_that_reads_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, server: Server, events: Events
+) -> None:
+    monkeypatch.setattr(server_module, "_QUEUE_FRAMES", 16)
+    with knock(server) as connection:
+        connection.send(Beat(generation=0, step=0, activity="").model_dump_json())
+        events.get(timeout=5)
+        big = Finish(reason="x" * 2**20)
+        for _ in range(64):  # nobody calls recv: client and kernel buffers fill up
+            server.send("w0", big)
+        lost = events.get(timeout=5)
+        assert isinstance(lost, ConnectionLost)
+        assert "does not read" in lost.reason
+        connection.socket.close()
+
+
+def test_status_and_page_need_the_token(server: Server) -> None:
+    base = f"http://{server.host}:{server.port}"
+    assert get(f"{base}/status")[0] == 401
+    assert get(f"{base}/status?token=guess")[0] == 401
+    assert get(f"{base}/status?token=secret")[0] == 401  # the workers' token is not for people
+    status, body, _ = get(f"{base}/status?{server.page_url.partition('?')[2]}")
+    assert (status, json.loads(body)) == (200, {"loss": None, "steps": 3})
+    assert get(f"{base}/")[0] == 401
+    status, page, cookie = get(server.page_url)
+    assert status == 200
+    assert "<html" in page
+    assert get(f"{base}/status", cookie.split(";")[0])[0] == 200
+
+
+def test_a_taken_port_is_an_error_with_a_way_out(server: Server) -> None:
+    with pytest.raises(FleetError, match=rf"port {server.port} on 127.0.0.1 cannot be used .* --port"):
+        Server(port=server.port, token="", on_event=lambda event: None, status=dict)
+
+
+# -- the client --------------------------------------------------------------------------------------------
+
+
+def join(server: Server, token: str = "secret") -> tuple[Member, list[int], list[int]]:
+    member = Member(server.worker_url, token, "w0")
+    holds: list[int] = []
+    pauses: list[int] = []
+    member.join(
+        make_job(), beat=lambda: Beat(generation=0, step=0, activity=""), on_hold=holds.append, on_pause=pauses.append
+    )
+    return member, holds, pauses
+
+
+def test_a_member_says_hello_beats_and_leaves(server: Server, events: Events) -> None:
+    member, _, _ = join(server)
+    hello, beat = events.get(timeout=5), events.get(timeout=5)
+    assert isinstance(hello, MessageReceived)
+    assert isinstance(hello.message, Hello)
+    assert isinstance(beat, MessageReceived)
+    assert isinstance(beat.message, Beat)
+    member.leaving(3)
+    member.close()
+    kinds = []
+    while not isinstance(event := events.get(timeout=5), ConnectionLost):
+        kinds.append(event.message.kind)
+    assert "leaving" in kinds
+
+
+def test_a_hold_is_delivered_at_once_and_directives_wait(server: Server, events: Events) -> None:
+    member, holds, _ = join(server)
+    events.get(timeout=5)
+    server.send("w0", Recorded(step=7))
+    server.send("w0", Finish(reason="enough"))
+    server.send("w0", Hold(generation=4))
+    deadline_s = time.monotonic() + 5
+    while holds != [4]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert member.recorded_step == 7
+    assert member.next_directive() == Finish(reason="enough")
+    member.close()
+
+
+def test_a_member_that_loses_the_manager_is_told_so_again_and_again(server: Server, events: Events) -> None:
+    member, _, _ = join(server)
+    events.get(timeout=5)
+    server.stop()
+    for _ in range(2):
+        with pytest.raises(FleetError, match="lost the manager"):
+            member.next_directive()
+    member.failed("late", "", 1)  # returns, although nobody listens
+
+
+def test_a_member_with_a_wrong_token_learns_why(server: Server) -> None:
+    member, _, _ = join(server, token="guess")
+    with pytest.raises(FleetError, match="wrong token"):
+        member.next_directive()
+
+
+def test_without_a_manager_a_member_cannot_join() -> None:
+    member = Member("ws://127.0.0.1:9/worker", "", "w0")
+    with pytest.raises(FleetError, match="cannot reach the manager"):
+        member.join(
+            make_job(),
+            beat=lambda: Beat(generation=0, step=0, activity=""),
+            on_hold=lambda generation: None,
+            on_pause=lambda generation: None,
+        )

@@ -1,0 +1,174 @@
+"""Deaths and departures: preempted, frozen, failed, or done."""
+
+import signal
+from dataclasses import replace
+
+from varuna.core.messages import Failed, Finish
+from varuna.fleet.events import ConnectionLost, WorkerExited
+from varuna.fleet.state import Ended, Exit, Finishing, Fleet, Idle, Running, Standing, Stopping, Worker
+from varuna.fleet.turn import Turn
+from varuna.fleet.verdict import press, record_votes
+
+# A manager that did not run for longer than this cannot tell whether a worker was silent in the meantime.
+_STALL_S = 1.0
+
+
+def note_tick(turn: Turn) -> None:
+    """Time passed; time in which the manager itself stood still counts against nobody's lease."""
+    fleet = turn.fleet
+    gap_s = turn.now_s - fleet.ticked_s
+    if gap_s > _STALL_S:
+        turn.update(
+            workers={
+                name: replace(worker, seen_s=min(turn.now_s, worker.seen_s + gap_s))
+                for name, worker in fleet.workers.items()
+            }
+        )
+    turn.update(ticked_s=turn.now_s)
+
+
+def note_exited(turn: Turn, event: WorkerExited) -> None:
+    """A process ended. Only a signal speaks for itself; else its last words may still be under way."""
+    worker = turn.fleet.workers.get(event.worker)
+    if worker is None:
+        return
+    if event.code >= 0:
+        turn.update_worker(event.worker, exit=Exit(event.code, event.stderr_tail, turn.now_s))
+    elif worker.standing in (Standing.LEFT, Standing.DISMISSED):
+        turn.forget(event.worker)
+    else:
+        turn.lose(event.worker, f"killed by {_signal_name(-event.code)}")
+
+
+def note_connection_lost(turn: Turn, event: ConnectionLost) -> None:
+    """A connection ended: in a moment we know whether its process did."""
+    if event.worker in turn.fleet.workers:
+        turn.update_worker(event.worker, disconnected_s=turn.now_s)
+
+
+def note_failed(turn: Turn, name: str, failed: Failed) -> None:
+    """A worker's own code raised: another worker would fail the same way, so the run ends."""
+    if turn.fleet.workers[name].standing is not Standing.DISMISSED:
+        text = f"worker {_title(turn.fleet, name)} failed: {failed.summary}"
+        turn.forget(name)
+        turn.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip())
+
+
+def note_leaving(turn: Turn, name: str) -> None:
+    """A worker's loop is over."""
+    fleet = turn.fleet
+    if name in fleet.members and fleet.is_joined(name):
+        turn.update_worker(name, standing=Standing.LEFT, holding=None)
+        turn.update(departed=fleet.departed | {name})
+
+
+def expire(turn: Turn) -> None:
+    """Draw conclusions from what did not happen in time."""
+    for name, worker in turn.fleet.workers.items():
+        if isinstance(turn.fleet.phase, Ended):
+            return
+        if name not in turn.fleet.workers:
+            continue
+        if worker.exit is not None:
+            _conclude_exit(turn, worker, worker.exit)
+        elif worker.standing is Standing.JOINED:
+            _check_joined(turn, worker)
+        elif worker.standing is Standing.STARTING:
+            _check_starting(turn, worker)
+
+
+def _check_joined(turn: Turn, worker: Worker) -> None:
+    """A silent worker is frozen; one without a connection is as good as dead."""
+    config, phase = turn.fleet.config, turn.fleet.phase
+    suspected = isinstance(phase, Running) and phase.suspicion is not None
+    silent_s = turn.now_s - worker.seen_s
+    if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
+        turn.lose(worker.name, "closed its connection", kill=True)
+    elif silent_s > (config.suspect_lease_s if suspected else config.lease_s):
+        turn.lose(worker.name, f"froze (no heartbeat for {silent_s:.1f} s)", kill=True)
+
+
+def _check_starting(turn: Turn, worker: Worker) -> None:
+    """A worker that never becomes warm makes room for another."""
+    config = turn.fleet.config
+    if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
+        turn.lose(worker.name, "closed its connection before it joined", kill=True)
+    elif turn.now_s >= worker.spawned_s + config.start_timeout_s:
+        turn.lose(worker.name, f"did not join within {config.start_timeout_s:.0f} s of its start", kill=True)
+
+
+def _conclude_exit(turn: Turn, worker: Worker, exit_: Exit) -> None:
+    """A process that ended by itself, once everything that it said has been heard."""
+    fleet = turn.fleet
+    if worker.disconnected_s is None and turn.now_s < exit_.at_s + fleet.config.exit_grace_s:
+        return
+    if exit_.code == 0 and fleet.job is None:
+        turn.notice("the script ended without asking trainer.steps(n) for a step: there is nothing to train")
+        turn.end(0, "nothing to train")
+        return
+    left = worker.standing is Standing.LEFT
+    expected = worker.standing is Standing.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
+    if expected or (left and exit_.code == 0):
+        turn.forget(worker.name)
+        return
+    when = "after its last step" if left else "before its training was done"
+    text = f"worker {_title(fleet, worker.name)} ended with exit code {exit_.code} {when}"
+    tail = f". The end of its stderr:\n{exit_.stderr_tail.rstrip()}" if exit_.stderr_tail.strip() else ""
+    turn.forget(worker.name)
+    turn.end(exit_.code if exit_.code in (1, 2, 3) else 1, text + tail)
+
+
+def finish_if_all_left(turn: Turn) -> None:
+    """The run is complete when no rank of the grid is left in it; spares and newcomers are dismissed."""
+    fleet = turn.fleet
+    if fleet.is_leaving and not any(fleet.is_joined(name) for name in fleet.record.grid):
+        record_votes(turn)
+        turn.update(phase=Finishing())
+
+
+def settle_leaving(turn: Turn, phase: Idle | Stopping) -> None:
+    """A generation broke while its members were leaving: the last step is committed, so nobody has to redo it.
+
+    Who answers Hold was stopped by the broken link and is dismissed; who does not is still saving, and will leave.
+    """
+    fleet = turn.fleet
+    if isinstance(phase, Stopping):
+        press(turn, phase, [name for name in fleet.live_members if fleet.workers[name].holding is None])
+    for name in fleet.live_members:
+        if fleet.workers[name].holding is not None:
+            _dismiss(turn, name)
+    finish_if_all_left(turn)
+
+
+def finish(turn: Turn, phase: Finishing) -> None:
+    """Wait until the scripts of those who left have ended; rank 0's may take its time, the others are bounded."""
+    for name in turn.fleet.joined:
+        _dismiss(turn, name)
+    fleet = turn.fleet
+    waiting = any(worker.standing is Standing.LEFT for worker in fleet.workers.values())
+    if waiting and fleet.members[0] in fleet.workers:
+        return
+    if waiting and phase.deadline_s is None:
+        turn.update(phase=Finishing(deadline_s=turn.now_s + fleet.config.leave_timeout_s))
+    elif not waiting or (phase.deadline_s is not None and turn.now_s >= phase.deadline_s):
+        turn.end(0, f"{fleet.recorded_step + 1} steps done")
+
+
+def _dismiss(turn: Turn, name: str) -> None:
+    """Send a worker home that has nothing left to do."""
+    turn.send(name, Finish())
+    turn.update_worker(name, standing=Standing.DISMISSED)
+
+
+def _title(fleet: Fleet, name: str) -> str:
+    """``w2 (rank 1, generation 3)``."""
+    rank = fleet.rank_of(name)
+    return name if rank is None else f"{name} (rank {rank}, generation {fleet.generation})"
+
+
+def _signal_name(number: int) -> str:
+    """``SIGKILL``, or the number if it has no name here."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,193 @@
+"""A new generation: who waits for whom, where state comes from, and the assignments."""
+
+from dataclasses import dataclass, replace
+
+from varuna.core.errors import NoPlanError, VarunaError
+from varuna.core.messages import Assign, Assignment, Transfer
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.fleet import placement
+from varuna.fleet.state import Checkpoint, Fleet, Holding, Idle, Running
+from varuna.fleet.story import GenerationRecord, GenerationStarted
+from varuna.fleet.turn import Turn
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where the state of a generation comes from: its holders, a checkpoint, or neither."""
+
+    next_step: int
+    from_holders: bool = False
+    checkpoint: Checkpoint | None = None
+
+
+def form(turn: Turn, phase: Idle) -> None:
+    """Start the next generation as soon as its workers, state and plan are there."""
+    live = turn.fleet.joined
+    if not live:
+        _wait(turn, phase, "there is no worker", 1)
+    elif turn.fleet.history or not _gathering(turn.fleet, turn.now_s):
+        try:
+            _try_form(turn, phase, live)
+        except VarunaError as error:
+            turn.end(error.exit_code, str(error))
+
+
+def _gathering(fleet: Fleet, now_s: float) -> bool:
+    """Whether the first generation still waits for workers that are warming up."""
+    first_s = min(fleet.workers[name].joined_s for name in fleet.joined)
+    return fleet.more_to_come and now_s < first_s + fleet.config.gather_s
+
+
+def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
+    """Go on waiting for starting workers, or end the run if there are none or they take too long."""
+    fleet = turn.fleet
+    patience_s = fleet.config.start_timeout_s
+    if not fleet.more_to_come:
+        causes = f" ({' and '.join(fleet.causes)})" if fleet.causes else ""
+        turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none is starting")
+    elif turn.now_s >= phase.since_s + patience_s:
+        turn.end(exit_code, f"{complaint} (waited {patience_s:.0f} s for starting workers)")
+    elif phase.complaint != complaint:
+        turn.update(phase=replace(phase, complaint=complaint))
+        if fleet.history or exit_code != 1:
+            turn.notice(f"waiting for starting workers, at most {patience_s:.0f} s: {complaint}")
+
+
+def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
+    """Find state and a plan; without either, wait.
+
+    Raises:
+        VarunaError: the checkpoints cannot be used.
+    """
+    fleet, job = turn.fleet, _job(turn)
+    holdings = {name: _holding(fleet, name).sections for name in live}
+    lost = placement.uncovered(len(job.model.sections), holdings)
+    if phase.rejected == live:
+        _wait(turn, phase, phase.complaint, 3)
+        return
+    origin = _restore(turn, job) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
+    if not fleet.history and origin.checkpoint and job.micro_batch is None:
+        turn.update(micro_batch=origin.checkpoint.micro_batch)
+    try:
+        plan = plan_for(turn, len(live))
+    except NoPlanError as error:
+        turn.update(phase=replace(phase, rejected=live))
+        _wait(turn, replace(phase, rejected=live), str(error), 3)
+        return
+    _start(turn, phase, plan, origin, holdings if origin.from_holders else {})
+
+
+def plan_for(turn: Turn, workers: int) -> Plan:
+    """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
+
+    Raises:
+        NoPlanError: nothing fits.
+    """
+    job, kept = _job(turn), turn.fleet.micro_batch
+    try:
+        return turn.advice.plan(job, workers, kept)
+    except NoPlanError:
+        if kept is None or job.micro_batch is not None:
+            raise
+        plan = turn.advice.plan(job, workers, None)
+        if plan.micro_batch >= kept:
+            raise
+        return plan
+
+
+def _restore(turn: Turn, job: JobFacts) -> _Origin:
+    """The newest checkpoint, else the beginning."""
+    checkpoint = turn.advice.checkpoint(job)
+    return _Origin(next_step=checkpoint.step if checkpoint else 0, checkpoint=checkpoint)
+
+
+def _tell_origin(turn: Turn, origin: _Origin) -> None:
+    """Say where the run goes on, if not where it stopped."""
+    fleet, checkpoint, next_step = turn.fleet, origin.checkpoint, origin.next_step
+    where = f"the checkpoint of step {next_step} in {checkpoint.folder}" if checkpoint else "the beginning"
+    if fleet.history and fleet.recorded_step >= next_step:
+        turn.notice(
+            f"ROLLBACK: state was lost with its last holder; the run falls back from step {fleet.recorded_step + 1} "
+            f"to {where}",
+            warning=True,
+        )
+    elif checkpoint and not fleet.history:
+        complete = ", the last one: nothing is left to do" * (next_step >= _job(turn).steps)
+        turn.notice(f"resuming from {where}{complete}")
+
+
+def _start(turn: Turn, phase: Idle, plan: Plan, origin: _Origin, holdings: placement.Holdings) -> None:
+    """Seat everybody, write it down, then tell them."""
+    fleet, job = turn.fleet, _job(turn)
+    weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
+    # Old ranks first, so that among equals rank 0 keeps its worker.
+    ordered = sorted(fleet.joined, key=lambda name: (name not in fleet.members, fleet.rank_of(name) or 0))
+    members = placement.seat(plan, ordered, holdings, weights)
+    moves = placement.transfers(plan, members, holdings, weights) if origin.from_holders else ()
+    rollback = not origin.from_holders
+    if rollback:
+        _tell_origin(turn, origin)
+    undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
+    record = GenerationRecord(
+        generation=fleet.generation + 1,
+        plan=plan,
+        members=members,
+        cause=" and ".join(fleet.causes) or "start",
+        first_step=origin.next_step,
+        steps_redone=max(0, undone) + phase.in_flight,
+        moved_sections=len(moves),
+        rollback=rollback,
+        checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
+    )
+    _keep_micro_batch(turn, plan)
+    turn.update(
+        phase=Running(),
+        history=(*fleet.history, record),
+        workers={name: replace(worker, holding=None) for name, worker in fleet.workers.items()},
+        departed=frozenset(),
+        causes=(),
+        broke_s=phase.since_s if not fleet.history else fleet.broke_s,
+        recorded_step=origin.next_step - 1,
+        **({"lineage": record.generation, "votes": {}} if rollback else {}),
+    )
+    turn.publish(GenerationStarted(record=record))
+    _assign(turn, record, moves)
+
+
+def _assign(turn: Turn, record: GenerationRecord, moves: tuple[Transfer, ...]) -> None:
+    """Tell each member its rank."""
+    host, port = turn.advice.store()
+    for rank, name in enumerate(record.members):
+        assignment = Assignment(
+            generation=record.generation,
+            plan=record.plan,
+            rank=rank,
+            members=record.members,
+            next_step=record.first_step,
+            transfers=moves,
+            checkpoint=record.checkpoint,
+            fresh=record.rollback and record.checkpoint is None,
+            store_host=host,
+            store_port=port,
+        )
+        turn.send(name, Assign(assignment=assignment))
+
+
+def _keep_micro_batch(turn: Turn, plan: Plan) -> None:
+    """The micro-batch size belongs to the run; say so when it has to change."""
+    kept = turn.fleet.micro_batch
+    if kept is not None and plan.micro_batch != kept:
+        turn.notice(f"nothing fits with micro-batches of {kept}: they are {plan.micro_batch} from now on", warning=True)
+    turn.update(micro_batch=plan.micro_batch)
+
+
+def _holding(fleet: Fleet, name: str) -> Holding:
+    """What a worker holds; nothing, if it has just come."""
+    return fleet.workers[name].holding or Holding()
+
+
+def _job(turn: Turn) -> JobFacts:
+    """The run's job, known once a worker has joined."""
+    assert turn.fleet.job is not None
+    return turn.fleet.job

@@ -1,0 +1,54 @@
+"""What the shell must do, in order: the outputs of ``machine.advance``."""
+
+from dataclasses import dataclass
+
+from varuna.core.messages import SavedShard, ToWorker
+from varuna.fleet.story import RunEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tell ``worker``."""
+
+    worker: str
+    message: ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """End the process of ``worker`` for certain: it is no longer part of the run."""
+
+    worker: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start ``count`` workers, and report each with ``WorkerSpawned``."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """A shard of an unfinished checkpoint is durable."""
+
+    shard: SavedShard
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Append to the log, durably where ``event`` binds the future, before any later instruction; then show it."""
+
+    event: RunEvent
+
+
+@dataclass(frozen=True, slots=True)
+class EndRun:
+    """Stop everything that still lives and return ``exit_code``."""
+
+    exit_code: int
+    text: str
+
+
+Instruction = Send | Kill | Spawn | Collect | Publish | EndRun

@@ -1,0 +1,104 @@
+"""Newcomers: who is let in, and when they are worth a morph."""
+
+from dataclasses import replace
+
+from varuna.core.errors import NoPlanError
+from varuna.core.messages import Finish, Hello, Pause
+from varuna.core.model import JobFacts
+from varuna.core.value import Value
+from varuna.fleet.forming import plan_for
+from varuna.fleet.instructions import Spawn
+from varuna.fleet.state import Holding, Running, Standing, Worker
+from varuna.fleet.story import WorkerJoined
+from varuna.fleet.turn import Turn
+
+# A regroup asked for in the last steps would meet workers that are leaving.
+_LAST_STEPS = 2
+
+
+def note_spawned(turn: Turn, name: str) -> None:
+    """A process was started."""
+    fleet = turn.fleet
+    worker = Worker(name=name, spawned_s=turn.now_s, replacement=fleet.spawned >= fleet.config.workers)
+    turn.update(
+        workers={**fleet.workers, name: worker},
+        spawned=fleet.spawned + 1,
+        spawning=max(0, fleet.spawning - 1),
+    )
+
+
+def spawn_missing(turn: Turn) -> None:
+    """Ask for the workers that should exist, unless the last ones died at once."""
+    missing = turn.fleet.missing
+    if missing and turn.now_s >= turn.fleet.respawn_at_s:
+        turn.instructions.append(Spawn(missing))
+        turn.update(spawning=turn.fleet.spawning + missing)
+
+
+def note_hello(turn: Turn, name: str, hello: Hello) -> None:
+    """A worker is warm: all workers of a run must agree on their job."""
+    fleet = turn.fleet
+    if fleet.workers[name].standing is not Standing.STARTING:
+        return
+    if fleet.job is None:
+        turn.update(job=hello.job, version=hello.version)
+    elif difference := _difference(hello, fleet.job, fleet.version):
+        _refuse(turn, name, difference)
+        return
+    turn.update_worker(name, standing=Standing.JOINED, pid=hello.pid, joined_s=turn.now_s, holding=Holding())
+    turn.publish(WorkerJoined(worker=name, pid=hello.pid))
+
+
+def _refuse(turn: Turn, name: str, difference: str) -> None:
+    """Send a worker away; another one would have the same fault, so it is not replaced."""
+    reason = f"worker {name} was refused: {difference}. Start all workers with the same script and arguments."
+    turn.send(name, Finish(reason=reason))
+    turn.notice(reason, warning=True)
+    turn.forget(name)
+    turn.update(wanted=max(0, turn.fleet.wanted - 1))
+
+
+def _difference(hello: Hello, job: JobFacts, version: str) -> str:
+    """Name the first field in which a worker differs from the run; empty if there is none."""
+    if hello.version != version:
+        return f"its version is {hello.version!r}, the run's is {version!r}"
+    field, theirs, ours = _first_difference("job", hello.job, job) or ("", None, None)
+    return f"its {field} is {theirs!r}, the run's is {ours!r}" if field else ""
+
+
+def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:
+    """Deepest differing field of two values, with its path."""
+    if theirs == ours:
+        return None
+    if isinstance(theirs, Value) and isinstance(ours, Value):
+        for name in type(ours).model_fields:
+            if found := _first_difference(f"{path}.{name}", getattr(theirs, name), getattr(ours, name)):
+                return found
+    if isinstance(theirs, tuple) and isinstance(ours, tuple) and len(theirs) == len(ours):
+        for index, pair in enumerate(zip(theirs, ours, strict=True)):
+            if found := _first_difference(f"{path}[{index}]", *pair):
+                return found
+    return path, theirs, ours
+
+
+def consider_newcomers(turn: Turn, phase: Running) -> None:
+    """Ask rank 0 for a regroup if the newcomers make a step faster by more than ``min_gain``."""
+    fleet = turn.fleet
+    assert fleet.job is not None
+    newcomers = [name for name in fleet.joined if name not in fleet.members and name not in phase.considered]
+    if not newcomers or not fleet.formed or phase.newcomers or phase.suspicion:
+        return
+    if turn.now_s < min(fleet.workers[name].joined_s for name in newcomers) + fleet.config.join_grace_s:
+        return
+    if fleet.job.steps - fleet.recorded_step - 1 < _LAST_STEPS:
+        return
+    try:
+        step_s = plan_for(turn, len(fleet.joined)).step_s
+    except NoPlanError:
+        step_s = fleet.record.plan.step_s
+    if step_s < fleet.record.plan.step_s * (1 - fleet.config.min_gain):
+        turn.update(phase=replace(phase, newcomers=tuple(newcomers)))
+        turn.send(fleet.members[0], Pause(generation=fleet.generation))
+    else:
+        turn.update(phase=replace(phase, considered=phase.considered | set(newcomers)))
+        turn.notice(f"{' and '.join(newcomers)} joined as spare: a plan with more workers would not be faster")

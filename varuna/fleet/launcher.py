@@ -1,0 +1,205 @@
+"""Worker processes of this machine: started, watched, heard, and ended for certain."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from varuna.fleet.events import WorkerExited
+
+_TAIL_LINES = 200
+_DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
+
+
+class _Process:
+    """One worker's process, with the threads that read and await it."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
+        self.name = name
+        self.popen = popen
+        self.stderr_tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.readers: list[threading.Thread] = []
+        self.waiter: threading.Thread | None = None
+        self.lock = threading.Lock()  # the process group's number is ours only until the process is reaped
+        self.reaped = False
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group, so that data loaders and the like go too."""
+        with self.lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self.reaped:
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+class Launcher:
+    """Starts ``python SCRIPT ARGS`` per worker; names are w0, w1, ... and never used twice.
+
+    Every worker's output goes to ``<run_dir>/<worker>.log``. Of standard output, only the complete lines of the
+    main worker are passed on, as ``write`` gets them; what workers say before there is a main one is kept until then.
+
+    ``spawn`` must be called by a thread that outlives the workers: Linux sends the parent-death signal, which ties
+    workers to us, when the *thread* that started them ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        run_dir: Path,
+        on_exit: Callable[[WorkerExited], None],
+        write: Callable[[bytes], None],
+    ) -> None:
+        self._command = [sys.executable, *command]
+        self._environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+        self._run_dir = run_dir
+        self._on_exit = on_exit
+        self._write = write
+        self._processes: dict[str, _Process] = {}
+        self._lock = threading.Lock()  # guards the fields below
+        self._names = 0
+        self._main: str | None = None
+        self._early: dict[str, deque[bytes]] = {}
+
+    def spawn(self) -> str:
+        """Start one worker; returns its name."""
+        with self._lock:
+            name = f"w{self._names}"
+            self._names += 1
+            self._early[name] = deque(maxlen=1000)
+        popen = subprocess.Popen(
+            self._command,
+            env={**self._environment, "VARUNA_WORKER": name},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        process = _Process(name, popen)
+        log = _Log(self._run_dir / f"{name}.log")
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        process.readers = [
+            _start(f"{name}-stdout", self._read, popen.stdout, log, lambda line: self._stream(name, line)),
+            _start(
+                f"{name}-stderr",
+                self._read,
+                popen.stderr,
+                log,
+                lambda line: process.stderr_tail.append(line.decode(errors="replace")),
+            ),
+        ]
+        with self._lock:
+            self._processes[name] = process
+        process.waiter = _start(f"{name}-waiter", self._await, process, log)
+        return name
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to the worker's process group; nothing happens if it is gone. Safe from any thread."""
+        with self._lock:
+            process = self._processes.get(name)
+        if process is not None:
+            process.kill()
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a worker that was ever started."""
+        with self._lock:
+            return self._processes[name].popen.pid if name in self._processes else None
+
+    def set_main(self, name: str) -> None:
+        """From now on the lines of ``name`` are passed on."""
+        with self._lock:
+            first = self._main is None
+            self._main = name
+            lines = self._early.pop(name, deque()) if first else deque()
+            self._early.clear()
+        for line in lines:
+            self._write(line)
+
+    def stop_all(self, grace_s: float) -> None:
+        """Wait ``grace_s`` for all workers to end, then kill the rest; returns when no process is left."""
+        with self._lock:
+            processes = list(self._processes.values())
+        deadline_s = time.monotonic() + grace_s
+        try:
+            for process in processes:
+                if process.waiter is not None:
+                    process.waiter.join(max(0.0, deadline_s - time.monotonic()))
+        finally:  # also when the user is impatient: a second Ctrl-C ends the grace
+            for process in processes:
+                process.kill()
+            for process in processes:
+                if process.waiter is not None:
+                    process.waiter.join()
+            self._show_first()
+
+    def _show_first(self) -> None:
+        """No worker became the main one: show what the first one said, such as a script's ``--help``."""
+        with self._lock:
+            lines = next(iter(self._early.values()), deque()) if self._main is None else deque()
+            self._early.clear()
+        for line in lines:
+            self._write(line)
+
+    # -- threads of a worker ---------------------------------------------------------------------------------
+
+    def _read(self, pipe: IO[bytes], log: "_Log", take: Callable[[bytes], None]) -> None:
+        """Pass on complete lines; half a line at the end goes to the log only."""
+        with pipe:
+            for line in pipe:
+                log.write(line)
+                if line.endswith(b"\n"):
+                    take(line)
+
+    def _stream(self, name: str, line: bytes) -> None:
+        with self._lock:
+            if self._main is None:
+                self._early[name].append(line)
+            is_main = self._main == name
+        if is_main:
+            self._write(line)
+
+    def _await(self, process: _Process, log: "_Log") -> None:
+        """Report the exit at once, after its last output was read; no child of it survives."""
+        os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOWAIT)  # dead, but its number is still taken
+        process.kill()
+        with process.lock:
+            code = process.popen.wait()
+            process.reaped = True
+        for reader in process.readers:
+            reader.join(_DRAIN_S)
+        log.close()
+        self._on_exit(WorkerExited(process.name, code, "".join(process.stderr_tail)))
+
+
+class _Log:
+    """A worker's log file, written by two threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._lock = threading.Lock()
+        self._file = path.open("wb")
+
+    def write(self, line: bytes) -> None:
+        """Append at once, so that a person can follow it."""
+        with self._lock:
+            if not self._file.closed:
+                self._file.write(line)
+                self._file.flush()
+
+    def close(self) -> None:
+        """Later output, by grandchildren, is dropped."""
+        with self._lock:
+            self._file.close()
+
+
+def _start(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    """A daemon thread that runs already."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,109 @@
+"""The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
+
+from varuna.core.messages import Beat, Failed, FromWorker, Held, Hello, Leaving, Saved, Suspect, Voted
+from varuna.fleet.ending import (
+    expire,
+    finish,
+    finish_if_all_left,
+    note_connection_lost,
+    note_exited,
+    note_failed,
+    note_leaving,
+    note_tick,
+    settle_leaving,
+)
+from varuna.fleet.events import (
+    ConnectionLost,
+    Event,
+    MessageReceived,
+    SpawnRequested,
+    StopRequested,
+    Tick,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.forming import form
+from varuna.fleet.instructions import Collect, Instruction
+from varuna.fleet.joining import consider_newcomers, note_hello, note_spawned, spawn_missing
+from varuna.fleet.state import Advice, Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.turn import Turn
+from varuna.fleet.verdict import note_held, note_suspect, note_voted, settle, watch_generation
+
+
+def advance(fleet: Fleet, event: Event, now_s: float, advice: Advice) -> tuple[Fleet, list[Instruction]]:
+    """Apply one event; return the next fleet and what the shell must do, in this order."""
+    turn = Turn(fleet, now_s, advice)
+    if not isinstance(fleet.phase, Ended):
+        _note(turn, event)
+        if not (isinstance(event, MessageReceived) and isinstance(event.message, Beat)):
+            _conclude(turn)
+    return turn.fleet, turn.instructions
+
+
+def _note(turn: Turn, event: Event) -> None:
+    """Take down what happened."""
+    match event:
+        case Tick():
+            note_tick(turn)
+        case MessageReceived(worker=name, message=message):
+            if name in turn.fleet.workers:  # the lost and the refused are not heard any more
+                _hear(turn, name, message)
+        case WorkerSpawned(worker=name):
+            note_spawned(turn, name)
+        case WorkerExited():
+            note_exited(turn, event)
+        case ConnectionLost():
+            note_connection_lost(turn, event)
+        case SpawnRequested(count=count):
+            turn.update(wanted=turn.fleet.wanted + count)
+        case StopRequested(reason=reason, exit_code=exit_code):
+            turn.end(exit_code, reason)
+
+
+def _hear(turn: Turn, name: str, message: FromWorker) -> None:
+    """Take down what a worker said; whatever it is, the worker is alive."""
+    turn.update_worker(name, seen_s=turn.now_s)
+    match message:
+        case Beat():
+            turn.update_worker(name, beat=message)
+        case Hello():
+            note_hello(turn, name, message)
+        case Held():
+            note_held(turn, name, message)
+        case Voted(vote=vote):
+            note_voted(turn, name, vote)
+        case Suspect():
+            note_suspect(turn, name, message)
+        case Saved(shard=shard):
+            turn.instructions.append(Collect(shard))
+        case Failed():
+            note_failed(turn, name, message)
+        case Leaving():
+            note_leaving(turn, name)
+
+
+def _conclude(turn: Turn) -> None:
+    """Let the rules of each phase act until they have nothing more to say."""
+    before = None
+    while turn.fleet is not before:
+        before = turn.fleet
+        if not isinstance(turn.fleet.phase, Ended):
+            expire(turn)
+        match turn.fleet.phase:
+            case (Idle() | Stopping()) as phase if turn.fleet.is_leaving:
+                settle_leaving(turn, phase)
+            case Idle() as phase:
+                form(turn, phase)
+            case Running() as phase:
+                watch_generation(turn, phase)
+                finish_if_all_left(turn)
+                if turn.fleet.phase is phase:
+                    consider_newcomers(turn, phase)
+            case Stopping() as phase:
+                settle(turn, phase)
+            case Finishing() as phase:
+                finish(turn, phase)
+            case Ended():
+                return
+    if not isinstance(turn.fleet.phase, Finishing):
+        spawn_missing(turn)

@@ -1,0 +1,82 @@
+"""What ``GET /status`` says: the fleet and the newest losses, as plain JSON values."""
+
+import math
+from collections import deque
+
+from varuna.fleet.state import Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.story import RunEvent, StepRecorded
+
+_LOSSES_KEPT = 2000
+
+
+class LossCurve:
+    """The newest losses; steps that a rollback undid are replaced."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRecorded] = deque(maxlen=_LOSSES_KEPT)
+
+    def take(self, event: RunEvent) -> None:
+        """Note an event."""
+        if isinstance(event, StepRecorded):
+            while self._steps and self._steps[-1].step >= event.step:
+                self._steps.pop()
+            self._steps.append(event)
+
+    def describe(self) -> dict[str, object]:
+        """Losses as pairs of step and loss (None if it is no number), and the newest speed."""
+        steps = tuple(self._steps)
+        pairs = [[event.step, event.loss if math.isfinite(event.loss) else None] for event in steps]
+        return {
+            "losses": pairs,
+            "step": steps[-1].step if steps else None,
+            "loss": pairs[-1][1] if pairs else None,
+            "examples_per_s": steps[-1].examples_per_s if steps else 0.0,
+        }
+
+
+def describe(fleet: Fleet) -> dict[str, object]:
+    """The fleet for people and tools; read-only."""
+    return {
+        "state": _state(fleet),
+        "steps": fleet.job.steps if fleet.job else 0,
+        "generation": fleet.generation,
+        "plan": fleet.record.plan.model_dump() if fleet.history else None,
+        "members": list(fleet.members),
+        "workers": [
+            {
+                "name": worker.name,
+                "state": worker.standing.value,
+                "rank": fleet.rank_of(worker.name),
+                "pid": worker.pid,
+                "activity": worker.beat.activity if worker.beat else "",
+            }
+            for worker in fleet.workers.values()
+        ],
+        "generations": [
+            {
+                "generation": record.generation,
+                "plan": {"stages": record.plan.stages, "replicas": record.plan.replicas},
+                "first_step": record.first_step,
+                "recovery_s": record.recovery_seconds,
+                "steps_redone": record.steps_redone,
+                "moved_sections": record.moved_sections,
+                "cause": record.cause,
+            }
+            for record in fleet.history
+        ],
+    }
+
+
+def _state(fleet: Fleet) -> str:
+    """The phase in words."""
+    match fleet.phase:
+        case Idle(complaint=complaint):
+            return complaint or ("morphing" if fleet.history else "starting")
+        case Running():
+            return "training" if fleet.formed else "forming"
+        case Stopping():
+            return "morphing"
+        case Finishing():
+            return "finishing"
+        case Ended(exit_code=exit_code):
+            return f"ended with exit code {exit_code}"

@@ -1,0 +1,103 @@
+"""The story of a run: what is worth a line in ``events.jsonl``, on the terminal and on the web page."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from varuna.core.messages import Vote
+from varuna.core.plan import Plan
+from varuna.core.value import Value
+
+
+class GenerationRecord(Value):
+    """One generation: why it began, what it cost, and what it runs."""
+
+    generation: int
+    plan: Plan
+    members: tuple[str, ...] = Field(description="worker of each rank; spares come last")
+    cause: str = Field(description="why the generation before it ended, in words")
+    first_step: int
+    steps_redone: int = Field(default=0, description="a step in flight that was lost, and steps undone by a rollback")
+    moved_sections: int = Field(default=0, description="section states copied between workers")
+    rollback: bool = Field(default=False, description="state came from a checkpoint or from the initialisation")
+    checkpoint: str | None = None
+    recovery_seconds: float | None = Field(default=None, description="from the loss to the first recorded step")
+
+    @property
+    def grid(self) -> tuple[str, ...]:
+        """The members that run a stage; the others are spares."""
+        return self.members[: self.plan.workers]
+
+
+class WorkerJoined(Value):
+    """A warm worker is there."""
+
+    kind: Literal["worker_joined"] = "worker_joined"
+    worker: str
+    pid: int
+
+
+class WorkerLost(Value):
+    """A worker is gone, or was fenced off."""
+
+    kind: Literal["worker_lost"] = "worker_lost"
+    worker: str
+    rank: int | None
+    cause: str
+
+
+class VerdictReached(Value):
+    """COMMIT of the step in flight: it is binding once it is on disk, whoever dies next."""
+
+    kind: Literal["verdict_reached"] = "verdict_reached"
+    generation: int
+    vote: Vote
+    laggards: tuple[str, ...]
+
+
+class GenerationStarted(Value):
+    """Everybody is about to be told their part."""
+
+    kind: Literal["generation_started"] = "generation_started"
+    record: GenerationRecord
+
+
+class Morphed(Value):
+    """A generation after the first one recorded its first step: the morph is over."""
+
+    kind: Literal["morphed"] = "morphed"
+    record: GenerationRecord
+    old_plan: Plan
+
+
+class StepRecorded(Value):
+    """A step is committed and known to the manager."""
+
+    kind: Literal["step_recorded"] = "step_recorded"
+    step: int
+    generation: int
+    loss: float
+    examples_per_s: float
+    plan: Plan
+
+
+class Notice(Value):
+    """Something that a person should read."""
+
+    kind: Literal["notice"] = "notice"
+    text: str
+    warning: bool = False
+
+
+class RunEnded(Value):
+    """Nothing follows."""
+
+    kind: Literal["run_ended"] = "run_ended"
+    exit_code: int
+    text: str
+
+
+RunEvent = Annotated[
+    WorkerJoined | WorkerLost | VerdictReached | GenerationStarted | Morphed | StepRecorded | Notice | RunEnded,
+    Field(discriminator="kind"),
+]

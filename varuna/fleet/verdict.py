@@ -1,0 +1,205 @@
+"""Votes, and the end of a generation: everybody stops, and one verdict on the step in flight binds all."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
+from varuna.core.vote import VoteLayout
+from varuna.fleet.state import Ended, Fleet, Holding, Idle, Running, Stopping, Suspicion
+from varuna.fleet.story import Morphed, StepRecorded, VerdictReached
+from varuna.fleet.turn import Turn
+
+
+def note_held(turn: Turn, name: str, held: Held) -> None:
+    """A member stands still and says what it has; its votes are known from now on, even if it dies."""
+    fleet = turn.fleet
+    if held.generation != fleet.generation or name not in fleet.members:
+        return
+    if not isinstance(fleet.phase, Running | Stopping):
+        return
+    valid = {vote.step: vote for vote in held.votes if _counts(fleet, vote)}
+    turn.update(votes={**valid, **fleet.votes})
+    if isinstance(fleet.phase, Stopping) and name in fleet.phase.applying:
+        if held.next_step is not None and held.next_step < _newest_step(turn.fleet):
+            return  # answered a Hold that crossed our Apply
+        turn.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
+    turn.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections)))
+
+
+def note_voted(turn: Turn, name: str, vote: Vote) -> None:
+    """A step is committed."""
+    fleet = turn.fleet
+    if name not in fleet.members or vote.generation != fleet.generation or not _counts(fleet, vote):
+        return
+    turn.update(votes={vote.step: vote, **fleet.votes})
+    if not isinstance(fleet.phase, Stopping):  # there, Held may still bring older votes: settle keeps the order
+        record_votes(turn)
+
+
+def note_suspect(turn: Turn, name: str, suspect: Suspect) -> None:
+    """Evidence that a peer is gone."""
+    fleet = turn.fleet
+    if not isinstance(fleet.phase, Running) or suspect.generation != fleet.generation:
+        return
+    if fleet.phase.suspicion is None and name in fleet.members and fleet.is_joined(name):
+        turn.update(phase=replace(fleet.phase, suspicion=Suspicion(turn.now_s, name, suspect.reason)))
+
+
+def _counts(fleet: Fleet, vote: Vote) -> bool:
+    """Whether a vote belongs to this timeline and still matters."""
+    return fleet.lineage <= vote.generation <= fleet.generation and vote.step > fleet.recorded_step
+
+
+def record_votes(turn: Turn) -> None:
+    """Record the votes that are known and not recorded, in step order; keep the newest for a verdict."""
+    before = turn.fleet.recorded_step
+    for step in sorted(turn.fleet.votes):
+        if step > turn.fleet.recorded_step and not isinstance(turn.fleet.phase, Ended):
+            _record(turn, turn.fleet.votes[step])
+    fleet = turn.fleet
+    if fleet.recorded_step > before:
+        turn.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})
+        for name in fleet.live_members:
+            turn.send(name, Recorded(step=fleet.recorded_step))
+
+
+def _record(turn: Turn, vote: Vote) -> None:
+    """Record one step; the first one of a generation ends its morph."""
+    fleet = turn.fleet
+    assert fleet.job is not None
+    plan = fleet.history[vote.generation].plan
+    layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
+    try:
+        loss = layout.read(vote.vector).loss
+    except ValueError as error:
+        turn.end(1, f"the vote of step {vote.step} cannot be read: {error}. Do all machines run the same Varuna?")
+        return
+    turn.update(recorded_step=vote.step, start_failures=0)
+    turn.publish(
+        StepRecorded(
+            step=vote.step,
+            generation=vote.generation,
+            loss=loss,
+            examples_per_s=plan.global_batch / vote.wall_s if vote.wall_s > 0 else 0.0,
+            plan=plan,
+        )
+    )
+    if vote.generation == fleet.generation and not fleet.formed:
+        _note_formed(turn)
+
+
+def _note_formed(turn: Turn) -> None:
+    """The newest generation trains."""
+    fleet = turn.fleet
+    record = fleet.record.model_copy(update={"recovery_seconds": max(0.0, turn.now_s - fleet.broke_s)})
+    turn.update(history=(*fleet.history[:-1], record))
+    if record.generation:
+        turn.publish(Morphed(record=record, old_plan=fleet.history[-2].plan))
+
+
+def watch_generation(turn: Turn, phase: Running) -> None:
+    """End the generation if a member is lost, a suspicion stands, or somebody stopped."""
+    fleet = turn.fleet
+    stopped = [name for name in fleet.live_members if fleet.workers[name].holding is not None]
+    if fleet.causes:
+        _stop(turn)
+    elif stopped and phase.newcomers:
+        _stop(turn, cause=_joined(phase.newcomers), planned=True)
+    elif stopped:
+        _stop(turn, cause=f"worker {stopped[0]} stopped")
+    elif phase.suspicion and turn.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
+        _stop(turn, cause=f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
+
+
+def _joined(names: tuple[str, ...]) -> str:
+    """``worker w5 joined``."""
+    return f"worker{'s' * (len(names) > 1)} {' and '.join(names)} joined"
+
+
+def _stop(turn: Turn, *, cause: str = "", planned: bool = False) -> None:
+    """The generation is over. After a regroup vote all stop by themselves, so Hold is said only to the late."""
+    fleet = turn.fleet
+    hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if planned else 0.0)
+    turn.update(
+        phase=Stopping(planned=planned, deadline_s=turn.now_s + fleet.config.hold_timeout_s, hold_at_s=hold_at_s),
+        causes=(*fleet.causes, cause) if cause else fleet.causes,
+        broke_s=turn.now_s,
+    )
+
+
+def settle(turn: Turn, phase: Stopping) -> None:
+    """Once all survivors have answered: the verdict, and when all have applied it, the end of the generation."""
+    fleet = turn.fleet
+    awaited = [name for name in fleet.live_members if fleet.workers[name].holding is None]
+    if awaited:
+        press(turn, phase, awaited)
+        if turn.now_s >= phase.deadline_s:
+            for name in awaited:
+                turn.lose(name, f"did not stop within {fleet.config.hold_timeout_s:.0f} s", kill=True)
+        return
+    record_votes(turn)
+    if turn.fleet.phase is not phase:
+        return  # a vote could not be read
+    vote, laggards = _judge(turn)
+    if vote is not None and laggards:
+        _commit(turn, phase, vote, laggards)
+        return
+    in_flight = 0 if phase.planned or phase.committed else 1
+    turn.update(phase=Idle(since_s=turn.now_s, in_flight=in_flight))
+
+
+def press(turn: Turn, phase: Stopping, awaited: Iterable[str]) -> None:
+    """Say Hold, once, to those who do not know that the generation is over."""
+    fleet = turn.fleet
+    lost = len(fleet.live_members) < len(fleet.members)
+    if phase.hold_at_s is not None and (lost or turn.now_s >= phase.hold_at_s):
+        for name in awaited:
+            turn.send(name, Hold(generation=fleet.generation))
+        turn.update(phase=replace(phase, hold_at_s=None))
+
+
+def _judge(turn: Turn) -> tuple[Vote | None, tuple[str, ...]]:
+    """The newest vote, and who has to apply it; state that no vote explains is struck out.
+
+    A state is that of the newest step if it is where the generation began, or behind the newest vote. One step
+    behind it, a rank of the grid still holds its reduced gradients. Whatever else turns up belongs to a timeline
+    that a rollback abandoned, or to a spare that has not followed.
+    """
+    fleet = turn.fleet
+    newest = _newest_step(fleet)
+    vote = fleet.votes.get(newest - 1)
+    laggards = []
+    for name in fleet.live_members:
+        holding = fleet.workers[name].holding
+        assert holding is not None
+        in_grid = name in fleet.record.grid
+        if holding.next_step == newest - 1 and in_grid and vote is not None and vote.generation == fleet.generation:
+            laggards.append(name)
+        elif holding.next_step != newest or (not in_grid and fleet.record.rollback):
+            if holding.next_step is not None and in_grid:
+                turn.notice(f"the state of worker {name} at step {holding.next_step} is not that of step {newest}")
+            turn.update_worker(name, holding=Holding())
+    return vote, tuple(laggards)
+
+
+def _newest_step(fleet: Fleet) -> int:
+    """Steps that are committed: what every state must contain."""
+    return max(fleet.record.first_step, *(step + 1 for step in fleet.votes), fleet.recorded_step + 1)
+
+
+def _commit(turn: Turn, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) -> None:
+    """COMMIT: on disk first, then to the laggards, who answer Held again."""
+    fleet = turn.fleet
+    turn.publish(VerdictReached(generation=fleet.generation, vote=vote, laggards=laggards))
+    for name in laggards:
+        turn.send(name, Apply(generation=fleet.generation, vote=vote))
+        turn.update_worker(name, holding=None)
+    turn.update(
+        phase=replace(
+            phase,
+            deadline_s=turn.now_s + fleet.config.hold_timeout_s,
+            hold_at_s=None,
+            applying=frozenset(laggards),
+            committed=True,
+        )
+    )
