@@ -1,0 +1,83 @@
+"""``varuna inspect`` runs the same script and changes nothing."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from varuna.cli.main import app
+from varuna.core.errors import NoPlanError, UsageError, WorkerError
+
+JOB = str(Path(__file__).parents[2] / "scenarios" / "job.py")
+
+
+def inspected(*args: str) -> str:
+    result = CliRunner().invoke(app, ["inspect", *args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_json_tells_cuts_stages_ties_and_errors() -> None:
+    report = json.loads(inspected("--stages", "2", "--verify", "--json", JOB, "--dropout", "0.1"))
+    assert report.keys() == {"cut_points", "stages", "tied", "verify"}
+    assert len(report["stages"]) == 2
+    assert report["tied"][0]["name"] == "embed.weight"
+    assert report["verify"]["loss_error"] < 1e-6
+    assert report["verify"]["gradient_error"] < 1e-6
+    cut = report["cut_points"][0]
+    assert cut["crosses"][0]["shape"] == ["B", 12, 16]
+    assert cut["bytes_per_example"] == cut["crosses"][0]["bytes_per_example"] == 12 * 16 * 4
+    assert sum(stage["share"] for stage in report["stages"]) == pytest.approx(1.0)
+
+
+def test_trace_tells_what_crosses_stages_unseen(tmp_path: Path) -> None:
+    script = tmp_path / "clips.py"
+    script.write_text(
+        "import torch, varuna\n"
+        "from tests.scenarios.job import Language, Sentences\n"
+        "def clip(named):\n"
+        "    torch.nn.utils.clip_grad_norm_([p for _, p in named], 1.0)\n"
+        "def adamw(named):\n"
+        "    return torch.optim.AdamW([p for _, p in named])\n"
+        "varuna.Trainer(lambda: Language(2, 0.0), Sentences(False), adamw, 4, before_step=clip).steps(3).__next__()\n"
+    )
+    (found,) = json.loads(inspected("--trace", "--json", str(script)))["dependencies"]
+    assert found.keys() == {"kind", "sections", "names", "where", "operation", "remedy"}
+    assert found["where"] == f"{script}:4"
+    assert "embed.weight" in found["names"]
+    text = inspected("--trace", str(script))
+    assert f"where: {script}:4" in text
+    assert "what to do: " in text
+    assert "clip_grad_norm=" in text
+
+
+def test_trace_is_silent_on_a_sound_job() -> None:
+    assert json.loads(inspected("--trace", "--json", JOB, "--dropout", "0.1"))["dependencies"] == []
+    assert "none found" in inspected("--trace", JOB, "--normed")
+
+
+def test_the_table_fits_a_terminal_and_names_the_modules() -> None:
+    text = inspected("--stages", "2", JOB)
+    assert "blocks." in text
+    assert "f32[B, 12," in text
+    assert "tied: embed.weight" in text
+
+
+def test_too_many_stages_are_refused_with_the_number() -> None:
+    with pytest.raises(NoPlanError, match="Lower --stages to"):
+        inspected("--stages", "99", JOB)
+
+
+def test_a_script_that_fails_or_never_trains_is_told_apart(tmp_path: Path) -> None:
+    broken, idle = tmp_path / "broken.py", tmp_path / "idle.py"
+    broken.write_text("raise ValueError('mine')\n")
+    idle.write_text("print('nothing to do')\n")
+    with pytest.raises(WorkerError, match="mine"):
+        inspected(str(broken))
+    with pytest.raises(UsageError, match="without asking"):
+        inspected(str(idle))
+    with pytest.raises(UsageError, match="no script"):
+        inspected(str(tmp_path / "absent.py"))

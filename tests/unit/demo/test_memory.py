@@ -1,0 +1,41 @@
+import sys
+from argparse import ArgumentParser
+
+import pytest
+import torch
+
+from varuna.demo.example import dataset_size, example_folder
+from varuna.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS
+from varuna.partition.capture import Recipe
+from varuna.partition.model import partition
+from varuna.planner.choose import best_plan, choose_micro_batch
+
+
+def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(example_folder("gpt2_text")), *sys.path])
+    from model import add_arguments, build_model
+
+    parser = ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args([*MODEL_FLAGS])
+    tokens = torch.zeros(3, LENGTH, dtype=torch.long)
+    facts = partition(
+        Recipe(build=lambda: build_model(args)),
+        {"input_ids": tokens, "labels": tokens},
+        optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named]),
+    ).facts
+    shapes = [
+        best_plan(
+            facts,
+            workers=workers,
+            global_batch=GLOBAL_BATCH,
+            micro_batch=choose_micro_batch(GLOBAL_BATCH, None),
+            memory_bytes=MEMORY_BYTES,
+        ).shape
+        for workers in (4, 3, 2)
+    ]
+    assert shapes == ["2x2", "3x1", "2x1"]
+
+
+def test_the_standard_library_is_large_enough() -> None:
+    assert dataset_size(example_folder("gpt2_text"), LENGTH) > 10_000

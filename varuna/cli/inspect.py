@@ -1,0 +1,178 @@
+"""``varuna inspect``: what Varuna makes of a job's model."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from varuna.core.units import format_bytes
+from varuna.intercept import take_trainer
+from varuna.partition.dependency import Dependency
+from varuna.partition.model import PartitionedModel
+from varuna.partition.tracer import trace
+from varuna.partition.verify import Verification, verify
+from varuna.planner.balance import balance
+
+_NAMES_SHOWN = 6
+
+
+def describe(
+    model: PartitionedModel,
+    stages: int | None,
+    verification: Verification | None,
+    dependencies: list[Dependency] | None,
+) -> dict[str, Any]:
+    """Everything that is printed, as JSON values.
+
+    Raises:
+        NoPlanError: more stages than sections.
+    """
+    report: dict[str, Any] = {
+        "cut_points": _cut_points(model),
+        "stages": _stages(model, stages or 1),
+        "tied": [{"name": tied.name, "sections": list(tied.sections)} for tied in model.facts.tied],
+    }
+    if verification is not None:
+        report["verify"] = {
+            "loss_error": verification.loss_error,
+            "gradient_error": verification.gradient_error,
+            "parameter": verification.parameter,
+        }
+    if dependencies is not None:
+        report["dependencies"] = [asdict(each) for each in dependencies]
+    return report
+
+
+def _cut_points(model: PartitionedModel) -> list[dict[str, Any]]:
+    total = sum(section.forward_s for section in model.facts.sections) or 1.0
+    found = []
+    for section, facts, into in zip(model.sections, model.facts.sections, model.split.crossings[1:], strict=False):
+        found.append(
+            {
+                "op": section.makes[-1] if section.makes else into[-1].name,
+                "module": facts.label,
+                "bytes_per_example": facts.boundary_bytes,
+                "share": facts.forward_s / total,
+                "crosses": [
+                    {
+                        "name": c.name,
+                        "shape": [_extent(*extent) for extent in zip(c.fixed, c.per_example, strict=True)],
+                        "dtype": str(c.dtype).removeprefix("torch."),
+                        "gradient": c.differentiable,
+                        "bytes_per_example": torch.Size(c.shape(1)).numel() * c.dtype.itemsize,
+                    }
+                    for c in into
+                ],
+            }
+        )
+    return found
+
+
+def _extent(fixed: int, per_example: int) -> int | str:
+    """A dimension for B examples: ``16``, ``B``, ``3B``, ``3B+1``."""
+    if not per_example:
+        return fixed
+    return f"{'' if per_example == 1 else per_example}B{f'+{fixed}' if fixed else ''}"
+
+
+def _stages(model: PartitionedModel, stages: int) -> list[dict[str, Any]]:
+    from varuna.core.errors import NoPlanError
+
+    facts = model.facts.sections
+    if stages > len(facts):
+        raise NoPlanError(
+            f"P={stages} was asked for, but the model has {len(facts)} sections. Lower --stages to {len(facts)}, or "
+            "pass a larger cut_points= to Trainer."
+        )
+    costs = [section.forward_s for section in facts]
+    starts = balance([4 * cost for cost in costs], [3 * cost for cost in costs], stages)
+    ends = (*starts[1:], len(facts))
+    total = sum(costs) or 1.0
+    return [
+        {
+            "sections": [start, end - 1],
+            "parameters": sum(facts[i].parameter_bytes for i in range(start, end)) // 4,
+            "forward_s_per_example": sum(costs[start:end]),
+            "share": sum(costs[start:end]) / total,
+            "activation_bytes_per_example": sum(facts[i].activation_bytes for i in range(start, end)),
+        }
+        for start, end in zip(starts, ends, strict=True)
+    ]
+
+
+def _short(dtype: str) -> str:
+    """``float32`` -> ``f32``."""
+    return dtype.replace("float", "f").replace("uint", "u").replace("int", "i")
+
+
+def show(console: Console, report: dict[str, Any]) -> None:
+    """Print a report as tables."""
+    cuts = Table("cut", title="Cut-points (bytes per example, share of compute)")
+    cuts.add_column("behind", overflow="fold")
+    for title in ("op", "bytes", "what crosses", "share"):
+        cuts.add_column(title)
+    for number, cut in enumerate(report["cut_points"]):
+        size = format_bytes(cut["bytes_per_example"])
+        crosses = "\n".join(f"{_short(c['dtype'])}\\[{', '.join(map(str, c['shape']))}]" for c in cut["crosses"])
+        cuts.add_row(str(number), cut["module"], cut["op"], size, crosses, f"{cut['share']:.1%}")
+    console.print(cuts)
+    stages = Table("stage", "sections", "parameters", "share of compute", "activations / example", title="Stages")
+    for number, stage in enumerate(report["stages"]):
+        first, last = stage["sections"]
+        activations = format_bytes(stage["activation_bytes_per_example"])
+        stages.add_row(str(number), f"{first}-{last}", f"{stage['parameters']:,}", f"{stage['share']:.1%}", activations)
+    console.print(stages)
+    for tied in report["tied"]:
+        console.print(f"tied: {tied['name']} in sections {', '.join(map(str, tied['sections']))}", highlight=False)
+    if "verify" in report:
+        found = report["verify"]
+        console.print(
+            f"split against unsplit: loss error {found['loss_error']:.1e}, largest gradient error "
+            f"{found['gradient_error']:.1e} ({found['parameter']})",
+            highlight=False,
+        )
+    if "dependencies" in report:
+        show_dependencies(console, report["dependencies"])
+
+
+def show_dependencies(console: Console, dependencies: list[dict[str, Any]]) -> None:
+    """Print the tracer's findings: what, where, names, what to do."""
+    if not dependencies:
+        console.print("hidden dependencies: none found in a dry run of the step", highlight=False)
+    for each in dependencies:
+        sections, names = ", ".join(map(str, each["sections"])), each["names"]
+        more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+        lines = (
+            f"hidden dependency ({each['kind']}): {each['operation']}",
+            f"  where: {each['where']}",
+            f"  sections: {sections}",
+            f"  names: {', '.join(names[:_NAMES_SHOWN])}{more}",
+            f"  what to do: {each['remedy']}",
+        )
+        console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+
+
+def inspect_job(
+    script: Path, args: list[str], *, stages: int | None, verifies: bool, traces: bool, as_json: bool
+) -> None:
+    """Run the script up to its first step and print what its model looks like.
+
+    Raises:
+        VarunaError: the script has no job, or its model cannot be captured.
+    """
+    trainer = take_trainer(script, args).trainer
+    model = trainer.partition()
+    verification = verify(model, trainer.recipe, trainer.initial(), trainer.batch(2)) if verifies else None
+    dependencies = None
+    if traces:
+        initial = trainer.initial()
+        dependencies = trace(trainer.job(model, initial.buffers), trainer.recipe, initial, trainer.batch(2))
+    report = describe(model, stages, verification, dependencies)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(Console(), report)

@@ -1,0 +1,1 @@
+"""The web page: static files, served by the manager."""

@@ -1,0 +1,1 @@
+"""The demo: a run that loses workers, and the proof that its losses do not care."""

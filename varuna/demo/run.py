@@ -1,0 +1,124 @@
+"""The demo from its start to its exit code."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.units import format_bytes
+from varuna.demo.disturbance import ACTS, Act, Disturbance
+from varuna.demo.example import dataset_size, example_folder
+from varuna.demo.reference import sample_order, train_reference
+from varuna.demo.verdict import DemoReport, loss_table
+from varuna.fleet.run import Run
+from varuna.fleet.state import FleetConfig
+from varuna.fleet.story import RunEvent, StepRecorded
+from varuna.observe.progress import Progress, RunView, generation_table
+from varuna.planner.choose import plan_run
+
+WORKERS = 4
+MEMORY_BYTES = 40 * 2**20
+"""Of a worker. The example's model needs 51 MiB as one stage and at most 30 MiB a stage as two."""
+GLOBAL_BATCH = 16
+LENGTH = 128
+SEED = 0
+CHECKPOINT_EVERY = 5
+MODEL_FLAGS = ("--dropout", "0", "--length", str(LENGTH), "--seed", str(SEED))
+
+
+def run_demo(output: Path, steps: int) -> int:
+    """Train, disturb, compare, report; returns the exit code.
+
+    Raises:
+        VarunaError: the run could not start, or the reference loop failed.
+    """
+    console = Console()
+    example = example_folder("gpt2_text")
+    work = output / "run"
+    shutil.rmtree(work, ignore_errors=True)
+    (output / "report.json").unlink(missing_ok=True)
+    work.mkdir(parents=True)
+
+    console.print(
+        f"GPT-2 on {WORKERS} local workers of {format_bytes(MEMORY_BYTES)} each, {steps} steps of {GLOBAL_BATCH} "
+        f"samples.\nTwo workers will be killed, and one will return.",
+        highlight=False,
+    )
+    with Progress(console) as progress:
+        view = RunView(progress, total=steps, tokens_per_example=LENGTH)
+        exit_code = _train(example, steps, work, view)
+    if exit_code:
+        return exit_code
+    console.print(generation_table(view.story.generations, last_step=steps - 1))
+
+    console.print("\nThe proof: a plain PyTorch loop on the same samples.", highlight=False)
+    order = sample_order(steps, global_batch=GLOBAL_BATCH, size=dataset_size(example, LENGTH), seed=SEED)
+    with Progress(console) as progress:
+        reference = train_reference(example / "reference.py", order, MODEL_FLAGS, work, progress.show)
+    report = DemoReport.of(view.story.generations, view.story.curve(steps), reference)
+    (output / "report.json").write_text(report.model_dump_json(indent=2) + "\n")
+    console.print(loss_table(report.losses, report.reference_losses))
+    return _conclude(console, report, output / "report.json")
+
+
+class _Director:
+    """Shows what happens, and makes some of it happen."""
+
+    def __init__(self, view: RunView, steps: int) -> None:
+        self._view = view
+        self._disturbance = Disturbance(steps)
+        self.run: Run | None = None
+
+    def __call__(self, event: RunEvent) -> None:
+        """Take an event, on the thread of the run."""
+        self._view(event)
+        if self.run is None or not isinstance(event, StepRecorded):
+            return
+        match self._disturbance.after(event.step, self._view.story.morphs):
+            case Act.KILL_LAST:
+                self.run.kill(self.run.worker_of(-1))
+            case Act.KILL_FIRST:
+                self.run.kill(self.run.worker_of(0))
+            case Act.RETURN:
+                self.run.spawn()
+
+
+def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
+    """Run the example with the disturbances; returns the run's exit code."""
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return plan_run(job, workers=workers, memory_bytes=MEMORY_BYTES, micro_batch=micro_batch)
+
+    director = _Director(view, steps)
+    checkpoints = ("--checkpoint-dir", str(work / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY))
+    director.run = Run(
+        example / "train.py",
+        ["--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), *checkpoints, *MODEL_FLAGS],
+        config=FleetConfig(workers=WORKERS, replace=False),
+        planner=plan,
+        run_dir=work,
+        on_event=director,
+        write=lambda line: None,
+    )
+    ended = director.run.start_and_wait()
+    if ended.exit_code:
+        print(f"varuna: {ended.text}", file=sys.stderr)
+    return ended.exit_code
+
+
+def _conclude(console: Console, report: DemoReport, file: Path) -> int:
+    """Say how it ended."""
+    console.print(
+        f"\nLargest relative difference over {len(report.losses)} steps: {report.max_relative_difference:.1e}",
+        highlight=False,
+    )
+    failures = report.failures(morphs=len(ACTS))
+    for failure in failures:
+        console.print(f"FAILED: {failure}", style="red", highlight=False)
+    if not failures:
+        console.print("The run lost workers, changed its shape, and stayed the same training run.", style="green")
+    console.print(f"Report: {file}", highlight=False, soft_wrap=True)
+    return 1 if failures else 0

@@ -1,0 +1,106 @@
+"""What happened in a run, from its events: generations, morphs, losses."""
+
+from typing import NamedTuple
+
+from pydantic import Field
+
+from varuna.core.plan import Plan
+from varuna.core.value import Value
+from varuna.fleet.story import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
+
+
+class PlanShape(Value):
+    """The numbers of a plan that people read."""
+
+    stages: int
+    replicas: int
+    micro_batch: int
+    micro_batches: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> "PlanShape":
+        """The shape of ``plan``."""
+        return cls(
+            stages=plan.stages,
+            replicas=plan.replicas,
+            micro_batch=plan.micro_batch,
+            micro_batches=plan.micro_batches,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.stages}x{self.replicas}"
+
+
+class GenerationRow(Value):
+    """One generation, as reports and the closing table show it."""
+
+    generation: int
+    plan: PlanShape
+    cause: str
+    workers: int = Field(description="members when it began, spares included")
+    first_step: int
+    recovery_seconds: float | None = Field(description="from the cause to the end of its first step")
+    steps_redone: int
+
+    @classmethod
+    def of(cls, record: GenerationRecord) -> "GenerationRow":
+        """The row of ``record``."""
+        return cls(
+            generation=record.generation,
+            plan=PlanShape.of(record.plan),
+            cause=record.cause,
+            workers=len(record.members),
+            first_step=record.first_step,
+            recovery_seconds=None if record.recovery_seconds is None else round(record.recovery_seconds, 3),
+            steps_redone=record.steps_redone,
+        )
+
+
+class Morph(NamedTuple):
+    """A finished morph, or one that the next overtook (``after.recovery_seconds`` is None then)."""
+
+    before: GenerationRow
+    after: GenerationRow
+
+
+class RunStory:
+    """Collects what a report needs; steps that run again replace what they said before."""
+
+    def __init__(self) -> None:
+        self.generations: list[GenerationRow] = []
+        self.losses: dict[int, float] = {}
+        self.morphs = 0
+        self._open = False
+
+    def take(self, event: RunEvent) -> Morph | None:
+        """Note an event; returns the morph that it completes, or that it overtakes."""
+        match event:
+            case GenerationStarted(record=record):
+                overtaken = Morph(*self.generations[-2:]) if self._open else None
+                self._open = bool(self.generations)
+                self.generations.append(GenerationRow.of(record))
+                return overtaken
+            case Morphed(record=record):
+                self._open = False
+                self.morphs += 1
+                self.generations[-1] = GenerationRow.of(record)
+                return Morph(*self.generations[-2:])
+            case StepRecorded(step=step, loss=loss):
+                self.losses[step] = loss
+        return None
+
+    def curve(self, steps: int) -> list[float]:
+        """Losses of steps 0 to ``steps`` - 1; NaN where none was recorded."""
+        return [self.losses.get(step, float("nan")) for step in range(steps)]
+
+
+def largest_relative_difference(losses: list[float], reference: list[float]) -> float:
+    """Largest ``|a - b| / |b|`` of two equally long curves; infinite if one has a NaN.
+
+    Raises:
+        ValueError: the curves differ in length, or are empty.
+    """
+    if not losses or len(losses) != len(reference):
+        raise ValueError(f"curves of {len(losses)} and {len(reference)} steps cannot be compared")
+    differences = [abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True)]
+    return max(differences) if all(d == d for d in differences) else float("inf")
