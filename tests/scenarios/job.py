@@ -1,0 +1,174 @@
+"""A small training script that misbehaves on demand; plain torch, so that workers start fast."""
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import varuna
+from varuna.observe.bus import Span, subscribe
+
+VOCABULARY, LENGTH, WIDTH = 32, 12, 16
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mixed = self.norm(x).cumsum(1) / LENGTH
+        made: torch.Tensor = x + self.dropout(self.down(nn.functional.gelu(self.up(mixed))))
+        return made
+
+
+class Language(nn.Module):
+    """A causal toy language model with tied embeddings."""
+
+    def __init__(self, layers: int, dropout: float, disturbance: float = 0.0) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+        with torch.no_grad():
+            self.blocks[-1].up.bias.add_(disturbance)  # type: ignore[operator, union-attr]
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Normed(torch.optim.SGD):
+    """SGD on gradients divided by their global norm: a value over all stages, kept in momentum before it is used."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()  # something that must be undone if the next line never answers
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        squares = sum((p.grad.double().pow(2).sum() for p in parameters if varuna.owned(p)), torch.zeros(()).double())
+        norm = varuna.all_reduce_shared(squares).sqrt()
+        for p in parameters:
+            p.add_(p.grad / norm.float(), alpha=-0.05)
+
+
+class Sentences:
+    """Padded random sentences; ``unstable`` breaks the rule that dataset[i] is a function of i."""
+
+    def __init__(self, unstable: bool) -> None:
+        self.unstable = unstable
+
+    def __len__(self) -> int:
+        return 90
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(index))
+        labels = tokens[1:].clone()
+        labels[LENGTH - index % 7 :] = -100
+        if self.unstable and index % 5 == 0:
+            labels[0] = os.getpid() % VOCABULARY
+        return {"tokens": tokens[:-1], "labels": labels}
+
+
+def misbehave(plan: str, folder: Path, patient: bool, seen: list[varuna.Step]) -> None:
+    """``plan``: entries ``name:phase:step:stage[:signal]``, in order; whoever gets there does the next one, once.
+
+    A patient one waits until what the entry before has done is mended: a newer generation with two holders of each
+    section. ``seen`` ends with this worker's newest step.
+    """
+    entries = [entry.split(":") for entry in plan.split(",") if entry]
+
+    def is_mended(generation: int) -> bool:
+        return not patient or bool(seen and seen[-1].generation > generation and seen[-1].plan.replicas > 1)
+
+    def listener(span: Span) -> None:
+        number = len(list(folder.glob("done-*")))
+        if number == len(entries):
+            return
+        name, phase, step, stage, *rest = entries[number]
+        before = int((folder / f"done-{number - 1}").read_text() or 10**9) if number else -1
+        if (span.name, span.phase, span.stage) != (name, phase, int(stage)) or span.step < int(step):
+            return
+        if not is_mended(before):
+            return
+        try:
+            mark = (folder / f"done-{number}").open("x")
+        except FileExistsError:
+            return
+        mark.write(str(seen[-1].generation if seen else -1))
+        mark.close()
+        os.kill(os.getpid(), getattr(signal, rest[0] if rest else "SIGKILL"))
+
+    subscribe(listener)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--global-batch", type=int, default=12)
+    parser.add_argument("--micro-batch", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--checkpoint-dir")
+    parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--misbehave", default="", help="see misbehave()")
+    parser.add_argument("--folder", type=Path, default=Path("."))
+    parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes in addition")
+    parser.add_argument("--spare-state", action="store_true", help="misbehave, and be fast, only while D >= 2")
+    parser.add_argument("--raise-at", type=int, help="step at which the worker of stage 1 raises")
+    parser.add_argument("--break-at", type=int, help="step behind which rank 0 leaves the loop")
+    parser.add_argument("--unstable", action="store_true")
+    parser.add_argument("--export")
+    parser.add_argument("--init", default="constructor")
+    parser.add_argument("--differs", action="store_true", help="the model is another one in each process")
+    parser.add_argument("--normed", action="store_true", help="an optimizer that needs a global norm")
+    args = parser.parse_args()
+    seen: list[varuna.Step] = []
+    misbehave(args.misbehave, args.folder, args.spare_state, seen)
+    stage: list[int] = []
+    subscribe(lambda span: stage.append(span.stage) if span.name == "form" else None)
+
+    def optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        parameters = [parameter for _, parameter in named]
+        return Normed(parameters, lr=1e-2, momentum=0.5) if args.normed else torch.optim.AdamW(parameters, lr=1e-2)
+
+    trainer = varuna.Trainer(
+        model=lambda: Language(args.layers, args.dropout, disturbance=float(os.getpid()) if args.differs else 0.0),
+        dataset=Sentences(args.unstable),
+        optimizer=optimizer,
+        global_batch=args.global_batch,
+        micro_batch=args.micro_batch,
+        clip_grad_norm=1.0,
+        checkpoint_dir=args.checkpoint_dir,
+        checkpoint_every=args.checkpoint_every,
+        init=args.init,
+    )
+    for step in trainer.steps(args.steps):
+        if step.is_main:
+            print(f"step {step.index} loss {step.loss!r} generation {step.generation}", flush=True)
+        if args.raise_at == step.index and stage[-1] == step.plan.stages - 1:
+            raise ValueError(f"a bug of the user at step {step.index}")
+        if args.break_at == step.index and step.is_main:
+            break
+        seen.append(step)
+        if not args.spare_state or step.plan.replicas < 2:
+            time.sleep(args.slow)
+    if args.export:
+        trainer.export(args.export)
+    print("after the loop", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Starts the job in every way a user would, with bounds, and reads what it said."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+JOB = str(Path(__file__).with_name("job.py"))
+BOUND_S = 100
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """Loss by step; a redone step counts once, with its newest value."""
+        return {int(s): float(v) for s, v in re.findall(r"^step (\d+) loss (\S+)", self.out, re.MULTILINE)}
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("VARUNA_")}
+    return {**kept, "OMP_NUM_THREADS": "1", **more}
+
+
+def run(command: list[str], **more: str) -> Done:
+    """Run to the end; a command that does not end is a failure."""
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=BOUND_S, env=environment(**more), check=False
+    )
+    return Done(done.returncode, done.stdout, done.stderr)
+
+
+def python(*args: str, **more: str) -> Done:
+    """``python job.py``."""
+    return run([sys.executable, JOB, *args], **more)
+
+
+def torchrun(workers: int, *args: str, **more: str) -> Done:
+    """``torchrun --nproc-per-node N job.py``."""
+    return run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(workers), JOB, *args], **more)
+
+
+def varuna_command(workers: int, flags: list[str], *args: str, script: str = JOB) -> list[str]:
+    return [sys.executable, "-m", "varuna.cli.main", "run", "--workers", str(workers), *flags, script, *args]
+
+
+def varuna(workers: int, flags: list[str], *args: str, **more: str) -> Done:
+    """``varuna run --workers N job.py``."""
+    return run(varuna_command(workers, flags, *args), **more)
+
+
+def processes_with(text: str) -> list[int]:
+    """Processes whose command line contains ``text``, this one apart."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                zombie = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+            except OSError:
+                continue
+            if text in line and not zombie:
+                found.append(int(entry.name))
+    return found
+
+
+def wait_for(condition: object, bound_s: float = 30.0) -> None:
+    """Poll with a bound."""
+    deadline_s = time.monotonic() + bound_s
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s, "waited in vain"
+        time.sleep(0.05)
+
+
+def json_log(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]

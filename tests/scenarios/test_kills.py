@@ -1,0 +1,170 @@
+"""Workers die at every phase of a step; nobody can tell from the losses (DESIGN §6, invariants 2, 4, 7)."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.scenarios.launch import (
+    JOB,
+    Done,
+    environment,
+    json_log,
+    processes_with,
+    python,
+    varuna,
+    varuna_command,
+    wait_for,
+)
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 150
+PATIENT: dict[str, Any] = {"more": ("--spare-state",), "slow": "0.4"}
+"""The next kill waits until the last one's replacement has made every section double again."""
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, float]:
+    done = python("--steps", str(STEPS), "--dropout", "0.1")
+    assert done.code == 0, done.err
+    return done.losses
+
+
+def check(folder: Path, undisturbed: dict[int, float], *, steps: int = STEPS) -> list[dict[str, Any]]:
+    """Every step is logged once for each generation that committed it, and every loss is the undisturbed one."""
+    log = json_log(folder / "log.jsonl")
+    assert next(line["step"] for line in log if line["generation"] == 0) == 0
+    assert sorted({line["step"] for line in log}) == list(range(steps))
+    assert len({(line["step"], line["generation"]) for line in log}) == len(log)
+    generations = [line["generation"] for line in log]
+    assert generations == sorted(generations)
+    for line in log:
+        assert line["loss"] == pytest.approx(undisturbed[line["step"]], rel=1e-5), line
+    return log
+
+
+def disturbed(
+    folder: Path,
+    misbehaviour: str,
+    *,
+    workers: int = 4,
+    flags: tuple[str, ...] = ("--stages", "2"),
+    more: tuple[str, ...] = (),
+    slow: str = "0.02",
+) -> Done:
+    log = ["--json-log", str(folder / "log.jsonl")]
+    return varuna(
+        workers,
+        [*flags, *log],
+        *("--steps", str(STEPS), "--dropout", "0.1", "--slow", slow, "--folder", str(folder)),
+        *("--misbehave", misbehaviour, *more),
+    )
+
+
+def test_sigkill_in_each_phase_of_the_computation(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    done = disturbed(tmp_path, "F:begin:3:0,R:begin:8:0,B:begin:14:1,B:end:22:0", **PATIENT)
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))  # no committed step was redone
+    assert log[-1]["generation"] >= 4
+    assert len(list(tmp_path.glob("done-*"))) == 4
+
+
+def test_sigkill_around_the_commit(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    around = "reduce:begin:3:1,vote:begin:10:0,vote:end:18:1,apply:begin:26:0,apply:end:33:1"
+    done = disturbed(tmp_path, around, **PATIENT)
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))
+    assert len(list(tmp_path.glob("done-*"))) == 5
+
+
+def test_sigkill_while_the_optimizer_talks_to_other_stages(tmp_path: Path) -> None:
+    done = python("--steps", str(STEPS), "--dropout", "0.1", "--normed")
+    assert done.code == 0, done.err
+    around = "share:begin:6:1,share:end:12:0,vote:end:18:1"
+    more = ("--spare-state", "--normed")
+    disturbed_run = disturbed(tmp_path, around, more=more, slow="0.4")
+    assert disturbed_run.code == 0, disturbed_run.err
+    log = check(tmp_path, done.losses)
+    assert [line["step"] for line in log] == list(range(STEPS))
+    assert len(list(tmp_path.glob("done-*"))) == 3
+
+
+def test_sigkill_while_a_generation_forms_and_while_a_checkpoint_is_saved(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "5")
+    phases = "save:begin:9:0,form:begin:10:1,save:end:24:1"
+    done = disturbed(tmp_path, phases, more=(*checkpoints, "--spare-state"), slow="0.4")
+    assert done.code == 0, done.err
+    check(tmp_path, undisturbed)
+
+
+def test_losing_every_holder_of_a_section_falls_back_to_the_newest_checkpoint(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "5")
+    done = disturbed(tmp_path, "F:begin:13:1", workers=2, more=checkpoints)  # P = 2, D = 1: stage 1 is gone
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    redone = [line["step"] for line in log if line["generation"] > 0]
+    assert redone[0] == 10
+    assert "10" in done.err
+
+
+def test_without_a_checkpoint_the_run_starts_again_loudly(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    done = disturbed(tmp_path, "F:begin:5:1", workers=2)
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log][:6] == [0, 1, 2, 3, 4, 0]
+    assert "beginning" in done.err
+
+
+def test_a_frozen_worker_is_killed_and_replaced(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    done = disturbed(tmp_path, "B:begin:6:1:SIGSTOP")
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert log[-1]["generation"] >= 1
+    assert "froze" in done.err
+
+
+def test_a_lost_parent_takes_its_workers_along_and_the_same_command_resumes(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    log = tmp_path / "log.jsonl"
+    args = ["--steps", str(STEPS), "--dropout", "0.1", "--slow", "0.05", "--checkpoint-dir", str(tmp_path / "c")]
+    args += ["--checkpoint-every", "4", "--folder", str(tmp_path)]
+    command = varuna_command(2, ["--json-log", str(log)], *args)
+    parent = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 10)
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.wait(10)
+    wait_for(lambda: not processes_with(str(tmp_path)), 15)
+    done = varuna(4, ["--stages", "4"], *args)  # another plan reads the same checkpoint
+    assert done.code == 0, done.err
+    assert min(done.losses) in (8, 12, 16)
+    assert max(done.losses) == STEPS - 1
+    assert all(loss == pytest.approx(undisturbed[step], rel=1e-5) for step, loss in done.losses.items())
+
+
+def test_each_workers_command_line_shows_the_script(tmp_path: Path) -> None:
+    command = varuna_command(2, [], "--steps", "400", "--slow", "0.2", "--folder", str(tmp_path))
+    parent = subprocess.Popen(
+        command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    assert parent.stdout is not None
+    assert parent.stdout.readline().startswith(b"step 0")
+    lines = [line for line in processes_with(str(tmp_path)) if line != parent.pid]
+    assert len(lines) == 2
+    assert sys.executable in " ".join(command)
+    assert JOB in " ".join(command)
+    parent.send_signal(signal.SIGINT)
+    parent.communicate(timeout=20)
+    wait_for(lambda: not processes_with(str(tmp_path)), 10)

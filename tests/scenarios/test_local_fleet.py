@@ -1,0 +1,219 @@
+"""A local fleet: real processes, real signals, workers without torch."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.unit.fleet.support import make_plan
+from varuna.core.errors import FleetError, UsageError
+from varuna.fleet.run import Run
+from varuna.fleet.state import Ended, FleetConfig
+from varuna.fleet.store import StoreHost
+from varuna.fleet.story import Morphed, RunEvent, StepRecorded, WorkerJoined, WorkerLost
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "unit" / "fleet" / "fake_worker.py"
+
+E = TypeVar("E", bound=RunEvent)
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Theatre:
+    """A run in the background, with everything that it said."""
+
+    def __init__(self, folder: Path, *, steps: int, fault: str = "none", **config: object) -> None:
+        self.events: list[tuple[float, RunEvent]] = []
+        self.lines: list[bytes] = []
+        self.hooks: list[Callable[[RunEvent], None]] = []
+        self.ended: Ended | None = None
+        self.json_log = folder / "steps.jsonl"
+        self.folder = folder
+        self.run = Run(
+            SCRIPT,
+            [str(folder / "counter"), str(steps), fault],
+            config=FleetConfig(**config),  # type: ignore[arg-type]
+            planner=partial(make_plan, stages=1),
+            run_dir=folder / "run",
+            json_log=self.json_log,
+            on_event=self.observe,
+            write=self.lines.append,
+            store=lambda: ("127.0.0.1", 1),
+            environment={"PYTHONPATH": str(ROOT)},
+        )
+        self.thread = threading.Thread(target=self.go)
+
+    def go(self) -> None:
+        self.ended = self.run.start_and_wait()
+
+    def observe(self, event: RunEvent) -> None:
+        self.events.append((time.monotonic(), event))
+        for hook in self.hooks:
+            hook(event)
+
+    def finish(self) -> Ended:
+        self.thread.start()
+        self.thread.join(25)
+        if self.thread.is_alive():
+            self.run.stop("the test took too long", 99)
+            self.thread.join()
+        assert self.ended is not None
+        for event in self.of(WorkerJoined):
+            assert not is_alive(event.pid)
+        return self.ended
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for _, event in self.events if isinstance(event, kind)]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+
+
+def once_at(step: int, act: Callable[[], None]) -> Callable[[RunEvent], None]:
+    """A hook that acts when ``step`` is recorded for the first time."""
+    done = False
+
+    def hook(event: RunEvent) -> None:
+        nonlocal done
+        if isinstance(event, StepRecorded) and event.step == step and not done:
+            done = True
+            act()
+
+    return hook
+
+
+def test_a_killed_worker_is_replaced_and_no_step_is_missed(tmp_path: Path) -> None:
+    theatre = Theatre(tmp_path, steps=60, fault="until-2", workers=3, join_grace_s=0.1)
+    theatre.hooks.append(once_at(10, lambda: theatre.run.kill(theatre.run.worker_of(2))))
+    assert theatre.finish() == Ended(0, "60 steps done")
+    causes = [event.record.cause for event in theatre.of(Morphed)]
+    assert causes == ["worker w2 killed by SIGKILL", "worker w3 joined"]
+    lines = [json.loads(line) for line in theatre.json_log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(60))
+    assert lines[-1]["plan"] == {"stages": 1, "replicas": 3, "micro_batch": 2, "micro_batches": 8}
+    assert theatre.lines[0] == b"hello of w0\n"
+    assert [line for line in theatre.lines if line.startswith(b"step")] == [b"step %d\n" % n for n in range(60)]
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    assert kinds.count("generation_started") == 3
+
+
+def test_losing_rank_0_only_changes_who_is_heard(tmp_path: Path) -> None:
+    theatre = Theatre(tmp_path, steps=60, fault="until-1", workers=2, replace=False)
+    theatre.hooks.append(once_at(10, lambda: theatre.run.kill(theatre.run.worker_of(0))))
+    assert theatre.finish().exit_code == 0
+    assert theatre.of(WorkerLost)[0].cause == "worker w0 killed by SIGKILL"
+    assert (tmp_path / "run" / "w1.log").read_bytes().startswith(b"hello of w1\n")
+
+
+def test_a_frozen_worker_is_evicted_and_killed(tmp_path: Path) -> None:
+    theatre = Theatre(tmp_path, steps=60, fault="until-1", workers=3, lease_s=2.0, replace=False)
+    frozen_s: list[float] = []
+
+    def freeze() -> None:
+        pid = theatre.run.launcher.pid(theatre.run.worker_of(2))
+        assert pid is not None
+        os.killpg(pid, signal.SIGSTOP)
+        frozen_s.append(time.monotonic())
+
+    theatre.hooks.append(once_at(10, freeze))
+    assert theatre.finish().exit_code == 0
+    [(lost_s, lost)] = [(at_s, event) for at_s, event in theatre.events if isinstance(event, WorkerLost)]
+    assert lost.cause.startswith("worker w2 froze (no heartbeat for 2.")
+    assert lost_s - frozen_s[0] < 2.0 + 2.0
+
+
+def test_a_worker_can_be_added_by_hand(tmp_path: Path) -> None:
+    theatre = Theatre(tmp_path, steps=60, fault="until-1", workers=1, replace=False, join_grace_s=0.1)
+    theatre.hooks.append(once_at(5, theatre.run.spawn))
+    assert theatre.finish().exit_code == 0
+    assert [event.record.cause for event in theatre.of(Morphed)] == ["worker w1 joined"]
+
+
+@pytest.mark.parametrize(("fault", "message"), [("raise", "the fake fault"), ("early", "the early fault")])
+def test_a_script_that_raises_ends_the_run_with_one_traceback(tmp_path: Path, fault: str, message: str) -> None:
+    ended = Theatre(tmp_path, steps=10_000, workers=3, fault=fault).finish()
+    assert ended.exit_code == 1
+    assert ended.text.count("Traceback") == 1
+    assert ended.text.rstrip().endswith(message)
+    assert "worker w1" in ended.text.splitlines()[0]
+
+
+def test_workers_die_with_their_parent(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from tests.unit.fleet.support import make_plan
+from varuna.fleet.run import Run
+from varuna.fleet.state import FleetConfig
+Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
+    planner=make_plan, run_dir=Path({str(tmp_path)!r}), store=lambda: ("127.0.0.1", 1),
+    on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        lines = pid_lines(parent.stdout)
+        pids = [int(next(lines)) for _ in range(2)]
+        parent.kill()
+    deadline_s = time.monotonic() + 5
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def pid_lines(lines: Iterable[str]) -> Iterator[str]:
+    return (line for line in lines if line.strip().isdigit())
+
+
+def test_sigterm_ends_everything(tmp_path: Path) -> None:
+    program = f"""
+from pathlib import Path
+from tests.unit.fleet.support import make_plan
+from varuna.fleet.run import Run
+from varuna.fleet.state import FleetConfig
+ended = Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
+    planner=make_plan, run_dir=Path({str(tmp_path)!r}), store=lambda: ("127.0.0.1", 1), write=lambda line: None,
+    on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
+raise SystemExit(ended.exit_code)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        lines = pid_lines(parent.stdout)
+        pids = [int(next(lines)) for _ in range(2)]
+        parent.terminate()
+        assert parent.wait(10) == 128 + signal.SIGTERM
+    assert not any(map(is_alive, pids))
+
+
+def test_a_port_in_use_is_named_with_a_way_out(tmp_path: Path) -> None:
+    first = Theatre(tmp_path, steps=1, workers=1)
+    port = first.run.server.port
+    try:
+        with pytest.raises(FleetError, match=rf"port {port} on 127.0.0.1 cannot be used .* --port"):
+            Run(SCRIPT, config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path / "other", port=port)
+    finally:
+        first.finish()
+
+
+def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no script at"):
+        Run(tmp_path / "no.py", config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path)
+
+
+def test_the_store_of_process_groups_lives_here() -> None:
+    host, port = StoreHost().address()
+    assert host == "127.0.0.1"
+    assert port > 0
