@@ -1,1 +1,1 @@
-"""Measured costs of sections and links; until they are measured, `varuna.core.calibration.NOMINAL` stands in."""
+"""Measured costs of sections and links; until they are measured, `varuna.core.nominal` stands in."""

@@ -1,32 +1,224 @@
-"""Primitive parameters of the hardware: what the planner knows beside the model. Independent of P, D and m."""
+"""What is measured once of a model on some hardware, independent of P, D and N_m (paper Table "Primitive parameters").
 
-from pydantic import Field
+A calibration is one JSON file, short enough to be written by hand: sections that run the same graph are one
+*kind*, listed with a count. ``docs/planning.md`` explains each field; all times are seconds, all sizes bytes,
+all rates bytes per second. Everything that scales with the micro-batch is given per example.
+"""
 
+from itertools import pairwise
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, model_validator
+
+from varuna.core.model import TiedParameter
 from varuna.core.value import Value
 
+Seconds = Annotated[float, Field(ge=0)]
+Bytes = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+Dollars = Annotated[float, Field(ge=0)]
+VERSION: Literal[1] = 1
+_MOST_SECTIONS = 100_000  # far beyond any model; a slip of the pen must not fill the memory
 
-class Calibration(Value):
-    """Compute relative to F, and the network."""
 
-    backward_factor: float = Field(gt=0, description="B = factor x F, recomputation not included")
-    link_latency_s: float = Field(ge=0, description="of a message between two stages, seconds")
-    link_bytes_per_s: float = Field(gt=0, description="of one directed link")
-    allreduce_bytes_per_s: float = Field(
-        gt=0, description="ring rate: bytes that a rank sends, 2 (D - 1) / D of its buffer, over the time it takes"
+class Finite(Value):
+    """A value whose numbers are all finite."""
+
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class Hardware(Finite):
+    """One GPU, and the VM that it sits in."""
+
+    name: str = Field(min_length=1, description="such as 'V100-16GB, 10 Gb/s'; another name is other hardware")
+    memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of one GPU; None: unlimited")
+    reserved_bytes: Bytes = Field(default=0, description="of it, what the job never gets: context, allocator, links")
+    gpus_per_vm: int = Field(default=1, ge=1, description="neighbouring ranks that share a VM and its network card")
+    price_per_hour: Dollars | None = Field(default=None, description="of one GPU, in dollars")
+
+
+class ModelIdentity(Finite):
+    """Which model was measured, and in which precision."""
+
+    name: str = Field(min_length=1)
+    digest: str | None = Field(default=None, description="ModelFacts.digest; None in files written by hand")
+    precision: str = Field(default="fp32", description="of the computation, for people")
+    batch_dependent: bool = Field(default=False, description="no plan may lower its micro-batch")
+
+
+class SectionKind(Finite):
+    """Sections that run the same graph, measured at ``micro_batches`` examples."""
+
+    micro_batches: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        min_length=1, description="m of each time below, ascending; between them times are interpolated"
     )
-    action_overhead_s: float = Field(ge=0, description="fixed cost of each F, R and B on the host, seconds")
+    forward_s: tuple[Seconds, ...] = Field(description="F_i(m), keeping nothing")
+    backward_s: tuple[Seconds, ...] = Field(description="B_i(m), whole")
+    recompute_s: tuple[Seconds, ...] = Field(default=(), description="R_i(m), with a graph; left out: as forward_s")
+    input_s: tuple[Seconds, ...] = Field(default=(), description="I_i(m), the input-gradient half of B")
+    weight_s: tuple[Seconds, ...] = Field(default=(), description="W_i(m), the weight-gradient half of B")
+    activation_bytes: Bytes = Field(description="kept between R and B, per example")
+    boundary_bytes: Bytes = Field(description="activation sent to the next section, per example; 0 for the last")
+    gradient_boundary_bytes: Bytes | None = Field(
+        default=None, description="gradient sent back over the same cut, per example; left out: as boundary_bytes"
+    )
+    queued_bytes: Bytes | None = Field(
+        default=None, description="kept between I and W, per example; left out: as activation_bytes"
+    )
+    parameter_bytes: Bytes = Field(description="parameters that the section uses, tied ones included")
+    trainable_bytes: Bytes = Field(description="those of them that get gradients")
+    gradient_bytes: Bytes | None = Field(
+        default=None, description="accumulated and all-reduced; left out: as trainable_bytes"
+    )
+    optimizer_bytes: Bytes = Field(description="optimizer state, master copies of parameters included")
+
+    @model_validator(mode="after")
+    def _one_time_per_size(self) -> "SectionKind":
+        if any(a >= b for a, b in pairwise(self.micro_batches)):
+            raise ValueError(f"micro_batches {list(self.micro_batches)} must ascend")
+        for name in ("forward_s", "backward_s", "recompute_s", "input_s", "weight_s"):
+            times = getattr(self, name)
+            if len(times) != len(self.micro_batches) and (times or name in ("forward_s", "backward_s")):
+                raise ValueError(f"{name} has {len(times)} times for {len(self.micro_batches)} micro_batches")
+        if bool(self.input_s) != bool(self.weight_s):
+            raise ValueError("input_s and weight_s are halves of B: give both, or none")
+        return self
+
+    @property
+    def splits(self) -> bool:
+        """Whether B may run as I and W."""
+        return bool(self.input_s)
+
+    def at(self, times: tuple[float, ...], micro_batch: int) -> float:
+        """Seconds of one of the section's ``times`` for a micro-batch of m examples.
+
+        Linear between the sizes measured. Beyond the largest, per example as there; below the smallest as
+        well, for a lone size, else on the line through the first two, but never below that.
+        """
+        sizes = self.micro_batches
+        for (a, low), (b, high) in pairwise(zip(sizes, times, strict=True)):
+            if micro_batch <= b:
+                line = low + (high - low) * (micro_batch - a) / (b - a)
+                return line if micro_batch >= a else max(line, low * micro_batch / a)
+        return times[-1] * micro_batch / sizes[-1]
 
 
-# For 10 Gb/s Ethernet, the paper's setting, until something is measured:
-# - B does two products where F does one (Megatron-LM's count of FLOPs: B = 2F).
-# - 10 Gb/s are 1.25 GB/s; framing and TCP leave about 1.1. A round of TCP in a data centre and the hand-over
-#   between threads take some 0.3 ms.
-# - 0.47 GB/s is the all-reduce rate that the paper's own step times imply (reference/varuna-original.md §5).
-# - Python and kernel launches cost about 0.5 ms per action, so that tiny micro-batches are not free.
-NOMINAL = Calibration(
-    backward_factor=2.0,
-    link_latency_s=0.0003,
-    link_bytes_per_s=1.1e9,
-    allreduce_bytes_per_s=0.47e9,
-    action_overhead_s=0.0005,
-)
+class SectionRun(Finite):
+    """Consecutive sections whose kinds repeat."""
+
+    kinds: tuple[str, ...] = Field(min_length=1, description="keys of 'kinds', one for each section, in order")
+    count: int = Field(default=1, ge=1, le=_MOST_SECTIONS, description="how often they repeat")
+
+
+class Jitter(Finite):
+    """Delay of a message beyond the latency, as measured."""
+
+    mean_s: Seconds = 0.0
+    quantiles_s: tuple[Seconds, ...] = Field(
+        default=(),
+        description="at evenly spaced probabilities from 0 to 1 (11 numbers: least, deciles, most); empty: exponential",
+    )
+
+    @model_validator(mode="after")
+    def _ascending(self) -> "Jitter":
+        if len(self.quantiles_s) == 1 or any(a > b for a, b in pairwise(self.quantiles_s)):
+            raise ValueError(f"quantiles_s {list(self.quantiles_s)} must be at least two numbers that ascend")
+        return self
+
+
+class Link(Finite):
+    """One directed link between neighbouring stages, measured with both directions busy."""
+
+    latency_s: Seconds = Field(description="of a message without its serialisation")
+    bytes_per_s: Rate = Field(description="at which messages leave")
+    jitter: Jitter = Jitter()
+
+
+class Ring(Finite):
+    """All-reduce over D ranks with k rings in flight: 2 (D - 1) rounds of latency + size / D / rate each."""
+
+    in_flight: int = Field(default=1, ge=1, description="k, rings that run at once in a VM")
+    ranks: Annotated[int, Field(ge=2)] | None = Field(default=None, description="D measured; None: any")
+    latency_s: Seconds = Field(description="of a round")
+    bytes_per_s: Rate = Field(description="of one of the rings, with all k running")
+
+
+class Network(Finite):
+    """Links and rings of one reach."""
+
+    link: Link
+    rings: tuple[Ring, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _distinct(self) -> "Network":
+        keys = [(ring.in_flight, ring.ranks) for ring in self.rings]
+        if len(set(keys)) < len(keys):
+            raise ValueError("rings must differ in in_flight or ranks")
+        return self
+
+
+class OptimizerCosts(Finite):
+    """The optimizer step, after all gradients are reduced."""
+
+    fixed_s: Seconds = 0.0
+    bytes_per_s: Rate | None = Field(
+        default=None, description="of a stage's parameters, gradients and state together; None: takes no time"
+    )
+    host_bytes_per_s: Rate | None = Field(
+        default=None, description="state lives in host memory, and crosses to the GPU and back at this rate"
+    )
+
+
+class Calibration(Finite):
+    """Primitive parameters of one model on one kind of hardware: all that the planner knows."""
+
+    format: Literal["varuna-calibration"] = "varuna-calibration"
+    version: Literal[1] = VERSION
+    created: str = Field(default="", description="when, for people")
+    notes: tuple[str, ...] = Field(default=(), description="where the numbers come from")
+    hardware: Hardware
+    model: ModelIdentity
+    kinds: dict[str, SectionKind] = Field(min_length=1)
+    sections: tuple[SectionRun, ...] = Field(min_length=1, description="of the model, first to last")
+    tied: tuple[TiedParameter, ...] = ()
+    within_vm: Network | None = Field(default=None, description="between GPUs of a VM; None: as across_vms")
+    across_vms: Network
+    action_s: Seconds = Field(default=0.0, description="fixed cost of each action beyond its sections' times")
+    hand_over_s: Seconds = Field(
+        default=0.0,
+        description="further cost of an action that takes or gives a message, in a pipeline of several stages",
+    )
+    optimizer: OptimizerCosts = OptimizerCosts()
+    snapshot_bytes_per_s: Rate | None = Field(default=None, description="copying state out for a checkpoint")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "Calibration":
+        used = {kind for run in self.sections for kind in run.kinds}
+        unknown = sorted(used - set(self.kinds))
+        if unknown:
+            raise ValueError(
+                f"sections name the kind {unknown[0]!r}, which is not among the kinds {sorted(self.kinds)}"
+            )
+        if self.section_count > _MOST_SECTIONS:
+            raise ValueError(f"the model has {self.section_count} sections, more than {_MOST_SECTIONS}")
+        unused = sorted(set(self.kinds) - used)
+        if unused:
+            raise ValueError(f"kind {unused[0]!r} is used by no section")
+        for tied in self.tied:
+            ordered = all(a < b for a, b in pairwise(tied.sections))
+            if not ordered or tied.sections[0] < 0 or tied.sections[-1] >= self.section_count:
+                raise ValueError(
+                    f"tied parameter {tied.name!r} names sections {list(tied.sections)}; they must ascend and lie in "
+                    f"0 to {self.section_count - 1}"
+                )
+        return self
+
+    @property
+    def kind_names(self) -> tuple[str, ...]:
+        """The kind of each section."""
+        return tuple(name for run in self.sections for name in run.kinds * run.count)
+
+    @property
+    def section_count(self) -> int:
+        """Sections of the model."""
+        return sum(len(run.kinds) * run.count for run in self.sections)

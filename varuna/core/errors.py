@@ -8,6 +8,11 @@
     ├── ModelError           the model cannot be captured, split or weighed
     ├── DataError            the dataset disagrees with itself or with the model
     ├── CheckpointError      a checkpoint cannot be written, read or trusted
+    │   ├── DamagedCheckpoint    its bytes are not those that were written: an older one may do
+    │   └── StoreError           a directory or object store did not do what was asked
+    │       ├── ObjectMissing        there is no object of that name
+    │       ├── ObjectExists         there is one already, and it must not be replaced
+    │       └── StoreUnavailable     it does not answer now; it may later
     ├── FleetError           the manager refused, vanished or could not start
     ├── WorkerError          a worker's script failed
     └── LinkError            a peer did not answer in time, or its link broke
@@ -44,6 +49,26 @@ class DataError(VarunaError):
 
 class CheckpointError(VarunaError):
     """A checkpoint cannot be written, read or trusted."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint's bytes are not those that were written: it can never be used, but an older one may."""
+
+
+class StoreError(CheckpointError):
+    """A directory or object store did not do what was asked."""
+
+
+class ObjectMissing(StoreError):
+    """There is no object of that name."""
+
+
+class ObjectExists(StoreError):
+    """There is an object of that name, which must not be replaced."""
+
+
+class StoreUnavailable(StoreError):
+    """The store does not answer now; it may later."""
 
 
 class FleetError(VarunaError):

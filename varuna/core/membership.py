@@ -7,8 +7,9 @@ process, or torchrun's fixed world) and ``varuna.fleet.member`` (the manager's c
 from collections.abc import Callable
 from typing import Protocol
 
-from varuna.core.messages import Apply, Assign, Beat, Finish, Held, SavedShard, Vote
+from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Vote
 from varuna.core.model import JobFacts
+from varuna.core.saved import SavedShard
 
 Directive = Assign | Apply | Finish
 
@@ -37,7 +38,7 @@ class Membership(Protocol):
         *,
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
-        on_pause: Callable[[int], None],
+        on_flag: Callable[[int, Flag], None],
     ) -> None:
         """Announce a warm worker. The callbacks run on the membership's own thread.
 
@@ -45,7 +46,7 @@ class Membership(Protocol):
             job: facts of the job, equal on all workers.
             beat: what to send as the next heartbeat.
             on_hold: called with the generation that has to stop.
-            on_pause: called with the generation whose next vote should carry the regroup flag.
+            on_flag: called with a generation and the flag that its next vote should carry (rank 0 only).
 
         Raises:
             FleetError: refused, with the manager's reason.

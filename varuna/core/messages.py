@@ -6,6 +6,8 @@ from pydantic import Field, TypeAdapter
 
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.core.saved import SavedShard
+from varuna.core.times import RankTimes
 from varuna.core.value import Value
 
 # -- values inside messages ------------------------------------------------------------------------
@@ -37,7 +39,7 @@ class Assignment(Value):
     members: tuple[str, ...] = Field(description="worker of each rank; spares come last")
     next_step: int = Field(ge=0, description="first step that this generation runs")
     transfers: tuple[Transfer, ...] = ()
-    checkpoint: str | None = Field(default=None, description="folder of the manifest to restore, if any")
+    checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
     store_host: str
     store_port: int
@@ -46,16 +48,6 @@ class Assignment(Value):
     def is_spare(self) -> bool:
         """Not part of the pipeline grid."""
         return self.rank >= self.plan.workers
-
-
-class SavedShard(Value):
-    """A section's file in an unfinished checkpoint, durable on its disk."""
-
-    step: int
-    section: int
-    file: str
-    size_bytes: int
-    sha256: str
 
 
 # -- worker to manager -------------------------------------------------------------------------------
@@ -78,6 +70,9 @@ class Beat(Value):
     generation: int
     step: int
     activity: str
+    forward_s: float | None = Field(default=None, description="compute of a forward, mean since the last beat")
+    backward_s: float | None = Field(default=None, description="compute of a backward, recomputation included")
+    times: RankTimes | None = Field(default=None, description="what the steps since the last beat took")
 
 
 class Held(Value):
@@ -144,11 +139,16 @@ class Hold(Value):
     generation: int
 
 
-class Pause(Value):
-    """To rank 0: raise the regroup flag in the next vote, so that all stop behind the same step."""
+Flag = Literal["stop", "regroup", "checkpoint"]
+"""What the manager may ask of all ranks at once, through the vote of a step."""
 
-    kind: Literal["pause"] = "pause"
+
+class RaiseFlag(Value):
+    """To rank 0: raise ``flag`` in the next vote, so that all do the same behind the same step."""
+
+    kind: Literal["raise_flag"] = "raise_flag"
     generation: int
+    flag: Flag = "regroup"
 
 
 class Apply(Value):
@@ -180,7 +180,7 @@ class Finish(Value):
     reason: str = ""
 
 
-ToWorker = Annotated[Hold | Pause | Apply | Assign | Recorded | Finish, Field(discriminator="kind")]
+ToWorker = Annotated[Hold | RaiseFlag | Apply | Assign | Recorded | Finish, Field(discriminator="kind")]
 
 from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
 to_worker: TypeAdapter[ToWorker] = TypeAdapter(ToWorker)

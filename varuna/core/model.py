@@ -2,6 +2,7 @@
 
 from pydantic import Field
 
+from varuna.core.precision import Precision
 from varuna.core.value import Value
 
 
@@ -16,7 +17,8 @@ class SectionFacts(Value):
     forward_s: float = Field(ge=0, description="F per example under the nominal roofline, seconds")
     parameter_bytes: int = Field(ge=0, description="parameters that the section uses, tied ones included")
     trainable_bytes: int = Field(ge=0, description="those that get gradients")
-    optimizer_bytes: int = Field(ge=0, description="optimizer state of the trainable parameters")
+    gradient_bytes: int | None = Field(default=None, ge=0, description="their fp32 sums; left out: as trainable_bytes")
+    optimizer_bytes: int = Field(ge=0, description="optimizer state of the trainable parameters, fp32 copies included")
     activation_bytes: int = Field(ge=0, description="saved for B if not recomputed, per example")
     boundary_bytes: int = Field(ge=0, description="crosses the cut behind this section, per example; 0 for the last")
 
@@ -38,9 +40,12 @@ class ModelFacts(Value):
     """A captured model as the planner sees it."""
 
     digest: str = Field(description="hash over graph, sections and parameter names")
+    state_digest: str = Field(default="", description="hash over names and shapes of the sections' state")
     sections: tuple[SectionFacts, ...] = Field(min_length=1)
     tied: tuple[TiedParameter, ...] = ()
-    fixed_micro_batch: bool = Field(default=False, description="the graph admits one batch size only")
+    batch_dependent: bool = Field(
+        default=False, description="results depend on which examples share a micro-batch (batch normalisation)"
+    )
 
 
 class JobFacts(Value):
@@ -53,5 +58,9 @@ class JobFacts(Value):
     initialisation: str = Field(default="constructor", description="where first values come from, fixed for a run")
     steps: int = Field(ge=0, description="length of the whole run")
     metrics: tuple[str, ...] = Field(default=(), description="names that join the vote")
-    checkpoint_dir: str | None = None
+    checkpoint_dir: str | None = Field(default=None, description="path or URL, as all workers know it")
+    config: str | None = Field(default=None, description="the model's config.json, if it has one")
+    keep_last: int = Field(default=3, ge=1, description="newest checkpoints to keep")
+    keep_every: int | None = Field(default=None, ge=1, description="also keep those of each so many steps")
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")
+    precision: Precision = Field(default="fp32", description="of computation and of what crosses links")

@@ -30,6 +30,10 @@ class Plan(Value):
     sections: int = Field(ge=1, description="number of sections of the model")
     policy: str = "varuna"
     stash_limits: tuple[int, ...] = Field(description="most micro-batches in flight, by stage (n_k)")
+    kept: tuple[int, ...] = Field(
+        default=(), description="by stage: how many of its last sections keep their activations; () for none"
+    )
+    split_last: int = Field(default=0, ge=0, description="backwards at a replica's end that run as I and W")
     step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
     memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
 
@@ -42,6 +46,11 @@ class Plan(Value):
             raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
         if len(self.stash_limits) != self.stages or min(self.stash_limits) < 1:
             raise ValueError(f"stash_limits {self.stash_limits} must give each of {self.stages} stages at least 1")
+        if self.kept and len(self.kept) != self.stages:
+            raise ValueError(f"kept {self.kept} must give a number for each of {self.stages} stages, or none at all")
+        for stage, kept in enumerate(self.kept):
+            if not 0 <= kept <= len(self.sections_of(stage)):
+                raise ValueError(f"stage {stage} has {len(self.sections_of(stage))} sections and cannot keep {kept}")
         return self
 
     @property
@@ -71,6 +80,15 @@ class Plan(Value):
         """Sections that ``stage`` runs."""
         ends = (*self.starts, self.sections)
         return range(ends[stage], ends[stage + 1])
+
+    def kept_sections_of(self, stage: int) -> range:
+        """Those of ``sections_of(stage)`` that keep their activations from F; R runs the others only."""
+        sections = self.sections_of(stage)
+        return sections[len(sections) - self.kept[stage] :] if self.kept else sections[len(sections) :]
+
+    def keeps_all(self, stage: int) -> bool:
+        """Whether ``stage`` has nothing to recompute, so that its micro-batches need no R."""
+        return len(self.kept_sections_of(stage)) == len(self.sections_of(stage))
 
     def stage_of(self, section: int) -> int:
         """Stage that runs ``section``."""

@@ -60,6 +60,11 @@ class VoteLayout(Value):
             lr=vector[self.flag("lr")],
         )
 
+    def counted(self, vector: Sequence[float]) -> int:
+        """Micro-batches whose weight somebody wrote."""
+        first, width = self.sections, 2 + len(self.metrics)
+        return sum(weight != 0 for weight in vector[first + 1 : first + self.micro_batches * width : width])
+
 
 class StepTotals(Value):
     """What a vote says about its step."""

@@ -1,71 +1,117 @@
 """Sections into stages: the contiguous partition with the smallest bottleneck."""
 
-from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-_RESOLUTION = 2**48  # costs become integers of this share of their sum, so that ties are exact
+_NOTHING = 1e-12  # share of the sum that a section counts at least, so that those without cost spread out
+
+Weigh = Callable[[int, int, int], float]
+"""Seconds of a stage that runs sections [start, stop): ``weigh(stage, start, stop)``; infinite if it does not fit.
+
+Never less for more sections."""
 
 
 def balance(costs: Sequence[float], last_costs: Sequence[float], stages: int) -> tuple[int, ...]:
     """First section of each stage, such that the slowest stage is as fast as it can be.
-
-    Bisection on the bottleneck: each probe fills the stages greedily from the last one, in O(P log S), and
-    tells the next bottleneck that could change its outcome, so that the answer is exact. Among equal
-    bottlenecks the late stages get more: they hold fewer micro-batches in flight.
 
     Args:
         costs: of each section on any stage but the last.
         last_costs: of each section on the last stage, where nothing is recomputed; not above ``costs``.
         stages: P, at most the number of sections.
     """
-    total = sum(costs) or 1.0
+    least = (sum(costs) or 1.0) * _NOTHING
+    inner, last = (list(accumulate((cost + least for cost in each), initial=0.0)) for each in (costs, last_costs))
 
-    def prefix_sums(seconds: Sequence[float]) -> list[int]:
-        # Sections without cost still count, so that they spread out rather than pile up.
-        return list(accumulate((1 + round(cost / total * _RESOLUTION) for cost in seconds), initial=0))
+    def weigh(stage: int, start: int, stop: int) -> float:
+        sums = last if stage == stages - 1 else inner
+        return sums[stop] - sums[start]
 
-    weights = _Weights(prefix_sums(costs), prefix_sums(last_costs))
-    low, best = 0, _fill(weights, stages, weights.inner[-1])
-    while low < best.bottleneck:
-        probe = _fill(weights, stages, (low + best.bottleneck) // 2)
+    return balance_stages(weigh, sections=len(costs), stages=stages)
+
+
+def balance_stages(
+    weigh: Weigh,
+    *,
+    sections: int,
+    stages: int,
+    cuts_s: Sequence[float] = (),
+    hint_s: float = 0.0,
+    precision: float = 1e-9,
+) -> tuple[int, ...]:
+    """First section of each stage; empty if no partition fits.
+
+    Bisection on the bottleneck: each probe fills the stages greedily from the last one, and tells the next
+    bottleneck that could change its outcome. Among equal bottlenecks the late stages get more: they hold fewer
+    micro-batches in flight.
+
+    Args:
+        weigh: seconds of a stage.
+        sections: of the model.
+        stages: P, at most ``sections``.
+        cuts_s: what a message over the cut before each section keeps its link busy for: a bottleneck like any stage.
+        hint_s: a guess at the bottleneck, tried first.
+        precision: of the bottleneck, relative.
+    """
+    cuts = cuts_s or (0.0,) * sections
+    low = 0.0
+    best = _fill(weigh, cuts, stages, hint_s) if hint_s else _Probe((), 0.0)
+    if not best.starts:
+        low = best.bottleneck_s
+        best = _fill(weigh, cuts, stages, float("inf"))
+    while best.starts and low < best.bottleneck_s * (1 - precision):
+        probe = _fill(weigh, cuts, stages, (low + best.bottleneck_s) / 2)
         if probe.starts:
             best = probe
         else:
-            low = probe.bottleneck
+            low = probe.bottleneck_s
     return best.starts
-
-
-class _Weights(NamedTuple):
-    """Prefix sums of the sections' integer costs."""
-
-    inner: list[int]
-    last: list[int]
 
 
 class _Probe(NamedTuple):
     starts: tuple[int, ...]
     """Empty if the bound is too low."""
-    bottleneck: int
+    bottleneck_s: float
     """Of the partition found; if none, the smallest bound that could change that."""
 
 
-def _fill(weights: _Weights, stages: int, bound: int) -> _Probe:
+def _fill(weigh: Weigh, cuts_s: Sequence[float], stages: int, bound_s: float) -> _Probe:
     """Give each stage, from the last, as many sections as the bound and the stages before it leave."""
-    end = len(weights.inner) - 1
+    end = len(cuts_s)
+    length = max(1, end // stages)
     starts: list[int] = []
-    bottleneck, retry = 0, weights.inner[-1]
-    for stage in reversed(range(stages)):
-        prefix = weights.last if stage == stages - 1 else weights.inner
-        start = max(stage, min(end - 1, bisect_left(prefix, prefix[end] - bound)))
-        start = start if stage else 0  # what is left
-        weight = prefix[end] - prefix[start]
-        if weight > bound:
-            return _Probe((), min(retry, weight))
-        if start > stage:
-            retry = min(retry, prefix[end] - prefix[start - 1])
-        bottleneck = max(bottleneck, weight)
+    bottleneck_s, retry_s = 0.0, float("inf")
+    for stage in range(stages - 1, -1, -1):
+        start, beyond_s = _furthest(weigh, stage, end, length, bound_s)
+        retry_s = min(retry_s, beyond_s)
+        while stage and start < end - 1 and cuts_s[start] > bound_s:
+            retry_s = min(retry_s, cuts_s[start])
+            start += 1
+        weight_s = max(weigh(stage, start, end), cuts_s[start] if stage else 0.0)
+        if weight_s > bound_s or weight_s == float("inf"):
+            return _Probe((), min(retry_s, weight_s))
+        bottleneck_s = max(bottleneck_s, weight_s)
         starts.append(start)
-        end = start
-    return _Probe(tuple(reversed(starts)), bottleneck)
+        length, end = end - start, start
+    return _Probe(tuple(reversed(starts)), bottleneck_s)
+
+
+def _furthest(weigh: Weigh, stage: int, end: int, length: int, bound_s: float) -> tuple[int, float]:
+    """First section of the largest stage below the bound, sought from ``length``; and what one more would weigh."""
+    if stage == 0:
+        return 0, float("inf")
+    start = max(stage, end - length)
+    beyond_s = float("inf")
+    weight_s = weigh(stage, start, end)
+    while start < end - 1 and (weight_s > bound_s or weight_s == float("inf")):
+        beyond_s = weight_s
+        start += 1
+        weight_s = weigh(stage, start, end)
+    if beyond_s < float("inf"):
+        return start, beyond_s
+    while start > stage:
+        more_s = weigh(stage, start - 1, end)
+        if more_s > bound_s or more_s == float("inf"):
+            return start, more_s
+        start -= 1
+    return start, float("inf")

@@ -1,27 +1,18 @@
-"""The sweep: every depth P that the workers allow, ranked by predicted step time (paper §"Parametrized Simulation").
-
-For each P the sections are balanced once and D takes all workers. Depths that do not fit memory are
-rejected with the missing bytes; the others are simulated, best bound first, until no bound can win.
-"""
-
-from dataclasses import dataclass
+"""The sweep: every depth P that the workers allow, every m worth trying, ranked (paper §"Parametrized Simulation")."""
 
 from pydantic import Field
 
-from varuna.core.calibration import NOMINAL, Calibration
 from varuna.core.errors import UsageError
-from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
-from varuna.core.units import format_bytes
 from varuna.core.value import Value
-from varuna.planner.balance import balance
-from varuna.planner.memory import largest_stash, stage_memory
-from varuna.planner.predict import pipeline_costs, predict_step_s
-from varuna.schedule.policy import stash_limit
-from varuna.simulator.bounds import lower_bound_s
-from varuna.simulator.costs import PipelineCosts
-
-_TIE = 1.01  # plans within 1 % are equal: the one with fewer stages loses less per failure
+from varuna.planner.build import Builder, Misfit
+from varuna.planner.estimate import Guess, Guesser
+from varuna.planner.micro_batch import candidate_sizes
+from varuna.planner.profile import profile
+from varuna.planner.request import PlanRequest
+from varuna.planner.search import search
+from varuna.planner.splitting import with_best_split
+from varuna.schedule.policy import POLICIES
 
 
 class Rejection(Value):
@@ -29,6 +20,7 @@ class Rejection(Value):
 
     stages: int = Field(description="P")
     replicas: int = Field(description="D that the workers would allow")
+    micro_batch: int | None = Field(default=None, description="smallest m tried; None if memory is not why")
     reason: str
     missing_bytes: int | None = Field(default=None, description="at the worst stage; None if memory is not why")
 
@@ -37,187 +29,104 @@ class Ranking(Value):
     """What the sweep found."""
 
     plans: tuple[Plan, ...] = Field(description="simulated, best first")
-    outpaced: tuple[Plan, ...] = Field(description="not simulated: their step_s is a lower bound above the best")
+    outpaced: tuple[Plan, ...] = Field(description="not simulated: their step_s is a lower bound")
     rejected: tuple[Rejection, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Candidate:
-    """A plan that fits, its costs, and what it takes at least."""
-
-    plan: Plan
-    costs: PipelineCosts
-    bound_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Sweep:
-    """What is the same for every depth."""
-
-    model: ModelFacts
-    workers: int
-    global_batch: int
-    micro_batch: int
-    memory_bytes: int | None
-    calibration: Calibration
-    policy: str
-
-    def ranking(self, stages: int | None) -> Ranking:
-        outcomes = [self.candidate(depth) for depth in self.depths(stages)]
-        candidates = [outcome for outcome in outcomes if isinstance(outcome, _Candidate)]
-        candidates.sort(key=lambda candidate: (candidate.bound_s, candidate.plan.stages))
-        simulated: list[Plan] = []
-        best_s = float("inf")
-        for candidate in candidates:
-            if candidate.bound_s > best_s * _TIE:
-                break
-            simulated.append(_simulated(candidate))
-            best_s = min(best_s, simulated[-1].step_s)
-        return Ranking(
-            plans=_best_first(simulated),
-            outpaced=tuple(candidate.plan for candidate in candidates[len(simulated) :]),
-            rejected=tuple(outcome for outcome in outcomes if isinstance(outcome, Rejection)),
-        )
-
-    def depths(self, stages: int | None) -> range:
-        if stages is not None and stages < 1:
-            raise UsageError(
-                f"stages={stages} was asked for, but a pipeline has at least 1. Raise or leave out --stages."
-            )
-        if stages is not None:
-            return range(stages, stages + 1)
-        return range(1, min(self.workers, len(self.model.sections)) + 1)
-
-    def candidate(self, stages: int) -> _Candidate | Rejection:
-        sections = len(self.model.sections)
-        if stages > sections:
-            reason = f"P={stages} was asked for, but the model has {sections} sections"
-            return Rejection(stages=stages, replicas=0, reason=reason)
-        if stages > self.workers:
-            found = "is 1 worker" if self.workers == 1 else f"are {self.workers} workers"
-            reason = f"P={stages} was asked for, but there {found}"
-            return Rejection(stages=stages, replicas=0, reason=reason)
-        plan = self._fill(self._outline(stages))
-        rejection = self._over_memory(plan)
-        if rejection is not None:
-            return rejection
-        costs = pipeline_costs(
-            self.model,
-            plan.starts,
-            replicas=plan.replicas,
-            micro_batch=self.micro_batch,
-            calibration=self.calibration,
-        )
-        bound_s = lower_bound_s(costs, micro_batches=_longest(plan), stash_limits=plan.stash_limits)
-        return _Candidate(plan=plan.model_copy(update={"step_s": bound_s}), costs=costs, bound_s=bound_s)
-
-    def _outline(self, stages: int) -> Plan:
-        """P x D with the sections of each stage and the default in-flight depths."""
-        forwards = [section.forward_s for section in self.model.sections]
-        factor = self.calibration.backward_factor
-        micro_batches = -(-self.global_batch // self.micro_batch)
-        replicas = min(self.workers // stages, micro_batches)
-        longest = -(-micro_batches // replicas)
-        return Plan(
-            stages=stages,
-            replicas=replicas,
-            micro_batch=self.micro_batch,
-            global_batch=self.global_batch,
-            starts=balance([f * (2 + factor) for f in forwards], [f * (1 + factor) for f in forwards], stages),
-            sections=len(forwards),
-            policy=self.policy,
-            stash_limits=tuple(stash_limit(stages, k, longest, self.policy) for k in range(stages)),
-        )
-
-    def _fill(self, plan: Plan) -> Plan:
-        """Lower the in-flight depths to what memory holds, not below P - k, and count the bytes."""
-        limits = plan.stash_limits
-        if self.memory_bytes is not None and self.policy == "varuna":  # the only policy that keeps any limit
-            limits = tuple(
-                largest_stash(
-                    self.model,
-                    plan.sections_of(k),
-                    micro_batch=plan.micro_batch,
-                    memory_bytes=self.memory_bytes,
-                    wanted=wanted,
-                    least=min(wanted, plan.stages - k),
-                )
-                for k, wanted in enumerate(limits)
-            )
-        needs = (
-            stage_memory(self.model, plan.sections_of(k), micro_batch=plan.micro_batch, stash=limit).total
-            for k, limit in enumerate(limits)
-        )
-        return plan.model_copy(update={"stash_limits": limits, "memory_bytes": tuple(needs)})
-
-    def _over_memory(self, plan: Plan) -> Rejection | None:
-        need = max(plan.memory_bytes)
-        if self.memory_bytes is None or need <= self.memory_bytes:
-            return None
-        missing = need - self.memory_bytes
-        return Rejection(
-            stages=plan.stages,
-            replicas=plan.replicas,
-            reason=f"stage {plan.memory_bytes.index(need)} of P={plan.stages} needs {format_bytes(need)} "
-            f"but each worker has {format_bytes(self.memory_bytes)}: {format_bytes(missing)} too little",
-            missing_bytes=missing,
-        )
-
-
-def rank_plans(
-    model: ModelFacts,
-    *,
-    workers: int,
-    global_batch: int,
-    micro_batch: int,
-    memory_bytes: int | None = None,
-    stages: int | None = None,
-    calibration: Calibration = NOMINAL,
-    policy: str = "varuna",
-) -> Ranking:
-    """Rank every depth, or ``stages`` alone.
-
-    Args:
-        model: sections and their costs.
-        workers: most ranks to use.
-        global_batch: M, examples per step.
-        micro_batch: m, examples.
-        memory_bytes: of one worker; unlimited if None.
-        stages: P if the user fixed it.
-        calibration: of the hardware.
-        policy: schedule policy of the plans.
+def rank_plans(request: PlanRequest) -> Ranking:
+    """Rank every depth, or the requested one, with every m worth trying, or the requested one.
 
     Raises:
-        UsageError: no such policy, or no stages.
+        UsageError: no such policy, no stages, or an m outside the global batch.
     """
-    return _Sweep(
-        model=model,
-        workers=workers,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        memory_bytes=memory_bytes,
-        calibration=calibration,
-        policy=policy,
-    ).ranking(stages)
+    if request.policy not in POLICIES:
+        raise UsageError(f"there is no schedule policy {request.policy!r}. Choose one of {', '.join(POLICIES)}.")
+    depths, rejected = _depths(request)
+    if not depths:
+        return Ranking(plans=(), outpaced=(), rejected=rejected)
+    for sizes in candidate_sizes(request):
+        ranking = _sweep(request, depths, sizes)
+        if ranking.plans:
+            break
+    return ranking
 
 
-def _simulated(candidate: _Candidate) -> Plan:
-    plan = candidate.plan
-    step_s = predict_step_s(
-        candidate.costs, micro_batches=_longest(plan), policy=plan.policy, stash_limits=plan.stash_limits
+def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...]) -> Ranking:
+    builders: dict[int, Builder] = {}
+    guesses: list[Guess] = []
+    misfits: list[Misfit] = []
+    for m in sizes:
+        builder = builders[m] = Builder(request, profile(request.calibration, m))
+        guesser = Guesser(request, builder.profile, may_keep=builder.may_keep)
+        for stages in depths:
+            if guesser.fits(stages):
+                guesses.extend(guesser.guesses(stages))
+            elif m == sizes[0]:  # the closest miss
+                misfits.append(builder.misfit(guesser.guesses(stages)[0].shape))
+    found = search(request, builders, guesses)
+    shown = min(request.wanted, len(found.plans))
+    plans = [*(with_best_split(builders[plan.micro_batch], plan) for plan in found.plans[:shown]), *found.plans[shown:]]
+    fitting = {plan.stages for plan in (*plans, *found.bounded)}
+    possible = fitting | {guess.shape.stages for guess in found.guessed}
+    shallow = _shallow(builders, found.guessed, min(fitting, default=0))
+    possible -= {misfit.shape.stages for misfit in shallow} - fitting
+    return Ranking(
+        plans=_best_first(request, plans),
+        outpaced=found.bounded,
+        rejected=_rejections([*misfits, *found.misfits, *shallow], possible),
     )
-    return plan.model_copy(update={"step_s": step_s})
 
 
-def _best_first(plans: list[Plan]) -> tuple[Plan, ...]:
-    """By step time, but first the shallowest of those that tie with the fastest."""
-    ranked = sorted(plans, key=lambda plan: (plan.step_s, plan.stages))
-    if not ranked:
-        return ()
-    best = min((plan for plan in ranked if plan.step_s <= ranked[0].step_s * _TIE), key=lambda plan: plan.stages)
-    return (best, *(plan for plan in ranked if plan is not best))
+def _shallow(builders: dict[int, Builder], guessed: tuple[Guess, ...], deepest: int) -> list[Misfit]:
+    """Why depths below all that fit are not among them: the search passed them over, but people ask."""
+    smallest = min(builders)
+    found = []
+    for guess in sorted(guessed, key=lambda guess: guess.shape.stages):
+        if guess.shape.stages < deepest and guess.shape.micro_batch == smallest:
+            outcome = builders[smallest].first(guess)
+            if not isinstance(outcome, Misfit):
+                break
+            found.append(outcome)
+    return found
 
 
-def _longest(plan: Plan) -> int:
-    """N of the replica with the most micro-batches."""
-    return len(plan.micro_batches_of(0))
+def _depths(request: PlanRequest) -> tuple[range, tuple[Rejection, ...]]:
+    """P's to try; or why the one asked for cannot be."""
+    stages, sections, workers = request.stages, request.calibration.section_count, request.workers
+    if stages is None:
+        return range(1, min(workers, sections) + 1), ()
+    if stages < 1:
+        raise UsageError(f"stages={stages} was asked for, but a pipeline has at least 1. Raise or leave out --stages.")
+    reason = None
+    if stages > sections:
+        reason = f"P={stages} was asked for, but the model has {sections} sections"
+    elif stages > workers:
+        found = "is 1 worker" if workers == 1 else f"are {workers} workers"
+        reason = f"P={stages} was asked for, but there {found}"
+    if reason is None:
+        return range(stages, stages + 1), ()
+    return range(0), (Rejection(stages=stages, replicas=0, reason=reason),)
+
+
+def _rejections(misfits: list[Misfit], possible: set[int]) -> tuple[Rejection, ...]:
+    """For each depth that fits with no m: its closest miss."""
+    closest: dict[int, Misfit] = {}
+    for misfit in misfits:
+        stages = misfit.shape.stages
+        if stages not in possible and (stages not in closest or misfit.missing_bytes < closest[stages].missing_bytes):
+            closest[stages] = misfit
+    return tuple(
+        Rejection(
+            stages=stages,
+            replicas=misfit.shape.replicas,
+            micro_batch=misfit.shape.micro_batch,
+            reason=misfit.reason,
+            missing_bytes=misfit.missing_bytes,
+        )
+        for stages, misfit in sorted(closest.items())
+    )
+
+
+def _best_first(request: PlanRequest, plans: list[Plan]) -> tuple[Plan, ...]:
+    """By score; of equal plans the one with fewer stages, which loses less per failure."""
+    return tuple(sorted(plans, key=lambda plan: (request.score(plan.workers, plan.step_s), plan.stages)))

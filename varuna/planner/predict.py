@@ -1,92 +1,107 @@
-"""From facts of a model and a calibration to the predicted time of a step."""
+"""The predicted time of a plan's step, and what it is spent on."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 
-from varuna.core.calibration import Calibration
-from varuna.core.model import ModelFacts
+from varuna.core.plan import Plan
 from varuna.schedule.actions import Kind
 from varuna.simulator.bounds import bottleneck_s
-from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts
-from varuna.simulator.step import StepTrace, simulate
+from varuna.simulator.costs import PipelineCosts
+from varuna.simulator.step import simulate
+from varuna.simulator.trace import StepTrace
 
-_SIMULATED_FORWARDS = 6_000  # over all stages; with their R and B some 0.1 s
+_SIMULATED_FORWARDS = 3_000  # over all stages; with their R and B some 15 ms
+_SIMULATED_TURNS = 4  # micro-batches per stage, at least: until the pipeline is in its stride
 _FEWEST_GAPS = 8  # between backwards, for a pace to mean something
+_MANY_GAPS = 128  # for it to be the truth, even below the bottleneck's time: idle stages spare R's
 
 
-def pipeline_costs(
-    model: ModelFacts, starts: Sequence[int], *, replicas: int, micro_batch: int, calibration: Calibration
-) -> PipelineCosts:
-    """Costs of one replica whose stages begin with the sections ``starts``."""
-    spans = [range(start, end) for start, end in pairwise((*starts, len(model.sections)))]
-    extra = _tied_exchange_s(model, spans, calibration)
-    return PipelineCosts(
-        stages=tuple(
-            _stage_costs(
-                model, span, replicas=replicas, micro_batch=micro_batch, extra_s=extra_s, calibration=calibration
-            )
-            for span, extra_s in zip(spans, extra, strict=True)
-        ),
-        links=tuple(
-            _link_costs(model.sections[span.start - 1].boundary_bytes * micro_batch, calibration) for span in spans[1:]
-        ),
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A simulated step; of a long one the beginning and the end, with micro-batches in between that repeat."""
+
+    trace: StepTrace
+    repeated: int
+    """Micro-batches that were not simulated."""
+    pace_s: float
+    """Of each of them."""
+
+    @property
+    def step_s(self) -> float:
+        """Seconds from the start of the step to the end of the optimizer step."""
+        return self.trace.step_s + self.repeated * self.pace_s
+
+    @property
+    def breakdown(self) -> "Breakdown":
+        """What the average GPU spends the step on."""
+        stages = self.trace.costs.stages
+        times = self.trace.stage_times
+        compute_s = sum(each.compute_s for each in times) / len(stages)
+        last = len(stages) - 1
+        for k, stage in enumerate(stages):
+            recompute_s = 0.0 if k == last or stage.keeps_all else stage.recompute_s
+            compute_s += self.repeated * (stage.forward_s + recompute_s + stage.backward_s) / len(stages)
+        optimizer_s, exposed_s = self.trace.costs.optimizer_s, self.trace.exposed_reduce_s
+        waiting_s = max(0.0, self.step_s - compute_s - optimizer_s - exposed_s)
+        simulated_s = sum(each.transfer_s for each in times) / len(stages)
+        transfer_s = min(waiting_s, simulated_s)
+        return Breakdown(
+            compute_s=compute_s,
+            transfer_s=transfer_s,
+            reduce_s=exposed_s,
+            optimizer_s=optimizer_s,
+            idle_s=waiting_s - transfer_s,
+        )
 
 
-def predict_step_s(costs: PipelineCosts, *, micro_batches: int, policy: str, stash_limits: Sequence[int]) -> float:
-    """Simulated seconds of a step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Breakdown:
+    """Parts of a step on the average GPU, in seconds; they add up to the step."""
 
-    Of a long step only the beginning is simulated, until the pipeline is in its stride; each further
-    micro-batch adds the bottleneck's time, or the pace seen if waiting made that slower. Error against the
-    full simulation: below 2 % while a message takes less than an F (below 1 % for Varuna), 6 % at 20 F.
+    compute_s: float
+    transfer_s: float
+    """Idle while what runs next is on its way."""
+    reduce_s: float
+    """All-reduces behind the last backward of the pipeline; the others are hidden."""
+    optimizer_s: float
+    idle_s: float
+    """Idle while what runs next is not made yet: filling, draining, uneven stages."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the pipeline's time, up to its last backward, in which the average GPU does not compute."""
+        span_s = self.compute_s + self.transfer_s + self.idle_s
+        return (self.transfer_s + self.idle_s) / span_s if span_s else 0.0
+
+
+def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
+    """Simulate a step of the replica with the most micro-batches.
+
+    Of a long step only as many micro-batches are simulated as it takes the pipeline to get into its stride; each
+    further one adds the bottleneck's time, or the pace seen if waiting made that slower. Against full simulations
+    of 130 random pipelines up to 36 x 1440 that is 0.3 % off on average and 2.6 % at most.
     """
-    stages = len(costs.stages)
-    count = min(micro_batches, max(4 * stages, _SIMULATED_FORWARDS // stages))
-    limits = [min(limit, count) for limit in stash_limits]
-    trace = simulate(costs, micro_batches=count, policy=policy, stash_limits=limits)
+    stages, micro_batches = len(costs.stages), len(plan.micro_batches_of(0))
+    count = min(micro_batches, max(_SIMULATED_TURNS * stages + plan.split_last, _SIMULATED_FORWARDS // stages))
+    limits = [min(limit, count) for limit in plan.stash_limits]
+    trace = simulate(
+        costs,
+        micro_batches=count,
+        policy=plan.policy,
+        stash_limits=limits,
+        split_last=min(plan.split_last, count),
+    )
     if count == micro_batches:
-        return trace.step_s
-    pace_s = max(bottleneck_s(costs, stash_limits=stash_limits), _pace_s(trace, in_flight=limits[0]))
-    return trace.step_s + (micro_batches - count) * pace_s
+        return Prediction(trace=trace, repeated=0, pace_s=0.0)
+    seen_s, gaps = _pace(trace, in_flight=limits[0])
+    pace_s = seen_s if gaps >= _MANY_GAPS else max(bottleneck_s(costs, stash_limits=plan.stash_limits), seen_s)
+    return Prediction(trace=trace, repeated=micro_batches - count, pace_s=pace_s)
 
 
-def _pace_s(trace: StepTrace, *, in_flight: int) -> float:
-    """Seconds between B's of stage 0 while forwards still come in, the first of them left out."""
-    ends = [entry.end_s for entry in trace.timeline[0] if entry.action.kind is Kind.BACKWARD]
+def _pace(trace: StepTrace, *, in_flight: int) -> tuple[float, int]:
+    """Mean gap between B's of stage 0 while forwards still come in, the first half left out; and how many."""
+    row = trace.rows[0]
+    ends = [end_s for kind, end_s in zip(row.kinds, row.ends_s, strict=True) if kind is Kind.BACKWARD]
     last = len(ends) - 1 - in_flight
     first = last // 2
-    return (ends[last] - ends[first]) / (last - first) if last - first >= _FEWEST_GAPS else 0.0
-
-
-def ring_s(size_bytes: float, ranks: int, calibration: Calibration) -> float:
-    """Ring all-reduce: 2 (D - 1) rounds, each of 1 / D of the buffer."""
-    rounds = 2 * (ranks - 1)
-    return rounds * (calibration.link_latency_s + size_bytes / ranks / calibration.allreduce_bytes_per_s)
-
-
-def _stage_costs(
-    model: ModelFacts, span: range, *, replicas: int, micro_batch: int, extra_s: float, calibration: Calibration
-) -> StageCosts:
-    compute_s = sum(model.sections[i].forward_s for i in span) * micro_batch
-    gradient_bytes = sum(model.sections[i].trainable_bytes for i in span)
-    return StageCosts(
-        forward_s=compute_s + calibration.action_overhead_s,
-        recompute_s=compute_s + calibration.action_overhead_s,
-        backward_s=compute_s * calibration.backward_factor + calibration.action_overhead_s,
-        allreduce_s=ring_s(gradient_bytes, replicas, calibration) + extra_s,
-    )
-
-
-def _link_costs(message_bytes: int, calibration: Calibration) -> LinkCosts:
-    serialisation_s = message_bytes / calibration.link_bytes_per_s
-    return LinkCosts(latency_s=calibration.link_latency_s, activation_s=serialisation_s, gradient_s=serialisation_s)
-
-
-def _tied_exchange_s(model: ModelFacts, spans: Sequence[range], calibration: Calibration) -> list[float]:
-    """By stage: seconds to sum the gradients of tied parameters with the other stages that hold them."""
-    seconds = [0.0] * len(spans)
-    for tied in model.tied:
-        holders = [k for k, span in enumerate(spans) if any(section in span for section in tied.sections)]
-        for k in holders:
-            seconds[k] += ring_s(tied.size_bytes, len(holders), calibration)
-    return seconds
+    gaps = last - first
+    return ((ends[last] - ends[first]) / gaps, gaps) if gaps >= _FEWEST_GAPS else (0.0, 0)

@@ -6,11 +6,17 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What is done with a micro-batch."""
+    """What is done with a micro-batch. Its backward is either one B, or an I and later a W."""
 
     FORWARD = "F"
     RECOMPUTE = "R"
     BACKWARD = "B"
+    INPUT = "I"
+    """The half of a backward that makes the gradient of the input, which is sent upstream at once."""
+    WEIGHT = "W"
+    """The rest of a backward: gradients of the weights, which nobody waits for before the step's end."""
+
+    __hash__ = object.__hash__  # an enum's own is Python code, and simulations look kinds up a million times
 
 
 class Action(NamedTuple):
@@ -33,7 +39,7 @@ Row = tuple[Action, ...]
 Orders = tuple[Row, ...]
 """A row for each stage: a whole step of a pipeline."""
 
-_ACTION = re.compile(r"(\d+)([FRB])(\d+)")
+_ACTION = re.compile(r"(\d+)([FRBIW])(\d+)")
 
 
 def parse_action(text: str) -> Action:
@@ -44,7 +50,7 @@ def parse_action(text: str) -> Action:
     """
     match = _ACTION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no action; write stage, F, R or B, and micro-batch, such as 2F0")
+        raise ValueError(f"{text!r} is no action; write stage, F, R, B, I or W, and micro-batch, such as 2F0")
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
 

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from varuna.core.errors import UsageError
 from varuna.schedule.actions import Action, Kind, Orders, Row
+from varuna.schedule.adaptive import AdaptivePolicy
 from varuna.schedule.orders import gpipe, one_f_one_b, varuna
 from varuna.schedule.validate import kept, usage
 
@@ -97,16 +98,17 @@ class OpportunisticPolicy:
     stage that it has not entered empty, and its R and B come first everywhere else.
     """
 
-    def __init__(self, row: Row, *, stages: int, stash_limit: int) -> None:
-        self.stage = row[0].stage
-        self.backward_order = tuple(action.micro_batch for action in row if action.kind is Kind.BACKWARD)
-        self._backwards_before = _backwards_before_each_forward(row)
+    def __init__(self, stage: int, backwards_before: tuple[int, ...], *, stages: int, stash_limit: int) -> None:
+        self.stage = stage
+        self.backward_order = tuple(range(len(backwards_before)))
+        self._backwards_before = backwards_before
         self._count = len(self.backward_order)
         self._limit = stash_limit
         self._is_last = self.stage == stages - 1
         self._forwards = 0
         self._backwards = 0
         self._live = False  # the activations of the next B are there
+        self._is_late = False  # a gradient was not there when the order wanted it, though a forward could have run
 
     @property
     def finished(self) -> bool:
@@ -114,14 +116,19 @@ class OpportunisticPolicy:
         return self._backwards == self._count
 
     def next(self, activations_in: int, gradients_in: int) -> Action | None:
-        """The ready action that the order would run first; an R without gradient only if no F is at hand."""
+        """The ready action that the order would run first.
+
+        Once a gradient has been late, an R without gradient runs only if no F is at hand: gradients will be late again.
+        """
         forwards, backwards = self._forwards, self._backwards
         gradient_here = backwards < forwards and backwards < gradients_in
-        if self._live:  # rule 2: nothing but its B
-            return Action(self.stage, Kind.BACKWARD, backwards) if gradient_here else None
         has_room = forwards < self._count and forwards - backwards < self._limit
+        forward_here = has_room and forwards < activations_in
+        if self._live:  # rule 2: nothing but its B
+            self._is_late = self._is_late or (forward_here and not gradient_here)
+            return Action(self.stage, Kind.BACKWARD, backwards) if gradient_here else None
         forward_is_listed = has_room and self._backwards_before[forwards] <= backwards
-        if has_room and forwards < activations_in and (forward_is_listed or not gradient_here):
+        if forward_here and (forward_is_listed or (self._is_late and not gradient_here)):
             return Action(self.stage, Kind.FORWARD, forwards)
         # Rule 1, R ahead of its gradient: not while the order expects a forward first, which it would block.
         if gradient_here or (backwards < forwards and not forward_is_listed):
@@ -159,33 +166,73 @@ _ORDERS: dict[str, Callable[[int, int], Orders]] = {
     "varuna-strict": varuna,
 }
 
-POLICIES = tuple(_ORDERS)
+POLICIES = (*_ORDERS, "adaptive")
 """Names that ``make_policy`` knows."""
 
+_OF_ANY_LIMIT = ("varuna", "adaptive")
 
-def make_policy(name: str, *, stage: int, stages: int, micro_batches: int, stash_limit: int) -> Policy:
+
+def make_policy(
+    name: str,
+    *,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    stash_limit: int,
+    split_last: int = 0,
+    keeps_all: bool = False,
+) -> Policy:
     """A fresh policy for one stage and one step.
 
-    ``varuna`` respects any limit of at least 1. The others follow a list that cannot bend without deadlock:
-    they refuse a limit below what their list needs, which ``stash_limit`` tells.
+    ``varuna`` and ``adaptive`` respect any limit of at least 1. The others follow a list that cannot bend without
+    deadlock: they refuse a limit below what their list needs, which ``stash_limit`` tells.
+
+    Args:
+        name: one of ``POLICIES``.
+        stage: which stage it decides for.
+        stages: P.
+        micro_batches: N of this replica.
+        stash_limit: most micro-batches in flight on this stage.
+        split_last: how many of the last backwards are split into I and W; ``adaptive`` only.
+        keeps_all: the stage has nothing to recompute: no R's. Not for the paper's policies.
 
     Raises:
-        UsageError: no such policy, or a limit that it cannot keep.
+        UsageError: no such policy, or something that it cannot do.
     """
-    row = _orders(_order_of(name), stages, micro_batches)[stage]
-    needed = 1 if name == "varuna" else usage(row).stash
+    _check_name(name)
+    if split_last and name != "adaptive":
+        raise UsageError(f"policy {name!r} never splits a backward. Use the policy 'adaptive', or split_last=0.")
+    if keeps_all and name.startswith("varuna"):
+        raise UsageError(
+            f"policy {name!r} is the paper's, which recomputes on every stage but the last. Use the policy 'adaptive' "
+            "to keep the activations of all sections of a stage."
+        )
+    if name in _OF_ANY_LIMIT:
+        if stash_limit < 1:
+            raise UsageError(f"a stash limit of {stash_limit} on stage {stage} lets nothing run. Give at least 1.")
+        if name == "adaptive":
+            return AdaptivePolicy(
+                stage,
+                stages=stages,
+                micro_batches=micro_batches,
+                stash_limit=stash_limit,
+                split_last=split_last,
+                keeps_all=keeps_all,
+            )
+        listed = _interleaving(stages, micro_batches)[stage]
+        return OpportunisticPolicy(stage, listed, stages=stages, stash_limit=stash_limit)
+    row = _orders(name, stages, micro_batches)[stage]
+    needed = usage(row).stash
     if stash_limit < needed:
         raise UsageError(
             f"policy {name!r} keeps {needed} micro-batches in flight on stage {stage} of {stages}, above the stash "
-            f"limit of {stash_limit}. Raise the limit, or use the policy 'varuna', which respects it."
+            f"limit of {stash_limit}. Raise the limit, or use a policy that respects any: 'varuna' or 'adaptive'."
         )
-    if name == "varuna":
-        return OpportunisticPolicy(row, stages=stages, stash_limit=stash_limit)
-    return ListPolicy(row)
+    return ListPolicy(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) if keeps_all else row)
 
 
 def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varuna") -> int:
-    """Default in-flight depth n_k: what a list needs; for Varuna 3 (P - k) + 2.
+    """Default in-flight depth n_k: what a list needs; else 3 (P - k) + 2.
 
     That cap costs at most 0.4 % on all but the worst networks, where P - k + 2 costs 30 %
     (reference/pipelines.md §2).
@@ -193,22 +240,39 @@ def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varu
     Raises:
         UsageError: no such policy.
     """
-    _order_of(policy)
+    _check_name(policy)
     depth = {"gpipe": micro_batches, "1f1b": stages - stage}.get(policy, 3 * (stages - stage) + 2)
     return min(micro_batches, depth)
 
 
-def _order_of(name: str) -> Callable[[int, int], Orders]:
-    try:
-        return _ORDERS[name]
-    except KeyError:
-        raise UsageError(f"there is no schedule policy {name!r}. Choose one of {', '.join(POLICIES)}.") from None
+def split_last(stages: int, micro_batches: int, policy: str) -> int:
+    """Default number of backwards to split: the last P, whose results find the stages before them waiting.
+
+    Fewer lose up to 4 % of a short step. Splitting all gains another 1 % on slow networks only, if I and W take
+    no longer than B, and loses where they do (docs/schedules.md).
+
+    Raises:
+        UsageError: no such policy.
+    """
+    _check_name(policy)
+    return min(stages, micro_batches) if policy == "adaptive" else 0
 
 
-# The simulator makes the policies of all stages one by one; large orders take tens of megabytes.
+def _check_name(name: str) -> None:
+    if name not in POLICIES:
+        raise UsageError(f"there is no schedule policy {name!r}. Choose one of {', '.join(POLICIES)}.")
+
+
+# The simulator makes the policies of all stages one by one; a large order takes tens of megabytes.
+@lru_cache(maxsize=1)
+def _orders(name: str, stages: int, micro_batches: int) -> Orders:
+    return _ORDERS[name](stages, micro_batches)
+
+
 @lru_cache(maxsize=4)
-def _orders(order: Callable[[int, int], Orders], stages: int, micro_batches: int) -> Orders:
-    return order(stages, micro_batches)
+def _interleaving(stages: int, micro_batches: int) -> tuple[tuple[int, ...], ...]:
+    """Of the paper's order, by stage: how many B's come before each F."""
+    return tuple(map(_backwards_before_each_forward, varuna(stages, micro_batches)))
 
 
 def _backwards_before_each_forward(row: Row) -> tuple[int, ...]:

@@ -2,64 +2,102 @@
 
 from collections.abc import Sequence
 
-from varuna.simulator.costs import PipelineCosts
+from varuna.simulator.costs import PipelineCosts, StageCosts, mean_travel_s
 
 
-def lower_bound_s(costs: PipelineCosts, *, micro_batches: int, stash_limits: Sequence[int]) -> float:
-    """Seconds that a step takes at least, whatever the policy and the jitter.
+def lower_bound_s(
+    costs: PipelineCosts, *, micro_batches: int, stash_limits: Sequence[int], policy: str, split_last: int = 0
+) -> float:
+    """Seconds that a step takes at least, if no message is faster than the mean of its link.
 
     The largest of: each stage's and each link's own work between the way in of the first micro-batch and the
     way out of the last; and the round trips that a stage's in-flight limit forces one after the other.
+    Exchanges of tied parameters are left out.
     """
     stages, links, n = costs.stages, costs.links, micro_batches
-    lead, tail, turn = _leads(costs), _tails(costs), _round_trips(costs)
+    paths = _Paths(costs, splits=split_last > 0)
     bound = 0.0
     for k, stage in enumerate(stages):
-        work = n * (stage.forward_s + stage.backward_s) + _recomputes(costs, k, n, stash_limits[k]) * stage.recompute_s
-        trips = -(-n // stash_limits[k]) * turn[k]
-        bound = max(bound, lead[k] + max(work, trips) + tail[k])
+        lead_s, limit = paths.leads_s[k], stash_limits[k]
+        halves = min(split_last, n) if k else 0  # stage 0 has nobody to send to and splits nothing
+        work_s = n * stage.forward_s + (n - halves) * stage.backward_s + halves * (stage.input_s + stage.weight_s)
+        if policy == "adaptive":
+            work_s += paths.recomputes(k, n, work_s) * stage.recompute_s
+        else:
+            work_s += _recomputes(costs, k, n, limit) * stage.recompute_s
+        put_off_s = min(halves, limit if stage.keeps_all else 1) * stage.weight_s  # at the result of the last I
+        trips_s = -(-n // limit) * paths.trips_s[k]
+        bound = max(bound, lead_s + work_s + stage.allreduce_s)
+        bound = max(bound, lead_s + max(work_s - put_off_s, trips_s) + paths.tails_s[k])
     for k, link in enumerate(links):
-        there = lead[k] + stages[k].forward_s + n * link.activation_s + link.latency_s + turn[k + 1] + tail[k + 1]
-        back = lead[k + 1] + turn[k + 1] + n * link.gradient_s + link.latency_s + stages[k].backward_s + tail[k]
-        bound = max(bound, there, back)
+        travel_s, beyond_s = mean_travel_s(link), paths.trips_s[k + 1]
+        there_s = paths.leads_s[k] + stages[k].forward_s + n * link.activation_s + travel_s
+        back_s = n * link.gradient_s + travel_s + paths.backwards_s[k]
+        bound = max(bound, there_s + beyond_s + paths.tails_s[k + 1])
+        bound = max(bound, paths.leads_s[k + 1] + beyond_s + back_s + paths.tails_s[k])
     return bound + costs.optimizer_s
 
 
 def bottleneck_s(costs: PipelineCosts, *, stash_limits: Sequence[int]) -> float:
     """Seconds that each further micro-batch adds once the pipeline is full."""
-    turn, last = _round_trips(costs), len(costs.stages) - 1
-    pace = 0.0
+    trips_s, last = _Paths(costs, splits=False).trips_s, len(costs.stages) - 1
+    pace_s = 0.0
     for k, (stage, limit) in enumerate(zip(costs.stages, stash_limits, strict=True)):
-        recompute_s = 0.0 if k == last or limit == 1 else stage.recompute_s
-        pace = max(pace, stage.forward_s + recompute_s + stage.backward_s, turn[k] / limit)
-    return max(pace, *(max(link.activation_s, link.gradient_s) for link in costs.links), 0.0)
+        recompute_s = 0.0 if k == last or limit == 1 or stage.keeps_all else stage.recompute_s
+        pace_s = max(pace_s, stage.forward_s + recompute_s + stage.backward_s, trips_s[k] / limit)
+    return max(pace_s, *(max(link.activation_s, link.gradient_s) for link in costs.links), 0.0)
 
 
 def _recomputes(costs: PipelineCosts, stage: int, micro_batches: int, limit: int) -> int:
-    """R's that no policy spares: all may keep the last micro-batch; the last stage, or a lone one, all of them."""
-    return 0 if stage == len(costs.stages) - 1 or limit == 1 else micro_batches - 1
+    """R's that no policy but ``adaptive`` spares: the last micro-batch may be kept; on some stages all of them."""
+    keeps = stage == len(costs.stages) - 1 or limit == 1 or costs.stages[stage].keeps_all
+    return 0 if keeps else micro_batches - 1
 
 
-def _leads(costs: PipelineCosts) -> list[float]:
-    """Earliest arrival of the first activation at each stage."""
-    leads = [0.0]
-    for stage, link in zip(costs.stages, costs.links, strict=False):
-        leads.append(leads[-1] + stage.forward_s + link.activation_s + link.latency_s)
-    return leads
+class _Paths:
+    """Ways through an empty pipeline, by stage. Where backwards may be split, each way takes the shorter one."""
+
+    def __init__(self, costs: PipelineCosts, *, splits: bool) -> None:
+        self._costs = costs
+        stages, links = costs.stages, costs.links
+        travels_s = [mean_travel_s(link) for link in links]
+        self.backwards_s = [
+            min(stage.backward_s, stage.input_s) if splits and k else stage.backward_s for k, stage in enumerate(stages)
+        ]
+        """from the start of a backward to its result"""
+        self.leads_s = [0.0]
+        """earliest arrival of the first activation"""
+        for stage, link, travel_s in zip(stages, links, travels_s, strict=False):
+            self.leads_s.append(self.leads_s[-1] + stage.forward_s + link.activation_s + travel_s)
+        self.tails_s = [stages[0].allreduce_s]
+        """from the result of the last backward to the last sum of this stage or one before it"""
+        for stage, link, travel_s, back_s in zip(stages[1:], links, travels_s, self.backwards_s, strict=False):
+            own_s = stage.allreduce_s + (stage.weight_s if splits else 0.0)
+            self.tails_s.append(max(own_s, link.gradient_s + travel_s + back_s + self.tails_s[-1]))
+        self.trips_s = [0.0] * len(stages)
+        """from the start of a micro-batch's F to the result of its backward, if nothing is in its way"""
+        beyond_s = 0.0
+        for k in range(len(stages) - 1, -1, -1):
+            if k < len(links):
+                beyond_s += links[k].activation_s + links[k].gradient_s + 2 * travels_s[k]
+            beyond_s += stages[k].forward_s + self.backwards_s[k]
+            self.trips_s[k] = beyond_s
+        self._last_s = stages[-1].forward_s + _backward_s(stages[-1], splits=splits and len(stages) > 1)
+
+    def recomputes(self, stage: int, micro_batches: int, work_s: float) -> float:
+        """R's that not even ``adaptive`` spares, beside ``work_s`` of F and backwards.
+
+        A micro-batch that finds its stage empty keeps its activations. With g of those the step falls into g
+        groups, each through before the next begins; one of x micro-batches takes a round trip and x - 1 times the
+        last stage's work. Short groups save R's and lose time on the way: the least is where both bounds meet.
+        """
+        n, costs = micro_batches, self._costs.stages[stage]
+        if costs.keeps_all:
+            return 0.0
+        gain_s = costs.recompute_s + self.trips_s[stage] - self._last_s
+        groups = (work_s + n * (costs.recompute_s - self._last_s)) / gain_s if gain_s > 0 else n
+        return n - min(max(groups, 1.0), n)
 
 
-def _tails(costs: PipelineCosts) -> list[float]:
-    """From the end of each stage's last B to the end of the last all-reduce of it or a stage before it."""
-    tails = [costs.stages[0].allreduce_s]
-    for before, link, stage in zip(costs.stages, costs.links, costs.stages[1:], strict=False):
-        tails.append(max(stage.allreduce_s, link.gradient_s + link.latency_s + before.backward_s + tails[-1]))
-    return tails
-
-
-def _round_trips(costs: PipelineCosts) -> list[float]:
-    """From the start of a micro-batch's F on each stage to the end of its B there, if nothing is in its way."""
-    trips = [costs.stages[-1].forward_s + costs.stages[-1].backward_s]
-    for stage, link in zip(reversed(costs.stages[:-1]), reversed(costs.links), strict=True):
-        travel = link.activation_s + link.gradient_s + 2 * link.latency_s
-        trips.append(stage.forward_s + travel + trips[-1] + stage.backward_s)
-    return trips[::-1]
+def _backward_s(stage: StageCosts, *, splits: bool) -> float:
+    return min(stage.backward_s, stage.input_s + stage.weight_s) if splits else stage.backward_s

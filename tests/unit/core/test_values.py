@@ -60,6 +60,34 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         Plan(stages=1, replicas=5, micro_batch=1, global_batch=4, starts=(0,), sections=3, stash_limits=(1,))
 
 
+def test_a_stage_keeps_its_last_sections_and_has_nothing_to_recompute_if_those_are_all() -> None:
+    plan = Plan(
+        stages=3, replicas=1, micro_batch=1, global_batch=4, starts=(0, 3, 5), sections=6, stash_limits=(4, 3, 1)
+    )
+    assert [list(plan.kept_sections_of(k)) for k in range(3)] == [[], [], []]
+    plan = plan.model_copy(update={"kept": (1, 2, 0)})
+    assert [list(plan.kept_sections_of(k)) for k in range(3)] == [[2], [3, 4], []]
+    assert [plan.keeps_all(k) for k in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("kept", "complaint"),
+    [((1,), "kept \\(1,\\) must give a number for each of 2"), ((0, 3), "stage 1 has 2 sections and cannot keep 3")],
+)
+def test_a_plan_cannot_keep_sections_that_it_does_not_have(kept: tuple[int, ...], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        Plan(
+            stages=2,
+            replicas=1,
+            micro_batch=1,
+            global_batch=4,
+            starts=(0, 1),
+            sections=3,
+            stash_limits=(2, 1),
+            kept=kept,
+        )
+
+
 def test_a_vote_reads_back_what_each_writer_wrote() -> None:
     layout = VoteLayout(sections=2, micro_batches=2, metrics=("hits",))
     vector = [0.0] * layout.size

@@ -1,8 +1,13 @@
 """Models as the planner sees them."""
 
 from collections.abc import Sequence
+from typing import Any
 
+from varuna.core.calibration import Calibration, Link, Network, Ring
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
+from varuna.core.nominal import nominal_calibration
+from varuna.planner.plans import Ranking, rank_plans
+from varuna.planner.request import PlanRequest
 
 MB, GB = 10**6, 10**9
 
@@ -32,3 +37,20 @@ def model(sections: Sequence[SectionFacts], tied: tuple[TiedParameter, ...] = ()
 def gpt2_2_5b() -> ModelFacts:
     """54 layers, hidden 1920, sequence 1024, on V100s, fp16 (reference/varuna-original.md §5)."""
     return model([section(0.00224, 2 * 44 * MB, 60 * MB, 4 * MB)] * 54)
+
+
+# Where the network is no matter, further workers cannot hurt.
+FAST = Network(link=Link(latency_s=0, bytes_per_s=1e15), rings=(Ring(latency_s=0, bytes_per_s=1e15),))
+
+
+def calibrated(facts: ModelFacts, **changes: object) -> Calibration:
+    return nominal_calibration(facts).model_copy(update=changes)
+
+
+def request(facts: ModelFacts, workers: int, global_batch: int, **rest: Any) -> PlanRequest:
+    calibration = rest.pop("calibration", None) or nominal_calibration(facts)
+    return PlanRequest(calibration=calibration, workers=workers, global_batch=global_batch, **rest)
+
+
+def rank(facts: ModelFacts, workers: int, global_batch: int, micro_batch: int, **rest: Any) -> Ranking:
+    return rank_plans(request(facts, workers, global_batch, micro_batch=micro_batch, **rest))

@@ -1,9 +1,10 @@
 import pytest
 
-from tests.unit.planner.models import GB, MB, model, section
+from tests.unit.planner.models import GB, MB, model, request, section
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.model import JobFacts, ModelFacts
-from varuna.planner.choose import best_plan, choose_micro_batch, plan_run
+from varuna.planner.choose import best_plan, plan_run
+from varuna.planner.micro_batch import choose_micro_batch
 
 FACTS = model([section()] * 8)
 
@@ -25,12 +26,12 @@ def test_a_micro_batch_outside_the_global_batch_is_refused(requested: int) -> No
 
 def test_an_unfixed_micro_batch_is_halved_until_something_fits() -> None:
     assert plan_run(job(), workers=8).micro_batch == 8
-    assert plan_run(job(), workers=8, memory_bytes=GB // 2 + 100 * MB).micro_batch == 2
+    assert plan_run(job(), workers=8, memory_bytes=750 * MB).micro_batch == 4
 
 
 def test_a_micro_batch_that_the_user_fixed_stays() -> None:
     with pytest.raises(NoPlanError, match="pass a smaller micro_batch"):
-        plan_run(job(micro_batch=8), workers=8, memory_bytes=GB // 2 + 100 * MB)
+        plan_run(job(micro_batch=8), workers=8, memory_bytes=750 * MB)
 
 
 def test_the_micro_batch_of_the_run_is_kept_through_a_morph() -> None:
@@ -39,20 +40,13 @@ def test_the_micro_batch_of_the_run_is_kept_through_a_morph() -> None:
 
 def refusal(memory_bytes: int | None = None, workers: int = 4, stages: int | None = None, micro_batch: int = 4) -> str:
     with pytest.raises(NoPlanError) as caught:
-        best_plan(
-            FACTS,
-            workers=workers,
-            global_batch=64,
-            micro_batch=micro_batch,
-            memory_bytes=memory_bytes,
-            stages=stages,
-        )
+        best_plan(request(FACTS, workers, 64, micro_batch=micro_batch, memory_bytes=memory_bytes, stages=stages))
     return str(caught.value)
 
 
 def test_a_lack_of_memory_names_the_closest_stage_and_every_way_out() -> None:
     assert refusal(memory_bytes=GB) == (
-        "no plan fits: stage 1 of P=4 needs 1.17 GiB but each worker has 954 MiB: 244 MiB too little. "
+        "no plan fits: stage 0 of P=4 needs 1.3 GiB but each worker has 954 MiB: 381 MiB too little. "
         "Add workers, raise --memory-per-worker or pass a smaller micro_batch."
     )
 

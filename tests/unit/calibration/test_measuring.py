@@ -1,0 +1,86 @@
+"""Tiny real measurements: that everything is measured, in the engine's own stage; never how long it took."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+
+from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded, tiny_gpt2
+from varuna.calibration.compute import measure_window
+from varuna.calibration.kinds import section_kinds
+from varuna.calibration.measured import RingSamples, Sized
+from varuna.calibration.network import Peers
+from varuna.calibration.standin import StandIns
+from varuna.core.errors import NoPlanError
+from varuna.engine.transport import local_store
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+def test_sections_with_the_same_graph_are_one_kind() -> None:
+    model = Setup(tiny_gpt2).model
+    kinds = section_kinds(model)
+    assert len(kinds) == len(model.sections)
+    assert kinds[0] == 0
+    assert len(set(kinds)) == 4, "an embedding with half a layer, two halves of a layer, the head"
+    assert kinds[1] == kinds[3] == kinds[5]
+    assert kinds[2] == kinds[4]
+
+
+def test_every_section_of_a_window_is_measured_at_every_size() -> None:
+    setup = Setup(SmallLanguage)
+    count = len(setup.model.sections)
+    beginning = StandIns(setup.model.shapes, setup.beginning)
+    for span in (range(count), range(1, count - 1), range(count - 1, count)):
+        found = measure_window(
+            setup.job(),
+            span,
+            (1, 2),
+            beginning=beginning,
+            batch=lambda m: setup.source.micro_batch(range(m)).tensors,
+            memory_bytes=None,
+            budget_s=0.0,
+        )
+        assert [(each.section, each.micro_batch) for each in found.sections] == [(s, m) for m in (1, 2) for s in span]
+        for each in found.sections:
+            for times in (each.forward_s, each.recompute_s, each.backward_s):
+                assert len(times) >= 5
+                assert min(times) > 0
+            assert len(each.input_s) == len(each.weight_s)
+        assert all(seconds > 0 for _, seconds in (*found.updates, *found.snapshots))
+
+
+def test_a_section_that_does_not_fit_is_refused_with_its_bytes() -> None:
+    setup = Setup(SmallLanguage)
+    with pytest.raises(NoPlanError, match=r"measuring section 0 takes .* but this worker has 10 B"):
+        measure_window(
+            setup.job(),
+            range(1),
+            (1,),
+            beginning=StandIns(setup.model.shapes, setup.beginning),
+            batch=lambda m: setup.source.micro_batch(range(m)).tensors,
+            memory_bytes=10,
+        )
+
+
+def test_messages_and_rings_are_measured_between_real_ranks() -> None:
+    store = local_store()
+    messages: dict[int, tuple[Sized, ...]] = {}
+    rings: dict[int, tuple[RingSamples, ...]] = {}
+
+    def measure(rank: int) -> None:
+        peers = Peers(store, rank, 3, "127.0.0.1")
+        assert peers.agree(float(rank)) == 2.0
+        messages[rank] = peers.messages((64, 4096))
+        rings[rank] = peers.rings((64, 4096))
+
+    run_all([partial(measure, rank) for rank in range(3)])
+    assert {size for size, _ in messages[0]} == {64, 4096}
+    assert messages[2] == (), "it has no partner"
+    assert [(ring.ranks, ring.in_flight) for ring in rings[0]] == [(2, 1), (3, 1)]
+    assert [bool(ring.samples) for ring in rings[2]] == [False, True]
+    assert all(seconds > 0 for ring in rings[1] for _, seconds in ring.samples)

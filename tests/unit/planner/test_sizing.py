@@ -1,0 +1,113 @@
+from collections.abc import Sequence
+
+import pytest
+
+from tests.unit.planner.models import MB, calibrated, model, section
+from varuna.core.calibration import Hardware
+from varuna.core.model import ModelFacts, TiedParameter
+from varuna.planner.profile import profile
+from varuna.planner.sizing import Size, Sizer, StageBytes
+
+FOUR = model([section()] * 4)
+
+
+def sizer(
+    facts: ModelFacts,
+    wanted: Sequence[int],
+    *,
+    micro_batch: int = 1,
+    limit_bytes: int | None = None,
+    reserved_bytes: int = 0,
+    may_keep: bool = True,
+) -> Sizer:
+    hardware = Hardware(name="test", reserved_bytes=reserved_bytes)
+    return Sizer(
+        profile(calibrated(facts, hardware=hardware), micro_batch),
+        limit_bytes=limit_bytes,
+        wanted=wanted,
+        least=[1] * len(wanted),
+        may_keep=may_keep,
+    )
+
+
+def test_a_stage_needs_state_stash_activations_and_messages() -> None:
+    needs = sizer(FOUR, (5, 3, 1), micro_batch=20, reserved_bytes=7 * MB).detail(1, 1, 3, Size(depth=3, kept=1))
+    assert needs == StageBytes(
+        parameters=200 * MB,
+        gradients=200 * MB,
+        optimizer=400 * MB,
+        reserved=7 * MB,
+        stash=(3 + 2) * 20 * 2 * MB,  # two more may have arrived: stage 0 runs up to 5
+        kept=3 * 20 * 50 * MB,
+        live=20 * 50 * MB,
+        messages=2 * (40 + 40) * MB,
+        copy=600 * MB,
+    )
+    assert needs.total == needs.state + needs.stash + needs.kept + needs.live + needs.messages
+
+
+def test_activations_and_the_copy_of_a_tentative_step_never_meet() -> None:
+    needs = sizer(FOUR, (5, 3, 1)).detail(1, 1, 3, Size(depth=1, kept=0))
+    assert needs.stash + needs.live + needs.messages < needs.copy
+    assert needs.total == needs.state + needs.copy
+    assert sizer(FOUR, (1,)).detail(0, 0, 4, Size(depth=1, kept=0)).copy == 0
+
+
+def test_the_ends_of_the_pipeline_have_no_neighbour() -> None:
+    whole = sizer(FOUR, (1,)).detail(0, 0, 4, Size(depth=1, kept=0))
+    assert (whole.stash, whole.messages) == (0, 0)
+
+
+def test_a_tied_parameter_counts_once_within_a_stage_but_accumulates_gradients_per_section() -> None:
+    tied = (TiedParameter(name="wte", sections=(0, 2), size_bytes=40 * MB),)
+    plain, shared = (sizer(model([section()] * 3, t), (1,)).detail(0, 0, 3, Size(depth=1, kept=0)) for t in ((), tied))
+    assert plain.parameters - shared.parameters == 40 * MB
+    assert plain.optimizer - shared.optimizer == 80 * MB
+    assert plain.gradients == shared.gradients
+
+
+def test_a_tied_parameter_counts_in_every_stage_that_holds_it() -> None:
+    tied = (TiedParameter(name="wte", sections=(0, 2), size_bytes=40 * MB),)
+    sizes = sizer(model([section()] * 3, tied), (3, 2, 1))
+    assert [sizes.detail(k, k, k + 1, Size(1, 0)).parameters for k in (0, 2)] == [100 * MB, 100 * MB]
+
+
+def least(facts: ModelFacts, wanted: Sequence[int]) -> int:
+    return sizer(facts, wanted, micro_batch=20).least_bytes(1, 1, 3)
+
+
+def test_memory_goes_to_depth_first_and_then_to_keeping() -> None:
+    bare, message, activations = least(FOUR, (6, 6, 1)), 40 * MB, 20 * 50 * MB
+
+    def size(limit_bytes: int) -> Size | None:
+        return sizer(FOUR, (6, 6, 1), micro_batch=20, limit_bytes=limit_bytes).size(1, 1, 3)
+
+    assert size(bare - 1) is None
+    assert size(bare) == Size(depth=1, kept=0)
+    assert size(bare + 5 * message - 1) == Size(depth=5, kept=0)
+    assert size(bare + 5 * message) == Size(depth=6, kept=0)
+    assert size(bare + 5 * message + 5 * activations - 1) == Size(depth=6, kept=0)
+    assert size(bare + 5 * message + 5 * activations) == Size(depth=6, kept=1)
+    assert size(bare + 5 * message + 10 * activations) == Size(depth=6, kept=2)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_the_bytes_of_a_size_are_what_it_was_chosen_by(kept: int) -> None:
+    limit = least(FOUR, (6, 6, 1)) + 5 * 40 * MB + kept * 5 * 20 * 50 * MB
+    sizes = sizer(FOUR, (6, 6, 1), micro_batch=20, limit_bytes=limit)
+    size = sizes.size(1, 1, 3)
+    assert size == Size(depth=6, kept=kept)
+    assert sizes.detail(1, 1, 3, size).total == limit
+
+
+def test_nothing_is_kept_on_memory_that_nobody_knows() -> None:
+    assert sizer(FOUR, (6, 6, 1)).size(1, 1, 3) == Size(depth=6, kept=0)
+
+
+def test_kept_sections_cost_no_recompute_and_the_last_stage_never_recomputes() -> None:
+    plenty = 10**12
+    keeping, not_keeping = (sizer(FOUR, (6, 6, 1), limit_bytes=plenty, may_keep=may) for may in (True, False))
+    assert keeping.seconds(1, 1, 3) == pytest.approx(2 * 3 * 0.005)
+    assert not_keeping.seconds(1, 1, 3) == pytest.approx(2 * 4 * 0.005)
+    assert not_keeping.seconds(2, 3, 4) == pytest.approx(3 * 0.005)
+    assert sizer(FOUR, (6, 6, 1), limit_bytes=1).seconds(1, 1, 3) == float("inf")

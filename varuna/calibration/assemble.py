@@ -1,0 +1,216 @@
+"""From the samples of all workers to one calibration: medians, and lines through medians. No torch."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from statistics import median
+
+from varuna.calibration.measured import Measured, RingSamples, SectionSamples, Sized
+from varuna.calibration.statistics import Line, fit_line, quantiles
+from varuna.core.calibration import (
+    Calibration,
+    Hardware,
+    Jitter,
+    Link,
+    ModelIdentity,
+    Network,
+    OptimizerCosts,
+    Ring,
+    SectionKind,
+    SectionRun,
+)
+from varuna.core.errors import WorkerError
+from varuna.core.model import ModelFacts, SectionFacts
+from varuna.core.nominal import ACTION_S, ETHERNET
+
+_DECILES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
+"""Where the jitter is read; of the slowest messages one in fifty is somebody else's doing."""
+_FASTEST_PER_S = 1e12
+
+
+def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> Calibration:
+    """Put the workers' samples together.
+
+    Args:
+        measured: by worker; at least one.
+        name: of the model, for people.
+        created: when, for people.
+
+    Raises:
+        WorkerError: the workers captured different models, or some kind of section was measured by none.
+    """
+    facts = measured[0].facts
+    if any(each.facts != facts for each in measured):
+        raise WorkerError(
+            "the workers captured different models, so nothing can be said of them together. model= must build the "
+            "same module each time it is called."
+        )
+    names, kinds, runs = _kinds(facts, measured)
+    notes = [f"measured by {len(measured)} worker{'s' * (len(measured) > 1)} at once, in place"]
+    network = _network(measured)
+    if network is None:
+        notes.append("the network is assumed to be 10 Gb/s Ethernet: it takes two workers to measure one")
+    actions = _deepest_pilot(measured)
+    if actions is None:
+        notes.append("the cost of an action is assumed: the whole model does not fit the workers that measured")
+    order = [names[key] for key in _keys(facts, measured[0].kinds)]
+    by_name = {names[key]: kind for key, kind in kinds.items()}
+    return Calibration(
+        created=created,
+        notes=tuple(notes),
+        hardware=Hardware(name=measured[0].hardware, memory_bytes=measured[0].device_bytes),
+        model=ModelIdentity(name=name, digest=facts.digest),
+        kinds={names[key]: kind for key, kind in kinds.items()},
+        sections=runs,
+        tied=facts.tied,
+        across_vms=network or ETHERNET,
+        action_s=ACTION_S if actions is None else max(0.0, median(actions)),
+        hand_over_s=_hand_over_s(measured, [by_name[name] for name in order]),
+        optimizer=_optimizer(measured),
+        snapshot_bytes_per_s=_rate(fit_line(sample for each in measured for sample in each.snapshots)),
+    )
+
+
+Key = tuple[int, SectionFacts]
+"""Sections that were measured as one, and need the same bytes."""
+
+
+def _kinds(
+    facts: ModelFacts, measured: Sequence[Measured]
+) -> tuple[dict[Key, str], dict[Key, SectionKind], tuple[SectionRun, ...]]:
+    """Names and figures of the kinds, and the model as runs of them."""
+    first = measured[0].kinds
+    samples: dict[int, list[SectionSamples]] = {}
+    for each in measured:
+        for sample in each.sections:
+            samples.setdefault(first[sample.section], []).append(sample)
+    names: dict[Key, str] = {}
+    kinds: dict[Key, SectionKind] = {}
+    runs: list[SectionRun] = []
+    for key, section in zip(_keys(facts, first), facts.sections, strict=True):
+        kind = key[0]
+        if key not in names:
+            names[key] = f"{section.label or 'section'} ({len(names)})"
+            if kind not in samples:
+                raise WorkerError(f"section {kind} ({section.label}) was measured by no worker")
+            kinds[key] = _kind(samples[kind], section)
+        if runs and runs[-1].kinds == (names[key],):
+            runs[-1] = SectionRun(kinds=(names[key],), count=runs[-1].count + 1)
+        else:
+            runs.append(SectionRun(kinds=(names[key],)))
+    return names, kinds, tuple(runs)
+
+
+def _keys(facts: ModelFacts, kinds: Sequence[int]) -> list[Key]:
+    plain = [section.model_copy(update={"label": "", "forward_s": 0.0}) for section in facts.sections]
+    return list(zip(kinds, plain, strict=True))
+
+
+def _kind(samples: Sequence[SectionSamples], section: SectionFacts) -> SectionKind:
+    sizes = tuple(sorted({sample.micro_batch for sample in samples}))
+
+    def times(name: str) -> tuple[float, ...]:
+        by_size = [
+            [value for sample in samples if sample.micro_batch == size for value in getattr(sample, name)]
+            for size in sizes
+        ]
+        return tuple(median(values) for values in by_size) if all(by_size) else ()
+
+    return SectionKind(
+        micro_batches=sizes,
+        forward_s=times("forward_s"),
+        recompute_s=times("recompute_s"),
+        backward_s=times("backward_s"),
+        input_s=times("input_s"),
+        weight_s=times("weight_s"),
+        activation_bytes=section.activation_bytes,
+        boundary_bytes=section.boundary_bytes,
+        parameter_bytes=section.parameter_bytes,
+        trainable_bytes=section.trainable_bytes,
+        optimizer_bytes=section.optimizer_bytes,
+    )
+
+
+# -- the network -----------------------------------------------------------------------------------------
+
+
+def _network(measured: Sequence[Measured]) -> Network | None:
+    messages = [sample for each in measured for sample in each.messages]
+    shapes = dict.fromkeys((ring.in_flight, ring.ranks) for each in measured for ring in each.rings)
+    if not messages or not shapes:
+        return None
+    rings = tuple(_ring([r for each in measured for r in each.rings if (r.in_flight, r.ranks) == s]) for s in shapes)
+    return Network(link=link_of(messages), rings=rings)
+
+
+def link_of(messages: Iterable[Sized]) -> Link:
+    """Latency is what the fastest decile of bare messages takes; what the others take beyond it is jitter."""
+    samples = list(messages)
+    smallest = min(size for size, _ in samples)
+    bare = [seconds for size, seconds in samples if size == smallest]
+    latency_s = quantiles(bare, (0.1,))[0]
+    beyond = [max(0.0, seconds - latency_s) for seconds in quantiles(bare, _DECILES)]
+    mean_s = sum(a + b for a, b in pairwise(beyond)) / 2 / (len(beyond) - 1)
+    return Link(
+        latency_s=latency_s,
+        bytes_per_s=_rate(fit_line(samples)) or _FASTEST_PER_S,
+        jitter=Jitter(mean_s=mean_s, quantiles_s=tuple(beyond)),
+    )
+
+
+def _ring(rings: Sequence[RingSamples]) -> Ring:
+    """From the line through all sizes: 2 (D - 1) rounds of latency + size / D / rate."""
+    ranks = rings[0].ranks
+    line = fit_line(sample for ring in rings for sample in ring.samples)
+    rounds = 2 * (ranks - 1)
+    rate = _rate(line)
+    return Ring(
+        in_flight=rings[0].in_flight,
+        ranks=ranks,
+        latency_s=line.fixed / rounds,
+        bytes_per_s=rate * rounds / ranks if rate else _FASTEST_PER_S,
+    )
+
+
+# -- what is around the sections ---------------------------------------------------------------------------
+
+
+def _deepest_pilot(measured: Sequence[Measured]) -> list[float] | None:
+    pilots = [pilot for each in measured for pilot in each.pilots]
+    deepest = max((pilot.stages for pilot in pilots), default=0)
+    found = [seconds for pilot in pilots if pilot.stages == deepest for seconds in pilot.action_s]
+    return found or None
+
+
+def _hand_over_s(measured: Sequence[Measured], sections: Sequence[SectionKind]) -> float:
+    """What F and B of a real pipeline take longer than its R, which has no message, by the relations in place.
+
+    Only relations count, so that a machine that was busier meanwhile spoils nothing.
+    """
+    found = []
+    for pilot in (pilot for each in measured for pilot in each.pilots if pilot.stages > 1):
+        whole_s, own, m = pilot.whole_s, sections[pilot.first : pilot.stop], pilot.micro_batch
+        recompute_s = sum(kind.at(kind.recompute_s, m) for kind in own)
+        if not {"F", "R", "B"} <= set(whole_s) or recompute_s <= 0:
+            continue
+        pace = whole_s["R"] / recompute_s
+        found.append(whole_s["F"] - pace * sum(kind.at(kind.forward_s, m) for kind in own))
+        found.append(whole_s["B"] - pace * sum(kind.at(kind.backward_s, m) for kind in own))
+    return max(0.0, median(found)) if found else 0.0
+
+
+def _optimizer(measured: Sequence[Measured]) -> OptimizerCosts:
+    """Per byte from sizes side by side; what is fixed from real steps of one worker alone, if there were any."""
+    line = fit_line(sample for each in measured for sample in each.updates)
+    alone = [
+        seconds - line.per_unit * pilot.state_bytes
+        for each in measured
+        for pilot in each.pilots
+        if pilot.stages == 1
+        for seconds in pilot.step_s
+    ]
+    return OptimizerCosts(fixed_s=max(0.0, median(alone)) if alone else line.fixed, bytes_per_s=_rate(line))
+
+
+def _rate(line: Line) -> float | None:
+    """Bytes per second; None where size made no difference."""
+    return min(1 / line.per_unit, _FASTEST_PER_S) if line.per_unit > 0 else None

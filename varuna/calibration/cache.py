@@ -1,0 +1,60 @@
+"""Calibrations that runs have left for later ones, by graph and hardware."""
+
+import hashlib
+import os
+import re
+from pathlib import Path
+
+from varuna.core.calibration import Calibration
+from varuna.core.calibration_file import check_matches, read_calibration, write_calibration
+from varuna.core.errors import UsageError
+from varuna.core.model import JobFacts
+
+
+def cache_file(job: JobFacts) -> Path:
+    """Where the calibration of a job on this machine lies: under ``XDG_CACHE_HOME``, else ``~/.cache``.
+
+    Its name covers what decides on speed: graph and sections, precision, threads, and the machine's processors.
+    """
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    told = f"{job.model.digest} {job.precision} {job.threads} {machine_name()}"
+    return home / "varuna" / "calibrations" / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
+
+
+def remembered(job: JobFacts, path: Path) -> Calibration | None:
+    """What an earlier run has left; None if nothing, or nothing that can be used."""
+    try:
+        calibration = read_calibration(path)
+        check_matches(calibration, job.model)
+    except UsageError:
+        return None
+    return calibration
+
+
+def remember(calibration: Calibration, path: Path) -> None:
+    """Replace the file as a whole; a folder that cannot be written is no reason to fail."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(f".{os.getpid()}.tmp")
+        write_calibration(calibration, fresh)
+        fresh.replace(path)
+    except OSError:
+        return
+
+
+def machine_name() -> str:
+    """GPUs of this machine as the driver names them, else its CPU and how many cores it has."""
+    gpus = [_field(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    found = [name for name in gpus if name]
+    if found:
+        return ", ".join(found)
+    return f"{_field(Path('/proc/cpuinfo'), 'model name') or 'CPU'} x {os.cpu_count()}"
+
+
+def _field(path: Path, name: str) -> str:
+    try:
+        text = path.read_text()
+    except OSError:
+        return ""
+    match = re.search(rf"^{name}\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else ""

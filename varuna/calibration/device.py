@@ -1,0 +1,40 @@
+"""What this worker computes on: its name, and how many bytes a calibration may use of it."""
+
+from pathlib import Path
+
+import torch
+
+_SHARE = 0.8  # of what is free: allocators and messages want some
+
+
+def hardware_name(device: torch.device) -> str:
+    """Name of the device; of a CPU with the threads of a worker, since both decide on speed."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_cpu_name()}, {threads} thread{'s' * (threads > 1)} a worker"
+
+
+def device_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None for a CPU, whose memory belongs to all workers of a machine."""
+    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+
+
+def usable_bytes(device: torch.device, workers: int) -> int | None:
+    """Most of what is free, shared fairly by the ``workers`` of this machine; None where nobody knows."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _SHARE)
+    try:
+        rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(int(rows["MemAvailable"].split()[0]) * 1024 * _SHARE / workers)
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        rows = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "CPU"
+    return next((row.split(":", 1)[1].strip() for row in rows if row.startswith("model name")), "CPU")

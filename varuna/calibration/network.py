@@ -1,0 +1,137 @@
+"""Messages between neighbours and all-reduces, through the engine's own links and groups."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from varuna.calibration.measured import RingSamples, Sized
+from varuna.engine.inbox import Inbox
+from varuna.engine.links import Receiver, Sender
+from varuna.engine.transport import Group
+
+_ROUNDS = 100
+_WARM_ROUNDS = 4
+_BUDGET_S = 1.5
+"""For one size; a slow network gets fewer rounds."""
+_LEAST_ROUNDS = 6
+_WAIT_S = 60.0
+_TAG = 77
+
+
+class Peers:
+    """All workers that measure, in step with one another."""
+
+    def __init__(self, store: Any, rank: int, size: int, host: str) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._host = store, host
+        self._group = Group(store, "calibrate/world", rank, size, host) if size > 1 else None
+
+    def meet(self) -> None:
+        """Return once everybody is here."""
+        if self._group is not None:
+            self._group.all_reduce(torch.zeros(1))
+
+    def agree(self, value: float) -> float:
+        """The largest of all workers' values."""
+        if self._group is None:
+            return value
+        table = torch.zeros(self.size, dtype=torch.float64)
+        table[self.rank] = value
+        self._group.all_reduce(table)
+        return float(table.max())
+
+    def messages(self, sizes: Sequence[int]) -> tuple[Sized, ...]:
+        """One-way times of messages from a neighbour, while as many go the other way.
+
+        Even ranks pair with the next; a last one without partner only waits. Each message carries when it was sent by
+        its sender's clock; the clocks differ by half of what the fastest messages of both directions differ by.
+
+        Args:
+            sizes: in bytes, at least 8; the smallest tells the clocks' difference.
+        """
+        if self._group is None:
+            return ()
+        self.meet()
+        peer = self.rank ^ 1
+        raw: list[Sized] = []
+        if peer < self.size:
+            raw = self._swap_all(self._group, peer, sizes)
+        else:
+            for _ in sizes:
+                self.agree(0.0)
+        fastest = torch.zeros(self.size, dtype=torch.float64)
+        fastest[self.rank] = min((seconds for size, seconds in raw if size == min(sizes)), default=0.0)
+        self._group.all_reduce(fastest)
+        if not raw:
+            return ()
+        offset_s = float(fastest[self.rank] - fastest[peer]) / 2
+        return tuple(Sized(size, max(0.0, seconds - offset_s)) for size, seconds in raw)
+
+    def _swap_all(self, group: Group, peer: int, sizes: Sequence[int]) -> list[Sized]:
+        """Swap messages of every size with ``peer``; seconds from the sender's clock to ours."""
+        samples: list[Sized] = []
+        for number, size in enumerate(sizes):
+            tag = _TAG + 2 * number
+            begin_s = time.monotonic()
+            _swap_many(group, peer, tag, size, _WARM_ROUNDS)
+            rounds = _rounds(self.agree((time.monotonic() - begin_s) / _WARM_ROUNDS))
+            samples += [Sized(size, seconds) for seconds in _swap_many(group, peer, tag + 1, size, rounds)]
+        return samples
+
+    def rings(self, sizes: Sequence[int]) -> tuple[RingSamples, ...]:
+        """All-reduce over D = 2 and all workers, with one ring and with as many as there is room for."""
+        if self._group is None:
+            return ()
+        shapes = {(ranks, k) for ranks in {2, self.size} for k in {1, self.size // ranks}}
+        return tuple(self._ring(ranks, in_flight, sizes) for ranks, in_flight in sorted(shapes))
+
+    def _ring(self, ranks: int, in_flight: int, sizes: Sequence[int]) -> RingSamples:
+        number, place = divmod(self.rank, ranks)
+        takes_part = number < in_flight
+        group = None
+        if takes_part:
+            name = f"calibrate/ring{ranks}x{in_flight}/{number}"
+            group = Group(self._store, name, place, ranks, self._host)
+        samples = []
+        for size in sizes:
+            values = torch.zeros(max(1, size // 4))
+            taken_s = 0.0
+            for _ in range(_WARM_ROUNDS):
+                self.meet()
+                taken_s = _reduce(group, values)
+            for _ in range(_rounds(self.agree(taken_s))):
+                self.meet()
+                taken_s = _reduce(group, values)
+                if group is not None:
+                    samples.append(Sized(values.numel() * 4, taken_s))
+        return RingSamples(in_flight=in_flight, ranks=ranks, samples=tuple(samples))
+
+
+def _rounds(seconds: float) -> int:
+    """How often to repeat something that takes ``seconds``."""
+    return max(_LEAST_ROUNDS, min(_ROUNDS, int(_BUDGET_S / max(seconds, 1e-6))))
+
+
+def _swap_many(group: Group, peer: int, tag: int, size_bytes: int, rounds: int) -> list[float]:
+    """Swap messages with ``peer``, one at a time; seconds that each of the peer's took, by both clocks."""
+    inbox = Inbox(_WAIT_S)
+    sender = Sender(group, peer, tag, inbox, f"with rank {peer}")
+    Receiver(group, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)])
+    taken_s = []
+    for number in range(rounds):
+        buffer = torch.zeros(size_bytes, dtype=torch.uint8)
+        buffer[:8].view(torch.float64)[0] = time.monotonic()
+        sender.send(buffer)
+        received: torch.Tensor = inbox.take(number, lambda: "a message of the calibration")
+        taken_s.append(time.monotonic() - float(received[:8].view(torch.float64)[0]))
+    sender.close()
+    return taken_s
+
+
+def _reduce(group: Group | None, values: torch.Tensor) -> float:
+    begin_s = time.perf_counter()
+    if group is not None:
+        group.all_reduce(values)
+    return time.perf_counter() - begin_s

@@ -1,0 +1,133 @@
+"""A few real steps by the real engine: what an action and a step cost beyond their sections.
+
+Policies, inboxes, messages packed and unpacked, threads that share a core with the one that computes: all of that
+is small, and missing it makes every prediction too short.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from functools import wraps
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+from varuna.calibration.measured import PilotSamples
+from varuna.core.model import ModelFacts
+from varuna.core.plan import Plan
+from varuna.engine.session import Session
+from varuna.engine.solo import Solo, World
+from varuna.engine.stage import Stage
+from varuna.engine.timing import StepTimes
+from varuna.planner.balance import balance
+from varuna.schedule.actions import Kind
+from varuna.schedule.policy import stash_limit
+
+_POLICY = "varuna"
+
+WARM_STEPS = 2
+"""The first is applied before its vote, and the optimizer builds its state."""
+STEPS = 6
+
+
+class StageTimes(NamedTuple):
+    """What a section takes for one micro-batch, as measured in place."""
+
+    forward_s: float
+    recompute_s: float
+    backward_s: float
+
+
+def pilot_plan(times: Sequence[StageTimes], *, workers: int, micro_batch: int) -> Plan:
+    """One pipeline over all workers, or as many as there are sections, long enough to be in its stride.
+
+    Args:
+        times: of each section.
+        workers: at hand.
+        micro_batch: m, examples.
+    """
+    stages = min(workers, len(times))
+    micro_batches = 3 * stages + 3
+    inner = [each.forward_s + each.recompute_s + each.backward_s for each in times]
+    last = [each.recompute_s + each.backward_s for each in times]
+    return Plan(
+        stages=stages,
+        replicas=1,
+        micro_batch=micro_batch,
+        global_batch=micro_batch * micro_batches,
+        starts=balance(inner, [min(pair) for pair in zip(inner, last, strict=True)], stages),
+        sections=len(times),
+        policy=_POLICY,
+        stash_limits=tuple(stash_limit(stages, stage, micro_batches, _POLICY) for stage in range(stages)),
+    )
+
+
+def run_pilot(
+    open_session: Callable[[int, Solo], Session], world: World, plan: Plan, facts: ModelFacts
+) -> PilotSamples | None:
+    """Run ``WARM_STEPS`` + ``STEPS`` steps of ``plan``; None on ranks that have no part in it.
+
+    Args:
+        open_session: of so many steps, with that membership.
+        world: who takes part.
+        plan: what runs.
+        facts: of the model.
+    """
+    meter: _Meter | None = None
+    steps: list[StepTimes] = []
+    inside_s: list[float] = []
+    with closing(open_session(WARM_STEPS + STEPS, Solo(world, lambda job, workers, micro_batch: plan))) as session:
+        for committed in session.steps():
+            assert session.current is not None
+            meter = meter or _Meter(session.current.stage)
+            if committed.step >= WARM_STEPS and session.current.runtime.times is not None:
+                steps.append(session.current.runtime.times)
+                inside_s.append(meter.seconds)
+            meter.seconds = 0.0
+    if world.rank >= plan.workers:
+        return None
+    stage = plan.place_of(world.rank).stage
+    own = [facts.sections[section] for section in plan.sections_of(stage)]
+    return PilotSamples(
+        stages=plan.stages,
+        state_bytes=sum(each.parameter_bytes + each.trainable_bytes + each.optimizer_bytes for each in own),
+        first=plan.sections_of(stage).start,
+        stop=plan.sections_of(stage).stop,
+        micro_batch=plan.micro_batch,
+        whole_s={
+            kind.value: median(seconds)
+            for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
+            if (seconds := [each for step in steps for each in step.seconds_of(kind)])
+        },
+        action_s=tuple(around_sections(each, seconds) for each, seconds in zip(steps, inside_s, strict=True)),
+        step_s=tuple(between(before, after) for before, after in pairwise(steps)) if stage == 0 else (),
+    )
+
+
+def around_sections(step: StepTimes, sections_s: float) -> float:
+    """Mean cost of an action of ``step`` beyond the ``sections_s`` that its sections took; waits do not count."""
+    return (step.compute_s - sections_s) / len(step.actions)
+
+
+def between(before: StepTimes, after: StepTimes) -> float:
+    """From the last action of a step to the first action or wait of the next."""
+    return min(took.begin_s for took in (*after.actions, *after.waits)) - before.end_s
+
+
+class _Meter:
+    """Adds up the time that a stage spends in its sections."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.seconds = 0.0
+        for name in ("forward", "record", "backward", "input_backward", "weight_backward"):
+            setattr(stage, name, self._timed(getattr(stage, name)))
+
+    def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(work)
+        def timed(*arguments: Any, **options: Any) -> Any:
+            begin_s = time.monotonic()
+            result = work(*arguments, **options)
+            self.seconds += time.monotonic() - begin_s
+            return result
+
+        return timed

@@ -1,0 +1,158 @@
+"""One measuring worker: ``python -m varuna.calibration.worker OUTPUT SCRIPT [ARGS]``; started by ``varuna calibrate``.
+
+Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from varuna.calibration.compute import measure_window
+from varuna.calibration.device import device_bytes, hardware_name, usable_bytes
+from varuna.calibration.kinds import section_kinds
+from varuna.calibration.measured import Measured, PilotSamples, SectionSamples
+from varuna.calibration.network import Peers
+from varuna.calibration.pilot import StageTimes, pilot_plan, run_pilot
+from varuna.calibration.standin import StandIns
+from varuna.calibration.windows import choose_windows, sizes_to_measure, window_bytes
+from varuna.core.errors import VarunaError
+from varuna.core.model import ModelFacts
+from varuna.core.plan import Plan
+from varuna.engine.session import Session
+from varuna.engine.solo import Solo, World
+from varuna.engine.threads import join_all
+from varuna.engine.transport import connect_store, prefixed
+from varuna.intercept import take_trainer
+from varuna.partition.initialise import needed_buffers
+from varuna.trainer import Trainer
+
+_HOST = "127.0.0.1"
+_MOST_MESSAGE_BYTES = 64 * 2**20
+_SMALL_BYTES = 64
+_EXIT_BOUND_S = 5.0
+
+
+def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
+    """Everything that this worker can say.
+
+    Raises:
+        VarunaError: the model cannot be captured, or a section does not fit.
+    """
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    model = trainer.partition()
+    facts, kinds = model.facts, section_kinds(model)
+    beginning = StandIns(model.shapes, trainer.beginning(model))
+    buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
+    job = trainer.job(model, buffers)
+    memory_bytes = usable_bytes(trainer.device, peers.size)
+    windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
+    whole = len(windows) == 1
+    sizes = sizes_to_measure(trainer.global_batch, trainer.micro_batch)
+    peers.meet()
+    computed = [
+        measure_window(
+            job,
+            window,
+            sizes,
+            beginning=beginning,
+            batch=trainer.batch,
+            memory_bytes=memory_bytes,
+            agree=peers.agree if whole else float,
+        )
+        for window in (windows if whole else windows[peers.rank :: peers.size])
+    ]
+    sections = [sample for each in computed for sample in each.sections]
+    peers.meet()
+    messages = peers.messages(_message_bytes(facts, sections))
+    rings = peers.rings(_gradient_bytes(facts))
+    pilots: list[PilotSamples] = []
+    if whole:
+
+        def rehearse(world: World, plan: Plan) -> PilotSamples | None:
+            def open_session(n: int, solo: Solo) -> Session:
+                return trainer.session(n, solo, model, beginning, global_batch=plan.global_batch)
+
+            return run_pilot(open_session, world, plan, facts)
+
+        pilots = _pilots(rehearse, peers, store, facts, sections, memory_bytes)
+    return Measured(
+        worker=peers.rank,
+        hardware=hardware_name(trainer.device),
+        device_bytes=device_bytes(trainer.device),
+        facts=facts,
+        kinds=kinds,
+        sections=tuple(sections),
+        updates=tuple(sample for each in computed for sample in each.updates),
+        snapshots=tuple(sample for each in computed for sample in each.snapshots),
+        messages=messages,
+        rings=rings,
+        pilots=tuple(pilots),
+    )
+
+
+def _pilots(
+    rehearse: Callable[[World, Plan], PilotSamples | None],
+    peers: Peers,
+    store: Any,
+    facts: ModelFacts,
+    sections: Sequence[SectionSamples],
+    memory_bytes: int | None,
+) -> list[PilotSamples]:
+    """Real steps of every worker alone, all at once; then of one pipeline over all of them."""
+    micro_batch = max(sample.micro_batch for sample in sections)
+    times = [
+        StageTimes(median(each.forward_s), median(each.recompute_s), median(each.backward_s))
+        for each in sections
+        if each.micro_batch == micro_batch
+    ]
+    found: list[PilotSamples] = []
+    alone = World(0, 1, prefixed(f"calibrate/alone{peers.rank}", store), _HOST, 0)
+    together = World(peers.rank, peers.size, prefixed("calibrate/together", store), _HOST, 0)
+    for world in (alone, together)[: min(2, peers.size)]:
+        plan = pilot_plan(times, workers=world.size, micro_batch=micro_batch)
+        spans = [plan.sections_of(stage) for stage in range(plan.stages)]
+        need = max(window_bytes(facts, span, micro_batch) for span in spans)
+        if memory_bytes is None or 2 * need <= memory_bytes:  # a copy in the first step
+            peers.meet()
+            pilot = rehearse(world, plan)
+            found += [pilot] if pilot is not None else []
+    return found
+
+
+def _message_bytes(facts: ModelFacts, sections: Sequence[SectionSamples]) -> list[int]:
+    """Sizes between a bare message and the largest that crosses a cut at the largest m measured."""
+    largest = max(each.boundary_bytes for each in facts.sections) * max(each.micro_batch for each in sections)
+    largest = min(max(largest, 2**16), _MOST_MESSAGE_BYTES)
+    return [_SMALL_BYTES, largest // 4, largest]
+
+
+def _gradient_bytes(facts: ModelFacts) -> list[int]:
+    """Sizes around those of one section's gradients, which are reduced as a whole."""
+    largest = min(max(2**16, *(each.trainable_bytes for each in facts.sections)), _MOST_MESSAGE_BYTES)
+    return [_SMALL_BYTES, largest // 4, largest]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, write a ``Measured`` to the output file, or the error instead; returns the exit code."""
+    output, script, args = Path(argv[0]), Path(argv[1]), argv[2:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        taken = take_trainer(script, args)
+        store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        measured = measure(taken.trainer, Peers(store, rank, size, _HOST), store)
+    except VarunaError as error:
+        output.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        return error.exit_code
+    output.write_text(measured.model_dump_json())
+    join_all(_EXIT_BOUND_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

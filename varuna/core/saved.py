@@ -1,0 +1,49 @@
+"""What workers report of a part of a section that is durable; manifests are made of these."""
+
+from math import prod
+
+from pydantic import Field
+
+from varuna.core.value import Value
+
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E4M3FNUZ": 1, "F8_E5M2": 1, "F8_E5M2FNUZ": 1,
+    "C64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+"""Bytes of an element, by safetensors' name of its dtype."""
+
+
+class Piece(Value):
+    """A run of elements of one tensor, as they lie in a shard's file."""
+
+    name: str = Field(description="the tensor's, such as 'optimizer/wte.weight/exp_avg'")
+    dtype: str = Field(description="safetensors' name")
+    shape: tuple[int, ...] = Field(description="of the whole tensor")
+    first: int = Field(ge=0, description="first element, counted in the flattened tensor")
+    count: int = Field(ge=0, description="elements")
+    offset: int = Field(ge=0, description="byte within the file where they begin")
+    crc32: int = Field(default=0, ge=0, description="of the bytes")
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the run."""
+        return self.count * ITEM_BYTES[self.dtype]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of its tensor."""
+        return self.count == prod(self.shape)
+
+
+class SavedShard(Value):
+    """One part of a section in an unfinished checkpoint, durable in the run's store."""
+
+    step: int
+    generation: int
+    section: int
+    part: int = Field(default=0, ge=0)
+    parts: int = Field(default=1, ge=1, description="into how many the section is divided")
+    file: str
+    size_bytes: int = Field(ge=0)
+    pieces: tuple[Piece, ...] = ()
+    scalars: str = Field(default="{}", description="JSON of optimizer state that is no tensor; in part 0")

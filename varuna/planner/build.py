@@ -1,0 +1,193 @@
+"""From a shape to a plan: balanced sections, in-flight depths, kept sections, and every stage's bytes."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+from varuna.core.plan import Plan
+from varuna.core.units import format_bytes
+from varuna.planner.balance import balance_stages
+from varuna.planner.costs import pipeline_costs
+from varuna.planner.estimate import Guess, Shape
+from varuna.planner.profile import Profile
+from varuna.planner.request import PlanRequest
+from varuna.planner.sizing import Size, Sizer
+from varuna.schedule.policy import stash_limit
+from varuna.simulator.bounds import lower_bound_s
+from varuna.simulator.costs import PipelineCosts
+
+_FLEXIBLE = ("varuna", "adaptive")  # policies that keep any in-flight limit
+# n_k = factor x (P - k) + 2. Steps of deep pipelines exceed their bound by about a share, and one more per N / P.
+_EXCESS = {2: (0.02, 0.1), 3: (0.005, 0.05), 1: (0.03, 0.3)}  # the likely best first
+_PRECISION = 1e-3  # of balancing
+_DEEP = 16  # stages
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """A plan that fits, its costs, and its bound as ``plan.step_s``."""
+
+    plan: Plan
+    costs: PipelineCosts
+    promise_s: float
+    """What it will probably take at least: shallow flight never reaches its bound, least of all in short steps."""
+    unlimited_s: float
+    """The bound if nothing limited its flight: what deeper flight could bring."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """A shape that does not fit."""
+
+    shape: Shape
+    reason: str
+    missing_bytes: int
+
+
+class Builder:
+    """Builds the plans of one micro-batch size."""
+
+    def __init__(self, request: PlanRequest, profile: Profile) -> None:
+        self.request, self.profile = request, profile
+
+    @property
+    def may_keep(self) -> bool:
+        """Whether the policy runs stages that keep some sections and recompute others."""
+        return self.request.policy == "adaptive"
+
+    def first(self, guess: Guess) -> Built | Misfit:
+        """The plan of a shape with the in-flight depths that are most often best."""
+        built = self._build(guess.shape, self._factors[0], guess.bottleneck_s * 1.05)
+        return self.misfit(guess.shape) if built is None else built
+
+    def others(self, built: Built) -> Iterator[Built]:
+        """Plans of the same shape with other depths, where they differ."""
+        shape = Shape(built.plan.stages, built.plan.replicas, built.plan.micro_batch)
+        pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
+        seen = {_kind(built.plan)}
+        for factor in self._factors[1:]:
+            other = self._build(shape, factor, pace_s)
+            if other is not None and _kind(other.plan) not in seen:
+                seen.add(_kind(other.plan))
+                yield other
+
+    @cached_property
+    def _cuts_s(self) -> tuple[float, ...]:
+        """Serialisation over the cut before each section, in the dearer direction, between VMs."""
+        profile = self.profile
+        rate = profile.calibration.across_vms.link.bytes_per_s
+        there, back = profile.boundary_bytes[:-1], profile.gradient_boundary_bytes[:-1]
+        return (0.0, *(max(pair) / rate for pair in zip(there, back, strict=True)))
+
+    @property
+    def _factors(self) -> tuple[int, ...]:
+        return tuple(_EXCESS) if self.may_keep and self.request.limit_bytes is not None else (3,)
+
+    def _build(self, shape: Shape, factor: int, hint_s: float) -> Built | None:
+        sizer = self._sizer(self._depths(shape, factor))
+        starts = balance_stages(
+            sizer.seconds,
+            sections=self.profile.sections,
+            stages=shape.stages,
+            cuts_s=self._cuts_s,
+            hint_s=hint_s,
+            precision=_PRECISION,
+        )
+        return self._bounded(self._plan(shape, starts, sizer), factor) if starts else None
+
+    def misfit(self, shape: Shape) -> Misfit:
+        """How much a shape lacks, balanced as if there were memory enough."""
+        sizer = self._sizer(self._depths(shape, 1), unlimited=True)
+        starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages)
+        spans = pairwise((*starts, self.profile.sections))
+        needs = [sizer.least_bytes(k, start, stop) for k, (start, stop) in enumerate(spans)]
+        worst, found = max(needs), self.request.limit_bytes or 0
+        return Misfit(
+            shape=shape,
+            reason=f"stage {needs.index(worst)} of P={shape.stages} needs {format_bytes(worst)} but each worker has "
+            f"{format_bytes(found)}: {format_bytes(worst - found)} too little",
+            missing_bytes=worst - found,
+        )
+
+    def _plan(self, shape: Shape, starts: tuple[int, ...], sizer: Sizer) -> Plan:
+        ends = (*starts[1:], self.profile.sections)
+        sizes: list[Size] = []
+        most = None
+        for k in reversed(range(shape.stages)):
+            size = sizer.size(k, starts[k], ends[k], most=most)
+            assert size is not None, "the balance fits"
+            sizes.insert(0, size)
+            most = size.depth + sizer.waiting[k]  # more than that would pile up here
+        return Plan(
+            stages=shape.stages,
+            replicas=shape.replicas,
+            micro_batch=shape.micro_batch,
+            global_batch=self.request.global_batch,
+            starts=starts,
+            sections=self.profile.sections,
+            policy=self.request.policy,
+            stash_limits=tuple(size.depth for size in sizes),
+            kept=tuple(size.kept for size in sizes) if any(size.kept for size in sizes) else (),
+            split_last=self._split_last(shape),
+            memory_bytes=tuple(sizer.detail(k, starts[k], ends[k], size).total for k, size in enumerate(sizes)),
+        )
+
+    def _bounded(self, plan: Plan, factor: int) -> Built:
+        costs = pipeline_costs(self.profile, plan, gpus_per_vm=self.request.vm_size)
+        longest = len(plan.micro_batches_of(0))
+        bound_s, unlimited_s = (
+            lower_bound_s(
+                costs,
+                micro_batches=longest,
+                stash_limits=limits,
+                policy=plan.policy,
+                split_last=plan.split_last,
+            )
+            for limits in (plan.stash_limits, (longest,) * plan.stages)
+        )
+        share, short_share = _EXCESS[factor]
+        excess = share + short_share * plan.stages / longest
+        excess *= min(1.0, (plan.stages - 1) / _DEEP)
+        return Built(
+            plan=plan.model_copy(update={"step_s": bound_s}),
+            costs=costs,
+            promise_s=bound_s * (1 + excess),
+            unlimited_s=unlimited_s,
+        )
+
+    def _split_last(self, shape: Shape) -> int:
+        """P, to compare plans with, where sections can be split at all."""
+        splits = any(kind.splits for kind in self.profile.calibration.kinds.values())
+        return min(shape.stages, self._longest(shape)) if self.may_keep and splits and shape.stages > 1 else 0
+
+    def _longest(self, shape: Shape) -> int:
+        """N of the replica with the most micro-batches."""
+        micro_batches = -(-self.request.global_batch // shape.micro_batch)
+        return -(-micro_batches // shape.replicas)
+
+    def _depths(self, shape: Shape, factor: int) -> tuple[int, ...]:
+        """Wanted in-flight depths: the policy's own, or shallower ones that leave memory for keeping."""
+        stages = shape.stages
+        longest_run = self._longest(shape)
+        if self.request.policy not in _FLEXIBLE:
+            return tuple(stash_limit(stages, k, longest_run, self.request.policy) for k in range(stages))
+        depths = [min(longest_run, factor * (stages - k) + 2) for k in range(stages)]
+        depths[-1] = 1  # its gradients are always there: a second micro-batch in flight would never be used
+        return tuple(depths)
+
+    def _sizer(self, wanted: tuple[int, ...], *, unlimited: bool = False) -> Sizer:
+        flexible = self.request.policy in _FLEXIBLE
+        stages = len(wanted)
+        least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
+        return Sizer(
+            self.profile,
+            limit_bytes=None if unlimited else self.request.limit_bytes,
+            wanted=wanted,
+            least=least,
+            may_keep=self.may_keep,
+        )
+
+
+def _kind(plan: Plan) -> tuple[tuple[int, ...], ...]:
+    return plan.starts, plan.stash_limits, plan.kept

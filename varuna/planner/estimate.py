@@ -1,0 +1,168 @@
+"""A first guess at every shape P x D, in a few microseconds: which ones are worth a closer look."""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import sub
+from typing import NamedTuple
+
+from varuna.planner.network import crossings, link_of, reduce_s
+from varuna.planner.profile import Profile
+from varuna.planner.request import PlanRequest
+
+_VOTE_BYTES = 1024  # about: its latency is what counts
+_DEPTH_FACTOR = 2  # micro-batches in flight per stage, where memory has a use for keeping
+_LIGHT = 0.5  # of the median section's work or state
+_STATE_SHARE = 18  # bytes of state that a byte of a tied parameter stands for, at most
+_NEAR = 1.15  # above the best guess: D's of half or twice as many replicas are worth a look
+_AS_GOOD = 1.02  # and all others
+_REPLICAS = 3  # D's to consider for a depth
+_FASTER = 1.1  # steps of the search over D: some rings are slower than a few more micro-batches
+
+
+class Shape(NamedTuple):
+    """P stages x D replicas at m examples per micro-batch."""
+
+    stages: int
+    replicas: int
+    micro_batch: int
+
+
+class Guess(NamedTuple):
+    """A shape and about the least that a step of it takes."""
+
+    step_s: float
+    bottleneck_s: float
+    shape: Shape
+
+
+class Guesser:
+    """Guesses for one micro-batch size."""
+
+    def __init__(self, request: PlanRequest, profile: Profile, *, may_keep: bool) -> None:
+        """Prepare what is the same for every depth.
+
+        Args:
+            request: what is asked for.
+            profile: of the sections.
+            may_keep: whether activations of some sections may be kept.
+        """
+        self.request, self.profile, self.may_keep = request, profile, may_keep
+        backward_s = (profile.input_s if may_keep else profile.backward_s).before[-1]
+        self._way_s_all = profile.forward_s.before[-1] + backward_s
+        all_bytes = sum(profile.boundary_bytes) + sum(profile.gradient_boundary_bytes)
+        self._mean_bytes = all_bytes / max(1, profile.sections - 1)
+        heavy = _heavy(profile.work_s.values)
+        self._work, self._recompute = (
+            list(accumulate((sums.values[i] for i in heavy), initial=0.0))
+            for sums in (profile.work_s, profile.recompute_s)
+        )
+        pairs = zip(profile.resident_bytes.values, profile.own_bytes.values, strict=True)
+        needs = [resident + own for resident, own in pairs]
+        self._needs = list(accumulate((needs[i] for i in _heavy(needs)), initial=0.0))
+
+    def guesses(self, stages: int) -> list[Guess]:
+        """P stages that are perfectly balanced, and keep what memory could hold: the best D, and others near it.
+
+        What rings really cost depends on the balance, so that another D may turn out better.
+        """
+        scored = sorted(self._by_replicas(stages), key=lambda pair: pair[0])
+        best_score, best = scored[0]
+        found = [best]
+        for score, guess in scored[1:]:
+            few, many = sorted((guess.shape.replicas, best.shape.replicas))
+            is_far = many >= 2 * few
+            if score <= best_score * (_NEAR if is_far else _AS_GOOD):
+                found.append(guess)
+        return found[:_REPLICAS]
+
+    def _by_replicas(self, stages: int) -> Iterator[tuple[float, Guess]]:
+        """Scores and guesses for ever fewer replicas, while computing alone could still win."""
+        profile, request = self.profile, self.request
+        micro_batches = -(-request.global_batch // profile.micro_batch)
+        bottleneck_s, way_s = self._bottleneck_s(stages), self._way_s(stages)
+        gradient_bytes = profile.gradient_bytes.before[-1] / stages
+        backward_s = profile.backward_s.before[-1] / stages  # of the last micro-batch, which hides reductions
+        best_score = float("inf")
+        most = min(request.workers // stages, micro_batches)
+        each = -(-micro_batches // most)
+        while request.score(stages, each * bottleneck_s) < best_score * _NEAR:
+            replicas = -(-micro_batches // each) if request.leaves_idle else most
+            step_s = each * bottleneck_s + way_s
+            step_s += max(0.0, self._ring_s(gradient_bytes, stages, replicas, replicas) - backward_s)
+            step_s += self._ring_s(_VOTE_BYTES, stages, replicas, stages * replicas)
+            score = request.score(stages * replicas, step_s)
+            best_score = min(best_score, score)
+            yield score, Guess(step_s, bottleneck_s, Shape(stages, replicas, profile.micro_batch))
+            if replicas == 1 or not request.leaves_idle:
+                return
+            each = min(micro_batches, max(each + 1, int(each * _FASTER)))
+
+    def _ring_s(self, size_bytes: float, stages: int, replicas: int, members: int) -> float:
+        return reduce_s(
+            self.profile.calibration,
+            size_bytes,
+            stages=stages,
+            replicas=replicas,
+            gpus_per_vm=self.request.vm_size,
+            members=members,
+        )
+
+    def fits(self, stages: int) -> bool:
+        """Whether it is not plain that P stages lack memory: all together, or the one with S / P sections or more."""
+        limit_bytes = self.request.limit_bytes
+        if limit_bytes is None:
+            return True
+        profile = self.profile
+        room = limit_bytes - profile.calibration.hardware.reserved_bytes
+        tied_bytes = sum(tied.size_bytes for tied in profile.calibration.tied)
+        if profile.resident_bytes.before[-1] - _STATE_SHARE * tied_bytes > stages * room:
+            return False
+        return stages == 1 or _least_window(self._needs, stages) <= room
+
+    def _bottleneck_s(self, stages: int) -> float:
+        """At least one stage has S / P sections or more, and the mean stage has 1 / P of the work."""
+        profile, share = self.profile, self._recomputed(stages)
+        mean_s = (profile.work_s.before[-1] + share * profile.recompute_s.before[-1]) / stages
+        window_s = _least_window(self._work, stages) + share * _least_window(self._recompute, stages)
+        return max(window_s, mean_s) + 2 * profile.calibration.action_s
+
+    def _recomputed(self, stages: int) -> float:
+        """Share of the work that is recomputed, if all stages were average."""
+        limit_bytes = self.request.limit_bytes
+        if not self.may_keep or limit_bytes is None:
+            return (stages - 1) / (stages + 1)
+        profile = self.profile
+        state = profile.resident_bytes.before[-1]
+        activations = profile.activation_bytes.before[-1] / stages
+        room = limit_bytes - profile.calibration.hardware.reserved_bytes - state / stages - activations
+        boundary = min(profile.boundary_bytes[:-1], default=0)
+        share = 0.0
+        for behind in range(2, stages + 1):  # stages from here to the last
+            depth = _DEPTH_FACTOR * behind + 2
+            spare = max(0.0, room - depth * boundary)
+            share += max(0.0, 1.0 - spare / ((depth - 1) * activations)) if activations else 0.0
+        return share / stages
+
+    def _way_s(self, stages: int) -> float:
+        """The first micro-batch's way in, and the last one's way out."""
+        if stages == 1:
+            return 0.0
+        outer = sum(crossings(stages, 1, self.request.vm_size))
+        seconds = self._way_s_all * (stages - 1) / stages
+        for crosses, count in ((True, outer), (False, stages - 1 - outer)):
+            link = link_of(self.profile.calibration, crosses=crosses)
+            seconds += count * (2 * (link.latency_s + link.jitter.mean_s) + self._mean_bytes / link.bytes_per_s)
+        return seconds
+
+
+def _heavy(figures: Sequence[float]) -> list[int]:
+    """Sections that are not light: those may join others in a stage as if they were nothing."""
+    least = sorted(figures)[len(figures) // 2] * _LIGHT
+    return [i for i, figure in enumerate(figures) if figure >= least]
+
+
+def _least_window(sums: list[float], stages: int) -> float:
+    """What the fullest stage has at least: one of P holds S / P consecutive sections or more."""
+    length = -(-(len(sums) - 1) // stages)
+    least: float = min(map(sub, sums[length:], sums))
+    return least

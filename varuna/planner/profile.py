@@ -1,0 +1,122 @@
+"""A calibration at one micro-batch size: figures by section, and their sums over any span of sections."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from varuna.core.calibration import Calibration, SectionKind
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A figure by section, with its prefix sums."""
+
+    values: tuple[float, ...]
+    before: tuple[float, ...]
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Sums":
+        """Add them up once."""
+        return Sums(tuple(values), tuple(accumulate(values, initial=0)))
+
+    def over(self, span: range) -> float:
+        """Their sum over consecutive sections."""
+        return self.before[span.stop] - self.before[span.start]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Seconds and bytes of each section for a micro-batch of m examples."""
+
+    calibration: Calibration
+    micro_batch: int
+    forward_s: Sums
+    recompute_s: Sums
+    backward_s: Sums
+    input_s: Sums
+    """Of I; where a section cannot be split, the whole B."""
+    weight_s: Sums
+    """Of W; 0 where a section cannot be split."""
+    activation_bytes: Sums
+    queued_bytes: Sums
+    """Kept between I and W."""
+    parameter_bytes: Sums
+    gradient_bytes: Sums
+    optimizer_bytes: Sums
+    """On the GPU: none where the state lives in host memory."""
+    state_bytes: Sums
+    """Parameters and optimizer state, wherever they live: what a checkpoint holds."""
+    work_s: Sums
+    """F and B together."""
+    resident_bytes: Sums
+    """Parameters, gradients and optimizer state on the GPU."""
+    own_bytes: Sums
+    """Of them, without gradients: what a tentative step copies."""
+    cut_bytes: tuple[int, ...]
+    """Activation and gradient of a micro-batch over the cut before each section, and behind the last: none there."""
+    trainable_bytes: tuple[int, ...]
+    boundary_bytes: tuple[int, ...]
+    """Activation behind each section."""
+    gradient_boundary_bytes: tuple[int, ...]
+    """Gradient that comes back there."""
+
+    @property
+    def sections(self) -> int:
+        """Sections of the model."""
+        return len(self.boundary_bytes)
+
+
+def profile(calibration: Calibration, micro_batch: int) -> Profile:
+    """Evaluate each kind once and lay the figures out by section."""
+    m, kinds, names = micro_batch, calibration.kinds, calibration.kind_names
+
+    def lay(figure: Callable[[SectionKind], float]) -> list[float]:
+        by_kind = {name: figure(kind) for name, kind in kinds.items()}
+        return [by_kind[name] for name in names]
+
+    def whole(figure: Callable[[SectionKind], int]) -> tuple[int, ...]:
+        return tuple(int(value) for value in lay(figure))
+
+    on_host = calibration.optimizer.host_bytes_per_s is not None
+
+    def optimizer_bytes(kind: SectionKind) -> int:
+        return 0 if on_host else kind.optimizer_bytes
+
+    boundary_bytes = whole(lambda kind: kind.boundary_bytes * m)
+    back_bytes = whole(lambda kind: _gradient_boundary_bytes(kind) * m)
+    return Profile(
+        calibration=calibration,
+        micro_batch=m,
+        forward_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m))),
+        recompute_s=Sums.of(lay(lambda kind: kind.at(kind.recompute_s or kind.forward_s, m))),
+        backward_s=Sums.of(lay(lambda kind: kind.at(kind.backward_s, m))),
+        input_s=Sums.of(lay(lambda kind: kind.at(kind.input_s or kind.backward_s, m))),
+        weight_s=Sums.of(lay(lambda kind: kind.at(kind.weight_s, m) if kind.splits else 0.0)),
+        activation_bytes=Sums.of(lay(lambda kind: kind.activation_bytes * m)),
+        queued_bytes=Sums.of(lay(lambda kind: _queued_bytes(kind) * m)),
+        parameter_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes)),
+        gradient_bytes=Sums.of(lay(_gradient_bytes)),
+        optimizer_bytes=Sums.of(lay(optimizer_bytes)),
+        state_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes)),
+        work_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m) + kind.at(kind.backward_s, m))),
+        resident_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + _gradient_bytes(kind) + optimizer_bytes(kind))),
+        own_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + optimizer_bytes(kind))),
+        cut_bytes=(0, *(there + back for there, back in zip(boundary_bytes[:-1], back_bytes[:-1], strict=True)), 0),
+        trainable_bytes=whole(lambda kind: kind.trainable_bytes),
+        boundary_bytes=boundary_bytes,
+        gradient_boundary_bytes=back_bytes,
+    )
+
+
+def _gradient_bytes(kind: SectionKind) -> int:
+    return kind.trainable_bytes if kind.gradient_bytes is None else kind.gradient_bytes
+
+
+def _queued_bytes(kind: SectionKind) -> int:
+    if not kind.splits:
+        return 0
+    return kind.activation_bytes if kind.queued_bytes is None else kind.queued_bytes
+
+
+def _gradient_boundary_bytes(kind: SectionKind) -> int:
+    return kind.boundary_bytes if kind.gradient_boundary_bytes is None else kind.gradient_boundary_bytes

@@ -1,0 +1,205 @@
+"""A ranking as people and programs read it: what each plan takes, holds and costs, and why the others lost."""
+
+from pydantic import Field
+
+from varuna.core.plan import Plan
+from varuna.core.value import Value
+from varuna.planner.costs import pipeline_costs
+from varuna.planner.estimate import Shape
+from varuna.planner.plans import Ranking, Rejection
+from varuna.planner.predict import Breakdown, predict
+from varuna.planner.profile import profile
+from varuna.planner.request import PlanRequest
+
+_NAMES = {
+    "compute_s": "compute",
+    "transfer_s": "transfer",
+    "reduce_s": "all-reduce",
+    "optimizer_s": "optimizer",
+    "idle_s": "idle",
+}
+
+
+class BreakdownReport(Value):
+    """What the average GPU spends a step on, in seconds; the parts add up to the step."""
+
+    compute_s: float
+    transfer_s: float = Field(description="idle while what runs next is on its way")
+    reduce_s: float = Field(description="all-reduces that no computation hides")
+    optimizer_s: float
+    idle_s: float = Field(description="filling, draining, uneven stages")
+
+
+class PlanReport(Value):
+    """One plan."""
+
+    stages: int = Field(description="P")
+    replicas: int = Field(description="D")
+    micro_batch: int = Field(description="m, examples")
+    micro_batches: int = Field(description="N_m of the replica with the most")
+    step_time_s: float
+    examples_per_s: float
+    bubble: float = Field(description="share of the pipeline's time in which the average GPU does not compute")
+    memory_bytes: tuple[int, ...] = Field(description="peak, by stage")
+    breakdown: BreakdownReport
+    gpus_used: int
+    gpus_idle: int
+    slower: float = Field(description="step time over that of the first plan, minus 1")
+    why: str = Field(description="what makes it slower than the first plan")
+    sharing: str = Field(description="how the global batch is shared out")
+    dollars_per_hour: float | None
+    dollars_per_million_examples: float | None
+    policy: str
+    starts: tuple[int, ...] = Field(description="first section of each stage")
+    in_flight: tuple[int, ...] = Field(description="most micro-batches in flight, by stage")
+    kept: tuple[int, ...] = Field(description="sections that keep their activations, by stage")
+    split_last: int = Field(description="backwards at the end that run as I and W")
+    snapshot_s: float | None = Field(description="copying the largest stage out for a checkpoint")
+
+
+class OutpacedReport(Value):
+    """A plan that was not simulated: its bound cannot win."""
+
+    stages: int
+    replicas: int
+    micro_batch: int
+    at_least_s: float
+
+
+class RankingReport(Value):
+    """Everything that ``varuna plan`` prints."""
+
+    model: str
+    hardware: str
+    calibrated: str = Field(description="when; empty if it is not known")
+    gpus: int
+    gpus_per_vm: int
+    global_batch: int
+    memory_bytes: int | None = Field(description="of a GPU; null: unlimited")
+    objective: str
+    plans: tuple[PlanReport, ...] = Field(description="best first")
+    outpaced: tuple[OutpacedReport, ...]
+    rejected: tuple[Rejection, ...]
+
+
+def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | None) -> RankingReport:
+    """Predict the first ``request.wanted`` plans once more, for what their steps are spent on.
+
+    Args:
+        request: what was asked for.
+        ranking: the answer.
+        price_per_hour: of a GPU, in dollars.
+    """
+    shown = ranking.plans[: request.wanted]
+    breakdowns = [_breakdown(request, plan) for plan in shown]
+    plans = [
+        _plan_report(request, plan, parts, shown[0], breakdowns[0], price_per_hour)
+        for plan, parts in zip(shown, breakdowns, strict=True)
+    ]
+    calibration = request.calibration
+    return RankingReport(
+        model=calibration.model.name,
+        hardware=calibration.hardware.name,
+        calibrated=calibration.created,
+        gpus=request.workers,
+        gpus_per_vm=request.vm_size,
+        global_batch=request.global_batch,
+        memory_bytes=request.limit_bytes,
+        objective=request.objective,
+        plans=tuple(plans),
+        outpaced=tuple(
+            OutpacedReport(
+                stages=shape.stages, replicas=shape.replicas, micro_batch=shape.micro_batch, at_least_s=at_least_s
+            )
+            for shape, at_least_s in _outpaced(request, ranking)
+        ),
+        rejected=ranking.rejected,
+    )
+
+
+def _outpaced(request: PlanRequest, ranking: Ranking) -> list[tuple[Shape, float]]:
+    """Best entry of each depth that is not among the plans shown, by bound."""
+    known = {plan.stages for plan in ranking.plans[: request.wanted]}
+    best: dict[int, tuple[Shape, float]] = {}
+    for plan in (*ranking.plans[request.wanted :], *ranking.outpaced):
+        if plan.stages not in known and plan.step_s < best.get(plan.stages, (None, float("inf")))[1]:
+            best[plan.stages] = (Shape(plan.stages, plan.replicas, plan.micro_batch), plan.step_s)
+    return sorted(best.values(), key=lambda entry: entry[1])
+
+
+def _breakdown(request: PlanRequest, plan: Plan) -> Breakdown:
+    costs = pipeline_costs(profile(request.calibration, plan.micro_batch), plan, gpus_per_vm=request.vm_size)
+    return predict(costs, plan).breakdown
+
+
+def _plan_report(
+    request: PlanRequest,
+    plan: Plan,
+    parts: Breakdown,
+    best: Plan,
+    best_parts: Breakdown,
+    price_per_hour: float | None,
+) -> PlanReport:
+    examples_per_s = plan.global_batch / plan.step_s if plan.step_s else float("inf")
+    hourly = None if price_per_hour is None else price_per_hour * request.paid(plan.workers)
+    return PlanReport(
+        stages=plan.stages,
+        replicas=plan.replicas,
+        micro_batch=plan.micro_batch,
+        micro_batches=len(plan.micro_batches_of(0)),
+        step_time_s=plan.step_s,
+        examples_per_s=examples_per_s,
+        bubble=parts.bubble,
+        memory_bytes=plan.memory_bytes,
+        breakdown=BreakdownReport(**{name: getattr(parts, name) for name in _NAMES}),
+        gpus_used=plan.workers,
+        gpus_idle=request.workers - plan.workers,
+        slower=plan.step_s / best.step_s - 1 if best.step_s else 0.0,
+        why="" if plan is best else _why(request, plan, parts, best, best_parts),
+        sharing=_sharing(plan),
+        dollars_per_hour=hourly,
+        dollars_per_million_examples=None if hourly is None else hourly / 3600 / examples_per_s * 1e6,
+        policy=plan.policy,
+        starts=plan.starts,
+        in_flight=plan.stash_limits,
+        kept=plan.kept or (0,) * plan.stages,
+        split_last=plan.split_last,
+        snapshot_s=_snapshot_s(request, plan),
+    )
+
+
+def _why(request: PlanRequest, plan: Plan, parts: Breakdown, best: Plan, best_parts: Breakdown) -> str:
+    """The two parts of a step that grew most against the best plan, and GPUs that do not work."""
+    if plan.step_s <= best.step_s:
+        return "as fast" if request.objective == "time" else "dearer"
+    grown = {label: getattr(parts, name) - getattr(best_parts, name) for name, label in _NAMES.items()}
+    least = 0.1 * (plan.step_s - best.step_s)
+    most = [label for label in sorted(grown, key=grown.__getitem__, reverse=True) if grown[label] > least][:2]
+    words = [f"+{grown[label]:.2g} s {label}" for label in most]
+    if plan.workers < best.workers:
+        words.append(f"{_gpus(request.workers - plan.workers)} without work")
+    return ", ".join(words)
+
+
+def _gpus(count: int) -> str:
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def _sharing(plan: Plan) -> str:
+    """How many micro-batches each replica runs, and how M stays exact."""
+    base, more = divmod(plan.micro_batches, plan.replicas)
+    if not more:
+        text = f"each replica runs {base} micro-batches of {plan.micro_batch}"
+    else:
+        text = f"{more} replicas run {base + 1} micro-batches of {plan.micro_batch}, {plan.replicas - more} run {base}"
+    short = plan.global_batch % plan.micro_batch
+    return f"{text}; the last has {short}" if short else text
+
+
+def _snapshot_s(request: PlanRequest, plan: Plan) -> float | None:
+    """Seconds to copy a stage's parameters and state; its replicas share the work."""
+    rate = request.calibration.snapshot_bytes_per_s
+    if rate is None:
+        return None
+    state = profile(request.calibration, plan.micro_batch).state_bytes
+    return max(state.over(plan.sections_of(k)) for k in range(plan.stages)) / plan.replicas / rate

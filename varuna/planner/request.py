@@ -1,0 +1,45 @@
+"""What a plan is asked for."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from varuna.core.calibration import Calibration
+from varuna.core.value import Value
+
+Objective = Literal["time", "dollar"]
+
+
+class PlanRequest(Value):
+    """A model on some hardware, the workers at hand, and what the user fixed."""
+
+    calibration: Calibration
+    workers: int = Field(description="most ranks to use; each has a GPU, where there are any")
+    global_batch: int = Field(ge=1, description="M, examples per step")
+    micro_batch: int | None = Field(default=None, description="m if it is fixed")
+    lowers_micro_batch: bool = Field(default=False, description="that m is a wish: halved where nothing fits")
+    memory_bytes: int | None = Field(default=None, gt=0, description="of a worker, instead of the calibration's")
+    gpus_per_vm: int | None = Field(default=None, ge=1, description="instead of the calibration's")
+    stages: int | None = Field(default=None, description="P if it is fixed")
+    leaves_idle: bool = Field(default=True, description="workers may idle where rings cost more than they bring")
+    policy: str = Field(default="adaptive", description="schedule policy of the plans")
+    objective: Objective = Field(default="time", description="fastest step, or most examples per dollar")
+    wanted: int = Field(default=1, ge=1, description="how many depths to rank exactly")
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Memory of a worker; None: unlimited."""
+        return self.calibration.hardware.memory_bytes if self.memory_bytes is None else self.memory_bytes
+
+    @property
+    def vm_size(self) -> int:
+        """GPUs of a VM."""
+        return self.gpus_per_vm or self.calibration.hardware.gpus_per_vm
+
+    def paid(self, workers: int) -> int:
+        """GPUs in the VMs that ``workers`` occupy."""
+        return -(-workers // self.vm_size) * self.vm_size
+
+    def score(self, workers: int, step_s: float) -> float:
+        """What a plan is ranked by, the least first: seconds, or GPU-seconds, per step."""
+        return step_s if self.objective == "time" else step_s * self.paid(workers)

@@ -1,0 +1,148 @@
+"""Best first: a guess at every shape is refined into a plan with a bound, and then simulated, only while it may win."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import count
+
+from varuna.core.plan import Plan
+from varuna.planner.build import Builder, Built, Misfit
+from varuna.planner.estimate import Guess
+from varuna.planner.predict import predict
+from varuna.planner.request import PlanRequest
+
+_OPTIMISM = 0.97  # guesses may be a little above what the shape becomes
+_SPARE = 4_000  # forwards: until so many are simulated, what should have lost is tried too
+_MOST = 60_000  # beyond, the best so far is good enough: bounds that lie low on odd networks must not cost minutes
+_SURPRISE = 1.2  # promises that much above the best plan are not
+_OTHERS = 0.95  # what other depths of a shape may take, against the likely best ones
+_ANOMALY = 0.99  # other depths of a shape must promise this much to be simulated as well
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What the search came to."""
+
+    plans: tuple[Plan, ...]
+    """Simulated, best first, one for each depth."""
+    bounded: tuple[Plan, ...]
+    """Built, but their bounds cannot win."""
+    guessed: tuple[Guess, ...]
+    """Not even built."""
+    misfits: tuple[Misfit, ...]
+
+
+def search(request: PlanRequest, builders: dict[int, Builder], guesses: list[Guess]) -> Found:
+    """Refine until the best plans of ``request.wanted`` depths are known.
+
+    Args:
+        request: what is asked for.
+        builders: by micro-batch size.
+        guesses: one for each shape worth a thought.
+    """
+    return _Search(request, builders, guesses).run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Others:
+    """Other depths of a shape, not built yet."""
+
+    built: Built
+
+
+_Entry = Guess | Built | _Others | Plan
+
+
+class _Search:
+    def __init__(self, request: PlanRequest, builders: dict[int, Builder], guesses: list[Guess]) -> None:
+        self._request = request
+        self._builders = builders
+        self._order = count()
+        self._queue: list[tuple[float, int, _Entry]] = [
+            (self._score(guess.shape.stages * guess.shape.replicas, guess.step_s * _OPTIMISM), next(self._order), guess)
+            for guess in guesses
+        ]
+        heapify(self._queue)
+        self._best: dict[tuple[int, int, int], Plan] = {}  # simulated, by shape
+        self._misfits: list[Misfit] = []
+        self._spent = 0  # forwards simulated
+
+    def run(self) -> Found:
+        ranked: set[int] = set()
+        best_score = float("inf")
+        while self._queue:
+            score, _, entry = heappop(self._queue)
+            is_enough = len(ranked) >= self._request.wanted or (self._spent > _MOST and bool(self._best))
+            if is_enough and (score > best_score * _SURPRISE or self._spent > _SPARE):
+                heappush(self._queue, (score, next(self._order), entry))
+                break
+            if _depth(entry) in ranked and not is_enough:  # with another D or m it is slower
+                continue
+            if isinstance(entry, Guess):
+                self._build(entry)
+            elif isinstance(entry, _Others):
+                for other in self._builders[entry.built.plan.micro_batch].others(entry.built):
+                    self._push(other.plan, other.promise_s, other)
+            elif isinstance(entry, Built):
+                self._simulate(entry, score)
+            elif self._best[_shape(entry)] is entry:
+                ranked.add(entry.stages)
+                best_score = min(best_score, score)
+        return self._found()
+
+    def _found(self) -> Found:
+        plans: dict[int, Plan] = {}
+        for plan in sorted(self._best.values(), key=lambda plan: self._score(plan.workers, plan.step_s)):
+            plans.setdefault(plan.stages, plan)
+        queued = (entry for _, _, entry in sorted(self._queue, key=lambda item: item[:2]))
+        rest = [entry for entry in queued if _depth(entry) not in plans]
+        return Found(
+            plans=tuple(plans.values()),
+            bounded=tuple(self._unseen(entry.plan for entry in rest if isinstance(entry, Built))),
+            guessed=tuple(entry for entry in rest if isinstance(entry, Guess)),
+            misfits=tuple(self._misfits),
+        )
+
+    def _build(self, guess: Guess) -> None:
+        outcome = self._builders[guess.shape.micro_batch].first(guess)
+        if isinstance(outcome, Misfit):
+            self._misfits.append(outcome)
+        else:
+            self._push(outcome.plan, outcome.promise_s, outcome)
+            others_s = min(outcome.promise_s * _OTHERS, outcome.unlimited_s)
+            self._push(outcome.plan, others_s, _Others(outcome))
+
+    def _simulate(self, built: Built, score: float) -> None:
+        known = self._best.get(_shape(built.plan))
+        if known is not None and score > _ANOMALY * self._score(known.workers, known.step_s):
+            return
+        self._spent += built.plan.stages * min(len(built.plan.micro_batches_of(0)), 4 * built.plan.stages)
+        plan = built.plan.model_copy(update={"step_s": predict(built.costs, built.plan).step_s})
+        if known is None or plan.step_s < known.step_s:
+            self._best[_shape(plan)] = plan
+            self._push(plan, plan.step_s, plan)
+
+    def _unseen(self, plans: Iterator[Plan]) -> Iterator[Plan]:
+        """One plan for each shape that has none."""
+        seen = set(self._best)
+        for plan in plans:
+            if _shape(plan) not in seen:
+                seen.add(_shape(plan))
+                yield plan
+
+    def _push(self, plan: Plan, step_s: float, entry: _Entry) -> None:
+        heappush(self._queue, (self._score(plan.workers, step_s), next(self._order), entry))
+
+    def _score(self, workers: int, step_s: float) -> float:
+        return self._request.score(workers, step_s)
+
+
+def _depth(entry: _Entry) -> int:
+    if isinstance(entry, Guess):
+        return entry.shape.stages
+    plan = entry if isinstance(entry, Plan) else entry.built.plan if isinstance(entry, _Others) else entry.plan
+    return plan.stages
+
+
+def _shape(plan: Plan) -> tuple[int, int, int]:
+    return plan.stages, plan.replicas, plan.micro_batch

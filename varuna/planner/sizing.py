@@ -1,0 +1,183 @@
+"""How deep, and keeping which activations, a stage runs within its memory: in-flight depth first, then keeping.
+
+Depth beats keeping on slow links (reference/pipelines.md §2), and each kept section costs its activations once
+per micro-batch in flight. So later stages, which hold fewer in flight, keep more, and get more sections.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from varuna.planner.profile import Profile
+
+
+class Size(NamedTuple):
+    """What a stage does with its memory."""
+
+    depth: int
+    """n_k, micro-batches in flight."""
+    kept: int
+    """Its last sections that keep their activations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """Where a stage's bytes go at its peak."""
+
+    parameters: int
+    gradients: int
+    """One accumulator per section, also for tied parameters: a morph may part the sections."""
+    optimizer: int
+    reserved: int
+    """What the job never gets."""
+    stash: int
+    """Inputs of the n_k micro-batches in flight, and of those that have arrived and wait."""
+    kept: int
+    """Activations of kept sections, of all micro-batches in flight."""
+    live: int
+    """Activations of the other sections, of one micro-batch."""
+    messages: int
+    """An activation and a gradient on their way at each end."""
+    copy: int
+    """Parameters and state as they were, while a step is applied before the vote: when nothing is in flight."""
+
+    @property
+    def state(self) -> int:
+        """What is there all the time."""
+        return self.parameters + self.gradients + self.optimizer + self.reserved
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.state + max(self.stash + self.kept + self.live + self.messages, self.copy)
+
+
+class Sizer:
+    """Memory of the stages of one depth P, at one micro-batch size."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        limit_bytes: int | None,
+        wanted: Sequence[int],
+        least: Sequence[int],
+        may_keep: bool,
+    ) -> None:
+        """Prepare for the probes of a balancing.
+
+        Args:
+            profile: of the sections.
+            limit_bytes: of a worker; None: unlimited, and unknown, so that nothing is kept.
+            wanted: in-flight depth of each stage where memory allows.
+            least: depth below which a stage does not fit.
+            may_keep: whether activations of some sections may be kept, and others not.
+        """
+        self._profile = profile
+        self._limit_bytes = limit_bytes
+        self._wanted = wanted
+        self._least = least
+        self._may_keep = may_keep and limit_bytes is not None
+        self._last = len(wanted) - 1
+        # What the stage before has sent and this one has not run yet waits here.
+        self.waiting = (0, *(max(0, before - own) for before, own in pairwise(wanted)))
+        self._reserved = profile.calibration.hardware.reserved_bytes
+        self._tied = profile.calibration.tied
+        gaps = [b - a for tied in self._tied for a, b in pairwise(tied.sections)]
+        self._tied_span = min(gaps, default=profile.sections)  # shorter stages hold no parameter twice
+        # A balance asks thousands of times: prefix sums at hand.
+        self._work, self._recompute = profile.work_s.before, profile.recompute_s.before
+        self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
+        self._own = profile.own_bytes.before
+
+    def seconds(self, stage: int, start: int, stop: int) -> float:
+        """Work for one micro-batch on a stage of sections [start, stop); infinite if they do not fit."""
+        work = self._work
+        whole_s = work[stop] - work[start]
+        if self._limit_bytes is None:
+            first_kept = stop
+        else:
+            size = self.size(stage, start, stop)
+            if size is None:
+                return float("inf")
+            first_kept = stop - size.kept
+        if stage == self._last or self._wanted[stage] == 1:
+            return whole_s
+        return whole_s + self._recompute[first_kept] - self._recompute[start]
+
+    def size(self, stage: int, start: int, stop: int, *, most: int | None = None) -> Size | None:
+        """Depth, at most ``most``, and kept sections; None if not even the least depth fits without keeping."""
+        wanted = self._wanted[stage]
+        if most is not None and most < wanted:
+            wanted = most
+        if self._limit_bytes is None:
+            return Size(wanted, 0)
+        resident, activations, cuts = self._resident, self._activations, self._profile.cut_bytes
+        state = resident[stop] - resident[start] + self._reserved
+        if stop - start > self._tied_span:
+            state -= sum(self._counted_twice(start, stop))
+        room = self._limit_bytes - state - cuts[start] - cuts[stop] - activations[stop] + activations[start]
+        if room < 0 or state + self._copy(start, stop) > self._limit_bytes:
+            return None
+        depth = wanted
+        if start:
+            incoming, waiting = self._profile.boundary_bytes[start - 1], self.waiting[stage]
+            if incoming and (wanted + waiting) * incoming > room:
+                depth = int(room // incoming) - waiting
+            if depth < min(wanted, self._least[stage]):
+                return None
+            room -= (depth + waiting) * incoming
+        if not self._may_keep or stage == self._last or depth == 1:
+            return Size(depth, 0)
+        first_kept = bisect_left(activations, activations[stop] - room / (depth - 1), start, stop)
+        return Size(depth, stop - first_kept)
+
+    def detail(self, stage: int, start: int, stop: int, size: Size) -> StageBytes:
+        """Where the bytes go."""
+        profile, span = self._profile, range(start, stop)
+        twice_parameters, twice_optimizer = self._counted_twice(start, stop)
+        parameters = int(profile.parameter_bytes.over(span)) - twice_parameters
+        optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer
+        kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
+        return StageBytes(
+            parameters=parameters,
+            gradients=int(profile.gradient_bytes.over(span)),
+            optimizer=optimizer,
+            reserved=self._reserved,
+            stash=(size.depth + self.waiting[stage]) * (profile.boundary_bytes[start - 1] if start else 0),
+            kept=size.depth * kept,
+            live=int(profile.activation_bytes.over(span)) - kept,
+            messages=profile.cut_bytes[start] + profile.cut_bytes[stop],
+            copy=int(self._copy(start, stop)),
+        )
+
+    def least_bytes(self, stage: int, start: int, stop: int) -> int:
+        """Peak at the least depth, keeping nothing."""
+        return self.detail(stage, start, stop, Size(self._least[stage], 0)).total
+
+    @property
+    def state_bytes(self) -> float:
+        """State of all stages together: below it no partition fits."""
+        whole = self._resident[-1] + len(self._wanted) * self._reserved
+        return whole - sum(self._counted_twice(0, self._profile.sections))
+
+    def _copy(self, start: int, stop: int) -> float:
+        """Parameters and optimizer state, which a tentative step copies; a lone stage applies none."""
+        if not self._last:
+            return 0
+        own = self._own[stop] - self._own[start]
+        return own - sum(self._counted_twice(start, stop)) if stop - start > self._tied_span else own
+
+    def _counted_twice(self, start: int, stop: int) -> tuple[int, int]:
+        """Parameter and optimizer bytes of tied parameters beyond their first section in the stage."""
+        parameters = optimizer = 0
+        profile = self._profile
+        for tied in self._tied:
+            for index in [section for section in tied.sections if start <= section < stop][1:]:
+                parameters += tied.size_bytes
+                if profile.trainable_bytes[index]:  # its share of the section's optimizer state
+                    state = int(profile.optimizer_bytes.values[index])
+                    optimizer += state * tied.size_bytes // profile.trainable_bytes[index]
+        return parameters, optimizer

@@ -1,0 +1,26 @@
+"""How many of the last backwards to split into I and W: none, or between P and 2P (reference/pipelines.md §2)."""
+
+from varuna.core.plan import Plan
+from varuna.planner.build import Builder
+from varuna.planner.costs import pipeline_costs
+from varuna.planner.predict import predict
+
+_MORE = 1.5  # of P, beside P itself, with which plans are compared
+_DEAR = 1.03  # halves that take this much longer than the whole may not pay at all
+
+
+def with_best_split(builder: Builder, plan: Plan) -> Plan:
+    """The plan with the ``split_last`` that simulates best."""
+    if not plan.split_last:
+        return plan
+    costs = pipeline_costs(builder.profile, plan, gpus_per_vm=builder.request.vm_size)
+    best = plan
+    tries = {min(round(_MORE * plan.stages), len(plan.micro_batches_of(0)))}
+    if any(stage.input_s + stage.weight_s > _DEAR * stage.backward_s for stage in costs.stages):
+        tries.add(0)
+    for split in sorted(tries):
+        tried = plan.model_copy(update={"split_last": split})
+        step_s = predict(costs, tried).step_s
+        if step_s < best.step_s:
+            best = tried.model_copy(update={"step_s": step_s})
+    return best

@@ -1,0 +1,137 @@
+"""What a simulated step looked like: times, shares, memory. Everything beyond the rows is derived when asked for."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from varuna.schedule.actions import Action, Kind, Orders
+from varuna.schedule.validate import Usage, usage
+from varuna.simulator.costs import PipelineCosts
+
+_MAKES_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
+
+
+class Executed(NamedTuple):
+    """An action and when it ran, in seconds from the start of the step."""
+
+    action: Action
+    start_s: float
+    end_s: float
+
+
+class Row:
+    """What one stage ran, in order.
+
+    Columns of plain values: a hundred thousand small tuples would keep the garbage collector busy for longer than
+    the simulation takes.
+    """
+
+    __slots__ = ("ends_s", "kinds", "micro_batches", "stage", "starts_s")
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        self.kinds: list[Kind] = []
+        self.micro_batches: list[int] = []
+        self.starts_s: list[float] = []
+        self.ends_s: list[float] = []
+
+    def __iter__(self) -> Iterator[Executed]:
+        columns = zip(self.kinds, self.micro_batches, self.starts_s, self.ends_s, strict=True)
+        for kind, micro_batch, start_s, end_s in columns:
+            yield Executed(Action(self.stage, kind, micro_batch), start_s, end_s)
+
+
+class StageTimes(NamedTuple):
+    """How a stage spent the step; the parts add up to it."""
+
+    compute_s: float
+    transfer_s: float
+    """idle, while what it ran next was on its way"""
+    idle_s: float
+    """idle for any other reason: what it ran next was not made yet, or the step's end was not here"""
+    reduce_s: float
+    """its all-reduce, and the exchange of its tied parameters"""
+    optimizer_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrace:
+    """What happened in a simulated step."""
+
+    step_s: float
+    """Start to end of the optimizer step."""
+    reduced_s: tuple[float, ...]
+    """When the gradients of each stage were summed: over the replicas, and over the holders of tied parameters."""
+    costs: PipelineCosts
+    rows: tuple[Row, ...]
+    """Executed actions, by stage."""
+
+    @property
+    def timeline(self) -> tuple[tuple[Executed, ...], ...]:
+        """The rows as tuples."""
+        return tuple(map(tuple, self.rows))
+
+    @property
+    def ends_s(self) -> tuple[float, ...]:
+        """End of the last action, by stage."""
+        return tuple(row.ends_s[-1] for row in self.rows)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the stages, in [0, 1), from the start to the last backward of the pipeline."""
+        span = len(self.rows) * max(self.ends_s)
+        busy = sum(sum(row.ends_s) - sum(row.starts_s) for row in self.rows)
+        return max(0.0, 1.0 - busy / span) if span else 0.0
+
+    @property
+    def exposed_reduce_s(self) -> float:
+        """From the last backward of the pipeline to the last sum: what of the all-reduces nothing hides."""
+        return max(self.reduced_s) - max(self.ends_s)
+
+    @property
+    def orders(self) -> Orders:
+        """The executed actions without their times: what the validator checks."""
+        return tuple(tuple(action for action, _, _ in row) for row in self.rows)
+
+    @property
+    def usage(self) -> tuple[Usage, ...]:
+        """Peaks of stash and live activation sets, by stage."""
+        return tuple(usage(row) for row in self.orders)
+
+    @property
+    def stage_bytes(self) -> tuple[int, ...]:
+        """Most bytes in flight, by stage: peaks of stash and live sets, as if they fell together."""
+        return tuple(
+            use.stash * stage.stash_bytes + use.live * stage.live_bytes
+            for use, stage in zip(self.usage, self.costs.stages, strict=True)
+        )
+
+    @property
+    def stage_times(self) -> tuple[StageTimes, ...]:
+        """How each stage spent the step."""
+        return tuple(self._times(k) for k in range(len(self.rows)))
+
+    def _times(self, stage: int) -> StageTimes:
+        row = self.rows[stage]
+        activations_s = self._made_s(stage - 1, (Kind.FORWARD,))
+        gradients_s = self._made_s(stage + 1, _MAKES_GRADIENT)
+        compute_s = transfer_s = before_s = 0.0
+        for (_, kind, micro_batch), start_s, end_s in row:
+            if start_s > before_s and kind is not Kind.WEIGHT:
+                made_s = (activations_s if kind is Kind.FORWARD else gradients_s).get(micro_batch, start_s)
+                transfer_s += max(0.0, start_s - max(before_s, made_s))
+            compute_s += end_s - start_s
+            before_s = end_s
+        optimizer_s = self.costs.optimizer_s
+        exchanges_s = sum(tied.exchange_s for tied in self.costs.tied if stage in tied.stages)
+        reduce_s = self.costs.stages[stage].allreduce_s + exchanges_s
+        idle_s = max(0.0, self.step_s - compute_s - transfer_s - reduce_s - optimizer_s)
+        return StageTimes(compute_s, transfer_s, idle_s, reduce_s, optimizer_s)
+
+    def _made_s(self, stage: int, kinds: tuple[Kind, ...]) -> dict[int, float]:
+        """When a neighbour had made what it sends, by micro-batch."""
+        if not 0 <= stage < len(self.rows):
+            return {}
+        row = self.rows[stage]
+        columns = zip(row.kinds, row.micro_batches, row.ends_s, strict=True)
+        return {micro_batch: end_s for kind, micro_batch, end_s in columns if kind in kinds}
