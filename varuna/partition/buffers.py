@@ -54,6 +54,11 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[Update,
     return updates
 
 
+def uses_batch_statistics(graph: Graph) -> bool:
+    """Whether an op normalises over the examples of a micro-batch."""
+    return any(op_name(node) == "aten::batch_norm" and node.args[5] is True for node in graph.nodes)
+
+
 def _take_statistics(capture: Capture) -> None:
     """Let each normalisation write its batch's own statistics (momentum 1), and update the buffers apart."""
     graph = capture.graph

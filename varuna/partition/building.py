@@ -80,6 +80,27 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
         return model.train()
 
 
+def cast_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
+    """What ``model.to(dtype)`` does, for a module whose parameters and buffers are fakes of ``mode``."""
+    made: dict[int, Tensor] = {}
+
+    def fake(value: Tensor) -> Tensor:
+        if id(value) not in made:
+            with mode:
+                new: Tensor = torch.empty_like(value, dtype=dtype)
+            is_parameter = isinstance(value, nn.Parameter)
+            made[id(value)] = nn.Parameter(new, requires_grad=value.requires_grad) if is_parameter else new
+        return made[id(value)]
+
+    originals = []  # kept alive, so that no identity is used twice
+    for module in model.modules():
+        for table in (module._parameters, module._buffers):
+            for name, value in table.items():
+                if value is not None and value.is_floating_point():
+                    originals.append(value)
+                    table[name] = fake(value)  # type: ignore[assignment]
+
+
 def _to_fakes(model: nn.Module, mode: FakeTensorMode) -> None:
     """Replace every parameter and buffer, the same one by the same fake, and unknown plain attributes."""
     made: dict[int, Tensor] = {}

@@ -20,9 +20,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_unflatten
 
 from varuna.core.errors import ModelError
-from varuna.partition.branches import general_sizes
-from varuna.partition.building import build_without_data
-from varuna.partition.functions import kept_functions
+from varuna.partition.building import build_without_data, cast_fakes
+from varuna.partition.conditions import Conditions, conditions_of
+from varuna.partition.exporting import Exported, export
 
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -32,16 +32,23 @@ EXPORT_EXAMPLES = 3
 """Examples in the batch that is exported: 1 would be specialised (0/1 rule), 2 is a common head count."""
 
 
+_WAYS_OUT = (
+    "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off in the "
+    "model's configuration; or wrap what cannot be followed into one operator with torch.library.custom_op. cut_at= "
+    "does not help: it names cuts of a model that can be captured. See docs/partitioning.md, section Refusals."
+)
 _DATA_DEPENDENT = (
-    "Varuna captures forward() once, without data: it cannot follow a Python branch or loop that depends on tensor "
-    "values (LayerDrop is one). Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or "
-    "switch that feature off in the model's configuration; or wrap what cannot be followed into one operator with "
-    "torch.library.custom_op. cut_at= does not help: it names cuts of a model that can be captured. See "
-    "docs/partitioning.md, section Refusals."
+    "Varuna captures forward() once: it follows branches on the samples, but no Python branch or loop that depends on "
+    f"activations or random numbers (LayerDrop is one). {_WAYS_OUT}"
+)
+_ONE_NUMBER = (
+    "forward() works for one number of samples only, since it makes a Python number of it: len(x) and int(x.shape[0]) "
+    "do, x.shape[0] does not."
 )
 _ANY_OTHER = (
     "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data. Try "
-    "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples."
+    "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there: "
+    f"{_WAYS_OUT}"
 )
 
 
@@ -52,6 +59,10 @@ class Recipe:
     build: Callable[[], nn.Module]
     loss: LossFunction | None = None
     metrics: MetricsFunction | None = None
+    dtype: torch.dtype = torch.float32
+    """anything else: parameters, floating buffers and floating inputs are cast to it, as ``model.to(dtype)`` does"""
+    training: bool = True
+    """False: as ``model.eval()`` makes it"""
 
 
 @dataclass(frozen=True)
@@ -67,17 +78,26 @@ class Capture:
     """placeholder -> the model's own name of the parameter (the first, for a tied one)"""
     trainable: frozenset[str]
     aliases: dict[str, str]
-    """every further name of a tied parameter -> its first name"""
+    """every further name of a tied parameter or buffer -> its first name"""
     buffers: dict[str, str]
-    """placeholder -> the model's own name of the buffer"""
+    """placeholder -> the model's own name of the buffer (the first, for one that modules share)"""
     constants: dict[str, Tensor]
     inputs: dict[str, str]
     """placeholder -> key of the batch"""
     batch_symbol: Any
-    """sympy symbol of the batch dimension; None where the graph has one fixed batch size"""
+    """sympy symbol of the batch dimension"""
     metrics: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     """parameter -> shape"""
+    visits_all: bool
+    """loops over the places where a mask is true were captured for every place"""
+    conditions: Conditions | None
+    """what the branches of forward() on samples took for granted"""
+
+    @property
+    def condition_inputs(self) -> tuple[str, ...]:
+        """Keys of the batch that the conditions read."""
+        return () if self.conditions is None else self.conditions.inputs
 
 
 class LossModule(nn.Module):
@@ -88,15 +108,20 @@ class LossModule(nn.Module):
         self.model = model
         self.loss = recipe.loss
         self.metrics = recipe.metrics
+        self.dtype = recipe.dtype
         self.takes = accepted_keys(model)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss, and the metric sums (detached, float32)."""
         keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
-        output = self.model(**{key: batch[key] for key in keys})
+        output = self.model(**{key: self._cast(batch[key]) for key in keys})
         loss = self.loss(output, batch) if self.loss is not None else loss_of(output)
         sums = dict(self.metrics(output, batch)) if self.metrics is not None else {}
         return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
+
+    def _cast(self, value: Tensor) -> Tensor:
+        is_cast = self.dtype is not torch.float32 and value.is_floating_point()
+        return value.to(self.dtype) if is_cast else value
 
 
 def accepted_keys(model: nn.Module) -> frozenset[str] | None:
@@ -148,6 +173,9 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
         model = build_without_data(recipe.build, mode)
+        if recipe.dtype is not torch.float32:
+            cast_fakes(model, mode, recipe.dtype)
+        model.train(recipe.training)
         with mode:
             fake = {
                 key: torch.zeros((EXPORT_EXAMPLES, *value.shape[1:]), dtype=value.dtype) for key, value in batch.items()
@@ -158,30 +186,24 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
         raise ModelError(_explain("cannot be built without allocating it", error)) from error
     _check_keys(model, batch)
     module = LossModule(model, recipe)
+    rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
+    samples = {key: value.detach().cpu()[rows] for key, value in batch.items()}
+
+    def accept(program: torch.export.ExportedProgram) -> bool:
+        return _conditions(program, model, list(fake)) is not None
+
     try:
-        program = _export(module, fake)
+        exported = export(module, fake, samples, accept)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(_explain("cannot be captured by torch.export", error)) from error
-    return _describe(program, model, list(fake))
+    return _describe(exported, model, list(fake))
 
 
-def _export(module: LossModule, fake: dict[str, Tensor]) -> torch.export.ExportedProgram:
-    """Export for any batch size."""
-
-    def attempt(batch: Any) -> torch.export.ExportedProgram:
-        dynamic = ({key: {0: batch} for key in fake},)
-        with kept_functions(), general_sizes():
-            return torch.export.export(module, (fake,), strict=False, dynamic_shapes=dynamic)
-
-    try:
-        return attempt(torch.export.Dim("batch", min=1))
-    except UserError as error:
-        if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
-            raise
-        # true for any batch size, but more than export can prove (min(32, 512 * batch) == 32): let it not ask
-        return attempt(torch.export.Dim.DYNAMIC)
+def _conditions(program: torch.export.ExportedProgram, model: nn.Module, keys: list[str]) -> Conditions | None:
+    inputs, buffers = _inputs(program, keys), _buffers(program, _first_names(model))
+    return conditions_of(program.graph, program.graph_module, inputs, buffers, _constants(program))
 
 
 def _check_keys(model: nn.Module, batch: Batch) -> None:
@@ -200,21 +222,31 @@ def _check_keys(model: nn.Module, batch: Batch) -> None:
         )
 
 
-def _describe(program: torch.export.ExportedProgram, model: nn.Module, keys: list[str]) -> Capture:
-    signature = program.graph_signature
+def _inputs(program: torch.export.ExportedProgram, keys: list[str]) -> dict[str, str]:
+    names = dict(zip(program.graph_signature.user_inputs, keys, strict=True))
+    if any(not isinstance(name, str) for name in names):
+        raise ModelError("the model ignores every tensor of a sample: nothing can be trained on it")
+    return {str(placeholder): key for placeholder, key in names.items()}
+
+
+def _buffers(program: torch.export.ExportedProgram, first_name: Mapping[str, str]) -> dict[str, str]:
+    found = program.graph_signature.inputs_to_buffers
+    return {placeholder: first_name[name.removeprefix("model.")] for placeholder, name in found.items()}
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
+    found = program.graph_signature.inputs_to_lifted_tensor_constants
+    return {placeholder: _real(program.constants[name], name) for placeholder, name in found.items()}
+
+
+def _describe(exported: Exported, model: nn.Module, keys: list[str]) -> Capture:
+    program = exported.program
     first_name = _first_names(model)
     parameters = {
         placeholder: first_name[name.removeprefix("model.")]
-        for placeholder, name in signature.inputs_to_parameters.items()
+        for placeholder, name in program.graph_signature.inputs_to_parameters.items()
     }
-    buffers = {placeholder: name.removeprefix("model.") for placeholder, name in signature.inputs_to_buffers.items()}
-    constants = {
-        placeholder: _real(program.constants[name], name)
-        for placeholder, name in signature.inputs_to_lifted_tensor_constants.items()
-    }
-    inputs = dict(zip(signature.user_inputs, keys, strict=True))
-    if any(not isinstance(name, str) for name in inputs):
-        raise ModelError("the model ignores every tensor of a sample: nothing can be trained on it")
+    inputs = _inputs(program, keys)
     named = dict(model.named_parameters())
     graph = program.graph
     return Capture(
@@ -223,12 +255,14 @@ def _describe(program: torch.export.ExportedProgram, model: nn.Module, keys: lis
         parameters=parameters,
         trainable=frozenset(name for name, value in named.items() if value.requires_grad),
         aliases={name: first for name, first in first_name.items() if name != first},
-        buffers=buffers,
-        constants=constants,
-        inputs={str(placeholder): key for placeholder, key in inputs.items()},
+        buffers=_buffers(program, first_name),
+        constants=_constants(program),
+        inputs=inputs,
         batch_symbol=_batch_symbol(graph, inputs),
         metrics=_metric_names(program),
         shapes={name: tuple(value.shape) for name, value in named.items()},
+        visits_all=exported.visits_all,
+        conditions=_conditions(program, model, keys) if exported.follows_samples else None,
     )
 
 
@@ -239,9 +273,10 @@ def _metric_names(program: torch.export.ExportedProgram) -> tuple[str, ...]:
 
 
 def _first_names(model: nn.Module) -> dict[str, str]:
-    """Every name of every parameter -> the first name of the same tensor: by identity, never by name."""
+    """Every name of every parameter and buffer -> the first name of the same tensor: by identity, never by name."""
     first: dict[int, str] = {}
-    return {name: first.setdefault(id(value), name) for name, value in model.named_parameters(remove_duplicate=False)}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(value), name) for name, value in named}
 
 
 def _real(constant: object, name: str) -> Tensor:
@@ -251,19 +286,27 @@ def _real(constant: object, name: str) -> Tensor:
 
 
 def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str]) -> Any:
-    """The symbol of dimension 0 of the inputs; None if a fixed size was burnt in."""
+    """The symbol of dimension 0 of the inputs.
+
+    Raises:
+        ModelError: none has one: forward() works for one number of examples only.
+    """
     for node in graph.nodes:
         if node.op == "placeholder" and node.name in inputs:
             size = node.meta["val"].shape[0]
             if isinstance(size, torch.SymInt):
                 return size.node.expr
-    return None
+    raise ModelError(
+        f"forward() worked for {EXPORT_EXAMPLES} examples only. It must take any number: micro-batches may be short."
+    )
 
 
 def _explain(what: str, error: Exception) -> str:
     where = user_frame(error)
     place = f" at {where}" if where else ""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
+        return f"the model {what}: {_ONE_NUMBER} {_WAYS_OUT}"
     remedy = _DATA_DEPENDENT if type(error).__module__.startswith("torch") else _ANY_OTHER
     return f"the model {what}{place}: {type(error).__name__}: {first_line}\n{remedy}"
 

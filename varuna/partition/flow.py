@@ -114,8 +114,8 @@ def written_storage(graph: Graph) -> set[Node]:
         while stack:
             target = stack.pop()
             written.add(target)
-            if is_view(target):
-                stack.extend(target.all_input_nodes)
+            if is_view(target):  # of its tensor; sizes that it is given share nothing with it
+                stack.extend(s for s in target.all_input_nodes if not isinstance(s.meta.get("val"), torch.SymInt))
     return written
 
 

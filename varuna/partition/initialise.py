@@ -20,12 +20,20 @@ class Initial:
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
 
+    def to(self, dtype: torch.dtype) -> "Initial":
+        """The same in another precision; the module is cast in place."""
+        return _described(self.module.to(dtype))
+
 
 def materialise(recipe: Recipe, seed: int) -> Initial:
     """Build the model for real, as ``torch.manual_seed(seed); build()`` does, and leave the generator as it was."""
     with generator_lock, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = recipe.build()
+    return _described(module)
+
+
+def _described(module: nn.Module) -> Initial:
     return Initial(
         module,
         {name: value.detach() for name, value in module.named_parameters()},
@@ -34,9 +42,13 @@ def materialise(recipe: Recipe, seed: int) -> Initial:
 
 
 def needed_buffers(model: PartitionedModel) -> frozenset[str]:
-    """Buffers that any section, or the count of targets, reads."""
-    counter = () if model.counter is None else model.counter.buffers
-    return frozenset(counter).union(*(section.buffers for section in model.sections))
+    """Buffers that any section, the count of targets, or a condition, reads or updates."""
+    found: set[str] = set()
+    for graph in model.graphs:
+        found.update(() if graph.counter is None else graph.counter.buffers)
+        found.update(() if graph.conditions is None else graph.conditions.buffers)
+        found.update(*((*section.buffers, *section.updated) for section in graph.sections))
+    return frozenset(found)
 
 
 def check_shapes(captured: Mapping[str, tuple[int, ...]], built: Mapping[str, tuple[int, ...]]) -> None:

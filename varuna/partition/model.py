@@ -1,7 +1,7 @@
 """A partitioned model: sections with their graphs, tied parameters, and the facts that planning needs."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,14 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
-from varuna.partition.buffers import separate_updates
+from varuna.partition.buffers import separate_updates, uses_batch_statistics
 from varuna.partition.capture import Batch, Capture, Recipe, capture
+from varuna.partition.conditions import Conditions
 from varuna.partition.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
 from varuna.partition.cuts import choose_cuts
 from varuna.partition.flow import Flow
 from varuna.partition.inline import inline_no_grad
 from varuna.partition.inputs import InputLayout, layouts_of
-from varuna.partition.simplify import simplify, written_arguments
+from varuna.partition.operations import Operation, operation
+from varuna.partition.simplify import simplify
 from varuna.partition.split import SectionGraph, Split, section_graph, split
 from varuna.partition.weight import add_target_count
 
@@ -37,13 +39,30 @@ class PartitionedModel:
     """parameter (first name) -> shape"""
     trainable: frozenset[str]
     aliases: Mapping[str, str]
-    """further name of a tied parameter -> its first name"""
+    """further name of a tied parameter or buffer -> its first name"""
     constants: Mapping[str, Tensor]
     metrics: tuple[str, ...]
     counter: SectionGraph | None
     """counts the targets of a batch from its inputs; None: examples are counted"""
     inputs: Mapping[str, InputLayout]
     """what each key of the batch that the graph reads was captured with"""
+    operations: tuple[Operation, ...]
+    """of the graph, in order"""
+    cuts: tuple[int, ...]
+    """behind which of them it is cut"""
+    visits_all: bool = False
+    """loops over the places where a mask is true run for every place (``partition.loops``)"""
+    conditions: Conditions | None = None
+    """what the branches of forward() on samples took for granted"""
+    variants: tuple["PartitionedModel", ...] = ()
+    """the model at each declared length (``partition.lengths``), the longest first; empty if there is one only"""
+    length_keys: tuple[str, ...] = ()
+    """keys of the batch that tell its length, if several were declared"""
+
+    @property
+    def graphs(self) -> tuple["PartitionedModel", ...]:
+        """What may run: one for each length. All have the same sections, with the same state."""
+        return self.variants or (self,)
 
     @property
     def counts_targets(self) -> bool:
@@ -54,6 +73,17 @@ class PartitionedModel:
     def sections(self) -> tuple[SectionGraph, ...]:
         """All sections in order."""
         return self.split.sections
+
+    def keys_of(self, sections: Iterable[int]) -> tuple[str, ...]:
+        """Keys of the batch that a stage with these sections reads, at any length.
+
+        The first also checks the conditions; one that needs no input reads what tells the length.
+        """
+        mine = list(sections)
+        wanted = [key for graph in self.graphs for section in mine for key in graph.sections[section].inputs]
+        if 0 in mine:
+            wanted += [key for graph in self.graphs if graph.conditions for key in graph.conditions.inputs]
+        return tuple(dict.fromkeys((*wanted, *self.length_keys[:1])))
 
     def owner_of(self, parameter: str) -> int:
         """The lowest section that uses ``parameter``."""
@@ -68,7 +98,6 @@ def partition(
     cut_points: int | None = None,
     count_targets: bool = True,
     on_cpu: bool = True,
-    update_buffers: bool = False,
     choose: CutChooser | None = None,
 ) -> PartitionedModel:
     """Capture a model and cut it into sections.
@@ -80,7 +109,6 @@ def partition(
         cut_points: wished number of cut-points; default: every place with few live bytes.
         count_targets: weigh a micro-batch by its targets where the captured loss averages over them.
         on_cpu: the workers have no GPU: nominal times are those of a CPU.
-        update_buffers: the caller applies the updates of buffers that sections list; else such models are refused.
         choose: places the cuts; default: by cost and live bytes.
 
     Raises:
@@ -89,8 +117,6 @@ def partition(
     captured = capture(recipe, batch)
     inline_no_grad(captured)
     simplify(captured)
-    if not update_buffers:
-        _refuse_written_buffers(captured)
     counter = add_target_count(captured) if count_targets else None
     output = next(node for node in captured.graph.nodes if node.op == "output")
     results = [output.args[0][0], *([counter] if counter else []), *output.args[0][1:]]
@@ -111,7 +137,7 @@ def partition(
             f"Pass cut_points={len(cuts)} or leave it out."
         )
     divided = split(flow, cuts, results, updates)
-    facts = _facts(captured, divided, flow, cuts, optimizer, CPU_SLOWDOWN if on_cpu else 1.0)
+    facts = _facts(captured, divided, flow, cuts, optimizer, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype)
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     readers = (*divided.sections, *([count] if count else ()))
     return PartitionedModel(
@@ -123,19 +149,12 @@ def partition(
         constants=captured.constants,
         metrics=captured.metrics,
         counter=count,
-        inputs=layouts_of(batch, (key for reader in readers for key in reader.inputs)),
+        inputs=layouts_of(batch, (*(key for reader in readers for key in reader.inputs), *captured.condition_inputs)),
+        visits_all=captured.visits_all,
+        conditions=captured.conditions,
+        operations=tuple(map(operation, flow.ops)),
+        cuts=tuple(cuts),
     )
-
-
-def _refuse_written_buffers(captured: Capture) -> None:
-    held = {**captured.buffers, **dict.fromkeys(captured.constants, "a constant")}
-    for node in captured.graph.nodes:
-        found = [held[source.name] for source in written_arguments(node) if source.name in held]
-        if found:
-            raise ModelError(
-                f"forward() updates the buffer {found[0]} (batch normalisation does). Varuna cannot yet keep such "
-                "updates independent of P and D. Use a normalisation without running statistics (LayerNorm, GroupNorm)."
-            )
 
 
 def _facts(
@@ -145,9 +164,14 @@ def _facts(
     cuts: Sequence[int],
     optimizer: OptimizerFactory | None,
     slowdown: float,
+    dtype: torch.dtype,
 ) -> ModelFacts:
     state_bytes = optimizer_state_bytes(captured, optimizer) if optimizer else {}
-    sizes = {name: 4 * torch.Size(shape).numel() for name, shape in captured.shapes.items()}
+    counts = {name: torch.Size(shape).numel() for name, shape in captured.shapes.items()}
+    sizes = {name: dtype.itemsize * count for name, count in counts.items()}
+    if dtype is not torch.float32:  # the fp32 parameters that the optimizer updates
+        for name in captured.trainable:
+            state_bytes[name] = state_bytes.get(name, 0) + 4 * counts[name]
     bounds = [*cuts, len(flow.ops) - 1]
     facts, start = [], 0
     for section, end in zip(divided.sections, bounds, strict=True):
@@ -161,6 +185,7 @@ def _facts(
                 forward_s=sum(cost.forward_s for cost in costs) * slowdown,
                 parameter_bytes=sum(sizes[name] for name in names),
                 trainable_bytes=sum(sizes[name] for name in names & captured.trainable),
+                gradient_bytes=sum(4 * counts[name] for name in names & captured.trainable),
                 optimizer_bytes=sum(state_bytes.get(name, 0) for name in names),
                 activation_bytes=sum(saved),
                 boundary_bytes=sum(torch.Size(c.shape(1)).numel() * c.dtype.itemsize for c in leaving),
@@ -169,9 +194,10 @@ def _facts(
         start = end + 1
     return ModelFacts(
         digest=_digest(captured, divided),
+        state_digest=_state_digest(captured, divided),
         sections=tuple(facts),
         tied=_tied(divided, sizes),
-        fixed_micro_batch=captured.batch_symbol is None,
+        batch_dependent=any(section.updates for section in divided.sections) or uses_batch_statistics(captured.graph),
     )
 
 
@@ -198,6 +224,13 @@ def _digest(captured: Capture, divided: Split) -> str:
     digest.update(repr(divided.crossings).encode())
     digest.update(repr(sorted(captured.shapes.items())).encode())
     return digest.hexdigest()
+
+
+def _state_digest(captured: Capture, divided: Split) -> str:
+    """Hash of what a checkpoint must fit: names and shapes, by section; the computation may change."""
+    parameters = [[(name, tuple(captured.shapes[name])) for name in section.parameters] for section in divided.sections]
+    updated = [section.updated for section in divided.sections]
+    return hashlib.sha256(repr((parameters, updated)).encode()).hexdigest()
 
 
 def optimizer_state_bytes(captured: Capture, factory: OptimizerFactory) -> dict[str, int]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from varuna.core.errors import ModelError
 from varuna.partition.buffers import Update
 from varuna.partition.flow import Flow, is_random, linear_shape
 
@@ -64,10 +65,15 @@ class SectionGraph:
     """crossing tensors that it produces; the last section returns loss, weight and metric sums instead"""
     random: bool
     """draws random numbers (dropout)"""
-    statistics: tuple[str, ...] = ()
+    statistics: tuple[Crossing, ...] = ()
     """what updates of buffers are computed from: further results, behind what it makes; F's count, never R's"""
     updates: tuple[BufferUpdate, ...] = ()
     """updates whose statistics are complete here"""
+
+    @property
+    def updated(self) -> tuple[str, ...]:
+        """Buffers that the section's updates change: part of its state."""
+        return tuple(name for update in self.updates for name in update.buffers)
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,10 @@ def _last_sections(flow: Flow, section_of: dict[Node, int], results: Sequence[No
 def _crossing(node: Node, flow: Flow) -> Crossing:
     value = node.meta["val"]
     layout = linear_shape(value, flow.sizes)
-    assert layout is not None, f"{node} crosses a cut with a shape that is not linear in the batch"
+    if layout is None:
+        raise ModelError(
+            f"{node} would have to be handed on, but its shape {list(value.shape)} is not linear in the batch"
+        )
     return Crossing(node.name, value.dtype, *layout, differentiable=node in flow.differentiable)
 
 
@@ -216,7 +225,7 @@ def section_graph(
         constants=tuple(node.name for node in builder.arguments["constants"]),
         makes=tuple(node.name for node in made),
         random=any(is_random(node) for node in own),
-        statistics=tuple(node.name for node in statistics),
+        statistics=tuple(_crossing(node, flow) for node in statistics),
         updates=tuple(BufferUpdate(u.buffers, tuple(node.name for node in u.statistics), u.module) for u in updates),
     )
 

@@ -26,6 +26,7 @@ from varuna.partition.blame import Place, place_of
 from varuna.partition.capture import Recipe
 from varuna.partition.dependency import Dependency, shared_weights
 from varuna.partition.initialise import Initial
+from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.tags import Ledger, Suspicion, Tag, TagMode
 
@@ -81,7 +82,7 @@ def _watched_step(
         for section, bucket in stage.buckets.items():
             ledger.tag(bucket.flat, Tag(frozenset({section}), bucket.names))
         ledger.cross((*batch.values(), *job.buffers.values(), *job.model.constants.values()))
-        _forward_and_backward(stage, Examples(batch, size), ledger)
+        _forward_and_backward(stage, Examples(batch, size, variant_of(job.model, batch, ())), ledger)
         with ledger.aside():
             gradients = _gradients(stage)
         for step in range(_STEPS):
@@ -122,7 +123,10 @@ def _stage(job: Job, initial: Initial, size: int) -> Stage:
         stages=1, replicas=1, micro_batch=size, global_batch=size, starts=(0,), sections=sections, stash_limits=(1,)
     )
     states = initial_states(
-        job.model, range(sections), lambda names: {name: initial.parameters[name].clone() for name in names}
+        job.model,
+        range(sections),
+        lambda names: {name: initial.parameters[name].clone() for name in names},
+        job.buffers,
     )
     return Stage(job, plan, 0, states, 0)
 
@@ -130,7 +134,7 @@ def _stage(job: Job, initial: Initial, size: int) -> Stage:
 def _forward_and_backward(stage: Stage, examples: Examples, ledger: Ledger) -> None:
     values: dict[str, Tensor] = {}
     tapes: list[Tape] = []
-    for runner in stage.runners:
+    for runner in stage.variants[examples.variant]:
         section = runner.section
         with ledger.inside(section.index, section.parameters):
             tape = runner.record(values, examples, 0, 0)

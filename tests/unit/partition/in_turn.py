@@ -1,6 +1,6 @@
 """Sections run in turn in one process, against the plain eager model: loss, gradients and buffers."""
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,17 +21,18 @@ def run_in_turn(
     values: dict[str, Tensor] = {}
     statistics: dict[str, Tensor] = {}
     tapes, leaves = [], []
+
+    def noted(section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
+        statistics.update(zip((each.name for each in model.sections[section].statistics), found, strict=True))
+
     for section in model.sections:
         mine = {name: initial.parameters[name].detach().requires_grad_() for name in section.parameters}
         leaves.append(mine)
         fixed = [buffers[name] for name in section.buffers] + [model.constants[n] for n in section.constants]
-        runner = SectionRunner(section, Tensors(tuple(mine.values()), tuple(fixed)), crossings, 0)
+        runner = SectionRunner(section, Tensors(tuple(mine.values()), tuple(fixed)), crossings, 0, note=noted)
         tape = runner.record(values, Examples(tensors, size), 0, 0)
-        made = tape.made[: len(section.makes)]
-        tapes.append(replace(tape, made=made))
-        values.update(zip(section.makes, (each.detach() for each in made), strict=True))
-        found = (each.detach() for each in tape.made[len(section.makes) :])
-        statistics.update(zip(section.statistics, found, strict=True))
+        tapes.append(tape)
+        values.update(zip(section.makes, (each.detach() for each in tape.made), strict=True))
     gradients = {model.sections[-1].makes[0]: torch.ones(())}
     for tape in reversed(tapes):
         backward(tape, gradients)
@@ -41,7 +42,7 @@ def run_in_turn(
             if leaf.grad is not None:
                 grads[name] = grads[name] + leaf.grad if name in grads else leaf.grad
     for update in (update for section in model.sections for update in section.updates):
-        given = [buffers[name] for name in update.buffers] + [statistics[name] for name in update.statistics]
+        given = [buffers[name] for name in update.buffers] + [statistics[name].detach() for name in update.statistics]
         buffers.update(zip(update.buffers, update.module(*given), strict=True))
     return float(tapes[-1].made[0].detach()), grads
 
@@ -50,7 +51,7 @@ def differences(family: Family, batch_sizes: tuple[int, ...] = (2, 1, 5)) -> tup
     """The split model, and where it differs from plain eager."""
     recipe = Recipe(family.build, loss=family.loss)
     source = SampleSource(Samples(family.sample), seed=0)
-    model = partition(recipe, source.micro_batch([0, 1]).tensors, update_buffers=True)
+    model = partition(recipe, source.micro_batch([0, 1]).tensors)
     initial = materialise(recipe, 0)
     eager = initial.module.train()
     buffers = {name: value.clone() for name, value in initial.buffers.items()}

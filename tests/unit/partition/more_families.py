@@ -29,6 +29,13 @@ from tests.unit.partition.families import (
     unet_loss,
 )
 
+QUIET_LAYERS = {
+    "attention_dropout": 0.0,
+    "activation_dropout": 0.0,
+    "encoder_layerdrop": 0.0,
+    "decoder_layerdrop": 0.0,
+}
+
 MORE = {
     "stablelm": Family(causal("StableLm", **GROUPED)),
     "cohere": Family(causal("Cohere", **GROUPED)),
@@ -327,5 +334,80 @@ MORE = {
             "labels": torch.randint(0, 5, (64, 64), generator=generator_of(i)),
         },
         buffers=True,
+    ),
+    "longformer": Family(
+        masked("Longformer", **WIDE, **QUIET_BERT, max_position_embeddings=80, attention_window=8),
+        masked_tokens,
+        sections=12,
+    ),
+    "led": Family(
+        hugging_face(
+            "LEDForConditionalGeneration",
+            "LEDConfig",
+            **{**BART, **QUIET_LAYERS},
+            max_encoder_position_embeddings=64,
+            max_decoder_position_embeddings=64,
+            attention_window=8,
+        ),
+        sections=12,
+    ),
+    "fsmt": Family(
+        hugging_face(
+            "FSMTForConditionalGeneration",
+            "FSMTConfig",
+            **{**{key: value for key, value in BART.items() if key != "vocab_size"}, **QUIET_LAYERS},
+            src_vocab_size=VOCABULARY,
+            tgt_vocab_size=VOCABULARY,
+            langs=["en", "de"],
+        )
+    ),
+    "switch": Family(
+        hugging_face(
+            "SwitchTransformersForConditionalGeneration",
+            "SwitchTransformersConfig",
+            **T5,
+            vocab_size=VOCABULARY,
+            decoder_start_token_id=0,
+            pad_token_id=2,
+            num_decoder_layers=2,
+            num_experts=4,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            router_jitter_noise=0.0,
+        )
+    ),
+    "nllb_moe": Family(
+        hugging_face(
+            "NllbMoeForConditionalGeneration",
+            "NllbMoeConfig",
+            **{**BART, **QUIET_LAYERS},
+            num_experts=4,
+            encoder_sparse_step=2,
+            decoder_sparse_step=2,
+            moe_token_dropout=0.0,
+        )
+    ),
+    "longcat": Family(
+        causal(
+            "LongcatFlash",
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            num_layers=2,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            ffn_hidden_size=48,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=8,
+            head_dim=8,
+            v_head_dim=16,
+            expert_ffn_hidden_size=16,
+            moe_topk=2,
+            n_routed_experts=4,
+            zero_expert_num=2,
+            max_position_embeddings=32,
+        )
     ),
 }

@@ -133,23 +133,6 @@ def test_a_data_dependent_branch_is_refused_with_file_and_line() -> None:
         partition(Recipe(Branching), batch_of(Points()))
 
 
-class Normalised(nn.Module):
-    """Batch normalisation updates buffers in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(4)
-        self.layer = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return nn.functional.mse_loss(self.layer(self.norm(x)), y)
-
-
-def test_running_statistics_are_refused_for_now() -> None:
-    with pytest.raises(ModelError, match=r"updates the buffer norm\."):
-        partition(Recipe(Normalised), batch_of(Points()))
-
-
 def test_a_failing_constructor_names_the_line() -> None:
     def build() -> nn.Module:
         raise RuntimeError("no such size")

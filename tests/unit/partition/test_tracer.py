@@ -79,7 +79,9 @@ def test_is_silent_on_adafactor_of_transformers() -> None:
 
 
 @pytest.mark.parametrize(
-    "before_step", [None, hidden.notes_each, hidden.overflow_shared, hidden.shares_an_item], ids=lambda f: str(f)[:30]
+    "before_step",
+    [None, hidden.notes_each, hidden.overflow_shared, hidden.shares_an_item],
+    ids=lambda code: getattr(code, "__name__", "none"),
 )
 def test_is_silent_on_sound_user_code(before_step: Any) -> None:
     assert traced(before_step=before_step, scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1)) == []

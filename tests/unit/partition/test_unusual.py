@@ -168,4 +168,4 @@ class Reading(Average):
 def test_a_buffer_that_is_written_and_read_is_refused_by_name() -> None:
     batch = SampleSource([tokens(i) for i in range(4)], seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError, match=r"layers\.\d\.mean"):
-        partition(Recipe(lambda: Stack(Reading)), batch, update_buffers=True)
+        partition(Recipe(lambda: Stack(Reading)), batch)

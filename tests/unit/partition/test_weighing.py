@@ -100,3 +100,37 @@ def test_class_weights_count_as_the_mean_divides_by_them() -> None:
     recipe = Recipe(Weighted)
     model, source = prepared(recipe, Tokens(padded=True))
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
+
+
+class Contrastive(nn.Module):
+    """Each sentence is to be found among the others of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer = nn.Embedding(64, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        one = self.layer(self.embed(input_ids).mean(1))
+        other = torch.tanh(self.embed(labels.clamp_min(0)).sum(1))
+        likeness = one @ other.T
+        return nn.functional.cross_entropy(likeness, torch.arange(likeness.shape[0]))
+
+
+def test_a_loss_that_compares_samples_needs_a_fixed_micro_batch() -> None:
+    recipe = Recipe(Contrastive)
+    model, source = prepared(recipe, Tokens())
+    initial = materialise(recipe, 0)
+    with pytest.raises(ModelError, match=r"contrastive\) needs micro_batch="):
+        check_weighing(model, recipe, initial, source, None)
+    check_weighing(model, recipe, initial, source, None, fixed=True)
+
+
+def test_a_fixed_micro_batch_excuses_no_wrong_weight_and_no_sum() -> None:
+    recipe = Recipe(MaskedMean)
+    model, source = prepared(recipe, Tokens(padded=True))
+    with pytest.raises(ModelError, match="weighted by examples"):
+        check_weighing(model, recipe, materialise(recipe, 0), source, None, fixed=True)
+    recipe = Recipe(MaskedMean, loss=lambda output, batch: output * (batch["labels"] != -100).sum())
+    model, source = prepared(recipe, Tokens(padded=True))
+    with pytest.raises(ModelError, match="weighted by examples"):
+        check_weighing(model, recipe, materialise(recipe, 0), source, None, fixed=True)

@@ -1,0 +1,101 @@
+"""What a capture relied on, looked at before a run begins."""
+
+import sys
+from collections.abc import Mapping
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from varuna.core.errors import ModelError
+from varuna.data.randomness import generator_lock
+from varuna.data.samples import SampleSource
+from varuna.partition.capture import LossModule, Recipe
+from varuna.partition.conditions import check_conditions
+from varuna.partition.initialise import Initial
+from varuna.partition.lengths import variant_of
+from varuna.partition.loops import EveryPlace
+from varuna.partition.model import PartitionedModel
+from varuna.partition.verify import SameDraws
+
+_LOOKED_AT = 16
+_TOKENS = 3
+"""Samples are cut to so many tokens: then some experts get none."""
+_TOLERANCE = 1e-4
+
+_Outcome = tuple[Tensor, dict[str, Tensor]]
+
+
+def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial, source: SampleSource) -> None:
+    """Check the first samples against branches that capture took, and its loops against those of the model.
+
+    Raises:
+        DataError: a branch of forward() goes two ways for the first samples already.
+        ModelError: a loop over the places where a mask is true does something for other places as well.
+    """
+    count = _LOOKED_AT if source.size is None else min(_LOOKED_AT, source.size)
+    if any(graph.conditions for graph in model.graphs):
+        for position in range(count):
+            batch = source.micro_batch([position])
+            graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
+            check_conditions(graph.conditions, batch.tensors, batch.indices, initial.buffers)
+    if model.visits_all:
+        _check_loops(recipe, initial, source, count)
+
+
+def _check_loops(recipe: Recipe, initial: Initial, source: SampleSource, count: int) -> None:
+    """Run the plain model with its loops as written, and with loops that visit every place, until that differs."""
+    losses = LossModule(initial.module.train(), recipe)
+    for position in range(count):
+        whole = source.micro_batch([position]).tensors
+        for batch in ({key: _cut(value) for key, value in whole.items()}, whole):
+            places = EveryPlace()
+            try:
+                written, visiting = _outcome(losses, batch, None), _outcome(losses, batch, places)
+            except Exception:  # noqa: BLE001 - not every model takes a few tokens
+                continue
+            if not _equal(written, visiting):
+                raise ModelError(
+                    "forward() loops over the places where a mask is true (for i in mask.nonzero()), and does "
+                    "something for other places too when it visits them, so that it cannot be captured. Two ways out: "
+                    "let the loop do nothing there (as an expert without tokens does), or wrap the loop into one "
+                    "operator with torch.library.custom_op. See docs/partitioning.md, section Refusals."
+                )
+            if places.added:
+                return
+    print(
+        "varuna: warning: forward() loops over the places where a mask is true; Varuna visits all of them. That this "
+        "is the same could not be checked: the first samples leave none out.",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def _cut(value: Tensor) -> Tensor:
+    return value[:, :_TOKENS] if value.dim() > 1 else value
+
+
+def _outcome(losses: LossModule, batch: Mapping[str, Tensor], places: EveryPlace | None) -> _Outcome:
+    losses.zero_grad()
+    with generator_lock, torch.random.fork_rng(devices=[]), SameDraws():  # type: ignore[no-untyped-call]
+        with places or nullcontext():
+            loss = losses({key: value.clone() for key, value in batch.items()})[0]
+        loss.backward()
+    gradients = {name: value.grad for name, value in losses.named_parameters() if value.grad is not None}
+    losses.zero_grad()
+    return loss.detach(), gradients
+
+
+def _equal(one: _Outcome, two: _Outcome) -> bool:
+    """No gradient is one of zeros: an expert that is not visited."""
+    names = {*one[1], *two[1]}
+    pairs = [(one[1].get(name), two[1].get(name)) for name in names]
+    return _close(one[0], two[0]) and all(_close(a, b) for a, b in pairs)
+
+
+def _close(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        odd = b if a is None else a
+        return odd is None or not odd.any()
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    return bool(torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * max(scale, 1e-12), equal_nan=True))
