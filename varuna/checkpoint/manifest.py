@@ -1,241 +1,250 @@
-"""What makes shards a checkpoint: a manifest, written last, that names each of them with its hash."""
+"""What makes shards a checkpoint: a manifest, written last, that names each of them with its checksums."""
 
-import hashlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Literal, Self
+import re
+import zlib
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from varuna.checkpoint.files import (
+from varuna.checkpoint.names import (
+    DAMAGED,
     MANIFEST,
     START_AFRESH,
-    parse_shard_name,
+    ShardName,
+    parse_shard_file,
+    parse_step,
     step_folder,
-    step_folders,
-    unreadable,
-    write_atomically,
 )
-from varuna.core.errors import CheckpointError
-from varuna.core.messages import SavedShard
+from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing, StoreUnavailable
 from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.saved import SavedShard
 from varuna.core.value import Value
+from varuna.store.base import Store
+
+_SEALED = re.compile(rb'\{"crc32": (\d+), "manifest": (.*)\}\n', re.DOTALL)
 
 
 class Manifest(Value):
-    """A complete checkpoint: the state of every section after ``step`` committed steps."""
+    """A complete checkpoint: the state of every section after ``step`` committed steps.
 
-    version: Literal[1] = 1
+    The position in the sample order is ``step * global_batch``, and schedulers are replayed from step 0, so neither
+    needs a field of its own; a loss scale is among the scalars of each section.
+    """
+
+    version: Literal[2] = 2
     run_id: str
+    writer: str = Field(description="who committed it: tells one's own write from another's")
     step: int = Field(ge=0, description="steps committed, which is the next step to run")
     generation: int = Field(ge=0, description="the generation that wrote it")
-    model_digest: str
+    state_digest: str = Field(description="hash over names and shapes of all state, by section")
     sections: int = Field(ge=1)
     seed: int
     global_batch: int = Field(ge=1, description="examples per step, M")
-    micro_batch: int = Field(ge=1, description="m, examples")
-    shards: tuple[SavedShard, ...] = Field(description="one per section, in order")
+    plan: Plan = Field(description="that wrote it; any other can read it")
+    shards: tuple[SavedShard, ...] = Field(description="by section, then part")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        found = [shard.section for shard in self.shards]
-        if found != list(range(self.sections)):
-            raise ValueError(f"shards of sections {found} are not one for each of {self.sections} sections")
+        found = [(shard.section, shard.part) for shard in self.shards]
+        parts = {shard.section: shard.parts for shard in self.shards}
+        if found != [(section, part) for section in range(self.sections) for part in range(parts.get(section, 1))]:
+            raise ValueError(f"shards {found} are not all parts of {self.sections} sections")
         for shard in self.shards:
-            if shard.step != self.step:
-                raise ValueError(f"{shard.file} is of step {shard.step}, not {self.step}")
-            if parse_shard_name(shard.file) != (shard.section, self.generation):
-                raise ValueError(f"{shard.file} is not of section {shard.section}, generation {self.generation}")
+            if shard.step != self.step or shard.generation != self.generation:
+                raise ValueError(f"{shard.file} is of step {shard.step}, generation {shard.generation}")
+            name = ShardName(shard.section, shard.part, parts[shard.section], self.generation)
+            if parse_shard_file(shard.file) != name:
+                raise ValueError(f"{shard.file} is not part {shard.part} of section {shard.section}")
         return self
 
+    @property
+    def micro_batch(self) -> int:
+        """Examples, m: kept for the whole run."""
+        return self.plan.micro_batch
 
-class Collector:
-    """Gathers reports of durable shards until a step has all its sections. Pure: commits nothing itself."""
+    @property
+    def size_bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.size_bytes for shard in self.shards)
 
-    def __init__(self, job: JobFacts, *, run_id: str, micro_batch: int) -> None:
-        """Start empty; the arguments go into the manifests."""
-        self._job = job
-        self._run_id = run_id
-        self._micro_batch = micro_batch
-        self._generation = -1  # newest seen
-        self._complete = -1  # newest complete step of this generation
-        self._pending: dict[int, dict[int, SavedShard]] = {}  # step -> section -> shard
-
-    def add(self, shard: SavedShard) -> Manifest | None:
-        """Note a shard; the manifest if its step is complete now.
-
-        Shards of an older generation than the newest seen, and of steps before the newest complete one, are
-        dropped: workers save in step order, so what is missing there was skipped and will not come.
-
-        Raises:
-            CheckpointError: the shard is not one of this run.
-        """
-        try:
-            section, generation = parse_shard_name(shard.file)
-        except ValueError as error:
-            raise CheckpointError(f"a worker reported a shard that cannot be: {error}") from error
-        sections = len(self._job.model.sections)
-        if section != shard.section or section >= sections:
-            raise CheckpointError(f"a worker reported {shard.file} as section {shard.section} of {sections}")
-        if generation > self._generation:
-            self._generation, self._complete, self._pending = generation, -1, {}
-        if generation < self._generation or shard.step <= self._complete:
-            return None
-        shards = self._pending.setdefault(shard.step, {})
-        shards[section] = shard
-        if len(shards) < sections:
-            return None
-        self._complete = shard.step
-        self._pending = {step: rest for step, rest in self._pending.items() if step > shard.step}
-        return Manifest(
-            run_id=self._run_id,
-            step=shard.step,
-            generation=generation,
-            model_digest=self._job.model.digest,
-            sections=sections,
-            seed=self._job.seed,
-            global_batch=self._job.global_batch,
-            micro_batch=self._micro_batch,
-            shards=tuple(shards[number] for number in range(sections)),
-        )
+    def shards_of(self, section: int) -> tuple[SavedShard, ...]:
+        """All parts of a section."""
+        return tuple(shard for shard in self.shards if shard.section == section)
 
 
-def commit(directory: Path, manifest: Manifest) -> Manifest:
-    """Turn durable shards into a checkpoint; returns the manifest that stands for the step.
+class StepFolder(NamedTuple):
+    """A checkpoint's folder as a listing shows it, finished or not."""
 
-    An intact checkpoint of the same step stays as it is. A damaged one (the run fell back behind it and came
-    here again) is superseded.
+    step: int
+    sizes: dict[str, int]
+    """file -> bytes"""
+
+    @property
+    def is_committed(self) -> bool:
+        """It has a manifest, readable or not."""
+        return MANIFEST in self.sizes
+
+    @property
+    def is_damaged(self) -> bool:
+        """Somebody found that its bytes are wrong."""
+        return DAMAGED in self.sizes
+
+
+def seal(manifest: Manifest) -> bytes:
+    """The manifest's file: JSON around JSON, with a checksum of what is inside."""
+    body = manifest.model_dump_json(indent=1).encode()
+    return b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body)
+
+
+def survey(store: Store) -> list[StepFolder]:
+    """All checkpoints' folders, newest first; nothing of them is read."""
+    steps = [step for folder in store.folders() if (step := parse_step(folder)) is not None]
+    return [look(store, step) for step in sorted(steps, reverse=True)]
+
+
+def look(store: Store, step: int) -> StepFolder:
+    """The folder of a step."""
+    folder = step_folder(step)
+    return StepFolder(step, {e.name.removeprefix(f"{folder}/"): e.size_bytes for e in store.entries(folder)})
+
+
+def read_manifest(store: Store, step: int) -> Manifest:
+    """The manifest of a step.
 
     Raises:
-        CheckpointError: the manifest cannot be written.
+        ObjectMissing: there is none.
+        DamagedCheckpoint: it is not valid, or belongs to another step.
+        StoreError: it cannot be read.
     """
-    folder = step_folder(directory, manifest.step)
-    if (folder / MANIFEST).exists():
-        try:
-            existing = read_manifest(folder)
-            verify_shards(directory, existing)
-        except CheckpointError:
-            pass
-        else:
-            return existing
-    write_atomically(folder / MANIFEST, [manifest.model_dump_json(indent=1).encode()])
-    return manifest
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest in a step's folder.
-
-    Raises:
-        CheckpointError: it cannot be read, is not valid, or belongs to another step.
-    """
-    path = folder / MANIFEST
+    name = f"{step_folder(step)}/{MANIFEST}"
+    sealed = _SEALED.fullmatch(store.get(name))
+    if sealed is None or zlib.crc32(sealed[2]) != int(sealed[1]):
+        raise DamagedCheckpoint(f"{store.url}/{name} is damaged: it does not have its checksum")
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise unreadable(path, error) from error
+        manifest = Manifest.model_validate_json(sealed[2])
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise CheckpointError(f"{path} is not a manifest of this Varuna: {where} {first['msg']}") from error
-    if step_folder(folder.parent, manifest.step) != folder:
-        raise CheckpointError(f"{path} is the manifest of step {manifest.step}: the folder was renamed or copied")
+        where = ".".join(map(str, first["loc"])) or "as a whole:"
+        raise DamagedCheckpoint(
+            f"{store.url}/{name} is not a manifest of this Varuna: {where} {first['msg']}"
+        ) from error
+    if manifest.step != step:
+        raise DamagedCheckpoint(
+            f"{store.url}/{name} is the manifest of step {manifest.step}: the folder was renamed or copied"
+        )
     return manifest
 
 
-def manifests(directory: Path) -> list[Manifest]:
-    """All readable manifests, newest first; shards are not looked at.
+def check_present(store: Store, folder: StepFolder, shards: Iterable[SavedShard]) -> None:
+    """Compare a listing with shards: each must be there with its size. Checksums are left to those who read.
 
     Raises:
-        CheckpointError: the directory cannot be listed.
+        DamagedCheckpoint: the first shard that is missing or has another size.
     """
-    found = []
-    for _, folder in committed_folders(directory):
-        try:
-            found.append(read_manifest(folder))
-        except CheckpointError:
-            continue  # newest_valid names these
-    return found
+    for shard in shards:
+        place, found = f"{store.url}/{step_folder(folder.step)}/{shard.file}", folder.sizes.get(shard.file)
+        if found is None:
+            raise DamagedCheckpoint(f"{place} is missing")
+        if found != shard.size_bytes:
+            raise DamagedCheckpoint(f"{place} is damaged: expected {shard.size_bytes} bytes, found {found}")
 
 
-def committed_folders(directory: Path) -> list[tuple[int, Path]]:
-    """Steps and folders that have a manifest, readable or not, newest first.
+def intact(store: Store, folder: StepFolder) -> Manifest:
+    """The manifest of a folder whose shards are all there, as far as a listing can tell.
 
     Raises:
-        CheckpointError: the directory cannot be listed.
+        DamagedCheckpoint: it cannot be used.
+        StoreError: the store cannot be read.
     """
-    return [(step, folder) for step, folder in step_folders(directory) if (folder / MANIFEST).exists()]
+    if folder.is_damaged:
+        reason = store.get(f"{step_folder(folder.step)}/{DAMAGED}").decode(errors="replace").strip()
+        raise DamagedCheckpoint(f"it was marked: {reason} (`varuna checkpoints verify` removes a mark that is wrong)")
+    manifest = read_manifest(store, folder.step)
+    check_present(store, folder, manifest.shards)
+    return manifest
 
 
-def expect(shard: SavedShard, path: Path, *, size_bytes: int, sha256: str) -> None:
-    """Compare what was found in a shard's file with what its manifest says.
-
-    Raises:
-        CheckpointError: they differ.
-    """
-    if size_bytes != shard.size_bytes:
-        raise CheckpointError(f"{path} is damaged: expected {shard.size_bytes} bytes, found {size_bytes}")
-    if sha256 != shard.sha256:
-        raise CheckpointError(f"{path} is damaged: expected SHA-256 {shard.sha256}, found {sha256}")
-
-
-def verify_shards(directory: Path, manifest: Manifest) -> None:
-    """Read every shard of a manifest and compare sizes and hashes.
-
-    Raises:
-        CheckpointError: the first shard that is missing, unreadable or damaged.
-    """
-    for shard in manifest.shards:
-        path = step_folder(directory, manifest.step) / shard.file
-        try:
-            with path.open("rb") as file:
-                sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-                size_bytes = file.tell()
-        except OSError as error:
-            raise unreadable(path, error) from error
-        expect(shard, path, size_bytes=size_bytes, sha256=sha256)
-
-
-def newest_valid(
-    directory: Path, *, check: Callable[[Path, Manifest], None] = verify_shards
-) -> tuple[Manifest, list[str]] | None:
-    """The newest checkpoint whose shards are intact, and a warning for each newer one that is not.
+def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
+    """The newest checkpoint that can be used, and a warning for each newer one that cannot.
 
     None if there never was a complete checkpoint: only then may a run start from zero.
 
-    Args:
-        directory: the checkpoint directory.
-        check: raises ``CheckpointError`` if a manifest's shards cannot be trusted.
-
     Raises:
         CheckpointError: there are checkpoints, but none is intact.
+        StoreError: the store cannot be read.
     """
     warnings: list[str] = []
-    for step, folder in committed_folders(directory):
+    for folder in survey(store):
+        if not folder.is_committed:
+            continue
         try:
-            manifest = read_manifest(folder)
-            check(directory, manifest)
-        except CheckpointError as error:
-            warnings.append(f"the checkpoint of step {step} cannot be used: {error}")
-        else:
-            return manifest, warnings
+            return intact(store, folder), warnings
+        except (DamagedCheckpoint, ObjectMissing) as error:
+            warnings.append(f"the checkpoint of step {folder.step} cannot be used: {error}")
     if warnings:
         raise CheckpointError(
-            f"no checkpoint in {directory} is intact.\n  "
+            f"no checkpoint in {store.url} is intact.\n  "
             + "\n  ".join(warnings)
             + f"\nRestore the named files from a copy, or start afresh with {START_AFRESH}, which moves them aside."
         )
     return None
 
 
-def check_compatible(manifest: Manifest, job: JobFacts) -> None:
-    """Check that a job continues the run that wrote a checkpoint.
+def commit(store: Store, manifest: Manifest) -> Manifest:
+    """Turn durable shards into a checkpoint; returns the manifest that stands for the step.
+
+    An intact checkpoint of the same step stays as it is. A damaged one (the run fell back behind it and came
+    here again) is superseded. Files that no manifest names are removed.
 
     Raises:
-        CheckpointError: the model, the seed or the global batch differs.
+        DamagedCheckpoint: a shard is not where it should be.
+        StoreError: the manifest cannot be written.
+    """
+    name, mark = (f"{step_folder(manifest.step)}/{file}" for file in (MANIFEST, DAMAGED))
+    folder = look(store, manifest.step)
+    if folder.is_committed:
+        try:
+            return intact(store, folder)
+        except StoreUnavailable:
+            raise
+        except CheckpointError:
+            store.remove(name)
+    try:
+        check_present(store, folder, manifest.shards)
+    except DamagedCheckpoint as error:
+        shared = "" if "://" in store.url else " A local directory must be one that all machines share."
+        raise DamagedCheckpoint(
+            f"step {manifest.step} cannot be committed: {error}, though it was saved.{shared}"
+        ) from error
+    store.remove(mark)
+    try:
+        store.create(name, seal(manifest))
+    except ObjectExists:
+        return intact(store, look(store, manifest.step))
+    for file in folder.sizes.keys() - {shard.file for shard in manifest.shards} - {MANIFEST, DAMAGED}:
+        store.remove(f"{step_folder(manifest.step)}/{file}")
+    return manifest
+
+
+def mark_damaged(store: Store, step: int, reason: str) -> None:
+    """Make sure that nobody chooses a checkpoint again whose bytes are wrong."""
+    try:
+        store.create(f"{step_folder(step)}/{DAMAGED}", f"{reason}\n".encode())
+    except ObjectExists:
+        return
+
+
+def check_compatible(manifest: Manifest, job: JobFacts) -> None:
+    """Check that a job continues the run that wrote a checkpoint: same state, same samples. Its script may differ.
+
+    Raises:
+        CheckpointError: parameters, sections, seed or global batch differ.
     """
     pairs = {
-        "model digest": (manifest.model_digest, job.model.digest),
         "sections": (manifest.sections, len(job.model.sections)),
+        "hash of parameters and sections": (manifest.state_digest[:12], job.model.state_digest[:12]),
         "seed": (manifest.seed, job.seed),
         "global batch": (manifest.global_batch, job.global_batch),
     }
@@ -243,6 +252,6 @@ def check_compatible(manifest: Manifest, job: JobFacts) -> None:
     if differences:
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} (run {manifest.run_id}) is of another job: "
-            f"{'; '.join(differences)}. Go back to the script and settings that wrote it, give another checkpoint "
+            f"{'; '.join(differences)}. Go back to the model and settings that wrote it, give another checkpoint "
             f"directory, or start afresh with {START_AFRESH}, which moves the old checkpoints aside."
         )

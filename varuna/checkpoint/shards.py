@@ -1,29 +1,26 @@
-"""A section's state as safetensors: on disk, and on the wire between workers. Nothing is ever unpickled.
+"""A section's state, and how it looks as one piece of safetensors on the wire. Nothing is ever unpickled.
 
 The layout of a safetensors file: 8 bytes of header length, a JSON header with dtype, shape and offsets of each
-tensor, then their bytes. We write it ourselves, chunk by chunk, so that a section is hashed while it is written,
-without a second copy in memory, and equal states give equal bytes. Reading is the library's, which checks.
+tensor, then their bytes. We write it ourselves, chunk by chunk, without a second copy in memory, and equal states
+give equal bytes. Reading is the library's, which checks.
 """
 
-import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from varuna.checkpoint.files import shard_name, step_folder, unreadable, write_atomically
-from varuna.checkpoint.manifest import expect
+from varuna.checkpoint.names import ShardName
 from varuna.core.errors import CheckpointError
-from varuna.core.messages import SavedShard
+from varuna.core.saved import Piece
 
 JSON = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 
-_NAMES = {
+DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
@@ -86,54 +83,6 @@ def from_bytes(data: bytes) -> SectionState:
     return SectionState(section, tensors, scalars)
 
 
-def write_shard(directory: Path, step: int, generation: int, state: SectionState) -> SavedShard:
-    """Write a section's file durably.
-
-    Args:
-        directory: the checkpoint directory.
-        step: steps that the state contains.
-        generation: the generation that saves.
-        state: what to save; it must not change meanwhile.
-
-    Raises:
-        CheckpointError: the file cannot be written (nothing is left under its name), or see ``to_bytes``.
-    """
-    file = shard_name(state.section, generation)
-    sha256 = hashlib.sha256()
-    size_bytes = 0
-
-    def counted() -> Iterator[bytes | memoryview]:
-        nonlocal size_bytes
-        for chunk in _chunks(state):
-            sha256.update(chunk)
-            size_bytes += len(chunk)
-            yield chunk
-
-    write_atomically(step_folder(directory, step) / file, counted())
-    return SavedShard(step=step, section=state.section, file=file, size_bytes=size_bytes, sha256=sha256.hexdigest())
-
-
-def read_shard(directory: Path, shard: SavedShard) -> SectionState:
-    """Read a section's file and check it against its manifest.
-
-    Raises:
-        CheckpointError: it is missing, unreadable, damaged, or of another section.
-    """
-    path = step_folder(directory, shard.step) / shard.file
-    try:
-        data = path.read_bytes()
-        expect(shard, path, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
-        state = from_bytes(data)
-        if state.section != shard.section:
-            raise CheckpointError(f"{path} holds section {state.section}, but its manifest says {shard.section}")
-    except (CheckpointError, OSError) as error:
-        problem = unreadable(path, error) if isinstance(error, OSError) else error
-        raise CheckpointError(
-            f"{problem}. Restore it from a copy, or remove {path.parent} to go on from the checkpoint before it."
-        ) from error
-    return state
-
-
 def _chunks(state: SectionState) -> Iterator[bytes | memoryview]:
     """Header, then each tensor's bytes.
 
@@ -141,7 +90,7 @@ def _chunks(state: SectionState) -> Iterator[bytes | memoryview]:
         CheckpointError: see ``to_bytes``.
     """
     for name, tensor in state.tensors.items():
-        if tensor.dtype not in _NAMES:
+        if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name} of section {state.section} is {tensor.dtype}, which safetensors lacks")
     # Widest dtype first keeps every tensor aligned within the file.
     tensors = sorted(state.tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
@@ -152,20 +101,47 @@ def _chunks(state: SectionState) -> Iterator[bytes | memoryview]:
 
 
 def _header(state: SectionState, tensors: list[tuple[str, Tensor]]) -> bytes:
+    """The header of a whole section."""
+    found = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape), value.nbytes) for name, value in tensors]
+    return header(found, {"section": str(state.section), "scalars": scalars_as_json(state)})
+
+
+def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
     """Length and JSON header, padded so that the tensors start at a multiple of 8.
+
+    Args:
+        tensors: name, dtype, shape and bytes of each, in file order.
+        metadata: goes into the file as it is.
+    """
+    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, dtype, shape, size_bytes in tensors:
+        start, end = end, end + size_bytes
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_of(step: int, name: ShardName, pieces: Sequence[Piece], scalars: str) -> bytes:
+    """The header of a part's file: a tensor that is not whole is named with the elements that are there."""
+    found = [
+        (piece.name, piece.dtype, piece.shape, piece.size_bytes)
+        if piece.is_whole
+        else (f"{piece.name}[{piece.first}:{piece.first + piece.count}]", piece.dtype, (piece.count,), piece.size_bytes)
+        for piece in pieces
+    ]
+    part = f"{name.part} of {name.parts}"
+    return header(found, {"step": str(step), "section": str(name.section), "part": part, "scalars": scalars})
+
+
+def scalars_as_json(state: SectionState) -> str:
+    """Optimizer state that is no tensor.
 
     Raises:
         CheckpointError: a scalar has no place in JSON.
     """
     try:
-        scalars = json.dumps(state.scalars, sort_keys=True)
+        return json.dumps(state.scalars, sort_keys=True)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"scalars of section {state.section} are not JSON: {error}") from error
-    header: dict[str, object] = {"__metadata__": {"section": str(state.section), "scalars": scalars}}
-    end = 0
-    for name, tensor in tensors:
-        start, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text

@@ -1,25 +1,34 @@
 """Saving behind the training thread's back."""
 
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
 
-from varuna.checkpoint.shards import SectionState, write_shard
+from varuna.checkpoint.names import shard_file, step_folder
+from varuna.checkpoint.shards import header_of
+from varuna.checkpoint.snapshot import Copied
 from varuna.core.errors import CheckpointError
-from varuna.core.messages import SavedShard
+from varuna.core.saved import SavedShard
+from varuna.store.base import Store
+from varuna.store.patience import writer_id
+
+_CHUNK_BYTES = 8 * 2**20
+_AT_ONCE = 4
+"""Files written at a time: what synchronising one waits for, it then waits for once for all of them."""
 
 
 class _Save(NamedTuple):
-    """Sections to write for one checkpoint."""
+    """Parts to write for one checkpoint."""
 
     step: int
-    generation: int
-    states: Sequence[SectionState]
+    parts: Sequence[Copied]
+    ready: Callable[[], None]
 
 
 class BackgroundWriter:
-    """One daemon thread that writes one save at a time.
+    """One daemon thread that writes one snapshot at a time.
 
     ``on_saved`` and ``on_error`` run on that thread. A save ends at its first error, since its checkpoint cannot
     become complete any more; the next save is tried again.
@@ -27,38 +36,51 @@ class BackgroundWriter:
 
     def __init__(
         self,
-        directory: Path,
+        store: Store,
         *,
         on_saved: Callable[[SavedShard], None],
         on_error: Callable[[CheckpointError], None],
     ) -> None:
         """Start the thread, which waits for saves."""
-        self._directory = directory
-        self._on_saved = on_saved
-        self._on_error = on_error
-        self._changed = threading.Condition()  # guards the two fields below
-        self._save: _Save | None = None  # until it is written
+        self._store, self._on_saved, self._on_error = store, on_saved, on_error
+        self._writer = writer_id()
+        self._changed = threading.Condition()  # guards the fields below
+        self._work: list[Callable[[], None]] = []  # the first is under way
+        self._saves = 0  # of the work
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="varuna-checkpoint", daemon=True)
         self._thread.start()
 
-    def submit(self, step: int, generation: int, states: Sequence[SectionState]) -> bool:
-        """Write ``states`` in the background; the tensors must not change any more.
-
-        False if the previous save still runs, or the writer is closed: this save is skipped, so that a slow disk
-        costs checkpoints, not memory.
-        """
+    @property
+    def is_saving(self) -> bool:
+        """A snapshot is being written, so its buffer must not change."""
         with self._changed:
-            if self._save is not None or self._closed:
-                return False
-            self._save = _Save(step, generation, tuple(states))
-            self._changed.notify_all()
-            return True
+            return self._saves > 0
+
+    def submit(self, step: int, parts: Sequence[Copied], ready: Callable[[], None] = lambda: None) -> None:
+        """Write ``parts`` in the background; their bytes must not change while it is saving.
+
+        Args:
+            step: steps that the state contains.
+            parts: what to write.
+            ready: returns once the bytes are there.
+        """
+        save = _Save(step, tuple(parts), ready)
+        with self._changed:
+            self._saves += 1
+        self.do(lambda: self._write(save))
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Do something behind the saves under way, while the buffer is nobody else's."""
+        with self._changed:
+            if not self._closed:
+                self._work.append(work)
+                self._changed.notify_all()
 
     def flush(self, timeout_s: float) -> bool:
         """Wait until nothing is being written; False if ``timeout_s`` passes first."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._save is None, timeout_s)
+            return self._changed.wait_for(lambda: not self._work, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Accept no more saves, and wait up to ``timeout_s`` for the one that runs.
@@ -72,30 +94,76 @@ class BackgroundWriter:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        """Write saves until closed."""
+        """Work until closed."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._save is not None)
-                if self._save is None:
+                self._changed.wait_for(lambda: self._closed or bool(self._work))
+                if not self._work:
                     return
-                save = self._save
-            self._write(save)
-            del save  # the tensors are clones: free them now
+                work = self._work[0]
+            try:
+                work()
+            except CheckpointError as error:
+                self._on_error(error)
+            except Exception as error:  # noqa: BLE001  a dead thread would skip every later save in silence
+                problem = CheckpointError(f"a checkpoint was not saved, by a mistake of Varuna's: {error!r}")
+                problem.__cause__ = error
+                self._on_error(problem)
+            del work  # and what it holds
             with self._changed:
-                self._save = None
+                del self._work[0]
                 self._changed.notify_all()
 
     def _write(self, save: _Save) -> None:
-        """Write all sections of a save."""
-        for state in save.states:
-            try:
-                shard = write_shard(self._directory, save.step, save.generation, state)
-            except CheckpointError as error:
-                self._on_error(error)
-                return
-            except Exception as error:  # noqa: BLE001  a dead thread would skip every later save in silence
-                problem = CheckpointError(f"section {state.section} of step {save.step} was not saved: {error!r}")
-                problem.__cause__ = error
-                self._on_error(problem)
-                return
-            self._on_saved(shard)
+        try:
+            save.ready()
+            with (
+                ThreadPoolExecutor(1, "varuna-checksums") as beside,
+                ThreadPoolExecutor(_AT_ONCE, "varuna-shards") as pool,
+            ):
+                writes = [
+                    pool.submit(write_part, self._store, save.step, copied, self._writer, beside)
+                    for copied in save.parts
+                ]
+                try:
+                    for done in as_completed(writes):
+                        self._on_saved(done.result())
+                except BaseException:
+                    pool.shutdown(wait=True, cancel_futures=True)
+                    raise
+        finally:
+            with self._changed:
+                self._saves -= 1
+
+
+def write_part(store: Store, step: int, copied: Copied, writer: str, beside: ThreadPoolExecutor) -> SavedShard:
+    """Write a part's file durably; its checksums are computed on another thread meanwhile.
+
+    Raises:
+        StoreError: it cannot be written; nothing is left under its name.
+    """
+    share, data = copied
+    beginning = header_of(step, share.name, share.pieces, share.scalars)
+    sums = [beside.submit(zlib.crc32, data[p.offset : p.offset + p.size_bytes]) for p in share.pieces]
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield beginning
+        for start in range(0, len(data), _CHUNK_BYTES):
+            yield data[start : start + _CHUNK_BYTES]
+
+    file = shard_file(share.name, writer)
+    store.write(f"{step_folder(step)}/{file}", chunks)
+    return SavedShard(
+        step=step,
+        generation=share.name.generation,
+        section=share.name.section,
+        part=share.name.part,
+        parts=share.name.parts,
+        file=file,
+        size_bytes=len(beginning) + len(data),
+        pieces=tuple(
+            piece.model_copy(update={"offset": len(beginning) + piece.offset, "crc32": checksum.result()})
+            for piece, checksum in zip(share.pieces, sums, strict=True)
+        ),
+        scalars=share.scalars,
+    )

@@ -1,25 +1,20 @@
-"""A section's state survives its way to disk and over the wire bit for bit, or is refused."""
+"""A section's state survives its way over the wire bit for bit, or is refused."""
 
-import errno
 import json
 import math
-import os
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from varuna.checkpoint import shards
-from varuna.checkpoint.shards import JSON, SectionState, from_bytes, read_shard, to_bytes, write_shard
+from varuna.checkpoint.shards import JSON, SectionState, from_bytes, to_bytes
 from varuna.core.errors import CheckpointError
 
-DTYPES = list(shards._NAMES)
+DTYPES = list(shards.DTYPE_NAMES)
 
 
 def tensor(dtype: torch.dtype, shape: list[int], seed: int) -> torch.Tensor:
@@ -81,7 +76,7 @@ def test_the_safetensors_library_reads_what_we_write(before: SectionState) -> No
 
 def test_every_dtype_that_torch_and_safetensors_share_is_known() -> None:
     library = {torch_dtype: name for name, torch_dtype in safetensors.torch._TYPES.items()}
-    ours = dict(shards._NAMES)
+    ours = dict(shards.DTYPE_NAMES)
     odd = {dtype for dtype in library if dtype not in ours}
     assert {dtype: name for dtype, name in library.items() if dtype in ours} == ours
     assert odd <= {getattr(torch, "float8_e8m0fnu", None), getattr(torch, "float4_e2m1fn_x2", None)}
@@ -138,103 +133,3 @@ def test_damaged_bytes_are_refused_or_read_but_never_crash(data: st.DataObject) 
     for damaged in (bytes(raw), bytes(raw[:cut])):
         with suppress(CheckpointError):
             from_bytes(damaged)
-
-
-# -- files -------------------------------------------------------------------------------------------
-
-
-def test_a_shard_is_a_safetensors_file_named_by_step_section_and_generation(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path, 10, 2, state())
-    path = tmp_path / "step-00000010" / "section-003.g2.safetensors"
-    assert (shard.step, shard.section, shard.file) == (10, 3, path.name)
-    assert shard.size_bytes == path.stat().st_size
-    assert [p.name for p in path.parent.iterdir()] == [path.name]
-    with safe_open(path, "pt") as file:
-        assert sorted(file.keys()) == sorted(state().tensors)
-    after = read_shard(tmp_path, shard)
-    assert after.scalars == state().scalars
-
-
-@pytest.mark.parametrize("at", [0, 8, 60, -1])
-def test_a_flipped_bit_is_found(tmp_path: Path, at: int) -> None:
-    shard = write_shard(tmp_path, 10, 2, state())
-    path = tmp_path / "step-00000010" / shard.file
-    data = bytearray(path.read_bytes())
-    data[at] ^= 4
-    path.write_bytes(data)
-    with pytest.raises(
-        CheckpointError, match=rf"{path} is damaged: expected SHA-256 {shard.sha256}, found .*[Rr]estore"
-    ):
-        read_shard(tmp_path, shard)
-
-
-def test_a_truncated_shard_is_found(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path, 10, 2, state())
-    path = tmp_path / "step-00000010" / shard.file
-    os.truncate(path, 50)
-    with pytest.raises(CheckpointError, match=rf"expected {shard.size_bytes} bytes, found 50"):
-        read_shard(tmp_path, shard)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path, 10, 2, state())
-    (tmp_path / "step-00000010" / shard.file).unlink()
-    with pytest.raises(CheckpointError, match=rf"cannot read .*{shard.file}: No such file.*fall|go on from"):
-        read_shard(tmp_path, shard)
-
-
-def test_a_shard_of_another_section_is_refused(tmp_path: Path) -> None:
-    shard = write_shard(tmp_path, 10, 2, state(3))
-    with pytest.raises(CheckpointError, match="holds section 3, but its manifest says 4"):
-        read_shard(tmp_path, shard.model_copy(update={"section": 4}))
-
-
-class FullDisk:
-    """A file that takes ``room_bytes``."""
-
-    def __init__(self, file: Any, room_bytes: int) -> None:
-        self.file, self.room_bytes = file, room_bytes
-
-    def __enter__(self) -> "FullDisk":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def write(self, chunk: bytes) -> None:
-        self.room_bytes -= len(chunk)
-        if self.room_bytes < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        self.file.write(chunk)
-
-
-@pytest.mark.parametrize("room_bytes", [0, 470])
-def test_a_full_disk_is_reported_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room_bytes: int
-) -> None:
-    kept = write_shard(tmp_path, 10, 2, state())
-    opened = Path.open
-    monkeypatch.setattr(Path, "open", lambda path, mode: FullDisk(opened(path, mode), room_bytes))
-    with pytest.raises(CheckpointError, match=r"cannot write .*section-003.g3.*: No space left on device. Check the"):
-        write_shard(tmp_path, 10, 3, state())
-    monkeypatch.undo()
-    assert [p.name for p in (tmp_path / "step-00000010").iterdir()] == [kept.file]
-    read_shard(tmp_path, kept)
-
-
-def test_a_failed_rewrite_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = write_shard(tmp_path, 10, 2, state())
-
-    def broken(_descriptor: int) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(os, "fsync", broken)
-    with pytest.raises(CheckpointError, match="Input/output error"):
-        write_shard(tmp_path, 10, 2, state())
-    read_shard(tmp_path, kept)
-
-
-def test_a_directory_under_a_file_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"cannot write .*Not a directory"):
-        write_shard(tmp_path / "file" / "run", 10, 2, state())

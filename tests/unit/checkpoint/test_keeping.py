@@ -1,0 +1,96 @@
+"""Shards become checkpoints on a thread that nothing ends but the run; a crash anywhere leaves a checkpoint."""
+
+import pytest
+
+from tests.unit.checkpoint.saves import (
+    make_job,
+    make_plan,
+    save_parts,
+)
+from tests.unit.store.flaky import Hooked, down
+from varuna.checkpoint import keeping
+from varuna.checkpoint.keeping import Keeper
+from varuna.checkpoint.manifest import survey
+from varuna.store.opening import open_store
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> str:
+    return f"memory://{request.node.nodeid}"
+
+
+def keeper(place: str, warnings: list[str], **changes: int) -> Keeper:
+    job = make_job().model_copy(update={"checkpoint_dir": place, **changes})
+    return Keeper(job, new=False, overwrite=False, say=warnings.append, warn=warnings.append)
+
+
+def test_complete_steps_are_committed_and_old_ones_go(place: str) -> None:
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings, keep_last=2), make_plan(2, 2)
+    assert keep.newest() is None
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for step in (3, 6, 9):
+        for shard in save_parts(keep.store, step, plan):
+            keep.collect(shard)
+    assert keep.wait_for(9, 10)
+    assert keep.settle()
+    assert [folder.step for folder in survey(keep.store)] == [9, 6]
+    found = keep.newest()
+    assert found is not None
+    assert found[0].step == 9
+    keep.close()
+    assert warnings == []
+    assert "lease" not in keep.store.folders()
+
+
+def test_an_error_nobody_foresaw_costs_one_checkpoint_and_is_said(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(keeping, "commit", broken)
+    for shard in save_parts(keep.store, 3, plan):
+        keep.collect(shard)
+    assert keep.settle()
+    monkeypatch.undo()
+    for shard in save_parts(keep.store, 6, plan):
+        keep.collect(shard)
+    assert keep.wait_for(6, 10)
+    assert [text for text in warnings if "oops" in text]
+    keep.close()
+
+
+def test_a_run_that_was_replaced_commits_nothing_more(place: str) -> None:
+    warnings: list[str] = []
+    first, plan = keeper(place, warnings), make_plan()
+    first.begin(0, plan, first_step=0, rollback=True)
+    second = keeper(place, warnings)
+    for shard in save_parts(first.store, 3, plan):
+        first.collect(shard)
+    assert first.settle()
+    assert "another run has taken over" in warnings[0]
+    assert second.newest() is None
+    first.close()
+    second.close()
+
+
+def test_a_store_that_is_down_costs_a_checkpoint_and_not_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = Hooked(open_store(place))
+    monkeypatch.setattr(keeping, "open_store", lambda place: hooked)
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    found = save_parts(hooked, 3, plan)
+    hooked.before = down
+    for shard in found:
+        keep.collect(shard)
+    assert keep.settle()
+    assert "connection refused" in warnings[0]
+    hooked.before = lambda verb, name: None
+    for shard in save_parts(hooked, 6, plan):
+        keep.collect(shard)
+    assert keep.wait_for(6, 10)
+    keep.close()

@@ -1,0 +1,108 @@
+"""One run at a time in a directory, whatever the clocks say."""
+
+import os
+
+import pytest
+
+from tests.unit.store.flaky import Time
+from varuna.checkpoint import lease as lease_module
+from varuna.checkpoint.lease import EXPIRY_S, Lease, Owner, claim
+from varuna.core.errors import CheckpointError
+from varuna.store.base import Store
+from varuna.store.opening import open_store
+
+
+@pytest.fixture
+def store(request: pytest.FixtureRequest) -> Store:
+    return open_store(f"memory://{request.node.nodeid}")
+
+
+def take(store: Store, time: Time | None = None, said: list[str] | None = None) -> Lease:
+    time = time or Time()
+    return claim(store, "me", say=(said if said is not None else []).append, clock=time.clock, sleep=time.sleep)
+
+
+def elsewhere(**changes: object) -> Owner:
+    owner = Owner(writer="other", host="vm-7", machine="another boot", pid=1, started="")
+    return owner.model_copy(update=changes)
+
+
+def write(store: Store, owner: Owner, epoch: int = 4) -> None:
+    store.put(f"lease/{epoch:06d}.json", owner.model_dump_json().encode())
+
+
+def test_a_free_directory_is_taken_and_given_back(store: Store) -> None:
+    lease = take(store)
+    assert lease.is_held()
+    lease.beat()
+    lease.release()
+    assert store.entries() == []
+    assert not lease.is_held()
+
+
+def test_a_run_on_another_machine_that_beats_is_left_alone(store: Store) -> None:
+    write(store, elsewhere())
+    time, said = Time(), list[str]()
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        if time.now_s > EXPIRY_S / 2:
+            write(store, elsewhere(beats=1))
+
+    with pytest.raises(CheckpointError, match=r"another run, process 1 on vm-7, saves its checkpoints in memory://"):
+        claim(store, "me", say=said.append, clock=time.clock, sleep=sleep)
+    assert "waiting 20 s" in said[0]
+
+
+def test_a_run_on_another_machine_that_stands_still_is_replaced(store: Store) -> None:
+    write(store, elsewhere(beats=10**6))
+    time = Time()
+    lease = take(store, time)
+    assert time.now_s >= EXPIRY_S
+    assert lease.is_held()
+    assert [entry.name for entry in store.entries()] == ["lease/000005.json"]
+
+
+def test_a_dead_process_of_this_machine_is_replaced_at_once_and_a_live_one_never(store: Store) -> None:
+    here = lease_module._machine()
+    parent = elsewhere(machine=here, pid=os.getppid(), started=lease_module._started(str(os.getppid())))
+    write(store, parent)
+    with pytest.raises(CheckpointError, match="another run"):
+        take(store)
+    write(store, parent.model_copy(update={"started": "1"}))  # its number was given to another process
+    time = Time()
+    take(store, time)
+    write(store, elsewhere(machine=here, pid=2**22 + 1), epoch=9)
+    take(store, time)
+    assert time.now_s == 0
+
+
+def test_an_earlier_run_of_the_same_process_is_over(store: Store) -> None:
+    first = take(store)
+    second = take(store)
+    assert (first.is_held(), second.is_held()) == (False, True)
+    first.beat()  # does not come back
+    assert (first.is_held(), second.is_held()) == (False, True)
+
+
+def test_of_two_claimants_one_gets_it(store: Store) -> None:
+    write(store, elsewhere())
+    time, other = Time(), list[Lease]()
+
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
+        if time.now_s >= EXPIRY_S and not other:  # both have waited, the other is a moment earlier
+            store.create("lease/000005.json", elsewhere(pid=2, host="vm-8").model_dump_json().encode())
+            other.append(Lease(store, 5, elsewhere(pid=2, host="vm-8")))
+        for lease in other:
+            lease.beat()
+
+    with pytest.raises(CheckpointError, match="process 2 on vm-8"):
+        claim(store, "me", say=lambda text: None, clock=time.clock, sleep=sleep)
+    assert other[0].is_held()
+
+
+def test_a_torn_lease_is_nobodys(store: Store) -> None:
+    store.put("lease/000001.json", b"{")
+    store.put("lease/junk", b"")
+    assert take(store).is_held()

@@ -1,0 +1,81 @@
+"""When a checkpoint is complete: all parts of all sections, of one step and one generation. Pure."""
+
+from varuna.checkpoint.manifest import Manifest
+from varuna.checkpoint.names import ShardName, parse_shard_file
+from varuna.core.errors import CheckpointError
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.saved import SavedShard
+
+_Parts = dict[tuple[int, int], SavedShard]  # (section, part) -> shard
+
+
+class Collector:
+    """Gathers reports of durable shards until a step has all its parts; commits nothing itself."""
+
+    def __init__(self, job: JobFacts, *, run_id: str, writer: str) -> None:
+        """Start empty; the arguments go into the manifests."""
+        self._job, self._run_id, self._writer = job, run_id, writer
+        self._plans: dict[int, Plan] = {}  # by generation
+        self._oldest = 0  # generation; what came before a rollback is another timeline
+        self._complete = -1  # newest complete step
+        self._pending: dict[tuple[int, int], _Parts] = {}  # (generation, step)
+
+    def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
+        """A generation starts. Parts of the one before may still come: survivors write for the dead.
+
+        Args:
+            generation: its number.
+            plan: goes into its manifests.
+            first_step: that it runs.
+            rollback: it goes on from a checkpoint, so what is unfinished will not be needed.
+        """
+        self._plans[generation] = plan
+        if rollback:
+            self._oldest, self._complete, self._pending = generation, first_step, {}
+
+    def add(self, shard: SavedShard) -> Manifest | None:
+        """Note a shard; the manifest if its step is complete now.
+
+        Dropped are shards of another timeline, and of steps up to the newest complete one: workers save in step
+        order, so what is missing there was skipped and will not come.
+
+        Raises:
+            CheckpointError: the shard is not one of this run.
+        """
+        self._check(shard)
+        if shard.generation < self._oldest or shard.step <= self._complete:
+            return None
+        key = (shard.generation, shard.step)
+        shards = self._pending.setdefault(key, {})
+        shards.setdefault((shard.section, shard.part), shard)
+        sections = len(self._job.model.sections)
+        parts = {found.section: found.parts for found in shards.values()}
+        if len(parts) < sections or len(shards) < sum(parts.values()):
+            return None
+        self._complete = shard.step
+        self._pending = {key: rest for key, rest in self._pending.items() if key[1] > shard.step}
+        return Manifest(
+            run_id=self._run_id,
+            writer=self._writer,
+            step=shard.step,
+            generation=shard.generation,
+            state_digest=self._job.model.state_digest,
+            sections=sections,
+            seed=self._job.seed,
+            global_batch=self._job.global_batch,
+            plan=self._plans[shard.generation],
+            shards=tuple(shards[place] for place in sorted(shards)),
+        )
+
+    def _check(self, shard: SavedShard) -> None:
+        try:
+            name = parse_shard_file(shard.file)
+        except ValueError as error:
+            raise CheckpointError(f"a worker reported a shard that cannot be: {error}") from error
+        said = ShardName(shard.section, shard.part, shard.parts, shard.generation)
+        sections = len(self._job.model.sections)
+        if name != said or shard.section >= sections or shard.part >= shard.parts:
+            raise CheckpointError(f"a worker reported {shard.file} as {said}, of {sections} sections")
+        if shard.generation not in self._plans:
+            raise CheckpointError(f"a worker reported {shard.file}, but generation {shard.generation} never began")

@@ -1,0 +1,170 @@
+"""One run at a time in a checkpoint directory.
+
+A lease is an object ``lease/<epoch>.json`` that its owner rewrites again and again with a growing count. The newest
+epoch counts, and is taken by a create-only put, so of several claimants one gets it. Whether another owner lives is
+told by its process, if it runs on this machine; elsewhere by watching whether the count grows: clocks of different
+machines are never compared.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from varuna.core.errors import CheckpointError, ObjectExists, ObjectMissing
+from varuna.core.value import Value
+from varuna.store.base import Store
+
+BEAT_S = 5.0
+EXPIRY_S = 20.0
+"""A count that stands still for so long belongs to a run that is gone, or as good as gone."""
+_FOLDER = "lease"
+
+
+class Owner(Value):
+    """Who holds a lease, and how often it has said so."""
+
+    writer: str
+    host: str
+    machine: str
+    pid: int
+    started: str
+    beats: int = 0
+
+
+class Lease:
+    """The right to commit, held until another run takes it."""
+
+    def __init__(self, store: Store, epoch: int, owner: Owner) -> None:
+        self._store, self._epoch, self._owner = store, epoch, owner
+
+    def beat(self) -> None:
+        """Say that this run lives; does nothing once another run has taken over."""
+        if self.is_held():
+            self._owner = self._owner.model_copy(update={"beats": self._owner.beats + 1})
+            self._store.put(_name(self._epoch), self._owner.model_dump_json().encode())
+
+    def is_held(self) -> bool:
+        """Whether no other run has taken over."""
+        return _epochs(self._store)[-1:] == [self._epoch]
+
+    def release(self) -> None:
+        """The run is over: the next one need not wait."""
+        self._store.remove(_name(self._epoch))
+
+
+def claim(
+    store: Store,
+    writer: str,
+    *,
+    say: Callable[[str], None],
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Lease:
+    """Become the one run that commits here; waits up to 20 s if the owner before cannot be asked.
+
+    Args:
+        store: the checkpoint directory.
+        writer: an id that nobody else has.
+        say: tells the user why nothing happens.
+        clock: seconds, of this machine.
+        sleep: waits.
+
+    Raises:
+        CheckpointError: another run lives.
+        StoreError: the store cannot be used.
+    """
+    me = Owner(writer=writer, host=socket.gethostname(), machine=_machine(), pid=os.getpid(), started=_started("self"))
+    while True:
+        epochs = _epochs(store)
+        if epochs:
+            owner = _read(store, epochs[-1])
+            if owner is not None and _lives(store, epochs[-1], owner, me, say, clock, sleep):
+                raise CheckpointError(
+                    f"another run, process {owner.pid} on {owner.host}, saves its checkpoints in {store.url}. Stop it, "
+                    f"or give this run another checkpoint directory."
+                )
+        epoch = epochs[-1] + 1 if epochs else 1
+        try:
+            store.create(_name(epoch), me.model_dump_json().encode())
+        except ObjectExists:
+            continue  # somebody else was faster: it lives
+        for old in epochs:
+            store.remove(_name(old))
+        return Lease(store, epoch, me)
+
+
+def _lives(
+    store: Store,
+    epoch: int,
+    owner: Owner,
+    me: Owner,
+    say: Callable[[str], None],
+    clock: Callable[[], float],
+    sleep: Callable[[float], None],
+) -> bool:
+    if owner.machine == me.machine:
+        if owner.pid == me.pid:
+            return False  # an earlier run of this process: it is over, or it could not be asking
+        return _exists(owner)
+    say(
+        f"{store.url} was last used by process {owner.pid} on {owner.host}: waiting {EXPIRY_S:.0f} s to see whether "
+        "it still runs"
+    )
+    begin_s = clock()
+    while clock() - begin_s < EXPIRY_S:
+        sleep(BEAT_S / 2)
+        now = _read(store, epoch)
+        if now is None:
+            return False  # released
+        if now.beats != owner.beats:
+            return True
+    return False
+
+
+def _read(store: Store, epoch: int) -> Owner | None:
+    try:
+        return Owner.model_validate_json(store.get(_name(epoch)))
+    except (ObjectMissing, ValidationError):
+        return None
+
+
+def _epochs(store: Store) -> list[int]:
+    """Epochs of all leases, ascending."""
+    stems = (Path(entry.name).stem for entry in store.entries(_FOLDER))
+    return sorted(int(stem) for stem in stems if stem.isdecimal())
+
+
+def _name(epoch: int) -> str:
+    return f"{_FOLDER}/{epoch:06d}.json"
+
+
+def _exists(owner: Owner) -> bool:
+    """Whether a process of this machine is the one that wrote ``owner``, and not another with its number."""
+    try:
+        os.kill(owner.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is somebody else's, but it exists
+    return owner.started == _started(str(owner.pid))
+
+
+def _machine(proc: Path = Path("/proc")) -> str:
+    """What process numbers are valid in: a boot of a machine, and a namespace of processes within it."""
+    try:
+        boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink(proc / 'self/ns/pid')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def _started(process: str) -> str:
+    """When a process began, in the kernel's ticks; empty where the kernel does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""

@@ -1,0 +1,81 @@
+"""Names in a checkpoint directory.
+
+::
+
+    <directory>/
+        config.json                                  the model's configuration, if it has one
+        lease/000003.json                            who may commit here
+        step-00000010/                               10 steps are committed; step 10 runs next
+            section-000.0of2.g1.5f0c….safetensors    part 0 of 2, saved by generation 1
+            section-000.1of2.g1.9b1e….safetensors
+            section-001.0of1.g1.77a2….safetensors
+            manifest.json                            written last: without it the folder is no checkpoint
+            damaged.txt                              only if somebody found it so: never used again
+        replaced-1/step-…/                           moved aside by --new --overwrite
+"""
+
+import re
+from typing import NamedTuple
+
+MANIFEST = "manifest.json"
+DAMAGED = "damaged.txt"
+CONFIG = "config.json"
+START_AFRESH = "--new --overwrite (without `varuna run`: VARUNA_NEW=overwrite)"
+_STEP = re.compile(r"step-(\d{8,})")
+_SHARD = re.compile(r"section-(\d{3,})\.(\d+)of(\d+)\.g(\d+)\.[0-9a-f]{8,}\.safetensors")
+
+
+class ShardName(NamedTuple):
+    """What the name of a shard's file says."""
+
+    section: int
+    part: int
+    parts: int
+    generation: int
+
+
+def step_folder(step: int) -> str:
+    """Folder of the checkpoint after ``step`` committed steps."""
+    return f"step-{step:08d}"
+
+
+def parse_step(folder: str) -> int | None:
+    """Step of a folder's name; None if it is none of a checkpoint."""
+    match = _STEP.fullmatch(folder)
+    return int(match[1]) if match else None
+
+
+def shard_file(name: ShardName, writer: str) -> str:
+    """File of a part of a section. Nobody else writes this name, so no writer can spoil what another wrote."""
+    return f"section-{name.section:03d}.{name.part}of{name.parts}.g{name.generation}.{writer}.safetensors"
+
+
+def parse_shard_file(file: str) -> ShardName:
+    """Inverse of ``shard_file``.
+
+    Raises:
+        ValueError: it is none; a path is refused too, since names come from other machines.
+    """
+    match = _SHARD.fullmatch(file)
+    if match is None:
+        example = shard_file(ShardName(3, 0, 1, 1), "0123456789abcdef")
+        raise ValueError(f"{file!r} is not the file name of a shard, such as {example!r}")
+    return ShardName(*map(int, match.groups()))
+
+
+def checkpoint_place(directory: str, step: int) -> str:
+    """A checkpoint in one string, for messages and assignments."""
+    return f"{directory}/{step_folder(step)}"
+
+
+def split_place(place: str) -> tuple[str, int]:
+    """Inverse of ``checkpoint_place``.
+
+    Raises:
+        ValueError: it is no place of a checkpoint.
+    """
+    directory, _, folder = place.rpartition("/")
+    step = parse_step(folder)
+    if step is None:
+        raise ValueError(f"{place!r} does not end with the folder of a checkpoint, such as {step_folder(10)}")
+    return directory, step

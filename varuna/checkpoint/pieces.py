@@ -1,0 +1,74 @@
+"""How a section is divided among its holders: equal bytes, cut anywhere in the sequence of its tensors."""
+
+from collections.abc import Iterable
+from math import prod
+from typing import NamedTuple
+
+from varuna.core.saved import ITEM_BYTES, Piece
+
+SMALLEST_PART_BYTES = 4 * 2**20
+"""Below this a file of its own costs more than it saves."""
+
+
+class TensorFacts(NamedTuple):
+    """A tensor without its values."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def count_parts(size_bytes: int, replicas: int, smallest_bytes: int = SMALLEST_PART_BYTES) -> int:
+    """Number of parts for a section of ``size_bytes`` with ``replicas`` holders, between 1 and ``replicas``."""
+    return max(1, min(replicas, -(-size_bytes // smallest_bytes)))
+
+
+def divide(tensors: Iterable[TensorFacts], parts: int) -> list[list[Piece]]:
+    """Pieces of each part, in file order; offsets count from the part's first byte.
+
+    All holders of a section get the same answer. Parts differ by less than two elements. Widest dtype first keeps
+    every piece aligned within its part.
+    """
+    ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
+    total_bytes = sum(tensor.size_bytes for tensor in ordered)
+    ends = [total_bytes * (part + 1) // parts for part in range(parts)]
+    divided: list[list[Piece]] = [[] for _ in range(parts)]
+    part, position, begin = 0, 0, 0  # bytes of the sequence: where we are, and where the part began
+    for tensor in ordered:
+        first, elements, item_bytes = 0, prod(tensor.shape), ITEM_BYTES[tensor.dtype]
+        while first < elements or elements == 0:
+            room = elements if part == parts - 1 else max(0, ends[part] - position) // item_bytes
+            count = min(elements - first, room)
+            if count or elements == 0:
+                divided[part].append(
+                    Piece(
+                        name=tensor.name,
+                        dtype=tensor.dtype,
+                        shape=tensor.shape,
+                        first=first,
+                        count=count,
+                        offset=position - begin,
+                    )
+                )
+            if elements == 0:
+                break
+            first += count
+            position += count * item_bytes
+            if first < elements:
+                part, begin = part + 1, position
+    return divided
+
+
+def writer_of(section: int, part: int, replicas: int) -> int:
+    """The replica that writes a part; sections begin with different replicas, so that small ones spread."""
+    return (section + part) % replicas
+
+
+def understudy_of(section: int, part: int, replicas: int) -> int:
+    """The replica that copies a part too, and writes it if the writer dies; the writer itself if it is alone."""
+    return (section + part + 1) % replicas

@@ -1,0 +1,122 @@
+"""Copies of what a rank saves, in one buffer of host memory that is allocated and touched before it is needed.
+
+The training thread only copies; whoever writes reads from the buffer, so there is never a second copy.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.names import ShardName
+from varuna.checkpoint.pieces import SMALLEST_PART_BYTES, TensorFacts, count_parts, divide, understudy_of, writer_of
+from varuna.checkpoint.shards import DTYPE_NAMES, SectionState, scalars_as_json
+from varuna.core.errors import CheckpointError
+from varuna.core.saved import Piece
+
+_ALIGNMENT = 64
+
+
+class Share(NamedTuple):
+    """A part of a section that this rank copies, and which replica should write it."""
+
+    name: ShardName
+    writer: int
+    pieces: tuple[Piece, ...]
+    """offsets count from the part's first byte"""
+    scalars: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Of its pieces."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+
+class Copied(NamedTuple):
+    """A share whose bytes are in the buffer."""
+
+    share: Share
+    data: memoryview
+
+
+def shares_of(
+    states: Sequence[SectionState],
+    *,
+    replica: int,
+    replicas: int,
+    generation: int,
+    smallest_bytes: int = SMALLEST_PART_BYTES,
+) -> list[Share]:
+    """What one replica copies of its stage's sections: the parts that it writes, and those it is understudy for.
+
+    Raises:
+        CheckpointError: a tensor's dtype has no place in safetensors, or a scalar none in JSON.
+    """
+    shares: list[Share] = []
+    for state in states:
+        tensors = [_facts(state, name, value) for name, value in state.tensors.items()]
+        parts = count_parts(sum(tensor.size_bytes for tensor in tensors), replicas, smallest_bytes)
+        scalars = scalars_as_json(state)
+        for part, pieces in enumerate(divide(tensors, parts)):
+            writer = writer_of(state.section, part, replicas)
+            if replica in (writer, understudy_of(state.section, part, replicas)):
+                name = ShardName(state.section, part, parts, generation)
+                shares.append(Share(name, writer, tuple(pieces), scalars if part == 0 else "{}"))
+    return sorted(shares, key=lambda share: share.writer != replica)  # what this replica writes comes first
+
+
+def _facts(state: SectionState, name: str, value: Tensor) -> TensorFacts:
+    if value.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which safetensors lacks")
+    return TensorFacts(name, DTYPE_NAMES[value.dtype], tuple(value.shape))
+
+
+class SnapshotBuffer:
+    """Host memory for one snapshot, pinned if the state lies on a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pinned = device.type == "cuda"
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._copied: Any = None  # a CUDA event: the copies are done
+
+    @property
+    def size_bytes(self) -> int:
+        """What it can hold."""
+        return self._buffer.numel()
+
+    def reserve(self, size_bytes: int) -> None:
+        """Allocate and touch, unless it is large enough; what it held is lost."""
+        if size_bytes > self.size_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # never two of them
+            self._buffer = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+            self._buffer.fill_(0)  # zeros() may leave pages untouched
+
+    def copy(self, shares: Sequence[Share], states: Mapping[int, SectionState]) -> list[Copied]:
+        """Copy the shares' bytes. On a GPU this only queues the copies behind the work that made the values."""
+        self.reserve(needed_bytes(shares))
+        copied, start = [], 0
+        for share in shares:
+            end = start + share.size_bytes
+            region = self._buffer[start:end]
+            tensors = states[share.name.section].tensors
+            for piece in share.pieces:
+                source = tensors[piece.name].detach().resolve_conj().resolve_neg().reshape(-1)
+                run = source[piece.first : piece.first + piece.count]
+                target = region[piece.offset : piece.offset + piece.size_bytes]
+                target.view(run.dtype).copy_(run, non_blocking=self._pinned)
+            copied.append(Copied(share, region.numpy().data))
+            start = end + -end % _ALIGNMENT
+        if self._pinned:
+            self._copied = torch.cuda.current_stream().record_event()
+        return copied
+
+    def wait(self) -> None:
+        """Return once the copies are done; for whoever reads them."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def needed_bytes(shares: Sequence[Share]) -> int:
+    """Of a buffer that holds the shares."""
+    return sum(share.size_bytes + -share.size_bytes % _ALIGNMENT for share in shares)

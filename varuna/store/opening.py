@@ -1,0 +1,67 @@
+"""A store by its path or URL."""
+
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+from varuna.core.errors import UsageError
+from varuna.store.base import Store
+from varuna.store.folder import FolderStore
+from varuna.store.pace import Pace
+from varuna.store.patience import PATIENCE_S, PatientStore
+
+SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
+_memory: dict[str, Store] = {}
+
+
+def location(place: str | os.PathLike[str]) -> str:
+    """A checkpoint directory as all processes of a run should name it: a URL as it is, a path made absolute.
+
+    Raises:
+        UsageError: a URL of a kind that is not known.
+    """
+    text = os.fspath(place)
+    if "://" not in text:
+        return str(Path(text).absolute())
+    parts = urlsplit(text)
+    if parts.scheme == "file":
+        return str(Path(url2pathname(parts.path)).absolute())
+    if parts.scheme != "memory" and (parts.scheme not in SCHEMES or not parts.netloc):
+        raise UsageError(
+            f"{text!r} is no place for checkpoints: give a folder, s3://bucket/path, gs://bucket/path or "
+            "az://container/path"
+        )
+    return text.rstrip("/")
+
+
+def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | None = None) -> Store:
+    """Open a directory or a bucket; nothing is read or written yet.
+
+    Args:
+        place: a path, or a URL of S3, Google Cloud Storage or Azure Blob; ``memory://name`` lives in this process.
+        upload_bytes_per_s: bound on the bandwidth of uploads. A local directory has none.
+
+    Raises:
+        UsageError: a URL of a kind that is not known.
+        StoreError: the URL, or what the environment says about it, cannot be used.
+    """
+    where = location(place)
+    if "://" not in where:
+        return FolderStore(Path(where))
+    from varuna.store.objects import ObjectStore, connect
+
+    if where.startswith("memory://"):
+        if where not in _memory:
+            from obstore.store import MemoryStore
+
+            memory = MemoryStore()
+            _memory[where] = ObjectStore(where, memory, memory)
+        return _memory[where]
+    pace = Pace(upload_bytes_per_s) if upload_bytes_per_s is not None else None
+    return PatientStore(connect(where, pace), patience_s=PATIENCE_S)
+
+
+def is_local(place: str) -> bool:
+    """Whether ``place``, from ``location``, is a directory of this machine's file system."""
+    return "://" not in place
