@@ -22,7 +22,8 @@ class _Holding(NamedTuple):
     what: str
     section: int
     replica: int
-    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    """of its tensors in the section's state"""
 
 
 def check_agreement(
@@ -41,7 +42,7 @@ def check_agreement(
     for slot, holding in enumerate(holdings):
         if rank == plan.rank_of(holding.replica, plan.stage_of(holding.section)):
             state = states[holding.section]
-            sums[slot] = checksum(state.tensors[f"parameters/{name}"] for name in holding.names)
+            sums[slot] = checksum(state.tensors[key] for key in holding.keys)
     group.all_reduce(sums)
     for what, found in groupby(zip(holdings, sums.tolist(), strict=True), key=lambda pair: pair[0].what):
         ranks: dict[int, list[int]] = {}
@@ -68,12 +69,14 @@ def _holdings(model: PartitionedModel, plan: Plan) -> Iterator[_Holding]:
     """All of them, those of the same thing next to each other."""
     for section in model.sections:
         label = f"section {section.index} ({section.label})"
+        keys = tuple(f"parameters/{name}" for name in dict.fromkeys(section.parameters))
+        keys += tuple(f"buffers/{name}" for name in section.updated)
         for replica in range(plan.replicas):
-            yield _Holding(label, section.index, replica, tuple(dict.fromkeys(section.parameters)))
+            yield _Holding(label, section.index, replica, keys)
     for tied in model.facts.tied:
         for index in tied.sections:
             for replica in range(plan.replicas):
-                yield _Holding(f"the tied parameter {tied.name}", index, replica, (tied.name,))
+                yield _Holding(f"the tied parameter {tied.name}", index, replica, (f"parameters/{tied.name}",))
 
 
 def _difference(what: str, holders: list[list[int]]) -> str:

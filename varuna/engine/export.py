@@ -4,20 +4,23 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors.torch import save_file
-from torch import Tensor
 
-from varuna.checkpoint.files import unwritable
+from varuna.checkpoint.export import own_names
+from varuna.checkpoint.names import CONFIG
 from varuna.checkpoint.shards import SectionState
-from varuna.core.errors import FleetError
+from varuna.core.errors import FleetError, LinkError
 from varuna.core.messages import Transfer
-from varuna.engine.inbox import GenerationEnded
+from varuna.engine.generation import Generation
+from varuna.engine.inbox import Inbox
 from varuna.engine.links import Courier
-from varuna.engine.session import Generation
 from varuna.engine.transfer import exchange
 from varuna.partition.model import PartitionedModel
+from varuna.store.folder import unwritable
+
+_BOUND_S = 600.0
 
 
-def export_model(generation: Generation | None, model: PartitionedModel, path: Path) -> None:
+def export_model(generation: Generation | None, model: PartitionedModel, path: Path, config: str | None = None) -> None:
     """Gather all sections on the main rank and write them; other ranks send theirs, spares do nothing.
 
     A tied parameter is written once, under its first name; the file's metadata maps its other names to it, as
@@ -35,30 +38,32 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
     stage = generation.stage
     states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
     if plan.stages > 1 and any(rank in (t.source_rank, t.target_rank) for t in transfers):
-        courier = Courier(generation.inbox, "export")
+        # Not the generation's inbox: ranks that have nothing to export may be gone, and their links broken.
+        inbox = Inbox(_BOUND_S)
+        courier = Courier(inbox, "export")
         courier.submit("exported", lambda: exchange(generation.groups.world, transfers, rank, states))
         try:
-            states.update(generation.inbox.take("exported", lambda: f"the sections of {len(transfers)} other stages"))
-        except GenerationEnded as error:
-            raise FleetError("a worker vanished during export. Call trainer.export after the loop.") from error
+            states.update(inbox.take("exported", lambda: f"the sections of {len(transfers)} other stages"))
+        except LinkError as error:
+            raise FleetError(
+                f"a worker vanished during export: {error} Its sections are in the last checkpoint, if there is one: "
+                "varuna checkpoints export."
+            ) from error
         finally:
             courier.close()
     if rank == 0:
-        _write(states.values(), model, path)
+        _write(states.values(), model, path, config)
 
 
-def _write(states: Iterable[SectionState], model: PartitionedModel, path: Path) -> None:
-    tensors: dict[str, Tensor] = {
-        name.removeprefix("parameters/"): value.contiguous()
-        for state in states
-        for name, value in state.tensors.items()
-        if name.startswith("parameters/")
-    }
+def _write(states: Iterable[SectionState], model: PartitionedModel, path: Path, config: str | None) -> None:
+    tensors = {name: value.contiguous() for state in states for name, value in own_names(state).items()}
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         save_file(tensors, str(partial), metadata={"format": "pt", **model.aliases})
         partial.replace(file)
+        if config is not None and file.parent == path:
+            (path / CONFIG).write_text(config)
     except OSError as error:
         raise unwritable("write", file, error) from error

@@ -6,20 +6,24 @@ All of it runs on a disposable thread, since every part of it may block on a pee
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from varuna.checkpoint.manifest import read_manifest
-from varuna.checkpoint.shards import SectionState, read_shard
+from varuna.checkpoint.names import split_place
+from varuna.checkpoint.restore import Wanted, everything, read_states
+from varuna.checkpoint.shards import SectionState
+from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.engine.agreement import check_agreement
 from varuna.engine.groups import Groups, form
 from varuna.engine.transfer import exchange
 from varuna.engine.transport import Store
 from varuna.partition.model import PartitionedModel
+from varuna.store.opening import open_store
 
 _POLL_S = 0.005
 
@@ -86,6 +90,7 @@ def form_generation(
     held: dict[int, SectionState],
     model: PartitionedModel,
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
     shares: bool | None,
     interface_host: str,
     made: list[Groups],
@@ -96,7 +101,8 @@ def form_generation(
 
     Raises:
         RuntimeError: a peer is gone, or the generation was ended meanwhile.
-        CheckpointError: a shard cannot be read or is damaged.
+        CheckpointError: a shard cannot be read.
+        DamagedCheckpoint: a member found a shard damaged; all members raise this.
         ModelError: holders of a section begin with different parameters.
     """
     plan, rank = assignment.plan, assignment.rank
@@ -115,10 +121,17 @@ def form_generation(
     made.append(groups)
     if ended():
         raise RuntimeError("the generation ended while it formed")
-    states = _states(assignment, groups, held, model, initial)
-    known = torch.tensor([float(shares is True), float(shares is False)])
+    states: dict[int, SectionState] = {}
+    damage: DamagedCheckpoint | None = None
+    try:
+        states = _states(assignment, groups, held, model, initial, buffers)
+    except DamagedCheckpoint as error:
+        damage = error
+    known = torch.tensor([float(shares is True), float(shares is False), float(damage is not None)])
     if len(assignment.members) > 1:  # nobody drops old state before everyone has its own
         groups.world.all_reduce(known)
+    if damage is not None or known[2]:
+        raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
     return Formed(groups, states, True if known[0] else False if known[1] else None)
 
 
@@ -128,6 +141,7 @@ def _states(
     held: dict[int, SectionState],
     model: PartitionedModel,
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
     plan, rank = assignment.plan, assignment.rank
@@ -135,9 +149,9 @@ def _states(
     received = exchange(groups.world, assignment.transfers, rank, held) if assignment.transfers else {}
     states: dict[int, SectionState] = {}
     if assignment.fresh:
-        states = initial_states(model, wanted, initial) if wanted else {}
+        states = initial_states(model, wanted, initial, buffers) if wanted else {}
     elif assignment.checkpoint is not None:
-        states = stored_states(model, wanted, Path(assignment.checkpoint))
+        states = stored_states(model, wanted, assignment.checkpoint)
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
     if len(assignment.members) > 1 and assignment.fresh:
@@ -146,28 +160,49 @@ def _states(
 
 
 def initial_states(
-    model: PartitionedModel, sections: Sequence[int], initial: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    model: PartitionedModel,
+    sections: Sequence[int],
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
 ) -> dict[int, SectionState]:
-    """State of ``sections`` at step 0: parameters only."""
+    """State of ``sections`` at step 0: parameters, and copies of the ``buffers`` that steps update."""
     used = {section: dict.fromkeys(model.sections[section].parameters) for section in sections}
     values = initial(list(dict.fromkeys(name for names in used.values() for name in names)))
     return {
-        section: SectionState(section, {f"parameters/{name}": values[name] for name in names})
+        section: SectionState(
+            section,
+            {f"parameters/{name}": values[name] for name in names}
+            | {f"buffers/{name}": buffers[name].detach().clone() for name in model.sections[section].updated},
+        )
         for section, names in used.items()
     }
 
 
-def stored_states(model: PartitionedModel, sections: Sequence[int], folder: Path) -> dict[int, SectionState]:
-    """State of ``sections`` from a checkpoint; tied parameters come from their owner's shard."""
-    manifest = read_manifest(folder)
-    shards = {section: read_shard(folder.parent, manifest.shards[section]) for section in sections}
+def stored_states(model: PartitionedModel, sections: Sequence[int], place: str) -> dict[int, SectionState]:
+    """State of ``sections`` from a checkpoint; tied parameters come from their owner's shards.
+
+    Raises:
+        DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
+        StoreError: the store cannot be read.
+    """
+    directory, step = split_place(place)
+    store = open_store(directory)
+    borrowed: dict[int, list[str]] = {}  # owner -> tied parameters that our sections use
     for tied in model.facts.tied:
-        users = [section for section in tied.sections if section in shards and section != tied.owner]
-        if not users:
-            continue
-        owner = shards[tied.owner] if tied.owner in shards else read_shard(folder.parent, manifest.shards[tied.owner])
-        prefixes = (f"parameters/{tied.name}", f"optimizer/{tied.name}/")
-        for section in users:
-            shards[section].tensors.update({k: v for k, v in owner.tensors.items() if k.startswith(prefixes)})
-            shards[section].scalars.update({k: v for k, v in owner.scalars.items() if k.startswith(prefixes)})
-    return shards
+        if tied.owner not in sections and any(section in sections for section in tied.sections):
+            borrowed.setdefault(tied.owner, []).append(tied.name)
+    wanted: dict[int, Wanted] = dict.fromkeys(sections, everything)
+    wanted |= {owner: partial(_belongs, tuple(names)) for owner, names in borrowed.items()}
+    read = read_states(store, read_manifest(store, step), wanted)
+    for tied in model.facts.tied:
+        for section in tied.sections:
+            if section in sections and section != tied.owner:
+                owner, names = read[tied.owner], (tied.name,)
+                read[section].tensors.update({k: v for k, v in owner.tensors.items() if _belongs(names, k)})
+                read[section].scalars.update({k: v for k, v in owner.scalars.items() if _belongs(names, k)})
+    return {section: read[section] for section in sections}
+
+
+def _belongs(parameters: tuple[str, ...], name: str) -> bool:
+    """Whether an entry of a section's state is of one of ``parameters``."""
+    return any(name == f"parameters/{p}" or name.startswith(f"optimizer/{p}/") for p in parameters)

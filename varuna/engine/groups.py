@@ -92,11 +92,14 @@ def form(
 
 @contextlib.contextmanager
 def _watched(store_port: int) -> Iterator[list[socket.socket]]:
-    """Collect the peer sockets that the block opens; none if another block ran meanwhile: whose would they be?"""
+    """Collect the peer sockets that the block opens; none if another block ran meanwhile: whose would they be?
+
+    Sockets are told apart by inode: a number that was closed and taken again is another socket.
+    """
     found: list[socket.socket] = []
     with _counting:
         _entered[0] += 1
-        ticket, before = _entered[0], _descriptors()
+        ticket, before = _entered[0], _open_sockets()
         _inside[0] += 1
     try:
         yield found
@@ -104,28 +107,42 @@ def _watched(store_port: int) -> Iterator[list[socket.socket]]:
         with _counting:
             _inside[0] -= 1
             alone = _entered[0] == ticket and _inside[0] == 0
-            opened = _descriptors() - before if alone else set()
-        found += [connection for number in opened if (connection := _peer_socket(number, store_port)) is not None]
+            after = _open_sockets() if alone else {}
+            for inode in after.keys() - before.keys():
+                if (connection := _peer_socket(after[inode], inode, store_port)) is not None:
+                    found.append(connection)
 
 
-def _descriptors() -> set[int]:
+def _open_sockets() -> dict[int, int]:
+    """Descriptor by inode of each socket of this process."""
+    sockets = {}
     try:
-        return {int(name) for name in os.listdir("/proc/self/fd")}
+        numbers = os.listdir("/proc/self/fd")
     except FileNotFoundError:  # not Linux: threads stay blocked until the groups' time-out
-        return set()
+        return {}
+    for number in numbers:
+        with contextlib.suppress(OSError):  # closed since
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if target.startswith("socket:["):
+                sockets[int(target[len("socket:[") : -1])] = int(number)
+    return sockets
 
 
-def _peer_socket(number: int, store_port: int) -> socket.socket | None:
-    """A duplicate of a connected TCP socket, so that shutting it never touches a reused number."""
+def _peer_socket(number: int, inode: int, store_port: int) -> socket.socket | None:
+    """A duplicate of a connected socket of gloo's, so that shutting it never touches a reused number.
+
+    Other threads open connections too, such as uploads and the way to the manager: gloo alone sets SO_REUSEADDR on
+    both ends (tests/unit/engine/test_groups.py checks that it still does).
+    """
     try:
-        if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-            return None
         connection = socket.socket(fileno=os.dup(number))
     except OSError:
         return None
-    if connection.family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError):
-            if store_port not in (connection.getpeername()[1], connection.getsockname()[1]):
+    with contextlib.suppress(OSError):
+        is_the_one = os.fstat(connection.fileno()).st_ino == inode
+        if is_the_one and connection.family in (socket.AF_INET, socket.AF_INET6):
+            ports = connection.getpeername()[1], connection.getsockname()[1]  # a listener has no peer
+            if store_port not in ports and connection.getsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR):
                 return connection
     connection.close()
     return None

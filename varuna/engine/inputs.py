@@ -10,7 +10,7 @@ from varuna.partition.inputs import InputLayout, check_inputs
 
 
 def examples_of(
-    batch: MicroBatch | None, size: int, layouts: Mapping[str, InputLayout], device: torch.device
+    batch: MicroBatch | None, size: int, layouts: Mapping[str, InputLayout], device: torch.device, variant: int = 0
 ) -> Examples:
     """The inputs of ``size`` examples on ``device``; none for a stage that reads no samples.
 
@@ -18,6 +18,6 @@ def examples_of(
         DataError: a shape or dtype is not what the model was captured with.
     """
     if batch is None:
-        return Examples({}, size)
+        return Examples({}, size, variant)
     check_inputs(layouts, batch.tensors, batch.indices)
-    return Examples({key: value.to(device) for key, value in batch.tensors.items()}, size)
+    return Examples({key: value.to(device) for key, value in batch.tensors.items()}, size, variant)

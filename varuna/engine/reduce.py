@@ -1,5 +1,7 @@
 """End of a step: reduction over replicas per section, tied gradients in section order, and the vote."""
 
+import time
+from collections import deque
 from collections.abc import Sequence
 from itertools import count
 
@@ -14,8 +16,10 @@ from varuna.engine.inbox import Inbox
 from varuna.engine.links import Courier
 from varuna.engine.shared import StageExchange
 from varuna.engine.stage import Stage
+from varuna.engine.transport import Group
 
 _TIED_TAG = 1000
+_REMEMBERED = 256
 
 
 class Reducer:
@@ -29,21 +33,32 @@ class Reducer:
         self._inbox = inbox
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
+        self.reductions: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        """bytes and seconds of the newest all-reduces, waits for the other replicas included"""
 
     def section_done(self, step: int, section: int) -> None:
         """The section's last backward is through: its sums may leave."""
         flat = self._stage.buckets[section].flat
         group = self._groups.stage
         if group is not None and flat.numel():
-            self._courier.submit(("reduced", step, section), lambda: group.all_reduce(flat))
+            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, flat))
         else:
             self._inbox.put(("reduced", step, section), None)
+        if self._stage.statistics.has(section):
+            self._courier.submit(("statistics", step, section), lambda: self._gather(section))
+
+    def _reduce(self, group: Group, flat: Tensor) -> None:
+        begin_s = time.monotonic()
+        group.all_reduce(flat)
+        self.reductions.append((flat.nbytes, time.monotonic() - begin_s))
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""
         self._courier.submit(("tied", step), self._sum_tied)
         for section in reversed(self._stage.sections):
             self._inbox.take(("reduced", step, section), lambda section=section: f"the all-reduce of section {section}")  # type: ignore[misc]
+            if self._stage.statistics.has(section):
+                self._inbox.take(("statistics", step, section), lambda: "the other replicas' batch statistics")
         self._inbox.take(("tied", step), lambda: "the gradients of tied parameters from other stages")
 
     def exchange(self, step: int) -> StageExchange:
@@ -91,6 +106,13 @@ class Reducer:
         """Let the threads end."""
         self._courier.close()
         self._votes.close()
+
+    def _gather(self, section: int) -> None:
+        """Every replica gets the statistics of all micro-batches."""
+        table = self._stage.statistics.table(section)
+        if self._groups.stage is not None:
+            self._groups.stage.all_reduce(table)
+        self._stage.statistics.complete(section, table)
 
     def _sum_tied(self) -> None:
         for number, tied in enumerate(self._stage.tied):

@@ -1,5 +1,6 @@
 """One replica's stage at work: asks the policy, runs the action, hands on what it makes."""
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -13,28 +14,31 @@ from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.inputs import examples_of
+from varuna.engine.lengths import Variants
 from varuna.engine.links import Receiver, Sender
+from varuna.engine.losses import WeightFunction, sums_of
 from varuna.engine.message import Layout
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import Examples, Tape
-from varuna.engine.stage import Stage
+from varuna.engine.stage import Left, Stage
+from varuna.engine.timing import StepTimes, Took
 from varuna.observe.bus import span
+from varuna.partition.conditions import check_conditions
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import Policy, make_policy
 
 _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
 
-WeightFunction = Callable[[dict[str, Tensor]], float | Tensor]
-
 
 @dataclass
 class _Flight:
-    """A micro-batch between its F and its B on this stage."""
+    """A micro-batch between its F and its B, or its W, on this stage."""
 
     values: dict[str, Tensor]
     examples: Examples
     weight: float = 0.0
     tapes: list[Tape] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
 
 
 class Runtime:
@@ -70,24 +74,27 @@ class Runtime:
         self._inbox, self._reducer, self._weight, self._steps = inbox, reducer, weight, steps
         self._replica = plan.place_of(rank).replica
         self._mine = plan.micro_batches_of(self._replica)
-        split = stage.job.model.split
-        self._into = split.crossings[stage.sections.start]
-        self._out = () if stage.is_last else split.crossings[stage.sections.stop]
+        self._graphs = stage.job.model.graphs
+        self._variants = Variants(stage.job.model, inbox)
         self._keys = self._input_keys()
         self._loader = Loader(source, deliver=self._deliver, lookahead=4) if self._reads_inputs else None
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = 0
+        self._kept = len(plan.kept_sections_of(stage.index))
+        last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
+        self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
         self._open_links(groups)
         self.activity = "starting"
         self.losses: list[tuple[int, list[float]]] = []
         """(global micro-batch, [weighted loss, weight, metric sums...]) of the step; last stage only"""
+        self.times: StepTimes | None = None
+        """of the newest whole step"""
 
     def _input_keys(self) -> tuple[str, ...] | None:
         """Inputs to read; None for all of them, which the user's weight may want."""
         if self._stage.is_last and self._weight is not None:
             return None
-        graphs = (self._stage.job.model.sections[section] for section in self._stage.sections)
-        return tuple(dict.fromkeys(key for graph in graphs for key in graph.inputs))
+        return self._stage.job.model.keys_of(self._stage.sections)
 
     @property
     def _reads_inputs(self) -> bool:
@@ -108,11 +115,13 @@ class Runtime:
             Receiver(groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name, expected)
 
     def _expected(
-        self, kind: str, layout: Callable[[int], Layout], order: range | tuple[int, ...]
+        self, kind: str, layout: Callable[[int, int], Layout], order: range | tuple[int, ...]
     ) -> Iterator[tuple[tuple[str, int, int], int]]:
         for step in range(self._stage.next_step, self._steps):
-            for local in order:
-                yield (kind, step, self._mine[local]), layout(self._mine[local]).size_bytes
+            for micro_batch in (self._mine[local] for local in order):
+                if not self._variants.wait(step, micro_batch):
+                    return
+                yield (kind, step, micro_batch), layout(step, micro_batch).size_bytes
 
     def _policy(self) -> Policy:
         plan, stage = self._plan, self._stage.index
@@ -122,54 +131,73 @@ class Runtime:
             stages=plan.stages,
             micro_batches=len(self._mine),
             stash_limit=plan.stash_limits[stage],
+            split_last=plan.split_last,
+            keeps_all=plan.keeps_all(stage),
         )
 
-    # -- layouts of messages, by global micro-batch -----------------------------------------------------
+    # -- layouts of messages, by step and global micro-batch --------------------------------------------
 
-    def _into_layout(self, micro_batch: int) -> Layout:
-        return Layout(self._into, len(self._plan.samples_of(micro_batch)), digests=True)
+    def _into_layout(self, step: int, micro_batch: int) -> Layout:
+        return self._layout(step, micro_batch, self._stage.sections.start)
 
-    def _out_layout(self, micro_batch: int) -> Layout:
-        return Layout(self._out, len(self._plan.samples_of(micro_batch)), digests=True)
+    def _out_layout(self, step: int, micro_batch: int) -> Layout:
+        return self._layout(step, micro_batch, self._stage.sections.stop)
 
-    def _gradient_layout(self, micro_batch: int) -> Layout:
-        return _differentiable(self._out_layout(micro_batch))
+    def _layout(self, step: int, micro_batch: int, section: int) -> Layout:
+        crossings = self._graphs[self._variants.of(step, micro_batch)].split.crossings[section]
+        return Layout(crossings, len(self._plan.samples_of(micro_batch)), digests=True)
+
+    def _gradient_layout(self, step: int, micro_batch: int) -> Layout:
+        return _differentiable(self._out_layout(step, micro_batch))
 
     # -- the step ----------------------------------------------------------------------------------------
 
     def run(self, step: int) -> None:
-        """Run every F, R and B of ``step``; the sums of finished sections are on their way to the replicas.
+        """Run every action of ``step``; the sums of finished sections are on their way to the replicas.
 
         Raises:
             GenerationEnded: the manager ended the generation.
             LinkError: a link broke, or nothing came within the bound.
             DataError: stages disagree on a sample, or it is not what the model was captured with.
         """
+        begin_s = time.monotonic()
         self._request(step)
+        self._variants.forget(step)
         self._stage.clear_gradients()
         self.losses = []
         self._inputs_in = self._gradients_in = 0
         policy = self._policy()
         flights: dict[int, _Flight] = {}
-        left = len(self._mine)
+        actions: list[Took] = []
+        waits: list[Took] = []
+        now_s = time.monotonic()
         while not policy.finished:
             self._inbox.check()
             arrived = self._arrived(step, policy)
             action = policy.next(*arrived)
+            since_s = now_s
             if action is None:
-                self._wait(step, policy, arrived)
+                awaited = policy.awaited()
+                self._wait(step, policy, arrived, awaited)
+                now_s = time.monotonic()
+                waits.append(Took(awaited, since_s, now_s))
                 continue
             self.activity = f"step {step}: {action}"
-            micro_batch = self._mine[action.micro_batch]
-            with span(action.kind.value, rank=self._rank, stage=self._stage.index, step=step, index=micro_batch):
-                if action.kind is Kind.FORWARD:
-                    flights[micro_batch] = self._forward(step, micro_batch, policy.keeps(action.micro_batch))
-                elif action.kind is Kind.RECOMPUTE:
-                    self._recompute(step, micro_batch, flights[micro_batch])
-                else:
-                    left -= 1
-                    self._backward(step, micro_batch, flights.pop(micro_batch), is_final=left == 0)
+            name, micro_batch = action.kind.value, self._mine[action.micro_batch]
+            with span(name, rank=self._rank, stage=self._stage.index, step=step, index=micro_batch):
+                self._act(step, action, policy, flights)
             policy.done(action)
+            now_s = time.monotonic()
+            actions.append(Took(action, since_s, now_s))
+        self.times = StepTimes(step, begin_s, now_s, tuple(actions), tuple(waits))
+
+    def take_sent(self) -> list[tuple[int, float]]:
+        """Bytes and seconds of messages sent since the last call."""
+        found: list[tuple[int, float]] = []
+        for sender in (self._upstream, self._downstream):
+            while sender is not None and sender.sent:
+                found.append(sender.sent.popleft())
+        return found
 
     def close(self) -> None:
         """Drop queued work; threads end when their queues are empty or their groups abandoned."""
@@ -188,7 +216,13 @@ class Runtime:
             self._requested += 1
 
     def _deliver(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
-        self._inbox.put(("batch", step, micro_batch), batch)
+        found: MicroBatch | BaseException = batch
+        if isinstance(batch, MicroBatch):
+            try:
+                self._variants.note(step, micro_batch, batch)
+            except DataError as error:
+                found = error
+        self._inbox.put(("batch", step, micro_batch), found)
 
     def _arrived(self, step: int, policy: Policy) -> tuple[int, int]:
         """How many inputs and gradients have come so far, in the order of their use; both only grow."""
@@ -206,9 +240,8 @@ class Runtime:
         activation_here = self._stage.index == 0 or self._inbox.has(("activation", step, micro_batch))
         return activation_here and (self._loader is None or self._inbox.has(("batch", step, micro_batch)))
 
-    def _wait(self, step: int, policy: Policy, arrived: tuple[int, int]) -> None:
+    def _wait(self, step: int, policy: Policy, arrived: tuple[int, int], awaited: Action) -> None:
         def describe() -> str:
-            awaited = policy.awaited()
             what = "activation or input" if awaited.kind is Kind.FORWARD else "gradient"
             whole = Action(awaited.stage, awaited.kind, self._mine[awaited.micro_batch])
             return f"the {what} of {whole} (step {step}, rank {self._rank}, replica {self._replica})"
@@ -218,48 +251,88 @@ class Runtime:
 
     # -- actions -----------------------------------------------------------------------------------------
 
-    def _forward(self, step: int, micro_batch: int, keep: bool) -> _Flight:
+    def _act(self, step: int, action: Action, policy: Policy, flights: dict[int, _Flight]) -> None:
+        micro_batch = self._mine[action.micro_batch]
+        split = action.micro_batch in self._split
+        is_final = action.micro_batch == policy.backward_order[-1]
+        if action.kind is Kind.FORWARD:
+            keep = len(self._stage.sections) if policy.keeps(action.micro_batch) else self._kept
+            flights[micro_batch] = self._forward(step, micro_batch, keep=keep, split=split)
+        elif action.kind is Kind.RECOMPUTE:
+            self._recompute(step, micro_batch, flights[micro_batch], split=split)
+        elif action.kind is Kind.BACKWARD:
+            self._backward(step, micro_batch, flights.pop(micro_batch), is_final=is_final)
+        elif action.kind is Kind.INPUT:
+            self._input_backward(step, micro_batch, flights[micro_batch])
+        else:
+            self._weight_backward(step, flights.pop(micro_batch), is_final=is_final)
+
+    def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool) -> _Flight:
         stage, digests = self._stage, None
         batch = self._take_batch(step, micro_batch)
         values: dict[str, Tensor] = {}
         if stage.index > 0:
             buffer = self._inbox.take(("activation", step, micro_batch), lambda: f"activation {micro_batch}")
-            layout = self._into_layout(micro_batch)
+            layout = self._into_layout(step, micro_batch)
             values, digests = layout.unpack(buffer, stage.job.device), layout.digests_of(buffer)
             self._compare(batch, digests)
         if batch is not None:
             digests = list(batch.digests)
-        flight = _Flight(values, self._examples(micro_batch, batch))
-        if keep:
-            out, results, flight.tapes = stage.record(values, flight.examples, step, micro_batch)
-        else:
-            out, results = stage.forward(values, flight.examples, step, micro_batch)
+        flight = _Flight(values, self._examples(step, micro_batch, batch))
+        out, results, flight.tapes = stage.forward(
+            values, flight.examples, step, micro_batch, keep=keep, split=split
+        )  # fmt: skip
         if self._downstream is not None:
-            self._downstream.send(self._out_layout(micro_batch).pack(out, digests or []))
+            self._downstream.send(self._out_layout(step, micro_batch).pack(out, digests or []))
         else:
-            flight.weight = self._note(micro_batch, results, flight.examples, batch)
+            model = stage.job.model
+            sums = sums_of(model, self._weight, micro_batch, results, flight.examples, batch)
+            self.losses.append((micro_batch, sums))
+            flight.weight = sums[1]
+        if keep == len(stage.sections):
+            flight.values = {}  # the tapes hold what they need of it, and no R will
         return flight
 
-    def _recompute(self, step: int, micro_batch: int, flight: _Flight) -> None:
-        _, _, flight.tapes = self._stage.record(flight.values, flight.examples, step, micro_batch)
+    def _recompute(self, step: int, micro_batch: int, flight: _Flight, *, split: bool) -> None:
+        kept = len(flight.tapes)
+        recomputed = self._stage.record(
+            flight.values, flight.examples, step, micro_batch, keep=kept, split=split
+        )  # fmt: skip
+        flight.tapes = [*recomputed, *flight.tapes]
+        flight.values = {}
 
     def _backward(self, step: int, micro_batch: int, flight: _Flight, *, is_final: bool) -> None:
+        gradients = self._gradients(step, micro_batch, flight)
+        self._send_upstream(
+            step, micro_batch, self._stage.backward(flight.tapes, gradients, self._done(step, is_final))
+        )
+
+    def _input_backward(self, step: int, micro_batch: int, flight: _Flight) -> None:
+        gradients = self._gradients(step, micro_batch, flight)
+        received, flight.left = self._stage.input_backward(flight.tapes, gradients)
+        self._send_upstream(step, micro_batch, received)
+
+    def _weight_backward(self, step: int, flight: _Flight, *, is_final: bool) -> None:
+        self._stage.weight_backward(flight.left, self._done(step, is_final))
+
+    def _done(self, step: int, is_final: bool) -> Callable[[int], None]:
+        """What to tell of a section that is through with a micro-batch: behind the last one its sums may leave."""
+        return (lambda section: self._reducer.section_done(step, section)) if is_final else (lambda section: None)
+
+    def _gradients(self, step: int, micro_batch: int, flight: _Flight) -> dict[str, Tensor]:
+        """Gradients of what the stage made."""
         stage = self._stage
         if stage.is_last:
-            loss = stage.job.model.sections[-1].makes[0]
-            seed = torch.tensor(flight.weight, dtype=stage.job.dtype, device=stage.job.device)
-            gradients = {loss: seed} if flight.weight else {}
-        else:
-            buffer = self._inbox.take(("gradient", step, micro_batch), lambda: f"gradient {micro_batch}")
-            gradients = self._gradient_layout(micro_batch).unpack(buffer, stage.job.device)
+            loss = self._graphs[flight.examples.variant].sections[-1].makes[0]
+            scaled = flight.weight * stage.gradient_scale
+            seed = torch.tensor(scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
+            return {loss: seed} if flight.weight else {}
+        buffer = self._inbox.take(("gradient", step, micro_batch), lambda: f"gradient {micro_batch}")
+        return self._gradient_layout(step, micro_batch).unpack(buffer, stage.job.device)
 
-        def section_done(section: int) -> None:
-            if is_final:
-                self._reducer.section_done(step, section)
-
-        received = stage.backward(flight.tapes, gradients, section_done)
+    def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
-            self._upstream.send(_differentiable(self._into_layout(micro_batch)).pack(received))
+            self._upstream.send(_differentiable(self._into_layout(step, micro_batch)).pack(gradients))
 
     # -- inputs and losses -------------------------------------------------------------------------------
 
@@ -274,25 +347,12 @@ class Runtime:
         if batch is not None and any(theirs):
             verify_digests(batch, theirs, who=f"an earlier stage (below stage {self._stage.index})")
 
-    def _examples(self, micro_batch: int, batch: MicroBatch | None) -> Examples:
-        job = self._stage.job
-        return examples_of(batch, len(self._plan.samples_of(micro_batch)), job.model.inputs, job.device)
-
-    def _note(
-        self, micro_batch: int, results: tuple[Tensor, ...], examples: Examples, batch: MicroBatch | None
-    ) -> float:
-        """Keep loss, weight and metric sums of a micro-batch for the vote; returns the weight."""
-        model = self._stage.job.model
-        loss, sums = results[0].detach(), results[1 + model.counts_targets :]
-        if self._weight is not None and batch is not None:
-            weight = float(self._weight(batch.tensors))
-        else:
-            weight = float(results[1]) if model.counts_targets else float(examples.size)
-        if not 0 <= weight < float("inf"):
-            raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite, >= 0")
-        weighted = float(loss) * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing
-        self.losses.append((micro_batch, [weighted, weight, *(float(value) for value in sums)]))
-        return weight
+    def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None) -> Examples:
+        variant, size = self._variants.of(step, micro_batch), len(self._plan.samples_of(micro_batch))
+        graph, job = self._graphs[variant], self._stage.job
+        if batch is not None and self._stage.index == 0:
+            check_conditions(graph.conditions, batch.tensors, batch.indices, job.buffers)
+        return examples_of(batch, size, graph.inputs, job.device, variant)
 
 
 def _differentiable(layout: Layout) -> Layout:

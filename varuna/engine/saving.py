@@ -1,32 +1,59 @@
-"""When a rank saves, and what: its share of the sections, cloned at a step boundary, written behind its back."""
+"""When a rank saves, and what: its share of the sections, copied at a step boundary, written behind its back."""
 
 import sys
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
+from typing import NamedTuple
 
-from varuna.checkpoint.files import unwritable
+import torch
+
+from varuna.checkpoint.pieces import SMALLEST_PART_BYTES
 from varuna.checkpoint.shards import SectionState
+from varuna.checkpoint.snapshot import Copied, Share, SnapshotBuffer, needed_bytes, shares_of
 from varuna.checkpoint.writer import BackgroundWriter
-from varuna.core.errors import CheckpointError
-from varuna.core.messages import SavedShard
+from varuna.core.errors import CheckpointError, StoreError
+from varuna.core.messages import Assignment
+from varuna.core.saved import SavedShard
 from varuna.engine.stage import Stage
+from varuna.store.base import Store
+from varuna.store.patience import writer_id
 
 FLUSH_BOUND_S = 600.0
 """How long the end of a run waits for the last checkpoint to be durable."""
 
 
-class Saver:
-    """Decides (on rank 0) when a checkpoint is due, and hands copies of this rank's sections to the writer."""
+class _Snapshot(NamedTuple):
+    """What the buffer holds, and of which generation."""
 
-    def __init__(self, directory: Path, every: int | timedelta, on_saved: Callable[[SavedShard], None]) -> None:
+    assignment: Assignment
+    step: int
+    parts: list[Copied]
+
+
+class Saver:
+    """Decides (on rank 0) when a checkpoint is due, and copies this rank's share of it for the writer.
+
+    At most one copy of the rank's state is held, whatever happens: what is due meanwhile is skipped.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        every: int | timedelta,
+        on_saved: Callable[[SavedShard], None],
+        *,
+        device: torch.device | None = None,
+        smallest_part_bytes: int = SMALLEST_PART_BYTES,
+    ) -> None:
         self._every = every
         self._last_s = time.monotonic()
         self.newest = (-1, -1)
         """generation of the newest save, and the steps that it contains"""
-        self._writer = BackgroundWriter(directory, on_saved=on_saved, on_error=_warn)
+        self._smallest_bytes = smallest_part_bytes
+        self._snapshot: _Snapshot | None = None
+        self._buffer = SnapshotBuffer(device or torch.device("cpu"))
+        self._writer = BackgroundWriter(store, on_saved=on_saved, on_error=_warn)
 
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` should be saved; asked on rank 0 only, told to all by the vote."""
@@ -34,39 +61,88 @@ class Saver:
             return (step + 1) % self._every == 0
         return time.monotonic() - self._last_s >= self._every.total_seconds()
 
-    def save(self, stage: Stage, replica: int, generation: int) -> None:
-        """Save the sections that fall to this replica; skipped if the last save still runs."""
-        self._last_s, self.newest = time.monotonic(), (generation, stage.next_step)
-        mine = [section for section in stage.sections if section % stage.plan.replicas == replica]
-        states = [_copied(stage.state_of(section, owned_only=True)) for section in mine]
-        if states and not self._writer.submit(stage.next_step, generation, states):
+    def begin(self, stage: Stage, assignment: Assignment) -> None:
+        """A generation starts: write what the dead of the one before have not, and make room for its snapshots.
+
+        Both happen in the background. Only who lives through a morph has something to write for others.
+        """
+        if self._snapshot is not None:
+            forsaken = _forsaken(self._snapshot, set(assignment.members))
+            if forsaken:
+                self._writer.submit(self._snapshot.step, forsaken)
+        self._snapshot = None
+        expected = {section: _expected_state(stage, section) for section in stage.sections}
+        size_bytes = needed_bytes(self._shares(assignment, expected))
+        self._writer.do(lambda: self._buffer.reserve(size_bytes))
+
+    def save(self, stage: Stage, assignment: Assignment) -> None:
+        """Copy the parts that fall to this replica; skipped if the last save is still being written."""
+        self._last_s, self.newest = time.monotonic(), (assignment.generation, stage.next_step)
+        if self._writer.is_saving:
             _warn(f"the checkpoint of step {stage.next_step} is skipped: the one before is still being written")
+            return
+        self.flush()  # memory for it may still be made ready
+        states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
+        shares = self._shares(assignment, states)
+        parts = self._buffer.copy(shares, states)
+        self._snapshot = _Snapshot(assignment, stage.next_step, parts)
+        replica = assignment.plan.place_of(assignment.rank).replica
+        mine = [copied for copied in parts if copied.share.writer == replica]
+        if mine:
+            self._writer.submit(stage.next_step, mine, self._buffer.wait)
 
     def flush(self) -> None:
         """Wait for the last save; says so if it does not end."""
         if not self._writer.flush(FLUSH_BOUND_S):
             _warn(f"the last checkpoint was still being written after {FLUSH_BOUND_S:.0f} s; the one before stands")
 
+    def close(self) -> None:
+        """The process ends: let the writer finish what it can in a moment."""
+        self._writer.close()
 
-def check_writable(directory: Path) -> None:
+    def _shares(self, assignment: Assignment, states: Mapping[int, SectionState]) -> list[Share]:
+        return shares_of(
+            list(states.values()),
+            replica=assignment.plan.place_of(assignment.rank).replica,
+            replicas=assignment.plan.replicas,
+            generation=assignment.generation,
+            smallest_bytes=self._smallest_bytes,
+        )
+
+
+def check_writable(store: Store) -> None:
     """Find out now, not at the first save.
 
     Raises:
-        CheckpointError: the folder cannot be made or written.
+        CheckpointError: nothing can be written there.
     """
+    probe = f"probe-{writer_id()}"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        raise unwritable("write to", directory, error) from error
+        store.put(probe, b"")
+        store.remove(probe)
+    except StoreError as error:
+        raise CheckpointError(str(error).replace(f"/{probe}", "")) from error
 
 
-def _copied(state: SectionState) -> SectionState:
-    """Independent of the tensors that go on training."""
-    return SectionState(
-        state.section, {name: value.detach().clone() for name, value in state.tensors.items()}, dict(state.scalars)
-    )
+def _forsaken(snapshot: _Snapshot, alive: set[str]) -> list[Copied]:
+    """Parts in our buffer whose writer is gone, and which fall to us."""
+    plan, members = snapshot.assignment.plan, snapshot.assignment.members
+    own = plan.place_of(snapshot.assignment.rank)
+    return [
+        copied
+        for copied in snapshot.parts
+        if copied.share.writer != own.replica and members[plan.rank_of(copied.share.writer, own.stage)] not in alive
+    ]
+
+
+def _expected_state(stage: Stage, section: int) -> SectionState:
+    """The section's state as it will be saved: before the first step the optimizer has none, so its size is guessed."""
+    state = stage.state_of(section, owned_only=True)
+    facts, own_bytes = stage.job.model.facts.sections[section], sum(value.nbytes for value in state.tensors.values())
+    guess_bytes = facts.optimizer_bytes * own_bytes // max(1, facts.parameter_bytes)  # tied ones may not be its own
+    if guess_bytes and not any(name.startswith("optimizer/") for name in state.tensors):
+        state.tensors["optimizer/"] = torch.empty(guess_bytes, dtype=torch.uint8, device="meta")
+    return state
 
 
 def _warn(text: str | CheckpointError) -> None:

@@ -4,14 +4,16 @@ Values are detached at every section boundary, also within a stage, so that a se
 wherever the stage boundaries lie (DESIGN §5.2, ``reference/engine-notes.md`` §1).
 """
 
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from varuna.data.randomness import derive_key, generator_lock
+from varuna.engine.deferred import Pending
 from varuna.partition.split import Crossing, SectionGraph
 
 
@@ -31,6 +33,8 @@ class Examples:
 
     inputs: Mapping[str, Tensor]
     size: int
+    variant: int = 0
+    """which of the model's graphs it is for: one for each declared length"""
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,35 @@ class Tape:
     section: SectionGraph
     taken: dict[str, Tensor]
     made: tuple[Tensor, ...]
+    pending: Pending | None = None
+    """where its weight gradients are left; None: they come with the input gradients"""
+
+
+Seeded = Callable[[], AbstractContextManager[object]]
+Halved = Callable[[SectionGraph, list[Any], Seeded], Callable[..., tuple[Tensor, ...]] | None]
+"""(section, arguments, seeded) -> its graph for a B in two halves; see ``engine.halves``"""
+
+
+NoteStatistics = Callable[[int, int, Sequence[Tensor]], None]
+"""Called with section, micro-batch and what updates of buffers are computed from."""
 
 
 class SectionRunner:
     """Runs one section on this rank's tensors."""
 
-    def __init__(self, section: SectionGraph, tensors: Tensors, crossings: Mapping[str, Crossing], seed: int) -> None:
+    def __init__(
+        self,
+        section: SectionGraph,
+        tensors: Tensors,
+        crossings: Mapping[str, Crossing],
+        seed: int,
+        halved: Halved | None = None,
+        note: NoteStatistics | None = None,
+    ) -> None:
         self.section = section
+        self._note = note
         self._tensors = tensors
+        self._halved = halved
         self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
         self._seed = seed
         self._run = section.module.forward
@@ -57,27 +82,42 @@ class SectionRunner:
     ) -> tuple[Tensor, ...]:
         """Run without a graph; returns what the section makes."""
         with torch.no_grad(), self._seeded(step, micro_batch):
-            taken = [values[name] for name in self.section.takes]
-            return tuple(made.contiguous() for made in self._call(taken, examples))
+            arguments = self._arguments([values[name] for name in self.section.takes], examples)
+            return tuple(made.contiguous() for made in self._noted(self._run(*arguments), micro_batch))
 
-    def record(self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int) -> Tape:
-        """Run with a graph, for a backward to follow."""
+    def record(
+        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, *, split: bool = False
+    ) -> Tape:
+        """Run with a graph, for a backward to follow; ``split``: in two halves, where the section can."""
         taken = [
             values[name].detach().requires_grad_() if grad else values[name]
             for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
         ]
+        arguments = self._arguments(taken, examples)
+        run, pending = self._run, None
+        if split and self._halved is not None:
+            halved = self._halved(self.section, arguments, lambda: self._seeded(step, micro_batch))
+            if halved is not None:
+                pending = Pending()
+                run, arguments = halved, [pending, *arguments]
         with torch.enable_grad(), self._seeded(step, micro_batch):
-            made = self._call(taken, examples)
-        return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made)
+            made = self._noted(run(*arguments), micro_batch)
+        return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending)
 
-    def _call(self, taken: list[Tensor], examples: Examples) -> tuple[Tensor, ...]:
+    def _noted(self, results: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
+        """What the section makes; the statistics behind it are noted."""
+        count = len(self.section.makes)
+        if self.section.updates and self._note is not None:
+            self._note(self.section.index, micro_batch, results[count:])
+        return results[:count]
+
+    def _arguments(self, taken: list[Tensor], examples: Examples) -> list[Any]:
         section = self.section
         inputs = [examples.inputs[key] for key in section.inputs]
         size = [examples.size] if section.needs_batch_size else []
-        result: tuple[Tensor, ...] = self._run(*taken, *inputs, *size, *self._tensors.leaves, *self._tensors.fixed)
-        return result
+        return [*taken, *inputs, *size, *self._tensors.leaves, *self._tensors.fixed]
 
-    def _seeded(self, step: int, micro_batch: int):  # type: ignore[no-untyped-def]
+    def _seeded(self, step: int, micro_batch: int) -> AbstractContextManager[object]:
         """Randomness keyed by (seed, step, global micro-batch, section): the same in F, R and any plan."""
         return _Seeded(derive_key(self._seed, step, micro_batch, self.section.index)) if self.section.random else _QUIET
 
@@ -85,17 +125,18 @@ class SectionRunner:
 _QUIET = nullcontext()
 
 
-class _Seeded:
+class _Seeded(AbstractContextManager[object]):
     """Holds the process-wide generator while a section draws from it."""
 
     def __init__(self, key: int) -> None:
         self._key = key
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> object:
         generator_lock.acquire()
         torch.default_generator.manual_seed(self._key)
         if torch.cuda.is_available():
             torch.cuda.manual_seed(self._key)
+        return None
 
     def __exit__(self, *_: object) -> None:
         generator_lock.release()

@@ -4,27 +4,29 @@ Every rank plans by itself from equal facts, so nothing needs to be agreed on bu
 A lost peer ends the run (torchrun restarts it, and it resumes).
 """
 
+import atexit
 import hashlib
 import os
 import sys
 import threading
-import time
-import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from varuna.checkpoint.files import step_folder
-from varuna.checkpoint.folder import prepare, retain
-from varuna.checkpoint.manifest import Collector, Manifest, check_compatible, commit, newest_valid
-from varuna.core.errors import CheckpointError, FleetError
+from varuna.checkpoint.keeping import Keeper
+from varuna.checkpoint.manifest import Manifest
+from varuna.checkpoint.names import checkpoint_place
+from varuna.core.errors import CheckpointError, FleetError, VarunaError
 from varuna.core.membership import Directive
-from varuna.core.messages import Assign, Assignment, Beat, Finish, Held, SavedShard, Vote
+from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.core.saved import SavedShard
+from varuna.engine.threads import join_all, start
 from varuna.engine.transport import connect_store, local_store, prefixed
 
 COMMIT_BOUND_S = 120.0
+_POLL_S = 0.02
+_EXIT_BOUND_S = 2.0
 
 PlanRun = Callable[[JobFacts, int, int | None], Plan]
 
@@ -64,7 +66,10 @@ def world_from_environment() -> World:
 
 
 class Solo:
-    """One generation, planned by each rank; implements ``Membership``."""
+    """One generation, planned by each rank; implements ``Membership``.
+
+    Another one follows only if a checkpoint turns out to be damaged while it is read: from an older one.
+    """
 
     survives = False
 
@@ -76,10 +81,10 @@ class Solo:
         self._new, self._overwrite = new, overwrite
         self._job: JobFacts | None = None
         self._assigned = False
-        self._collector: Collector | None = None
-        self._committed = threading.Condition()
-        self._committed_step = -1
-        self._collecting: threading.Thread | None = None
+        self._generation = -1
+        self._restored_step = 0
+        self._keeper: Keeper | None = None  # on rank 0
+        self._closing = threading.Event()
 
     def join(
         self,
@@ -87,7 +92,7 @@ class Solo:
         *,
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
-        on_pause: Callable[[int], None],
+        on_flag: Callable[[int, Flag], None],
     ) -> None:
         """Check that all ranks run the same job."""
         self._job = job
@@ -105,111 +110,101 @@ class Solo:
         if self._assigned or self._job is None:
             return Finish()
         self._assigned = True
-        manifest, folder = self._resume_from(self._job)
-        self._committed_step = manifest.step if manifest else -1
+        manifest = self._resume_from(self._job)
+        self._restored_step = manifest.step if manifest else 0
+        self._generation = max(self._generation, manifest.generation if manifest else -1) + 1
         micro_batch = self._job.micro_batch or (manifest.micro_batch if manifest else None)
         plan = self._plan_run(self._job, self.world.size, micro_batch)
-        self._committed_step = manifest.step if manifest else 0
-        if self.world.rank == 0:
-            self._collect(self._job, plan)
-            if self.world.size > 1:
-                _say(f"plan {plan.shape} (stages x replicas), micro-batch {plan.micro_batch} x {plan.micro_batches}")
+        if self._keeper is not None:
+            self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
+        if self.world.rank == 0 and self.world.size > 1:
+            _say(f"plan {plan.shape} (stages x replicas), micro-batch {plan.micro_batch} x {plan.micro_batches}")
+        directory = self._job.checkpoint_dir
         return Assign(
             assignment=Assignment(
-                generation=manifest.generation + 1 if manifest else 0,
+                generation=self._generation,
                 plan=plan,
                 rank=self.world.rank,
                 members=tuple(f"rank{rank}" for rank in range(self.world.size)),
-                next_step=manifest.step if manifest else 0,
-                checkpoint=folder,
+                next_step=self._restored_step,
+                checkpoint=checkpoint_place(directory, manifest.step) if directory and manifest else None,
                 fresh=manifest is None,
                 store_host=self.world.host,
                 store_port=self.world.port,
             )
         )
 
-    def _resume_from(self, job: JobFacts) -> tuple[Manifest | None, str | None]:
+    def _resume_from(self, job: JobFacts) -> Manifest | None:
         """Rank 0 chooses the checkpoint, the others read its choice."""
         if job.checkpoint_dir is None:
-            return None, None
-        directory = Path(job.checkpoint_dir)
+            return None
+        key = f"checkpoint/{self._generation}"
         if self.world.rank == 0:
             try:
-                prepare(directory, new=self._new, overwrite=self._overwrite)
-                found = newest_valid(directory)
-                if found is not None:
-                    check_compatible(found[0], job)
-            except CheckpointError as error:
-                self.world.store.set("checkpoint", f"!{error}")
+                manifest = self._newest(job)
+            except VarunaError as error:
+                self.world.store.set(key, f"!{error}")
                 raise
-            for warning in found[1] if found else ():
-                _say(f"warning: {warning}")
-            self.world.store.set("checkpoint", found[0].model_dump_json() if found else "")
-            if found is not None:
-                complete = ", the last one: nothing is left to do" * (found[0].step >= job.steps)
-                _say(f"resuming from the checkpoint of step {found[0].step} in {directory}{complete}")
-        choice = self.world.store.get("checkpoint").decode()
+            self.world.store.set(key, manifest.model_dump_json() if manifest else "")
+        choice = self.world.store.get(key).decode()
         if choice.startswith("!"):
             raise CheckpointError(choice[1:])
-        if not choice:
-            return None, None
-        manifest = Manifest.model_validate_json(choice)
-        return manifest, str(step_folder(directory, manifest.step))
+        return Manifest.model_validate_json(choice) if choice else None
+
+    def _newest(self, job: JobFacts) -> Manifest | None:
+        if self._keeper is None:
+            self._keeper = Keeper(job, new=self._new, overwrite=self._overwrite, say=_say, warn=_warn)
+            if self.world.size > 1:
+                start("collect", self._collect_shards)
+                atexit.register(join_all, _EXIT_BOUND_S)
+                atexit.register(self._closing.set)
+        found = self._keeper.newest()
+        if found is None:
+            return None
+        manifest, warnings = found
+        for warning in warnings:
+            _warn(warning)
+        complete = ", the last one: nothing is left to do" * (manifest.step >= job.steps)
+        _say(f"resuming from the checkpoint of step {manifest.step} in {job.checkpoint_dir}{complete}")
+        return manifest
 
     # -- checkpoints -----------------------------------------------------------------------------------
-
-    def _collect(self, job: JobFacts, plan: Plan) -> None:
-        if job.checkpoint_dir is None:
-            return
-        self._collector = Collector(job, run_id=uuid.uuid4().hex, micro_batch=plan.micro_batch)
-        if self.world.size > 1:
-            self._collecting = threading.Thread(target=self._collect_shards, name="varuna-commit", daemon=True)
-            self._collecting.start()
 
     def _collect_shards(self) -> None:
         """Rank 0: pick up what other ranks report through the store, in the order of their tickets."""
         ticket = 1
-        while True:
+        while not self._closing.is_set():
             key = f"saved/{ticket}"
-            if not self.world.store.check([key]):
-                time.sleep(0.05)
-                continue
-            self._commit(SavedShard.model_validate_json(self.world.store.get(key)))
+            try:
+                if not self.world.store.check([key]):
+                    self._closing.wait(_POLL_S)
+                    continue
+                self.saved(SavedShard.model_validate_json(self.world.store.get(key)))
+            except RuntimeError:
+                return  # the store is gone, and the run with it
+            except ValueError as error:
+                _warn(f"a shard's report cannot be read, so its checkpoint is not kept: {error}")
             ticket += 1
 
     def saved(self, shard: SavedShard) -> None:
         """Report a durable shard to rank 0."""
-        if self.world.size == 1:
-            self._commit(shard)
+        if self._keeper is not None:
+            self._keeper.collect(shard)
         else:
             ticket = self.world.store.add("saved", 1)
             self.world.store.set(f"saved/{ticket}", shard.model_dump_json())
 
-    def _commit(self, shard: SavedShard) -> None:
-        assert self._collector is not None
-        assert self._job is not None
-        assert self._job.checkpoint_dir is not None
-        directory = Path(self._job.checkpoint_dir)
-        try:
-            manifest = self._collector.add(shard)
-            if manifest is None:
-                return
-            commit(directory, manifest)
-            retain(directory, committed=manifest.step)
-        except CheckpointError as error:
-            _say(f"warning: {error}")
-            return
-        with self._committed:
-            self._committed_step = manifest.step
-            self._committed.notify_all()
-
     def leaving(self, step: int) -> None:
         """Rank 0 stays until the last checkpoint is committed."""
-        if self._collector is None:
+        keeper = self._keeper
+        if keeper is None:
             return
-        with self._committed:
-            if not self._committed.wait_for(lambda: self._committed_step >= step, COMMIT_BOUND_S):
-                _say(f"warning: the checkpoint of step {step} is incomplete after {COMMIT_BOUND_S:.0f} s")
+        if self.world.size == 1:
+            keeper.settle()  # our own shards are all reported, or lost
+        elif step > self._restored_step and not keeper.wait_for(step, COMMIT_BOUND_S):
+            _warn(f"the checkpoint of step {step} is incomplete after {COMMIT_BOUND_S:.0f} s")
+        self._closing.set()
+        keeper.close()
 
     # -- nobody to tell ----------------------------------------------------------------------------------
 
@@ -221,13 +216,21 @@ class Solo:
         self.recorded_step = vote.step
 
     def suspect(self, generation: int, reason: str) -> None:
-        """The link's error itself ends this process."""
+        """A link's error itself ends this process; after a damaged checkpoint there is another assignment."""
+        self._assigned = False
 
     def failed(self, summary: str, traceback: str, exit_code: int) -> None:
         """Python prints the traceback."""
 
     def close(self) -> None:
-        """Nothing to drop."""
+        """Give the checkpoint directory free."""
+        self._closing.set()
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def _warn(text: str) -> None:
+    _say(f"warning: {text}")
 
 
 def _say(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,13 +10,22 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.shards import SectionState
 from varuna.core.plan import Plan
+from varuna.core.precision import LossScale
+from varuna.engine.bucket import Bucket, squared
+from varuna.engine.deferred import Pending
+from varuna.engine.halves import Halves
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
+from varuna.engine.precision import ComputeCopies, cast
 from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward
 from varuna.engine.shared import Exchange, StageExchange, Unprepared, Witness, installed
+from varuna.engine.statistics import Statistics
 from varuna.partition.model import PartitionedModel
+from varuna.partition.split import SectionGraph
 
 Results = tuple[Tensor, ...]
-_NORM_RUN = 4096
+Left = tuple[int, Pending | None]
+"""A section and the weight gradients that I left for W; None: I ran it whole."""
+_LOSS_SCALE = "run/loss_scale"
 
 
 @dataclass(frozen=True)
@@ -31,22 +41,10 @@ class Job:
     buffers: Mapping[str, Tensor]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     dtype: torch.dtype = torch.float32
-
-
-class Bucket:
-    """Gradients of one section in one flat buffer: accumulated, reduced and normed as a whole.
-
-    Everything that sums does so per section, so merging or splitting stages cannot change a bit (DESIGN §5.2).
-    """
-
-    def __init__(self, leaves: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device) -> None:
-        self.names = tuple(leaves)
-        sizes = [leaf.numel() for leaf in leaves.values()]
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        self.views = dict(zip(leaves, torch.split(self.flat, sizes) if sizes else (), strict=True))
-        for name, leaf in leaves.items():
-            self.views[name] = self.views[name].view(leaf.shape)
-            leaf.grad = self.views[name]
+    """of computation and of what crosses links; sums of gradients, optimizer state and parameters are fp32"""
+    unit: float = 1.0
+    """fp16 only: a power of two near the weight of a global batch, by which seeds of B are divided"""
+    halves: Halves = field(default_factory=Halves)
 
 
 class Stage:
@@ -70,22 +68,26 @@ class Stage:
         self.next_step = next_step
         graphs = [job.model.sections[section] for section in self.sections]
         self.parameters = _parameters(job, graphs, states)
+        self.buffers = _buffers(job, graphs, states)
+        self.statistics = Statistics(graphs, plan, job.device)
         self.buckets: dict[int, Bucket] = {}
-        self.runners: list[SectionRunner] = []
-        crossings = {c.name: c for into in job.model.split.crossings for c in into}
+        held: dict[int, dict[str, Tensor]] = {}
         tied = {parameter.name for parameter in job.model.facts.tied}
+        self._compute = ComputeCopies(self.parameters, job.dtype)
         for graph in graphs:
             leaves = {
-                name: self.parameters[name].detach().requires_grad_() if name in tied else self.parameters[name]
+                name: self._compute[name].detach().requires_grad_() if name in tied else self._compute[name]
                 for name in dict.fromkeys(graph.parameters)
                 if name in job.model.trainable
             }
-            self.buckets[graph.index] = Bucket(leaves, torch.float32, job.device)
-            held = {**{name: self.parameters[name] for name in graph.parameters}, **leaves}
-            fixed = [job.buffers[name] for name in graph.buffers]
-            fixed += [job.model.constants[name].to(job.device) for name in graph.constants]
-            tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed))
-            self.runners.append(SectionRunner(graph, tensors, crossings, job.seed))
+            bucket = self.buckets[graph.index] = Bucket(leaves, job.device)
+            for name in leaves.keys() - tied:
+                self.parameters[name].grad = bucket.views[name]
+            held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
+        self.variants = [
+            [self._runner(model, section, held[section]) for section in self.sections] for model in job.model.graphs
+        ]
+        """the sections' graphs for each declared length, the longest first"""
         self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
         self.totals: dict[str, Tensor] = {p.name: torch.zeros_like(self.parameters[p.name]) for p in self.tied}
         self.optimizer = StageOptimizer(
@@ -94,8 +96,34 @@ class Stage:
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         self.owned = frozenset(id(value) for name, value in self.parameters.items() if name not in foreign)
         """ids of the parameters that this stage counts in what is shared with other stages"""
+        self.loss_scale = _loss_scale(states) if job.dtype is torch.float16 else None
         self.witness = Witness()
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
+
+    def evaluation_runners(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> list[SectionRunner]:
+        """The sections of the same model in evaluation mode, over this stage's parameters and newest buffers.
+
+        Args:
+            model: cut as the job's model.
+            buffers: those that training has no use for, or that other stages update.
+        """
+        known = {**self.job.buffers, **buffers, **self.buffers}
+        held = {name: self._compute[name] for name in self.parameters}
+        return [self._runner(model, section, held, known) for section in self.sections]
+
+    def _runner(
+        self,
+        model: PartitionedModel,
+        section: int,
+        held: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor] | None = None,
+    ) -> SectionRunner:
+        job, graph = self.job, model.sections[section]
+        fixed = [(job.buffers if buffers is None else buffers)[name] for name in graph.buffers]
+        fixed += [model.constants[name].to(job.device) for name in graph.constants]
+        tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed))
+        crossings = {c.name: c for into in model.split.crossings for c in into}
+        return SectionRunner(graph, tensors, crossings, job.seed, partial(job.halves.of, model), self.statistics.note)
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by the model's own names, each once, in the order of sections."""
@@ -104,26 +132,55 @@ class Stage:
     # -- computation -------------------------------------------------------------------------------
 
     def forward(
-        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int
-    ) -> tuple[dict[str, Tensor], Results]:
-        """F without a graph: what crosses into the next stage, or the last stage's results."""
-        flowing = dict(values)
+        self,
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        keep: int = 0,
+        split: bool = False,
+    ) -> tuple[dict[str, Tensor], Results, list[Tape]]:
+        """F: what crosses into the next stage, or the last stage's results; and what was kept.
+
+        Args:
+            values: what has crossed into the stage.
+            examples: the micro-batch.
+            step: keys the randomness, with ``micro_batch``.
+            micro_batch: its global number.
+            keep: so many of the last sections keep their graph, so that R need not run them again.
+            split: the B of kept sections is to run in two halves.
+        """
+        flowing: dict[str, Tensor] = dict(values)
         made: Results = ()
-        for runner in self.runners:
-            made = runner.forward(flowing, examples, step, micro_batch)
-            flowing = self._flow_on(flowing, runner, made)
-        return flowing, made
+        tapes: list[Tape] = []
+        dropped = len(self.sections) - keep
+        for position, runner in enumerate(self.variants[examples.variant]):
+            if position < dropped:
+                made = runner.forward(flowing, examples, step, micro_batch)
+            else:
+                tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
+                made = _detached(tapes[-1].made)
+            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, made)
+        return flowing, made, tapes
 
     def record(
-        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int
-    ) -> tuple[dict[str, Tensor], Results, list[Tape]]:
-        """R, or an F that keeps its graph: also what B needs."""
-        flowing, tapes = dict(values), []
-        for runner in self.runners:
-            tape = runner.record(flowing, examples, step, micro_batch)
-            tapes.append(tape)
-            flowing = self._flow_on(flowing, runner, tuple(made.detach().contiguous() for made in tape.made))
-        return flowing, tapes[-1].made, tapes
+        self,
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        keep: int = 0,
+        split: bool = False,
+    ) -> list[Tape]:
+        """R: what B needs of all sections but the ``keep`` last, whose F kept it."""
+        flowing: dict[str, Tensor] = dict(values)
+        tapes: list[Tape] = []
+        for runner in self.variants[examples.variant][: len(self.sections) - keep]:
+            tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
+            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, _detached(tapes[-1].made))
+        return tapes
 
     def backward(
         self, tapes: list[Tape], gradients: dict[str, Tensor], section_done: Callable[[int], None]
@@ -132,18 +189,33 @@ class Stage:
         while tapes:
             tape = tapes.pop()
             backward(tape, gradients)
+            if tape.pending is not None:
+                tape.pending.flush()
+            self.buckets[tape.section.index].collect()
             section_done(tape.section.index)
         return gradients
 
-    def _flow_on(
-        self, flowing: Mapping[str, Tensor], runner: SectionRunner, made: Sequence[Tensor]
-    ) -> dict[str, Tensor]:
-        """Values that cross the cut behind a section; the rest is freed."""
-        behind = runner.section.index + 1
-        if behind == len(self.job.model.sections):
-            return {}
-        known = {**flowing, **dict(zip(runner.section.makes, made, strict=True))}
-        return {crossing.name: known[crossing.name] for crossing in self.job.model.split.crossings[behind]}
+    def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
+        """I: the gradients of what was received, and the weight gradients that are left for W.
+
+        Sections that cannot be split run whole.
+        """
+        left: list[Left] = []
+        while tapes:
+            tape = tapes.pop()
+            backward(tape, gradients)
+            self.buckets[tape.section.index].collect()
+            left.append((tape.section.index, tape.pending))
+        return gradients, left
+
+    def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
+        """W: consume what ``input_backward`` left, from the last section to the first."""
+        for section, pending in left:
+            if pending is not None:
+                pending.flush()
+                self.buckets[section].collect()
+            section_done(section)
+        left.clear()
 
     # -- gradients -----------------------------------------------------------------------------------
 
@@ -151,32 +223,48 @@ class Stage:
         """Start a step: sums at zero."""
         for bucket in self.buckets.values():
             bucket.flat.zero_()
+        self.statistics.clear()
+
+    @property
+    def gradient_scale(self) -> float:
+        """Gradients are kept times this power of two; 1 but in fp16."""
+        return self.loss_scale.value / self.job.unit if self.loss_scale is not None else 1.0
 
     def squared_norm(self, section: int) -> float:
         """Squared L2 norm of the section's reduced gradients, float64; a tied parameter counts at its owner only."""
+        return self._scaled_squared_norm(section) / self.gradient_scale**2
+
+    def _scaled_squared_norm(self, section: int) -> float:
         bucket = self.buckets[section]
         tied = {p.name: p for p in self.tied}
         if not tied.keys() & set(bucket.names):
-            return _squared(bucket.flat)
-        own = sum(_squared(bucket.views[name]) for name in bucket.names if name not in tied)
-        return own + sum(_squared(self.totals[p.name]) for p in self.tied if p.owner == section)
+            return squared(bucket.flat)
+        own = sum(squared(bucket.views[name]) for name in bucket.names if name not in tied)
+        return own + sum(squared(self.totals[p.name]) for p in self.tied if p.owner == section)
 
-    def apply(self, step: int, scale: float, exchange: Exchange | None = None) -> None:
+    def apply(self, step: int, scale: float, exchange: Exchange | None = None, *, overflowed: bool = False) -> None:
         """Scale the reduced gradients and step the optimizer: once per step, whatever is asked again.
 
         Args:
             step: to be applied.
             scale: factor of the gradients.
             exchange: answers ``all_reduce_shared`` instead of the engine: the tracer's.
+            overflowed: some gradient of the job is not finite, in fp16: nothing is updated.
         """
         if step < self.next_step:
             return
         assert step == self.next_step, f"step {step} cannot be applied on top of {self.next_step}"
-        if self._undo is None:
+        if overflowed:
+            self.roll_back()
+        elif self._undo is None:
             usual = Unprepared(self.owned) if self.plan.stages > 1 else self.witness
             with installed(exchange or usual):
                 self._update(scale)
         self._undo = None
+        self._compute.refresh()
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(overflowed)
+        self.statistics.apply(self.buffers)
         self.optimizer.advance()
         self.next_step = step + 1
 
@@ -203,6 +291,7 @@ class Stage:
             self._undo = None
 
     def _update(self, scale: float) -> None:
+        scale /= self.gradient_scale
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
         for name, total in self.totals.items():
@@ -225,27 +314,59 @@ class Stage:
             state, rest = self.optimizer.state_of(name)
             tensors.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
             scalars.update({f"optimizer/{name}/{key}": value for key, value in rest.items()})
+        if self.loss_scale is not None:
+            scalars[_LOSS_SCALE] = list(self.loss_scale)
+        tensors.update({f"buffers/{name}": self.buffers[name] for name in self.job.model.sections[section].updated})
         return SectionState(section, tensors, scalars)
 
 
-def _squared(values: Tensor) -> float:
-    """Squared L2 norm: fp32 within short runs, float64 over them (float64 throughout costs 2 % of a step)."""
-    flat = values.reshape(-1)
-    whole = flat.numel() // _NORM_RUN * _NORM_RUN
-    runs = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_RUN), dim=1).double()
-    rest = torch.linalg.vector_norm(flat[whole:]).double()
-    return float(runs.square().sum() + rest.square())
+def flow_on(
+    model: PartitionedModel, flowing: Mapping[str, Tensor], runner: SectionRunner, made: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Values that cross the cut behind a section; the rest is freed."""
+    behind = runner.section.index + 1
+    if behind == len(model.sections):
+        return {}
+    known = {**flowing, **dict(zip(runner.section.makes, made, strict=True))}
+    return {crossing.name: known[crossing.name] for crossing in model.split.crossings[behind]}
 
 
-def _parameters(job: Job, graphs: Sequence[Any], states: Mapping[int, SectionState]) -> dict[str, nn.Parameter]:
+def _detached(made: Results) -> Results:
+    """Values cross every section boundary detached, also within a stage."""
+    return tuple(value.detach().contiguous() for value in made)
+
+
+def _parameters(
+    job: Job, graphs: Sequence[SectionGraph], states: Mapping[int, SectionState]
+) -> dict[str, nn.Parameter]:
     """One parameter per name, in the order of sections; a tied one from the lowest section that has it."""
     parameters: dict[str, nn.Parameter] = {}
     for graph in graphs:
         for name in dict.fromkeys(graph.parameters):
             if name not in parameters:
-                value = states[graph.index].tensors[f"parameters/{name}"].to(job.device, job.dtype)
-                parameters[name] = nn.Parameter(value, requires_grad=name in job.model.trainable)
+                trained = name in job.model.trainable
+                dtype = torch.float32 if trained else job.dtype
+                value = states[graph.index].tensors[f"parameters/{name}"].to(job.device, dtype)
+                parameters[name] = nn.Parameter(value, requires_grad=trained)
     return parameters
+
+
+def _loss_scale(states: Mapping[int, SectionState]) -> LossScale:
+    """As the newest step left it: every section's state carries it, so that it goes wherever state goes."""
+    for state in states.values():
+        match state.scalars.get(_LOSS_SCALE):
+            case [float(value), int(good_steps)]:
+                return LossScale(value, good_steps)
+    return LossScale()
+
+
+def _buffers(job: Job, graphs: Sequence[SectionGraph], states: Mapping[int, SectionState]) -> dict[str, Tensor]:
+    """Buffers that steps update; each belongs to one section."""
+    return {
+        name: cast(states[graph.index].tensors[f"buffers/{name}"].to(job.device), job.dtype)
+        for graph in graphs
+        for name in graph.updated
+    }
 
 
 def _optimizer_state(states: Mapping[int, SectionState], sections: range) -> dict[str, dict[str, Any]]:

@@ -1,5 +1,6 @@
 """Groups of a generation: formed with everybody, interrupted by its end, abandoned without waiting."""
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +11,8 @@ import torch
 
 from tests.unit.engine.ranks import run_all
 from varuna.engine.forming import InterruptibleStore
-from varuna.engine.groups import Groups, form
-from varuna.engine.transport import local_store
+from varuna.engine.groups import Groups, _watched, form
+from varuna.engine.transport import Group, local_store
 
 _formed: list[Groups] = []
 
@@ -143,3 +144,33 @@ def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no
     groups[1].abandon(exiting=True)
     groups[1].abandon()
     assert time.monotonic() - begin_s < 0.5
+
+
+def test_the_groups_own_sockets_are_found_and_nobody_elses_whatever_their_numbers() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    # Numbers that are free again below all others: the next sockets of the process take them.
+    spare = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+    with _watched(store_port=1) as found:
+        for connection in spare:
+            connection.close()
+        gloo = socket.socket()
+        gloo.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gloo does on both ends
+        gloo.connect(listener.getsockname())
+        stranger = socket.create_connection(listener.getsockname())  # an upload, or the way to the manager
+    assert [connection.getsockname() for connection in found] == [gloo.getsockname()]
+    for connection in (*found, gloo, stranger, listener):
+        connection.close()
+
+
+def test_gloo_still_marks_its_sockets() -> None:
+    store = local_store()
+    worlds: list[Group] = []
+
+    def make(rank: int) -> None:
+        worlds.append(Group(store, "marks", rank, 2, "127.0.0.1"))
+
+    with _watched(store_port=1) as found:
+        run_all([partial(make, rank) for rank in range(2)])
+    assert len(found) >= 2  # both ends of the pair
+    for connection in found:
+        connection.close()

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Setup, Tokens, reference, single_threaded, tiny_gpt2, tiny_llama, worst
+from varuna.core.plan import Plan
 from varuna.engine.optimizer import NamedParameters
+from varuna.schedule.actions import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 GRIDS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4)]
@@ -48,7 +50,7 @@ def test_dropout_does_not_depend_on_the_number_of_replicas() -> None:
     assert setup.losses(1, 1) != Setup(build=tiny_gpt2).losses(1, 1)
 
 
-@pytest.mark.parametrize("policy", ["gpipe", "1f1b", "varuna-strict"])
+@pytest.mark.parametrize("policy", ["gpipe", "1f1b", "varuna-strict", "adaptive"])
 def test_strict_orders_train_as_the_opportunistic_one(policy: str) -> None:
     setup = Setup(build=dropping, global_batch=12)
     expected = setup.losses(3, 1)
@@ -57,6 +59,42 @@ def test_strict_orders_train_as_the_opportunistic_one(policy: str) -> None:
         assert worst(found, expected) < 1e-5
     else:
         assert found == expected
+
+
+def sections_by_stage(plan: Plan) -> list[int]:
+    return [len(plan.sections_of(stage)) for stage in range(plan.stages)]
+
+
+@pytest.mark.parametrize("split_last", [0, 2, 6])
+@pytest.mark.parametrize("keep", ["none", "one", "all but one", "all"])
+def test_split_backwards_and_kept_sections_do_not_change_a_bit(split_last: int, keep: str) -> None:
+    def adjusted(plan: Plan) -> Plan:
+        counts = sections_by_stage(plan)
+        kept = {"none": (), "one": [1] * 3, "all but one": [max(0, n - 1) for n in counts], "all": counts}[keep]
+        return plan.model_copy(update={"kept": tuple(kept), "split_last": split_last, "stash_limits": (4, 3, 2)})
+
+    setup = Setup(build=dropping, dataset=Tokens(padded=True), global_batch=12, policy="adaptive", adjusted=adjusted)
+    alone = Setup(build=dropping, dataset=Tokens(padded=True), global_batch=12)
+    assert setup.losses(3, 1, steps=2) == alone.losses(1, 1, steps=2)
+    expected, found = alone.parameters(), setup.parameters()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    kinds = [set() if times is None else {took.action.kind for took in times.actions} for times in setup.times()]
+    assert all((Kind.INPUT in seen) == (Kind.WEIGHT in seen) == bool(split_last) for seen in kinds[1:])
+    assert Kind.RECOMPUTE not in kinds[1] if keep == "all" else Kind.RECOMPUTE in kinds[1]
+
+
+def test_gpipe_and_1f1b_may_keep_everything() -> None:
+    def all_kept(plan: Plan) -> Plan:
+        return plan.model_copy(update={"kept": tuple(sections_by_stage(plan))})
+
+    for policy in ("gpipe", "1f1b"):
+        setup = Setup(build=dropping, global_batch=12, policy=policy)
+        expected = setup.losses(3, 1, steps=2)
+        setup.adjusted = all_kept
+        assert setup.losses(3, 1, steps=2) == expected
+        for times in setup.times():
+            assert times is not None
+            assert not times.seconds_of(Kind.RECOMPUTE)
 
 
 def test_llama_with_rotary_buffers_matches_the_eager_loop() -> None:

@@ -187,13 +187,13 @@ def test_the_end_of_a_generation_within_the_apply_leaves_the_stage_as_before(
 
     def hit() -> None:
         for session in sessions:  # as the manager's word reaches all of them
-            if session._inbox is not None:
-                session._inbox.abort(GenerationEnded(0))
+            if session.standing._inbox is not None:
+                session.standing._inbox.abort(GenerationEnded(0))
 
     monkeypatch.setattr(Stage, "apply_tentatively", noting)
     monkeypatch.setattr(Interrupted, "hit", staticmethod(hit))
     run_all([partial(list, session.steps()) for session in sessions])
-    stages = [session._stage for session in sessions]
+    stages = [session.standing.stage for session in sessions]
     for index, stage in enumerate(stages):
         assert stage is not None
         assert stage.next_step == 2
@@ -226,10 +226,10 @@ def test_a_tentative_step_is_committed_without_the_others_or_undone(monkeypatch:
 
     run_all([partial(break_the_vote, session) for session in sessions])
     for session in sessions:
-        assert session._stage is not None
-        assert session._stage.next_step == 2
-    sessions[0]._apply_verdict(Apply(generation=0, vote=Vote(generation=0, step=2, vector=lost[0])))
-    done, undone = sessions[0]._stage, sessions[1]._stage
+        assert session.standing.stage is not None
+        assert session.standing.stage.next_step == 2
+    sessions[0].standing.apply_verdict(Apply(generation=0, vote=Vote(generation=0, step=2, vector=lost[0])))
+    done, undone = sessions[0].standing.stage, sessions[1].standing.stage
     assert done is not None
     assert undone is not None
     assert done.next_step == 3

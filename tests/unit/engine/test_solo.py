@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.unit.checkpoint.saves import make_plan as make_small_plan
+from tests.unit.checkpoint.saves import save_parts
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all
 from tests.unit.fleet.support import make_job, make_plan
-from varuna.checkpoint.files import step_folder
-from varuna.checkpoint.manifest import manifests
-from varuna.checkpoint.shards import SectionState, write_shard
+from varuna.checkpoint.manifest import survey
+from varuna.checkpoint.names import checkpoint_place, step_folder
 from varuna.core.errors import CheckpointError, FleetError, UsageError
 from varuna.core.messages import Assign, Assignment, Beat, Finish
 from varuna.core.model import JobFacts
@@ -22,6 +22,7 @@ from varuna.engine.saving import Saver
 from varuna.engine.solo import Solo, World, world_from_environment
 from varuna.engine.transport import local_store
 from varuna.planner.choose import plan_run
+from varuna.store.opening import open_store
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -38,10 +39,10 @@ def members(size: int, **changes: Any) -> list[Solo]:
 
 
 def join(solo: Solo, job: JobFacts) -> None:
-    def never(generation: int) -> None:
+    def never(*what: object) -> None:
         pytest.fail("nobody holds or pauses a solo run")
 
-    solo.join(job, beat=lambda: Beat(generation=0, step=0, activity=""), on_hold=never, on_pause=never)
+    solo.join(job, beat=lambda: Beat(generation=0, step=0, activity=""), on_hold=never, on_flag=never)
 
 
 def assignments(solos: list[Solo], job: JobFacts) -> list[Assignment]:
@@ -62,9 +63,19 @@ def job_in(directory: Path, **changes: Any) -> JobFacts:
 
 
 def save(directory: Path, solo: Solo, step: int, *, generation: int = 0, sections: int = 4) -> None:
-    for section in range(sections):
-        state = SectionState(section, {"parameters/x": torch.full((2,), float(step))})
-        solo.saved(write_shard(directory, step, generation, state))
+    for shard in save_parts(open_store(directory), step, one_replica(), generation):
+        if shard.section < sections:
+            solo.saved(shard)
+    if solo._keeper is not None:
+        solo._keeper.settle()
+
+
+def one_replica() -> Plan:
+    return make_small_plan(1, 1, sections=4)
+
+
+def committed_steps(directory: Path) -> list[int]:
+    return [folder.step for folder in survey(open_store(directory)) if folder.is_committed]
 
 
 # -- the environment ---------------------------------------------------------------------------------------
@@ -138,7 +149,7 @@ def test_a_run_resumes_from_the_newest_complete_checkpoint_on_every_rank(tmp_pat
     save(tmp_path, solo, 12, sections=3)  # incomplete: the process died meanwhile
     for found in assignments(members(3), job_in(tmp_path)):
         assert (found.fresh, found.next_step, found.generation) == (False, 8, 1)
-        assert found.checkpoint == str(step_folder(tmp_path, 8))
+        assert found.checkpoint == checkpoint_place(str(tmp_path), 8)
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,9 +157,8 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, caps
     assignments([solo], job_in(tmp_path))
     save(tmp_path, solo, 4)
     save(tmp_path, solo, 8)
-    shard = manifests(tmp_path)[0].shards[2]
-    file = step_folder(tmp_path, 8) / shard.file
-    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    file = next((tmp_path / step_folder(8)).glob("section-002.*"))
+    file.write_bytes(file.read_bytes()[:-1])
     [found] = assignments(members(1), job_in(tmp_path))
     assert found.next_step == 4
     said = capsys.readouterr().err
@@ -205,7 +215,7 @@ def test_overwrite_moves_old_checkpoints_aside_and_starts_fresh(tmp_path: Path) 
     saved_run(tmp_path)
     for found in assignments(members(2, new=True, overwrite=True), job_in(tmp_path)):
         assert (found.fresh, found.checkpoint) == (True, None)
-    assert [manifest.step for manifest in manifests(tmp_path / "replaced-1")] == [4]
+    assert committed_steps(tmp_path / "replaced-1") == [4]
 
 
 # -- the last checkpoint -----------------------------------------------------------------------------------
@@ -214,11 +224,10 @@ def test_overwrite_moves_old_checkpoints_aside_and_starts_fresh(tmp_path: Path) 
 def test_rank_0_commits_what_other_ranks_report(tmp_path: Path) -> None:
     solos = members(2)
     assignments(solos, job_in(tmp_path))
-    for section in (3, 1, 0, 2):
-        state = SectionState(section, {"parameters/x": torch.zeros(2)})
-        solos[section % 2].saved(write_shard(tmp_path, 6, 0, state))
+    for shard in save_parts(open_store(tmp_path), 6, one_replica())[::-1]:
+        solos[shard.section % 2].saved(shard)
     solos[0].leaving(6)
-    assert [manifest.step for manifest in manifests(tmp_path)] == [6]
+    assert committed_steps(tmp_path) == [6]
 
 
 @pytest.fixture(scope="module")
@@ -235,7 +244,7 @@ def alone(setup: Setup, directory: Path, steps: int, *, stop_behind: int | None 
         return plan_run(job, workers=workers, micro_batch=micro_batch)
 
     solo = Solo(World(0, 1, store, "127.0.0.1", 0), plan)
-    session = setup.session(solo, store, steps, saver=Saver(directory, every, solo.saved))
+    session = setup.session(solo, store, steps, saver=Saver(open_store(directory), every, solo.saved))
     done: list[int] = []
 
     def run() -> None:
@@ -253,14 +262,14 @@ def test_a_finished_run_ends_with_a_checkpoint_of_its_last_step_and_again_at_onc
     tmp_path: Path, setup: Setup, every: int
 ) -> None:
     assert alone(setup, tmp_path, 6, every=every) == list(range(6))
-    assert manifests(tmp_path)[0].step == 6
+    assert committed_steps(tmp_path)[0] == 6
     assert alone(setup, tmp_path, 6, every=every) == []
     assert alone(setup, tmp_path, 8, every=every) == [6, 7]
 
 
 def test_leaving_the_loop_early_saves_what_was_done(tmp_path: Path, setup: Setup) -> None:
     assert alone(setup, tmp_path, 9, stop_behind=3) == [0, 1, 2, 3]
-    assert [manifest.step for manifest in manifests(tmp_path)] == [4]
+    assert committed_steps(tmp_path) == [4]
     assert alone(setup, tmp_path, 6) == [4, 5]
 
 
@@ -275,7 +284,7 @@ def test_an_error_in_the_first_model_reaches_the_training_thread(setup: Setup) -
     setup.directory = None
     [solo] = members(1)
     session = setup.session(solo, solo.world.store, 2)
-    session._initial = refuse
+    session._setting = session._setting._replace(initial=refuse)
     outcome: list[str] = []
     advance: Callable[[], object] = lambda: list(session.steps())  # noqa: E731
 

@@ -49,7 +49,7 @@ def plan_of(setup: Setup, stages: int) -> Plan:
 def whole(setup: Setup, job: Job) -> Stage:
     """All sections on one stage, at step 0."""
     every = range(len(setup.model.sections))
-    states = initial_states(setup.model, every, setup.beginning.parameters)
+    states = initial_states(setup.model, every, setup.beginning.parameters, job.buffers)
     return Stage(job, plan_of(setup, 1), 0, states, 0)
 
 
@@ -60,7 +60,7 @@ def gradients_of(setup: Setup, stage: Stage, step: int) -> None:
     for micro_batch in range(2):
         first = 4 * step + 2 * micro_batch
         examples = Examples(setup.source.micro_batch([first, first + 1]).tensors, 2)
-        _, _, tapes = stage.record({}, examples, step, micro_batch)
+        tapes = stage.record({}, examples, step, micro_batch)
         loss = setup.model.sections[-1].makes[0]
         stage.backward(tapes, {loss: torch.ones(())}, lambda section: None)
     for section in reversed(stage.sections):

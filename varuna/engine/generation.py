@@ -1,0 +1,152 @@
+"""One rank's part in one generation: its groups, stage, links and reductions, from forming to the end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from varuna.checkpoint.shards import SectionState
+from varuna.core.messages import Assignment
+from varuna.core.plan import Plan
+from varuna.data.samples import SampleSource
+from varuna.engine.forming import Formed, form_generation
+from varuna.engine.groups import Groups
+from varuna.engine.inbox import GenerationEnded, Inbox
+from varuna.engine.links import Courier
+from varuna.engine.losses import WeightFunction
+from varuna.engine.reduce import Reducer
+from varuna.engine.runtime import Runtime
+from varuna.engine.stage import Job, Stage
+from varuna.observe.bus import span
+
+
+class Setting(NamedTuple):
+    """What all generations of a worker share."""
+
+    job: Job
+    source: SampleSource
+    weight: WeightFunction | None
+    """the user's weight of a micro-batch, if any"""
+    steps: int
+    """length of the run"""
+    initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]]
+    """first values of named parameters, for a fresh start; checks the loss's weighing if told so"""
+    connect: Callable[[Assignment], Any]
+    """opens the store of an assignment"""
+    interface_host: str
+    """address that the data plane binds to"""
+
+
+@dataclass
+class Generation:
+    """What this rank runs in one generation."""
+
+    assignment: Assignment
+    inbox: Inbox
+    groups: Groups
+    stage: Stage
+    reducer: Reducer
+    runtime: Runtime
+
+    @property
+    def plan(self) -> Plan:
+        """P, D, m and who does what."""
+        return self.assignment.plan
+
+    @property
+    def replica(self) -> int:
+        """This rank's replica."""
+        return self.plan.place_of(self.assignment.rank).replica
+
+    @cached_property
+    def reports_lr(self) -> bool:
+        """Whether this rank says the learning rate in votes: the first whose optimizer has parameters."""
+        model = self.stage.job.model
+        trained = (s.index for s in model.sections if not model.trainable.isdisjoint(s.parameters))
+        return self.assignment.rank == self.plan.rank_of(0, self.plan.stage_of(next(trained, 0)))
+
+    def span(self, name: str, step: int) -> AbstractContextManager[None]:
+        """Time a part of a step."""
+        return span(name, rank=self.assignment.rank, stage=self.stage.index, step=step)
+
+    def close(self, *, exiting: bool = False) -> None:
+        """Abandon it without waiting for anyone."""
+        self.inbox.abort(GenerationEnded(self.assignment.generation))
+        self.runtime.close()
+        self.reducer.close()
+        self.groups.abandon(exiting=exiting)
+
+
+def form(
+    setting: Setting, assignment: Assignment, inbox: Inbox, held: dict[int, SectionState], shares: bool | None
+) -> Formed:
+    """Groups, and the state of this rank's sections; blocks until all members are there, or the inbox is aborted.
+
+    Args:
+        setting: of the worker.
+        assignment: its part.
+        inbox: of the generation.
+        held: state that this worker has, for itself and others.
+        shares: whether the job's steps call ``all_reduce_shared``; None: unknown here.
+
+    Raises:
+        GenerationEnded: the manager ended the generation.
+        LinkError: a member is gone.
+        CheckpointError: a shard cannot be read or is damaged.
+        ModelError: holders of a section begin with different parameters.
+    """
+    courier = Courier(inbox, f"forming generation {assignment.generation}")
+    made: list[Groups] = []
+
+    def work() -> Formed:
+        return form_generation(
+            assignment,
+            store=setting.connect(assignment),
+            ended=lambda: inbox.ended,
+            held=held,
+            model=setting.job.model,
+            initial=lambda names: setting.initial(names, assignment.rank == 0),
+            buffers=setting.job.buffers,
+            shares=shares,
+            interface_host=setting.interface_host,
+            made=made,
+        )
+
+    stage = assignment.plan.place_of(assignment.rank).stage
+    with span("form", rank=assignment.rank, stage=stage, step=assignment.next_step, index=assignment.generation):
+        courier.submit("formed", work)
+        courier.close()
+        try:
+            formed: Formed = inbox.take("formed", lambda: f"the members of generation {assignment.generation}")
+        except BaseException:
+            for groups in made:  # a courier that is stuck behind a frozen peer comes free
+                groups.abandon()
+            raise
+    return formed
+
+
+def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
+    """This rank's stage with its state."""
+    plan = assignment.plan
+    return Stage(setting.job, plan, plan.place_of(assignment.rank).stage, states, assignment.next_step)
+
+
+def open_generation(setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage) -> Generation:
+    """Links, loader and reductions of a formed generation."""
+    plan, rank = assignment.plan, assignment.rank
+    reducer = Reducer(stage, plan, rank, groups, inbox)
+    runtime = Runtime(
+        stage,
+        plan,
+        rank,
+        groups=groups,
+        inbox=inbox,
+        reducer=reducer,
+        source=setting.source,
+        weight=setting.weight,
+        steps=setting.steps,
+    )
+    return Generation(assignment, inbox, groups, stage, reducer, runtime)

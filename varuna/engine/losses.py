@@ -1,0 +1,36 @@
+"""What a micro-batch says about the loss: sums, since means of micro-batches must not be averaged (DESIGN §5.2)."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from varuna.core.errors import DataError
+from varuna.data.samples import MicroBatch
+from varuna.engine.section import Examples
+from varuna.partition.model import PartitionedModel
+
+WeightFunction = Callable[[dict[str, Tensor]], float | Tensor]
+
+
+def sums_of(
+    model: PartitionedModel,
+    weigh: WeightFunction | None,
+    micro_batch: int,
+    results: Sequence[Tensor],
+    examples: Examples,
+    batch: MicroBatch | None,
+) -> list[float]:
+    """[weighted loss, weight, metric sums...] from what the last section made of a micro-batch.
+
+    Raises:
+        DataError: the user's weight is negative or not finite.
+    """
+    loss, sums = results[0].detach(), results[1 + model.counts_targets :]
+    if weigh is not None and batch is not None:
+        weight = float(weigh(batch.tensors))
+    else:
+        weight = float(results[1]) if model.counts_targets else float(examples.size)
+    if not 0 <= weight < float("inf"):
+        raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite, >= 0")
+    weighted = float(loss) * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing
+    return [weighted, weight, *(float(value) for value in sums)]

@@ -1,0 +1,51 @@
+"""Computing in bf16 or fp16 over fp32 parameters: what is cast, and when.
+
+The parameters that the optimizer updates, their state, and the sums of gradients are fp32. What the sections compute
+with is a copy in the compute dtype, as ``model.to(dtype)`` would make it (parameters and floating buffers; no
+autocast), written anew behind each optimizer step.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from varuna.core.precision import Precision
+
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """``value`` in the compute dtype, if it is floating; fp32 runs leave every dtype as the model has it."""
+    return value.to(dtype) if dtype is not torch.float32 and value.is_floating_point() else value
+
+
+class ComputeCopies:
+    """What sections compute with, by parameter: the parameters themselves, or copies in the compute dtype."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
+        self._masters = parameters
+        self._is_copy = any(value.dtype is not dtype for value in parameters.values() if value.is_floating_point())
+        self._copies: dict[str, Tensor] = (
+            {
+                name: cast(value.detach(), dtype).requires_grad_(value.requires_grad)
+                if value.dtype is not dtype
+                else value
+                for name, value in parameters.items()
+            }
+            if self._is_copy
+            else dict(parameters)
+        )
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor that sections are given."""
+        return self._copies[name]
+
+    def refresh(self) -> None:
+        """The optimizer has changed the parameters."""
+        if not self._is_copy:
+            return
+        with torch.no_grad():
+            for name, copy in self._copies.items():
+                if copy is not self._masters[name]:
+                    copy.copy_(self._masters[name])

@@ -1,0 +1,162 @@
+"""Where a worker stands: its generation, the state that it holds, and what it reports when a generation ends.
+
+The training thread runs everything here but ``on_hold`` and ``on_flag``, which the membership calls on its own
+thread. Whoever finds the state at rest (between steps, or no part of a generation) may report it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from varuna.checkpoint.shards import SectionState
+from varuna.core.errors import WorkerError
+from varuna.core.membership import Membership
+from varuna.core.messages import Apply, Flag, Held, Vote
+from varuna.engine.inbox import GenerationEnded, Inbox
+from varuna.engine.stage import Stage
+from varuna.engine.step import apply_vote
+
+_VOTES_KEPT = 256
+"""Unrecorded vote results that a rank remembers: the manager may be away that many steps."""
+
+
+class Standing:
+    """What this worker holds, guarded against the membership's thread."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._lock = threading.RLock()
+        self._inbox: Inbox | None = None
+        self._ended = -1  # newest generation that the manager has ended
+        self._reported = -1  # newest generation whose end was answered
+        self._asked: dict[Flag, int] = {}  # by flag: the generation whose next vote carries it
+        self._at_rest = True
+        self._votes: deque[Vote] = deque(maxlen=_VOTES_KEPT)
+        self.generation = -1
+        self.stage: Stage | None = None
+
+    @property
+    def next_step(self) -> int | None:
+        """Steps that the state contains; None without state."""
+        return self.stage.next_step if self.stage is not None else None
+
+    def states(self) -> dict[int, SectionState]:
+        """State of every section held, as references."""
+        stage = self.stage
+        return {} if stage is None else {section: stage.state_of(section) for section in stage.sections}
+
+    # -- into a generation -----------------------------------------------------------------------------------
+
+    def enter(self, generation: int, inbox: Inbox) -> None:
+        """The training thread begins to form a generation.
+
+        Raises:
+            GenerationEnded: the manager has ended it already.
+        """
+        if self.stage is not None:
+            self.stage.roll_back()  # a new generation: the verdict on a tentative step was not COMMIT
+        with self._lock:
+            self.generation, self._inbox, self._at_rest = generation, inbox, False
+            if self._ended >= generation:
+                raise GenerationEnded(generation)
+
+    def forget_votes(self) -> None:
+        """Begin anew or from a checkpoint: older votes are of steps that will be run again."""
+        self._votes.clear()
+
+    def take(self, stage: Stage | None) -> None:
+        """Hold this state from now on; None: a spare, which holds nothing and is at rest."""
+        with self._lock:
+            self.stage = stage
+            self._at_rest = stage is None
+
+    def asked(self, flag: Flag) -> bool:
+        """Whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
+        is_asked = self._asked.get(flag) == self.generation
+        if flag == "checkpoint":
+            self._asked.pop(flag, None)
+        return is_asked
+
+    # -- votes -----------------------------------------------------------------------------------------------
+
+    def remember(self, vote: Vote) -> None:
+        """Keep the result of a vote, for whoever has not got it."""
+        with self._lock:
+            self._votes.append(vote)
+
+    def report_unrecorded(self) -> None:
+        """Rank 0 may have died before it reported the last steps: say again what nobody has written down."""
+        for vote in self._votes:
+            if vote.step > self._membership.recorded_step:
+                self._membership.voted(vote)
+
+    def apply_verdict(self, directive: Apply) -> None:
+        """The verdict is COMMIT: some survivor held the vote's result, and here the reduced gradients wait."""
+        with self._lock:
+            if self.stage is None:
+                raise WorkerError("was told to apply a step, but holds no state")
+            self._votes.append(directive.vote)
+            apply_vote(self.stage, directive.vote.step, directive.vote.vector)
+            self._report(directive.generation)
+
+    # -- out of a generation ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def resting(self, *, regroup: bool) -> Iterator[None]:
+        """The user's code runs: the state is at rest, and a hold is answered at once.
+
+        A planned regroup waits for that code, which may evaluate, unless the manager loses patience.
+        """
+        with self._lock:
+            self._at_rest = True
+            if self._ended >= self.generation:
+                self._end(self.generation)
+        yield
+        with self._lock:
+            if regroup:
+                self._end(self.generation)
+            self._at_rest = False
+
+    def on_hold(self, generation: int) -> None:
+        """The manager has ended a generation."""
+        with self._lock:
+            self._ended = max(self._ended, generation)
+            if generation < self.generation and self.generation >= 0:
+                return
+            if self._at_rest:
+                self._end(generation)
+            elif self._inbox is not None:
+                self._inbox.abort(GenerationEnded(generation))
+
+    def on_flag(self, generation: int, flag: Flag) -> None:
+        """The manager wants all to do the same behind one step."""
+        self._asked[flag] = generation
+
+    def give_up(self, generation: int) -> None:
+        """The training thread has stopped: report, unless that is done."""
+        with self._lock:
+            self._at_rest = True
+            self._end(max(generation, self._ended))
+
+    def suspend(self, generation: int) -> None:
+        """A link broke: the manager finds out who is gone, and ends the generation."""
+        with self._lock:
+            self._at_rest = True
+            if self._ended >= generation:
+                self._end(generation)
+
+    def _end(self, generation: int) -> None:
+        """End a generation here and report, once; the lock is held."""
+        if self._inbox is not None:
+            self._inbox.abort(GenerationEnded(generation))
+        if self._reported < generation:
+            self._reported = generation
+            self._report(generation)
+
+    def _report(self, generation: int) -> None:
+        sections = tuple(self.stage.sections) if self.stage is not None else ()
+        recorded = self._membership.recorded_step
+        unrecorded = [vote for vote in self._votes if vote.step > recorded]
+        votes = tuple(unrecorded or list(self._votes)[-1:])  # the newest always: it may decide the verdict
+        self._membership.held(Held(generation=generation, next_step=self.next_step, sections=sections, votes=votes))
