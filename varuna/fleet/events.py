@@ -7,9 +7,10 @@ from varuna.core.messages import FromWorker
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpawned:
-    """A process was started for ``worker``."""
+    """A process was started for ``worker`` on ``node``, the VM that it lives and dies with."""
 
     worker: str
+    node: str = "local"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +39,46 @@ class ConnectionLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDistrusted:
+    """``worker`` said something that cannot be true."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SpawnRequested:
     """Someone wants ``count`` workers more."""
 
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeReceived:
+    """``node`` will be taken away at ``deadline_s`` (on the clock of ``advance``), or soon after."""
+
+    node: str
+    deadline_s: float
+    reason: str = "preemption notice"
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """Someone wants ``node`` back; there is no hurry."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class MorphRequested:
+    """Someone wants the best plan for the workers at hand now, whatever the switch costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRequested:
+    """Someone wants the run to end behind the step in flight, with a checkpoint if it keeps any."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,4 +94,17 @@ class Tick:
     """Time passed."""
 
 
-Event = WorkerSpawned | MessageReceived | WorkerExited | ConnectionLost | SpawnRequested | StopRequested | Tick
+Event = (
+    WorkerSpawned
+    | MessageReceived
+    | WorkerExited
+    | ConnectionLost
+    | WorkerDistrusted
+    | SpawnRequested
+    | NoticeReceived
+    | DrainRequested
+    | MorphRequested
+    | FinishRequested
+    | StopRequested
+    | Tick
+)

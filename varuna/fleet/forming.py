@@ -11,6 +11,9 @@ from varuna.fleet.state import Checkpoint, Fleet, Holding, Idle, Running
 from varuna.fleet.story import GenerationRecord, GenerationStarted
 from varuna.fleet.turn import Turn
 
+# Generations in a row that may break before their first step while nobody dies.
+_MOST_FUTILE = 3
+
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
@@ -35,14 +38,21 @@ def form(turn: Turn, phase: Idle) -> None:
 
 def _gathering(fleet: Fleet, now_s: float) -> bool:
     """Whether the first generation still waits for workers that are warming up."""
-    first_s = min(fleet.workers[name].joined_s for name in fleet.joined)
-    return fleet.more_to_come and now_s < first_s + fleet.config.gather_s
+    joined_s = [fleet.workers[name].joined_s for name in fleet.joined]
+    until_s = max(min(joined_s) + fleet.config.gather_s, max(joined_s) + fleet.config.join_grace_s)
+    enough = fleet.config.elastic and len(fleet.joined) >= fleet.config.workers and not fleet.is_starting
+    return fleet.more_to_come and not enough and now_s < until_s
+
+
+def _just_joined(fleet: Fleet, now_s: float) -> bool:
+    """Whether somebody came within the last moment."""
+    return any(now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fleet.joined)
 
 
 def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
     """Go on waiting for starting workers, or end the run if there are none or they take too long."""
     fleet = turn.fleet
-    patience_s = fleet.config.start_timeout_s
+    patience_s = fleet.config.wait_s
     if not fleet.more_to_come:
         causes = f" ({' and '.join(fleet.causes)})" if fleet.causes else ""
         turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none is starting")
@@ -51,7 +61,8 @@ def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
     elif phase.complaint != complaint:
         turn.update(phase=replace(phase, complaint=complaint))
         if fleet.history or exit_code != 1:
-            turn.notice(f"waiting for starting workers, at most {patience_s:.0f} s: {complaint}")
+            bound = f"starting workers, at most {patience_s:.0f} s" if patience_s < float("inf") else "machines to join"
+            turn.notice(f"waiting for {bound}: {complaint}")
 
 
 def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
@@ -61,8 +72,13 @@ def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
         VarunaError: the checkpoints cannot be used.
     """
     fleet, job = turn.fleet, _job(turn)
+    if fleet.futile >= _MOST_FUTILE:
+        _drop_newcomers(turn, live)
+        return
     holdings = {name: _holding(fleet, name).sections for name in live}
     lost = placement.uncovered(len(job.model.sections), holdings)
+    if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, turn.now_s):
+        return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too
     if phase.rejected == live:
         _wait(turn, phase, phase.complaint, 3)
         return
@@ -70,12 +86,73 @@ def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
         turn.update(micro_batch=origin.checkpoint.micro_batch)
     try:
-        plan = plan_for(turn, len(live))
+        plan, usable = _plan_and_workers(turn, live)
     except NoPlanError as error:
         turn.update(phase=replace(phase, rejected=live))
         _wait(turn, replace(phase, rejected=live), str(error), 3)
         return
-    _start(turn, phase, plan, origin, holdings if origin.from_holders else {})
+    _start(turn, phase, plan, usable, origin, holdings if origin.from_holders else {})
+
+
+def _plan_and_workers(turn: Turn, live: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+    """Plan for the workers that should be used; stragglers and those about to leave only if it takes them.
+
+    Raises:
+        NoPlanError: nothing fits, whoever is used.
+    """
+    fleet = turn.fleet
+    staying = tuple(name for name in live if not fleet.is_departing(name))
+    choices = [fleet.available, staying, live]
+    for usable in choices[:-1]:
+        if usable and usable != live:
+            try:
+                return _plan_keeping(turn, len(usable)), usable
+            except NoPlanError:
+                continue
+    return _plan_keeping(turn, len(live)), live
+
+
+def _plan_keeping(turn: Turn, workers: int) -> Plan:
+    """The plan that ran last, if nothing is clearly better: then only seats change hands.
+
+    It was the best one for ``planned_for`` workers, and so it is for fewer of them, as long as there are enough.
+
+    Raises:
+        NoPlanError: nothing fits.
+    """
+    fleet = turn.fleet
+    old = fleet.record.plan if fleet.history else None
+    if old is not None and old.workers <= workers <= fleet.planned_for and not fleet.replan:
+        return old
+    plan = plan_for(turn, workers)
+    turn.update(planned_for=workers)
+    if (
+        old is not None
+        and old.workers <= workers
+        and not fleet.replan
+        and plan.step_s >= old.step_s * (1 - fleet.config.min_gain)
+    ):
+        return old
+    return plan
+
+
+def _drop_newcomers(turn: Turn, live: tuple[str, ...]) -> None:
+    """Generation after generation breaks and nobody dies: those who never trained are the ones that cannot.
+
+    Without any, the run ends, since the same workers would fail the same way again.
+    """
+    fleet = turn.fleet
+    turn.update(futile=0)
+    newcomers = [name for name in live if _holding(fleet, name).next_step is None and name in fleet.record.grid]
+    if not newcomers or len(newcomers) == len(live):
+        turn.end(
+            1,
+            f"{_MOST_FUTILE} generations in a row broke before their first step, though no worker died. The last "
+            f"reason: {' and '.join(fleet.causes)}. Look at the workers' logs, and at the network between them.",
+        )
+        return
+    for name in newcomers:
+        turn.lose(name, "could not copy its state", kill=True)
 
 
 def plan_for(turn: Turn, workers: int) -> Plan:
@@ -117,13 +194,19 @@ def _tell_origin(turn: Turn, origin: _Origin) -> None:
         turn.notice(f"resuming from {where}{complete}")
 
 
-def _start(turn: Turn, phase: Idle, plan: Plan, origin: _Origin, holdings: placement.Holdings) -> None:
+def _start(
+    turn: Turn, phase: Idle, plan: Plan, usable: tuple[str, ...], origin: _Origin, holdings: placement.Holdings
+) -> None:
     """Seat everybody, write it down, then tell them."""
     fleet, job = turn.fleet, _job(turn)
     weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
     # Old ranks first, so that among equals rank 0 keeps its worker.
-    ordered = sorted(fleet.joined, key=lambda name: (name not in fleet.members, fleet.rank_of(name) or 0))
-    members = placement.seat(plan, ordered, holdings, weights)
+    ordered = sorted(usable, key=lambda name: (name not in fleet.members, fleet.rank_of(name) or 0))
+    kept = fleet.record.grid if fleet.history and plan == fleet.record.plan else ()
+    nodes = {name: worker.node for name, worker in fleet.workers.items()}
+    seated = placement.seat(plan, ordered, holdings, weights, nodes=nodes, kept=kept)
+    # Who is left out may still be the source of somebody's state.
+    members = (*seated, *(name for name in fleet.joined if name not in seated))
     moves = placement.transfers(plan, members, holdings, weights) if origin.from_holders else ()
     rollback = not origin.from_holders
     if rollback:
@@ -142,12 +225,16 @@ def _start(turn: Turn, phase: Idle, plan: Plan, origin: _Origin, holdings: place
     )
     _keep_micro_batch(turn, plan)
     turn.update(
-        phase=Running(),
+        phase=Running(began_s=turn.now_s),
         history=(*fleet.history, record),
         workers={name: replace(worker, holding=None) for name, worker in fleet.workers.items()},
         departed=frozenset(),
         causes=(),
         broke_s=phase.since_s if not fleet.history else fleet.broke_s,
+        planned=fleet.planned and phase.in_flight == 0,
+        morph_asked=False,
+        replan=False,
+        foreseen={},
         recorded_step=origin.next_step - 1,
         **({"lineage": record.generation, "votes": {}} if rollback else {}),
     )

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from varuna.core.messages import SavedShard, ToWorker
+from varuna.core.messages import ToWorker
+from varuna.core.saved import SavedShard
 from varuna.fleet.story import RunEvent
 
 
@@ -30,6 +31,13 @@ class Spawn:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """The run has left ``node``: its workers were sent home, and it needs no state of theirs any more."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Collect:
     """A shard of an unfinished checkpoint is durable."""
 
@@ -51,4 +59,4 @@ class EndRun:
     text: str
 
 
-Instruction = Send | Kill | Spawn | Collect | Publish | EndRun
+Instruction = Send | Kill | Spawn | Release | Collect | Publish | EndRun

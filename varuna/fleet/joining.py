@@ -1,25 +1,19 @@
-"""Newcomers: who is let in, and when they are worth a morph."""
+"""Newcomers: asked for, and let in if they do the same job as everybody else."""
 
-from dataclasses import replace
-
-from varuna.core.errors import NoPlanError
-from varuna.core.messages import Finish, Hello, Pause
+from varuna.core.messages import Finish, Hello
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
-from varuna.fleet.forming import plan_for
 from varuna.fleet.instructions import Spawn
-from varuna.fleet.state import Holding, Running, Standing, Worker
+from varuna.fleet.state import Holding, Standing, Worker
 from varuna.fleet.story import WorkerJoined
 from varuna.fleet.turn import Turn
 
-# A regroup asked for in the last steps would meet workers that are leaving.
-_LAST_STEPS = 2
 
-
-def note_spawned(turn: Turn, name: str) -> None:
+def note_spawned(turn: Turn, name: str, node: str) -> None:
     """A process was started."""
     fleet = turn.fleet
-    worker = Worker(name=name, spawned_s=turn.now_s, replacement=fleet.spawned >= fleet.config.workers)
+    replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
+    worker = Worker(name=name, node=node, spawned_s=turn.now_s, replacement=replacement)
     turn.update(
         workers={**fleet.workers, name: worker},
         spawned=fleet.spawned + 1,
@@ -46,6 +40,8 @@ def note_hello(turn: Turn, name: str, hello: Hello) -> None:
         _refuse(turn, name, difference)
         return
     turn.update_worker(name, standing=Standing.JOINED, pid=hello.pid, joined_s=turn.now_s, holding=Holding())
+    if fleet.history:
+        turn.note_change()
     turn.publish(WorkerJoined(worker=name, pid=hello.pid))
 
 
@@ -79,26 +75,3 @@ def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, obj
             if found := _first_difference(f"{path}[{index}]", *pair):
                 return found
     return path, theirs, ours
-
-
-def consider_newcomers(turn: Turn, phase: Running) -> None:
-    """Ask rank 0 for a regroup if the newcomers make a step faster by more than ``min_gain``."""
-    fleet = turn.fleet
-    assert fleet.job is not None
-    newcomers = [name for name in fleet.joined if name not in fleet.members and name not in phase.considered]
-    if not newcomers or not fleet.formed or phase.newcomers or phase.suspicion:
-        return
-    if turn.now_s < min(fleet.workers[name].joined_s for name in newcomers) + fleet.config.join_grace_s:
-        return
-    if fleet.job.steps - fleet.recorded_step - 1 < _LAST_STEPS:
-        return
-    try:
-        step_s = plan_for(turn, len(fleet.joined)).step_s
-    except NoPlanError:
-        step_s = fleet.record.plan.step_s
-    if step_s < fleet.record.plan.step_s * (1 - fleet.config.min_gain):
-        turn.update(phase=replace(phase, newcomers=tuple(newcomers)))
-        turn.send(fleet.members[0], Pause(generation=fleet.generation))
-    else:
-        turn.update(phase=replace(phase, considered=phase.considered | set(newcomers)))
-        turn.notice(f"{' and '.join(newcomers)} joined as spare: a plan with more workers would not be faster")

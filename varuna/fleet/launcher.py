@@ -38,7 +38,7 @@ class _Process:
 
 
 class Launcher:
-    """Starts ``python SCRIPT ARGS`` per worker; names are w0, w1, ... and never used twice.
+    """Starts ``python SCRIPT ARGS`` per worker; unless told otherwise, names are w0, w1, ... and never used twice.
 
     Every worker's output goes to ``<run_dir>/<worker>.log``. Of standard output, only the complete lines of the
     main worker are passed on, as ``write`` gets them; what workers say before there is a main one is kept until then.
@@ -67,15 +67,15 @@ class Launcher:
         self._main: str | None = None
         self._early: dict[str, deque[bytes]] = {}
 
-    def spawn(self) -> str:
-        """Start one worker; returns its name."""
+    def spawn(self, name: str = "", environment: Mapping[str, str] | None = None) -> str:
+        """Start one worker, with more variables if given; returns its name."""
         with self._lock:
-            name = f"w{self._names}"
+            name = name or f"w{self._names}"
             self._names += 1
             self._early[name] = deque(maxlen=1000)
         popen = subprocess.Popen(
             self._command,
-            env={**self._environment, "VARUNA_WORKER": name},
+            env={**self._environment, **(environment or {}), "VARUNA_WORKER": name},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -113,7 +113,7 @@ class Launcher:
             return self._processes[name].popen.pid if name in self._processes else None
 
     def set_main(self, name: str) -> None:
-        """From now on the lines of ``name`` are passed on."""
+        """From now on the lines of ``name`` are passed on; of nobody, if it is no worker of this launcher."""
         with self._lock:
             first = self._main is None
             self._main = name

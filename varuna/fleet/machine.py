@@ -1,6 +1,7 @@
 """The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
 
 from varuna.core.messages import Beat, Failed, FromWorker, Held, Hello, Leaving, Saved, Suspect, Voted
+from varuna.fleet.departure import note_departure, release, reprieve
 from varuna.fleet.ending import (
     expire,
     finish,
@@ -14,17 +15,24 @@ from varuna.fleet.ending import (
 )
 from varuna.fleet.events import (
     ConnectionLost,
+    DrainRequested,
     Event,
+    FinishRequested,
     MessageReceived,
+    MorphRequested,
+    NoticeReceived,
     SpawnRequested,
     StopRequested,
     Tick,
+    WorkerDistrusted,
     WorkerExited,
     WorkerSpawned,
 )
 from varuna.fleet.forming import form
 from varuna.fleet.instructions import Collect, Instruction
-from varuna.fleet.joining import consider_newcomers, note_hello, note_spawned, spawn_missing
+from varuna.fleet.joining import note_hello, note_spawned, spawn_missing
+from varuna.fleet.regroup import plan_ahead
+from varuna.fleet.slow import note_beat, readmit
 from varuna.fleet.state import Advice, Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.turn import Turn
 from varuna.fleet.verdict import note_held, note_suspect, note_voted, settle, watch_generation
@@ -45,27 +53,43 @@ def _note(turn: Turn, event: Event) -> None:
     match event:
         case Tick():
             note_tick(turn)
-        case MessageReceived(worker=name, message=message):
-            if name in turn.fleet.workers:  # the lost and the refused are not heard any more
-                _hear(turn, name, message)
-        case WorkerSpawned(worker=name):
-            note_spawned(turn, name)
-        case WorkerExited():
-            note_exited(turn, event)
-        case ConnectionLost():
-            note_connection_lost(turn, event)
+        case WorkerSpawned(worker=name, node=node):
+            note_spawned(turn, name, node)
+        case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
+            if event.worker in turn.fleet.workers:  # the lost and the refused are not heard any more
+                _note_worker(turn, event)
         case SpawnRequested(count=count):
             turn.update(wanted=turn.fleet.wanted + count)
+        case NoticeReceived() | DrainRequested():
+            note_departure(turn, event)
+        case MorphRequested():
+            turn.update(morph_asked=True)
+        case FinishRequested(reason=reason):
+            turn.update(finish_reason=reason)
         case StopRequested(reason=reason, exit_code=exit_code):
             turn.end(exit_code, reason)
 
 
+def _note_worker(turn: Turn, event: MessageReceived | WorkerExited | ConnectionLost | WorkerDistrusted) -> None:
+    """Take down what happened to one worker."""
+    match event:
+        case MessageReceived(worker=name, message=message):
+            _hear(turn, name, message)
+        case WorkerExited():
+            note_exited(turn, event)
+        case ConnectionLost():
+            note_connection_lost(turn, event)
+        case WorkerDistrusted(worker=name, reason=reason):
+            turn.lose(name, f"was sent away: {reason}", kill=True)
+
+
 def _hear(turn: Turn, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
-    turn.update_worker(name, seen_s=turn.now_s)
+    heard = {"beat": message} if isinstance(message, Beat) else {}
+    turn.update_worker(name, seen_s=turn.now_s, **heard)
     match message:
         case Beat():
-            turn.update_worker(name, beat=message)
+            note_beat(turn, name, message)
         case Hello():
             note_hello(turn, name, message)
         case Held():
@@ -89,6 +113,9 @@ def _conclude(turn: Turn) -> None:
         before = turn.fleet
         if not isinstance(turn.fleet.phase, Ended):
             expire(turn)
+            reprieve(turn)
+            readmit(turn)
+            release(turn)
         match turn.fleet.phase:
             case (Idle() | Stopping()) as phase if turn.fleet.is_leaving:
                 settle_leaving(turn, phase)
@@ -98,7 +125,7 @@ def _conclude(turn: Turn) -> None:
                 watch_generation(turn, phase)
                 finish_if_all_left(turn)
                 if turn.fleet.phase is phase:
-                    consider_newcomers(turn, phase)
+                    plan_ahead(turn, phase)
             case Stopping() as phase:
                 settle(turn, phase)
             case Finishing() as phase:

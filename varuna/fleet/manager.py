@@ -6,18 +6,25 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from varuna.core.messages import ToWorker
-from varuna.fleet.events import Event, Tick, WorkerSpawned
-from varuna.fleet.instructions import Collect, EndRun, Instruction, Kill, Publish, Send, Spawn
-from varuna.fleet.journal import Journal
+from varuna.core.messages import Beat, ToWorker
+from varuna.fleet.calibrator import Calibrator
+from varuna.fleet.events import Event, MessageReceived, MorphRequested, Tick, WorkerDistrusted, WorkerSpawned
+from varuna.fleet.honesty import objection
+from varuna.fleet.instructions import Collect, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
+from varuna.fleet.journal import Journal, Past
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.machine import advance
+from varuna.fleet.resume import lost_workers, resume
+from varuna.fleet.reunion import Reunion, reunite
 from varuna.fleet.state import Advice, Ended, Fleet, FleetConfig
-from varuna.fleet.story import GenerationStarted, Notice, RunEvent
+from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 
 _TICK_S = 0.2
 
 Observer = Callable[[RunEvent], None]
+
+Posted = Event | Reunion | Audited | Notice
+"""What may be posted: events for the state machine, an agent's return, and lines for the journal."""
 
 
 class Hands(Protocol):
@@ -39,6 +46,10 @@ class Hands(Protocol):
         """Tell a worker."""
         ...
 
+    def release(self, node: str) -> None:
+        """The run has left a machine."""
+        ...
+
 
 class Manager:
     """Owns the fleet. ``post`` may be called by any thread and by signal handlers; the rest runs in ``run``."""
@@ -52,35 +63,102 @@ class Manager:
         journal: Journal,
         keeper: CheckpointKeeper,
         observer: Observer,
+        past: Past | None = None,
+        calibrator: Calibrator | None = None,
     ) -> None:
+        self._calibrator = calibrator
         self._advice, self._hands, self._journal, self._keeper = advice, hands, journal, keeper
         self._observer = observer
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()  # its put is safe in signal handlers
-        self.fleet = Fleet.empty(config, time.monotonic())
+        self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
+        self._leaving = False
+        self._lost = lost_workers(past) if past is not None else set()
+        now_s = time.monotonic()
+        self.fleet = resume(past, config, now_s) if past is not None else Fleet.empty(config, now_s)
         """Replaced as a whole, so any thread may read it."""
 
-    def post(self, event: Event) -> None:
+    def post(self, event: Posted) -> None:
         """Something happened."""
         self._queue.put(event)
 
     def warn(self, text: str) -> None:
-        """Log and show a warning; for use on the manager's own thread."""
-        self._publish(Notice(text=text, warning=True))
+        """Log and show a warning soon; any thread may ask for it."""
+        self._queue.put(Notice(text=text, warning=True))
 
-    def run(self) -> Ended:
-        """Manage until the run ends; workers are told, but may still live."""
+    def leave(self) -> None:
+        """Manage no more, while the run goes on; ``run`` returns soon."""
+        self._leaving = True
+        self._queue.put(Tick())
+
+    def run(self) -> Ended | None:
+        """Manage until the run ends; workers are told, but may still live. None if it goes on without this manager."""
+        try:
+            return self._run()
+        finally:
+            self._keeper.close()
+            while not self._queue.empty():  # what the keeper warned of at last
+                event = self._queue.get()
+                if isinstance(event, Notice):
+                    self._publish(event)
+
+    def _run(self) -> Ended | None:
+        self._take_up()
         next_tick_s = time.monotonic()
         while not isinstance(self.fleet.phase, Ended):
+            if self._leaving:
+                return None
             now_s = time.monotonic()
             if now_s >= next_tick_s:
                 next_tick_s = now_s + _TICK_S
                 self._handle(Tick())
                 continue
             try:
-                self._handle(self._queue.get(timeout=next_tick_s - now_s))
+                self._take(self._queue.get(timeout=next_tick_s - now_s))
             except queue.Empty:
                 continue
         return self.fleet.phase
+
+    def _take_up(self) -> None:
+        """Go on with a run that this manager did not start."""
+        if not self.fleet.history:
+            return
+        assert self.fleet.job is not None
+        self._keeper.newest(self.fleet.job)
+        self._keeper.begin(self.fleet.record)
+        self._hands.set_main(self.fleet.members[0])
+        where = f"generation {self.fleet.generation}, step {self.fleet.recorded_step + 1}"
+        self._publish(Notice(text=f"the manager is back: {where}"))
+
+    def _take(self, event: Event | Reunion | Audited | Notice) -> None:
+        """What came in, as the state machine should hear it."""
+        match event:
+            case Audited() | Notice():
+                self._publish(event)
+            case Reunion():
+                events, fenced = reunite(self.fleet, self._lost, event)
+                for name in fenced:
+                    self._hands.kill(name)
+                for each in events:
+                    self._take(each)
+            case MessageReceived(worker=name, message=message) if why := objection(self.fleet, name, message):
+                self._publish(Audited(action=f"speak as worker {name}", address=name, allowed=False, why=why))
+                self._handle(WorkerDistrusted(name, why))
+            case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:
+                pass  # said twice: before and after a manager's restart
+            case MessageReceived(worker=name, message=Beat() as beat):
+                self._handle(event)
+                self._learn(name, beat)
+            case _:
+                self._handle(event)
+
+    def _learn(self, worker: str, beat: Beat) -> None:
+        """What a heartbeat says of steps' times may change what is planned from now on."""
+        if self._calibrator is None:
+            return
+        for event in self._calibrator.hear(self.fleet, worker, beat, time.monotonic()):
+            if isinstance(event, MorphRequested):
+                self._handle(event)
+            else:
+                self._publish(event)
 
     def _handle(self, event: Event) -> None:
         """One event, and those that follow from it at once: a worker must be known before it can speak."""
@@ -97,20 +175,28 @@ class Manager:
             case Kill(worker=name):
                 self._hands.kill(name)
             case Spawn(count=count):
-                return [WorkerSpawned(self._hands.spawn()) for _ in range(count)]
+                # On one machine, each process stands for a VM: it can be drained, or be given notice, by itself.
+                return [WorkerSpawned(name, node=name) for name in (self._hands.spawn() for _ in range(count))]
             case Collect(shard=shard):
                 self._keeper.collect(shard)
             case Publish(event=event):
                 self._publish(event)
+            case Release(node=node):
+                self._hands.release(node)
             case EndRun():
                 pass  # the fleet's phase says it
         return []
 
     def _publish(self, event: RunEvent) -> None:
         """Disk first: nobody hears of a verdict or a generation that a crash could forget."""
-        self._journal.append(event)
-        if isinstance(event, GenerationStarted):
+        if isinstance(event, GenerationStarted) and not event.record.generation:
             assert self.fleet.job is not None
-            self._keeper.begin(self.fleet.job, event.record.plan.micro_batch)
+            self._journal.keep_job(self.fleet.job, self.fleet.version)
+        vote = self.fleet.votes.get(event.step) if isinstance(event, StepRecorded) else None
+        self._journal.append(event, vote=vote)
+        if isinstance(event, WorkerLost):
+            self._lost.add(event.worker)
+        if isinstance(event, GenerationStarted):
+            self._keeper.begin(event.record)
             self._hands.set_main(event.record.members[0])
         self._observer(event)

@@ -23,15 +23,15 @@ from varuna.core.messages import (
     Beat,
     Failed,
     Finish,
+    Flag,
     FromWorker,
     Held,
     Hello,
     Hold,
     Leaving,
-    Pause,
+    RaiseFlag,
     Recorded,
     Saved,
-    SavedShard,
     Suspect,
     ToWorker,
     Vote,
@@ -39,6 +39,7 @@ from varuna.core.messages import (
     to_worker,
 )
 from varuna.core.model import JobFacts
+from varuna.core.saved import SavedShard
 
 MAX_FRAME_BYTES: Final = 64 * 2**20
 """More than any vote needs: 8 million numbers of 8 digits."""
@@ -67,7 +68,7 @@ class Member:
         self._closed = threading.Event()
         self._recorded_step = -1
         self._on_hold: Callable[[int], None] = lambda generation: None
-        self._on_pause: Callable[[int], None] = lambda generation: None
+        self._on_flag: Callable[[int, Flag], None] = lambda generation, flag: None
         _die_with_parent()
 
     @property
@@ -86,7 +87,7 @@ class Member:
         *,
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
-        on_pause: Callable[[int], None],
+        on_flag: Callable[[int, Flag], None],
     ) -> None:
         """Connect and say Hello. A refusal comes later, as an error or as ``Finish`` with a reason.
 
@@ -98,7 +99,7 @@ class Member:
                 f"worker {self._worker} has joined this run already: under a manager a script trains one job. "
                 "Start another run for the next one."
             )
-        self._on_hold, self._on_pause = on_hold, on_pause
+        self._on_hold, self._on_flag = on_hold, on_flag
         self._connect()
         self._post(Hello(worker=self._worker, pid=os.getpid(), version=__version__, job=job))
         threading.Thread(target=self._beat, args=(beat,), name="varuna-beat", daemon=True).start()
@@ -206,12 +207,12 @@ class Member:
             self._directives.put(FleetError(f"worker {self._worker} lost the manager at {self._url}: {reason}"))
 
     def _take(self, message: ToWorker) -> None:
-        """Deliver a message; Hold and Pause at once, the rest to who asks for directives."""
+        """Deliver a message; Hold and RaiseFlag at once, the rest to who asks for directives."""
         match message:
             case Hold(generation=generation):
                 self._on_hold(generation)
-            case Pause(generation=generation):
-                self._on_pause(generation)
+            case RaiseFlag(generation=generation, flag=flag):
+                self._on_flag(generation, flag)
             case Recorded(step=step):
                 self._recorded_step = step
             case Assign(assignment=assignment):

@@ -4,24 +4,28 @@ import secrets
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
+from varuna.calibration.cache import cache_file
+from varuna.core.calibration import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.messages import ToWorker
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.fleet.access import Access, publish
+from varuna.fleet.audit import Audit
+from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.events import Event, SpawnRequested, StopRequested
 from varuna.fleet.journal import Journal
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.launcher import Launcher
 from varuna.fleet.manager import Manager, Observer
+from varuna.fleet.people import People
 from varuna.fleet.server import Server
+from varuna.fleet.signals import handled
 from varuna.fleet.state import Advice, Ended, FleetConfig, Planner
-from varuna.fleet.status import LossCurve, describe
+from varuna.fleet.status import Picture
 from varuna.fleet.store import StoreHost
 from varuna.fleet.story import Notice, RunEvent
 
@@ -39,7 +43,7 @@ class Run:
         args: its arguments.
         config: how many workers, and how patient to be.
         planner: plan for a number of workers.
-        run_dir: where logs and ``events.jsonl`` go.
+        run_dir: where logs and the journal go.
         json_log: file that gets a line per committed step.
         new: start afresh instead of resuming.
         overwrite: with ``new``: move existing checkpoints aside.
@@ -48,6 +52,7 @@ class Run:
         write: gets the main worker's standard output, line by line.
         store: where process groups meet; None starts a store in this process.
         environment: more variables for the workers.
+        calibrator: hears what steps take.
 
     Raises:
         FleetError: the port is taken.
@@ -70,35 +75,57 @@ class Run:
         write: Callable[[bytes], None] | None = None,
         store: Callable[[], tuple[str, int]] | None = None,
         environment: dict[str, str] | None = None,
+        calibrator: Calibrator | None = None,
     ) -> None:
         if not script.is_file():
             raise UsageError(f"no script at {script}. Name a Python file.")
-        token = secrets.token_urlsafe(24)
-        self.server = Server(port=port, token=token, on_event=self._post, status=self._status)
+        token, operator_token, page_token = (secrets.token_urlsafe(24) for _ in range(3))
+        people = People(
+            status=lambda: self._picture.describe(self.manager.fleet),
+            logs=run_dir,
+            post=self._post,
+            audit=Audit(lambda event: self.manager.post(event)),
+            operator_token=operator_token,
+            page_token=page_token,
+        )
+        self.server = Server(port=port, token=token, on_event=self._post, routes=people.routes())
+        self.page_url = f"http://{self.server.host}:{self.server.port}/?token={page_token}"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
             self._journal = Journal(run_dir, json_log)
+            publish(
+                run_dir,
+                Access(host=self.server.host, port=self.server.port, certificate_pem=None, token=operator_token),
+            )
         except OSError as error:
             self.server.stop()
             raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give another place.") from error
-        self._on_event, self._losses = on_event, LossCurve()
+        self._journal.begin(secrets.token_hex(8))
+        self._on_event, self._picture = on_event, Picture()
         self.launcher = Launcher(
             [str(script), *args],
             environment={**(environment or {}), "VARUNA_MANAGER": self.server.worker_url, "VARUNA_TOKEN": token},
             run_dir=run_dir,
             on_exit=self._post,
-            write=write or _to_stdout,
+            write=write or to_stdout,
         )
         keeper = CheckpointKeeper(new=new, overwrite=overwrite, warn=lambda text: self.manager.warn(text))
         self.manager = Manager(
             config,
-            Advice(plan=planner, checkpoint=keeper.newest, store=store or StoreHost().address),
+            Advice(
+                plan=planner,
+                checkpoint=keeper.newest,
+                store=store or StoreHost().address,
+                **({} if calibrator is None else calibrator.advice()),
+            ),
             hands=_Hands(self.launcher, self.server),
             journal=self._journal,
             keeper=keeper,
             observer=self._observe,
+            calibrator=calibrator,
         )
-        self._observe(Notice(text=f"logs in {run_dir}, status at {self.server.page_url}"))
+        self._calibrator = calibrator
+        self._observe(Notice(text=f"logs in {run_dir}, status at {self.page_url}"))
 
     def start_and_wait(self) -> Ended:
         """Start the workers, manage them to the end, and leave no process behind.
@@ -107,9 +134,13 @@ class Run:
         """
         self.server.start()
         try:
-            with _signals(self.stop):
+            with handled(self._on_signal):
                 try:
-                    return self.manager.run()
+                    ended = self.manager.run()
+                    assert ended is not None  # nobody tells this manager to leave
+                    if self._calibrator is not None and self.manager.fleet.history:
+                        self._calibrator.finish(self.manager.fleet.record.plan)
+                    return ended
                 finally:
                     self.launcher.stop_all(_STOP_GRACE_S)
         finally:
@@ -135,11 +166,11 @@ class Run:
     def _post(self, event: Event) -> None:
         self.manager.post(event)
 
-    def _status(self) -> dict[str, object]:
-        return {**describe(self.manager.fleet), **self._losses.describe()}
+    def _on_signal(self, number: int) -> None:
+        self.stop(f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _observe(self, event: RunEvent) -> None:
-        self._losses.take(event)
+        self._picture.take(event)
         self._on_event(event)
 
 
@@ -164,15 +195,25 @@ def run_job(
     """
     from varuna.planner.choose import plan_run
 
-    def plan(job: JobFacts, count: int, micro_batch: int | None) -> Plan:
-        return plan_run(job, workers=count, memory_bytes=memory_bytes, stages=stages, micro_batch=micro_batch)
+    def plan(job: JobFacts, count: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        return plan_run(
+            job,
+            workers=count,
+            memory_bytes=memory_bytes,
+            stages=stages,
+            micro_batch=micro_batch,
+            calibration=calibration,
+        )
 
+    run_dir = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
+    calibrator = Calibrator(plan, run_dir=run_dir, cache=cache_file)
     run = Run(
         script,
         args,
         config=FleetConfig(workers=workers),
-        planner=plan,
-        run_dir=run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-")),
+        planner=calibrator.plan,
+        calibrator=calibrator,
+        run_dir=run_dir,
         json_log=json_log,
         new=new,
         overwrite=overwrite,
@@ -196,26 +237,11 @@ class _Hands:
         """Tell a worker."""
         self._server.send(name, message)
 
-
-@contextmanager
-def _signals(stop: Callable[[str, int], None]) -> Iterator[None]:
-    """Turn Ctrl-C and SIGTERM into an orderly end; only the main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop(f"stopped by {signal.Signals(number).name}", 128 + number)
-
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    def release(self, node: str) -> None:
+        """Its workers end by themselves; this machine stays."""
 
 
-def _to_stdout(line: bytes) -> None:
+def to_stdout(line: bytes) -> None:
     """Pass on a line; a reader that is gone (``| head``) must not stop the worker that writes it."""
     try:
         sys.stdout.buffer.write(line)

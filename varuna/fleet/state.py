@@ -6,15 +6,17 @@ The life of a generation, as phases::
                         └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from varuna.core.messages import Beat, Vote
+from varuna.core.messages import Beat, Flag, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.story import GenerationRecord
+from varuna.fleet.stutter import Evidence
+from varuna.fleet.weighing import Experience
 
 Planner = Callable[[JobFacts, int, int | None], Plan]
 """Plan for a number of workers and, if it is not None, this micro-batch; may raise ``NoPlanError``."""
@@ -37,6 +39,10 @@ class Advice:
     """The newest committed checkpoint; may raise ``CheckpointError``."""
     store: Callable[[], tuple[str, int]]
     """Host and port of the store where process groups meet."""
+    predicted_s: Callable[[Plan], float] = lambda plan: plan.step_s
+    """Seconds of a step of a plan, by what is known now and not when it was made."""
+    expected_s: Callable[[JobFacts, Plan], Sequence[float] | None] = lambda job, plan: None
+    """By stage: calibrated compute seconds per micro-batch; None if nothing was measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +52,8 @@ class FleetConfig:
     workers: int
     replace: bool = True
     """Whether a lost worker is replaced."""
+    elastic: bool = False
+    """Workers come by themselves, from machines of their own: the run never ends for want of them."""
     lease_s: float = 6.0
     """A worker that is silent for longer is frozen."""
     suspect_lease_s: float = 1.5
@@ -61,7 +69,15 @@ class FleetConfig:
     hold_timeout_s: float = 120.0
     """From Hold (or Apply) until a worker that has not answered is killed."""
     start_timeout_s: float = 300.0
-    """From a worker's start to its Hello; also how long a run waits for workers that it cannot do without."""
+    """From a worker's start to its Hello."""
+    wait_s: float = 300.0
+    """How long a run waits for workers that it cannot do without."""
+    form_timeout_s: float = 300.0
+    """From an assignment until newcomers that have not copied their state are dropped."""
+    slow_ratio: float | None = None
+    """A worker that computes this many times longer than its peers is left out; None: none ever is."""
+    probation_s: float = 300.0
+    """For how long, the first time; twice as long each time after."""
     exit_grace_s: float = 1.0
     """Between the end of a connection and the end of its process."""
     leave_timeout_s: float = 30.0
@@ -103,6 +119,8 @@ class Worker:
     name: str
     spawned_s: float
     replacement: bool
+    node: str = "local"
+    """The VM: what it takes away with it when it goes."""
     standing: Standing = Standing.STARTING
     pid: int | None = None
     joined_s: float = 0.0
@@ -110,8 +128,32 @@ class Worker:
     holding: Holding | None = None
     """None while the worker runs a generation, or is about to answer."""
     beat: Beat | None = None
+    compute_s: tuple[int, float] | None = None
+    """A generation, and the newest seconds of compute per micro-batch in it, forward and backward."""
     disconnected_s: float | None = None
     exit: Exit | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A node is about to leave."""
+
+    deadline_s: float
+    """Infinite if there is no hurry."""
+    reason: str
+    released: bool = False
+    """The run does not need it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A slow worker, left out until ``until_s``."""
+
+    ratio: float
+    until_s: float
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f} times the compute time of its peers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,11 +182,17 @@ class Suspicion:
 class Running:
     """A generation forms or trains."""
 
+    began_s: float = 0.0
     suspicion: Suspicion | None = None
-    newcomers: tuple[str, ...] = ()
-    """Set once rank 0 is asked for a regroup: those who gave the reason."""
+    flags: frozenset[Flag] = frozenset()
+    """What rank 0 was asked to raise in the next vote."""
+    regroup: str = ""
+    """Why, if that is a planned morph."""
     considered: frozenset[str] = frozenset()
     """Newcomers that are not worth a morph."""
+    considered_s: float = 0.0
+    evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    """By worker: whether it is slower than its peers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +255,32 @@ class Fleet:
     """Why the newest generation ended."""
     broke_s: float = 0.0
     """When the generation before the newest broke."""
+    planned: bool = False
+    """Whether it was a planned morph that ended it."""
+    planned_for: int = 0
+    """Workers that the newest plan could have used."""
+    futile: int = 0
+    """Generations in a row that broke before a step without anybody's death."""
+    experience: Experience = field(default_factory=lambda: Experience(began_s=0.0))
+    departing: Mapping[str, Departure] = field(default_factory=dict)
+    """By node."""
+    slow: Mapping[str, Straggler] = field(default_factory=dict)
+    """By worker: who is left out of plans."""
+    strikes: Mapping[str, int] = field(default_factory=dict)
+    """By worker: how often it was found slow."""
+    morph_asked: bool = False
+    foreseen: Mapping[int, Plan | None] = field(default_factory=dict)
+    """Plans by number of workers, as far as this generation asked for them."""
+    replan: bool = False
+    """The next generation asks the planner, whatever ran before."""
+    finish_reason: str = ""
+    """Why the run should end behind the step in flight."""
     recorded_step: int = -1
+    recorded_s: float = 0.0
+    step_wall_s: float = 0.0
+    """Seconds that the newest recorded step took."""
+    step_every_s: float = 0.0
+    """From one recorded step to the next, with what the script does in between."""
     lineage: int = 0
     """Oldest generation whose votes count: a rollback abandons what came before."""
     votes: Mapping[int, Vote] = field(default_factory=dict)
@@ -216,7 +289,13 @@ class Fleet:
     @staticmethod
     def empty(config: FleetConfig, now_s: float) -> "Fleet":
         """Before any worker exists."""
-        return Fleet(config=config, phase=Idle(since_s=now_s), ticked_s=now_s, wanted=config.workers)
+        return Fleet(
+            config=config,
+            phase=Idle(since_s=now_s),
+            ticked_s=now_s,
+            wanted=0 if config.elastic else config.workers,
+            experience=Experience(began_s=now_s),
+        )
 
     @property
     def record(self) -> GenerationRecord:
@@ -256,13 +335,29 @@ class Fleet:
     @property
     def missing(self) -> int:
         """Workers that should exist and do not."""
-        return max(0, self.wanted - len(self.workers) - self.spawning)
+        staying = sum(worker.node not in self.departing for worker in self.workers.values())
+        # A launcher may have nothing but a leaving node to start them on: twice as many at most.
+        room = 2 * self.wanted - len(self.workers)
+        return max(0, min(self.wanted - staying, room) - self.spawning)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a worker is warming up."""
+        return any(worker.standing is Standing.STARTING for worker in self.workers.values())
 
     @property
     def more_to_come(self) -> bool:
         """Whether a worker is starting or will be."""
-        starting = any(worker.standing is Standing.STARTING for worker in self.workers.values())
-        return starting or self.spawning > 0 or self.missing > 0
+        return self.is_starting or self.spawning > 0 or self.missing > 0 or self.config.elastic
+
+    @property
+    def available(self) -> tuple[str, ...]:
+        """Joined workers that new plans should use: neither about to leave nor slow."""
+        return tuple(name for name in self.joined if not self.is_departing(name) and name not in self.slow)
+
+    def is_departing(self, name: str) -> bool:
+        """Whether a worker's node is about to leave."""
+        return self.workers[name].node in self.departing
 
     def is_joined(self, name: str) -> bool:
         """Whether ``name`` is alive and takes directives."""

@@ -1,12 +1,14 @@
 """What ``GET /status`` says: the fleet and the newest losses, as plain JSON values."""
 
 import math
+import re
 from collections import deque
 
 from varuna.fleet.state import Ended, Finishing, Fleet, Idle, Running, Stopping
-from varuna.fleet.story import RunEvent, StepRecorded
+from varuna.fleet.story import GenerationStarted, RunEnded, RunEvent, StepRecorded, WorkerLost
 
 _LOSSES_KEPT = 2000
+_FAILURES_KEPT = 20
 
 
 class LossCurve:
@@ -34,6 +36,41 @@ class LossCurve:
         }
 
 
+class Picture:
+    """A run as readers see it: the fleet, the newest losses, and what went wrong first."""
+
+    def __init__(self) -> None:
+        self._losses = LossCurve()
+        self.failures: list[dict[str, str]] = []
+        """Worker and cause, the first one first."""
+        self.members: tuple[str, ...] = ()
+        """Of the newest generation, by rank."""
+        self.ended: RunEnded | None = None
+
+    def take(self, event: RunEvent) -> None:
+        """Note an event."""
+        self._losses.take(event)
+        match event:
+            case GenerationStarted(record=record):
+                self.members = record.members
+            case WorkerLost(worker=worker, cause=cause):
+                self._note(worker, cause)
+            case RunEnded(exit_code=code, text=text):
+                self.ended = event
+                if code and (found := re.match(r"worker (\S+)", text)):
+                    self._note(found[1], text)
+            case _:
+                pass
+
+    def _note(self, worker: str, cause: str) -> None:
+        if len(self.failures) < _FAILURES_KEPT:
+            self.failures.append({"worker": worker, "cause": cause})
+
+    def describe(self, fleet: Fleet) -> dict[str, object]:
+        """Everything, as plain JSON values."""
+        return {**describe(fleet), **self._losses.describe(), "failures": self.failures}
+
+
 def describe(fleet: Fleet) -> dict[str, object]:
     """The fleet for people and tools; read-only."""
     return {
@@ -42,9 +79,12 @@ def describe(fleet: Fleet) -> dict[str, object]:
         "generation": fleet.generation,
         "plan": fleet.record.plan.model_dump() if fleet.history else None,
         "members": list(fleet.members),
+        "nodes": list(dict.fromkeys(worker.node for worker in fleet.workers.values())),
+        "departing": list(fleet.departing),
         "workers": [
             {
                 "name": worker.name,
+                "node": worker.node,
                 "state": worker.standing.value,
                 "rank": fleet.rank_of(worker.name),
                 "pid": worker.pid,
@@ -71,7 +111,8 @@ def _state(fleet: Fleet) -> str:
     """The phase in words."""
     match fleet.phase:
         case Idle(complaint=complaint):
-            return complaint or ("morphing" if fleet.history else "starting")
+            state = "morphing" if fleet.history else "starting"
+            return f"{state}: {complaint}" if complaint and fleet.workers else state
         case Running():
             return "training" if fleet.formed else "forming"
         case Stopping():

@@ -3,6 +3,8 @@
 import threading
 from typing import TYPE_CHECKING
 
+from varuna.fleet.serving import bind
+
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
@@ -28,6 +30,11 @@ class StoreHost:
         try:
             from torch._C._distributed_c10d import TCPStore
 
-            self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False)
+            # Given a socket, it listens there; left alone, on all interfaces, for everyone.
+            listener = bind(self._host, 0)
+            port = listener.getsockname()[1]
+            self._store = TCPStore(
+                self._host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
         except Exception as error:  # noqa: BLE001 - handed to the thread that asks for the address
             self._error = error

@@ -1,4 +1,4 @@
-"""The story of a run: what is worth a line in ``events.jsonl``, on the terminal and on the web page."""
+"""The story of a run: what is worth a line in the journal, on the terminal and on the web page."""
 
 from typing import Annotated, Literal
 
@@ -6,6 +6,7 @@ from pydantic import Field
 
 from varuna.core.messages import Vote
 from varuna.core.plan import Plan
+from varuna.core.times import RankTimes
 from varuna.core.value import Value
 
 
@@ -79,6 +80,17 @@ class StepRecorded(Value):
     loss: float
     examples_per_s: float
     plan: Plan
+    weight: float = Field(default=0.0, description="target tokens, or examples, that the step counted")
+    counted: int | None = Field(default=None, description="micro-batches that put a weight into the vote")
+
+
+class GenerationTimed(Value):
+    """What the steps of a generation have taken so far, by stage."""
+
+    kind: Literal["generation_timed"] = "generation_timed"
+    generation: int
+    predicted_s: float = Field(description="of a step, by what was known when the times were told")
+    stages: tuple[RankTimes, ...]
 
 
 class Notice(Value):
@@ -87,6 +99,16 @@ class Notice(Value):
     kind: Literal["notice"] = "notice"
     text: str
     warning: bool = False
+
+
+class Audited(Value):
+    """Somebody changed the run from outside, or was refused."""
+
+    kind: Literal["audited"] = "audited"
+    action: str
+    address: str
+    allowed: bool
+    why: str = ""
 
 
 class RunEnded(Value):
@@ -98,6 +120,15 @@ class RunEnded(Value):
 
 
 RunEvent = Annotated[
-    WorkerJoined | WorkerLost | VerdictReached | GenerationStarted | Morphed | StepRecorded | Notice | RunEnded,
+    WorkerJoined
+    | WorkerLost
+    | VerdictReached
+    | GenerationStarted
+    | Morphed
+    | StepRecorded
+    | GenerationTimed
+    | Notice
+    | Audited
+    | RunEnded,
     Field(discriminator="kind"),
 ]

@@ -62,7 +62,9 @@ class Turn:
         fleet = self.fleet
         self.publish(WorkerLost(worker=name, rank=fleet.rank_of(name), cause=cause))
         if matters:
-            self.update(causes=(*fleet.causes, cause))
+            self.update(causes=(*fleet.causes, cause), futile=0)
+        if fleet.history and fleet.is_joined(name):
+            self.note_change()
         if not fleet.config.replace:
             self.update(wanted=max(0, fleet.wanted - 1))
         elif worker.replacement:
@@ -75,6 +77,11 @@ class Turn:
                     f"{failures} replacements in a row died before a step was committed, the last one: {cause}. "
                     f"Look at its log; if it ran out of memory, use fewer workers per machine.",
                 )
+
+    def note_change(self) -> None:
+        """Workers came or went: what the run learns its expectations from."""
+        experience = self.fleet.experience.changed(self.now_s, self.fleet.config.join_grace_s)
+        self.update(experience=experience)
 
     def _matters(self, name: str) -> bool:
         """Whether the loss of a worker ends (or ended) a generation."""

@@ -70,31 +70,55 @@ def _record(turn: Turn, vote: Vote) -> None:
     plan = fleet.history[vote.generation].plan
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
     try:
-        loss = layout.read(vote.vector).loss
+        totals = layout.read(vote.vector)
     except ValueError as error:
         turn.end(1, f"the vote of step {vote.step} cannot be read: {error}. Do all machines run the same Varuna?")
         return
-    turn.update(recorded_step=vote.step, start_failures=0)
+    every_s = turn.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
+    turn.update(
+        recorded_step=vote.step,
+        recorded_s=turn.now_s,
+        step_wall_s=vote.wall_s,
+        step_every_s=every_s,
+        start_failures=0,
+        futile=0,
+    )
     turn.publish(
         StepRecorded(
             step=vote.step,
             generation=vote.generation,
-            loss=loss,
+            loss=totals.loss,
+            weight=totals.weight,
+            counted=layout.counted(vote.vector),
             examples_per_s=plan.global_batch / vote.wall_s if vote.wall_s > 0 else 0.0,
             plan=plan,
         )
     )
     if vote.generation == fleet.generation and not fleet.formed:
-        _note_formed(turn)
+        _note_formed(turn, vote)
+        _note_proven(turn)
 
 
-def _note_formed(turn: Turn) -> None:
+def _note_formed(turn: Turn, vote: Vote) -> None:
     """The newest generation trains."""
     fleet = turn.fleet
+    if fleet.planned:
+        stall_s = max(0.0, turn.now_s - fleet.broke_s - vote.wall_s)
+        turn.update(experience=fleet.experience.stalled(stall_s), planned=False)
     record = fleet.record.model_copy(update={"recovery_seconds": max(0.0, turn.now_s - fleet.broke_s)})
     turn.update(history=(*fleet.history[:-1], record))
     if record.generation:
         turn.publish(Morphed(record=record, old_plan=fleet.history[-2].plan))
+
+
+def _note_proven(turn: Turn) -> None:
+    """Who has trained is no replacement on trial any more: its loss is the cloud's doing."""
+    grid = set(turn.fleet.record.grid)
+    workers = {
+        name: replace(worker, replacement=False) if name in grid and worker.replacement else worker
+        for name, worker in turn.fleet.workers.items()
+    }
+    turn.update(workers=workers)
 
 
 def watch_generation(turn: Turn, phase: Running) -> None:
@@ -102,21 +126,24 @@ def watch_generation(turn: Turn, phase: Running) -> None:
     fleet = turn.fleet
     stopped = [name for name in fleet.live_members if fleet.workers[name].holding is not None]
     if fleet.causes:
-        _stop(turn)
-    elif stopped and phase.newcomers:
-        _stop(turn, cause=_joined(phase.newcomers), planned=True)
+        stop_generation(turn)
+    elif stopped and phase.regroup:
+        stop_generation(turn, cause=phase.regroup, planned=True)
     elif stopped:
-        _stop(turn, cause=f"worker {stopped[0]} stopped")
+        stop_generation(turn, cause=f"worker {stopped[0]} stopped")
+    elif not fleet.formed and turn.now_s >= phase.began_s + fleet.config.form_timeout_s and _copying(fleet):
+        stop_generation(turn, cause=f"{' and '.join(_copying(fleet))} did not get ready in time")
     elif phase.suspicion and turn.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
-        _stop(turn, cause=f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
+        stop_generation(turn, cause=f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
 
 
-def _joined(names: tuple[str, ...]) -> str:
-    """``worker w5 joined``."""
-    return f"worker{'s' * (len(names) > 1)} {' and '.join(names)} joined"
+def _copying(fleet: Fleet) -> list[str]:
+    """Members whose beats say that they are still getting ready for this generation."""
+    beats = {name: fleet.workers[name].beat for name in fleet.live_members}
+    return [name for name, beat in beats.items() if beat is not None and beat.activity.startswith("forms generation")]
 
 
-def _stop(turn: Turn, *, cause: str = "", planned: bool = False) -> None:
+def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> None:
     """The generation is over. After a regroup vote all stop by themselves, so Hold is said only to the late."""
     fleet = turn.fleet
     hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if planned else 0.0)
@@ -124,6 +151,8 @@ def _stop(turn: Turn, *, cause: str = "", planned: bool = False) -> None:
         phase=Stopping(planned=planned, deadline_s=turn.now_s + fleet.config.hold_timeout_s, hold_at_s=hold_at_s),
         causes=(*fleet.causes, cause) if cause else fleet.causes,
         broke_s=turn.now_s,
+        planned=planned,
+        futile=fleet.futile + (not fleet.formed and not fleet.causes),
     )
 
 

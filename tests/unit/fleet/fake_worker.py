@@ -32,8 +32,9 @@ class FakeWorker:
             if self.assignment is not None and generation == self.assignment.generation and not self.stopped:
                 self.stop(self.next_step)
 
-    def on_pause(self, generation: int) -> None:
-        self.pause = generation
+    def on_flag(self, generation: int, flag: str) -> None:
+        if flag == "regroup":
+            self.pause = generation
 
     def stop(self, next_step: int) -> None:
         assert self.assignment is not None
@@ -55,7 +56,7 @@ class FakeWorker:
             make_job(steps=self.steps),
             beat=lambda: Beat(generation=0, step=0, activity="fakes"),
             on_hold=self.on_hold,
-            on_pause=self.on_pause,
+            on_flag=self.on_flag,
         )
         while True:
             directive = self.member.next_directive()
@@ -73,7 +74,7 @@ class FakeWorker:
     def train(self, assignment: Assignment) -> bool:
         """True if the run is complete."""
         if assignment.rank == 0 and (assignment.fresh or assignment.checkpoint):
-            self.counter.write_text(str(assignment.next_step))
+            self.count(assignment.next_step)
         while not self.stopped:
             if self.next_step >= self.steps:
                 return True
@@ -91,11 +92,15 @@ class FakeWorker:
             return False
         return assignment.generation < int(self.fault.removeprefix("until-"))
 
+    def count(self, steps: int) -> None:
+        """Whole at any moment: the other workers read it."""
+        fresh = self.counter.with_suffix(".new")
+        fresh.write_text(str(steps))
+        fresh.rename(self.counter)
+
     def commit(self, assignment: Assignment) -> None:
         step = self.next_step
-        fresh = self.counter.with_suffix(".new")
-        fresh.write_text(str(step + 1))
-        fresh.rename(self.counter)
+        self.count(step + 1)
         self.member.voted(make_vote(assignment.plan, assignment.generation, step))
         print(f"step {step}", flush=True)
         if self.pause == assignment.generation:

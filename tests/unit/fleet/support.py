@@ -74,6 +74,8 @@ class Driver:
     now_s: float = 0.0
     done: list[Instruction] = field(default_factory=list)
     names: int = 0
+    spawns: bool = True
+    node_of: Callable[[str], str] = lambda worker: "local"
 
     def __post_init__(self) -> None:
         self.fleet = Fleet.empty(self.config, self.now_s)
@@ -85,11 +87,11 @@ class Driver:
         self.fleet, instructions = advance(self.fleet, event, self.now_s, advice)
         self.done.extend(instructions)
         for instruction in instructions:
-            if isinstance(instruction, Spawn):
+            if isinstance(instruction, Spawn) and self.spawns:
                 for _ in range(instruction.count):
                     name = f"w{self.names}"
                     self.names += 1
-                    self.feed(WorkerSpawned(name))
+                    self.feed(WorkerSpawned(name, self.node_of(name)))
         return instructions
 
     def say(self, worker: str, message: FromWorker) -> list[Instruction]:
@@ -102,14 +104,17 @@ class Driver:
     def kill(self, worker: str, code: int = -9, stderr: str = "") -> list[Instruction]:
         return self.feed(WorkerExited(worker, code, stderr))
 
-    def wait(self, seconds: float, *, silent: tuple[str, ...] = ()) -> list[Instruction]:
+    def feed_tick(self) -> list[Instruction]:
+        return self.feed(Tick())
+
+    def wait(self, seconds: float, *, silent: tuple[str, ...] = (), activity: str = "waits") -> list[Instruction]:
         """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats."""
         start = len(self.done)
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 0.2)
             for worker in set(self.fleet.joined) - set(silent):
-                self.say(worker, Beat(generation=self.fleet.generation, step=0, activity="waits"))
+                self.say(worker, Beat(generation=self.fleet.generation, step=0, activity=activity))
             self.feed(Tick())
         return self.done[start:]
 

@@ -1,73 +1,115 @@
-import hashlib
 from pathlib import Path
 
 import pytest
 
+from tests.unit.checkpoint.saves import make_plan, save_parts
 from tests.unit.fleet.support import make_job
-from varuna.checkpoint.files import step_folder
+from varuna.checkpoint.names import checkpoint_place
 from varuna.core.errors import CheckpointError
-from varuna.core.messages import SavedShard
 from varuna.core.model import JobFacts
 from varuna.fleet.keeper import CheckpointKeeper
+from varuna.fleet.state import Checkpoint
+from varuna.fleet.story import GenerationRecord
+from varuna.store.opening import open_store
+
+PLAN = make_plan(1, 2, sections=2)
 
 
-def job_in(folder: Path) -> JobFacts:
-    return make_job(sections=2).model_copy(update={"checkpoint_dir": str(folder)})
+def job_in(place: str) -> JobFacts:
+    return make_job(sections=2).model_copy(update={"checkpoint_dir": place})
 
 
-def save(folder: Path, step: int, section: int, generation: int = 0) -> SavedShard:
-    name, content = f"section-{section:03d}.g{generation}.safetensors", b"state"
-    path = step_folder(folder, step) / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return SavedShard(
-        step=step, section=section, file=name, size_bytes=len(content), sha256=hashlib.sha256(content).hexdigest()
+def record(generation: int = 0, *, rollback: bool = True) -> GenerationRecord:
+    return GenerationRecord(
+        generation=generation,
+        plan=PLAN,
+        members=("w1", "w2"),
+        cause="start",
+        first_step=0,
+        steps_redone=0,
+        moved_sections=0,
+        rollback=rollback,
     )
+
+
+def save(keep: CheckpointKeeper, place: str, step: int, generation: int = 0, parts: slice = slice(None)) -> None:
+    for shard in save_parts(open_store(place), step, PLAN, generation)[parts]:
+        keep.collect(shard)
 
 
 def keeper(warnings: list[str], *, new: bool = False, overwrite: bool = False) -> CheckpointKeeper:
     return CheckpointKeeper(new=new, overwrite=overwrite, warn=warnings.append)
 
 
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> str:
+    return f"memory://{request.node.nodeid}"
+
+
 def test_a_job_without_a_directory_has_no_checkpoints() -> None:
-    assert keeper([]).newest(make_job()) is None
+    keep = keeper([])
+    assert keep.newest(make_job()) is None
+    keep.begin(record())
+    keep.close()
 
 
-def test_a_checkpoint_is_found_once_all_its_shards_are_in(tmp_path: Path) -> None:
+def test_a_checkpoint_is_found_once_all_its_shards_are_in(place: str) -> None:
     warnings: list[str] = []
-    keep, job = keeper(warnings), job_in(tmp_path)
+    keep, job = keeper(warnings), job_in(place)
     assert keep.newest(job) is None
-    keep.begin(job, 4)
-    keep.collect(save(tmp_path, 5, 0))
+    keep.begin(record())
+    save(keep, place, 5, parts=slice(0, -1))
     assert keep.newest(job) is None
-    keep.collect(save(tmp_path, 5, 1))
-    found = keep.newest(job)
-    assert found == (str(step_folder(tmp_path, 5)), 5, 4)
+    save(keep, place, 5, parts=slice(-1, None))
+    assert keep.newest(job) == Checkpoint(checkpoint_place(place, 5), 5, 1)
     assert warnings == []
 
 
-def test_a_checkpoint_that_cannot_be_committed_is_a_warning(tmp_path: Path) -> None:
+def test_survivors_complete_a_checkpoint_after_a_morph(place: str) -> None:
+    keep, job = keeper([]), job_in(place)
+    keep.newest(job)
+    keep.begin(record())
+    save(keep, place, 5, parts=slice(0, -1))
+    keep.begin(record(1, rollback=False))
+    save(keep, place, 5, parts=slice(-1, None))
+    found = keep.newest(job)
+    assert found is not None
+    assert found.step == 5
+
+
+def test_a_checkpoint_that_cannot_be_committed_is_a_warning(place: str) -> None:
     warnings: list[str] = []
-    keep, job = keeper(warnings), job_in(tmp_path)
+    keep, job = keeper(warnings), job_in(place)
     keep.newest(job)
-    keep.begin(job, 4)
-    keep.collect(save(tmp_path, 5, 7))
-    assert "the checkpoint of step 5 is not kept" in warnings[0]
+    keep.begin(record())
+    save(keep, place, 5, generation=7)
+    assert keep.newest(job) is None
+    assert "generation 7 never began" in warnings[0]
 
 
-def test_a_new_run_moves_old_checkpoints_aside_only_if_told(tmp_path: Path) -> None:
-    keep, job = keeper([]), job_in(tmp_path)
+def test_a_local_directory_that_the_manager_does_not_share_is_found_out(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    keep, job = keeper(warnings), job_in(str(tmp_path / "managers"))
     keep.newest(job)
-    keep.begin(job, 4)
-    keep.collect(save(tmp_path, 5, 0))
-    keep.collect(save(tmp_path, 5, 1))
+    keep.begin(record())
+    save(keep, str(tmp_path / "workers"), 5)
+    assert keep.newest(job) is None
+    assert "is missing" in warnings[0]
+    assert "A local directory must be one that all machines share" in warnings[0]
+
+
+def test_a_new_run_moves_old_checkpoints_aside_only_if_told(place: str) -> None:
+    keep, job = keeper([]), job_in(place)
+    keep.newest(job)
+    keep.begin(record())
+    save(keep, place, 5)
+    keep.close()
     with pytest.raises(CheckpointError, match="--new --overwrite"):
         keeper([], new=True).newest(job)
     fresh = keeper([], new=True, overwrite=True)
     assert fresh.newest(job) is None
-    fresh.begin(job, 4)
-    fresh.collect(save(tmp_path, 2, 0))
-    fresh.collect(save(tmp_path, 2, 1))
+    fresh.begin(record())
+    save(fresh, place, 2)
     found = fresh.newest(job)  # a rollback of the new run finds the new run's own
     assert found is not None
     assert found.step == 2

@@ -11,7 +11,7 @@ from varuna.core.messages import (
     Finish,
     Held,
     Hold,
-    Pause,
+    RaiseFlag,
     Recorded,
     Suspect,
     Voted,
@@ -327,6 +327,23 @@ def test_state_and_votes_of_an_abandoned_timeline_do_not_count() -> None:
     assert len(driver.told(StepRecorded)) == 4
 
 
+def test_a_spare_of_a_rollback_is_no_source_whatever_it_says() -> None:
+    driver = running(5, replace=False)
+    driver.checkpoint = Checkpoint("ck/step-2", 2, 2)
+    driver.kill("w1")
+    driver.kill("w3")  # both holders of the second stage
+    driver.held("w0", 2)
+    driver.held("w2", 2)
+    driver.held("w4", None)
+    assert driver.fleet.record.rollback
+    [spare] = set(driver.fleet.members) - set(driver.fleet.record.grid)
+    first, second = driver.fleet.record.grid
+    driver.kill(second)
+    driver.held(first, 2)
+    driver.say(spare, Held(generation=1, next_step=2, sections=(2, 3)))  # had not dropped its old state yet
+    assert (driver.fleet.generation, driver.fleet.record.rollback) == (2, True)
+
+
 # -- gain --------------------------------------------------------------------------------------------
 
 
@@ -337,7 +354,7 @@ def test_a_newcomer_that_makes_steps_faster_is_taken_in_behind_a_vote() -> None:
         driver.held(worker, 1)
     driver.voted(1)
     driver.hello("w4")
-    [(worker, pause)] = sends(driver.wait(1.2), Pause)
+    [(worker, pause)] = sends(driver.wait(1.2), RaiseFlag)
     assert (worker, pause.generation) == (driver.fleet.members[0], 1)
     driver.voted(2)
     for name in driver.fleet.members:
@@ -351,7 +368,7 @@ def test_a_newcomer_that_does_not_help_waits_as_spare() -> None:
     driver = running(4)
     driver.feed(SpawnRequested(1))
     driver.hello("w4")
-    assert not sends(driver.wait(2), Pause)
+    assert not sends(driver.wait(2), RaiseFlag)
     assert "joined as spare" in driver.told(Notice)[-1].text
 
 
@@ -361,7 +378,7 @@ def test_newcomers_within_a_second_are_taken_together() -> None:
     driver.hello("w4")
     driver.wait(0.8)
     driver.hello("w5")
-    assert len(sends(driver.wait(2), Pause)) == 1
+    assert len(sends(driver.wait(2), RaiseFlag)) == 1
     for name in driver.fleet.members:
         driver.held(name, 2)
     assert driver.fleet.record.cause == "workers w4 and w5 joined"
@@ -374,6 +391,7 @@ def test_without_a_plan_the_run_waits_for_the_replacement() -> None:
     driver = running(2)
     driver.kill("w0")
     driver.held("w1", 2)
+    driver.wait(1.2)
     assert "waiting for starting workers" in driver.told(Notice)[-1].text
     driver.hello("w2")
     assert driver.fleet.generation == 1

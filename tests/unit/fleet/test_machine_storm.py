@@ -19,13 +19,21 @@ from varuna.core.messages import (
     Held,
     Hold,
     Leaving,
-    Pause,
+    RaiseFlag,
     Recorded,
     ToWorker,
     Vote,
     Voted,
 )
-from varuna.fleet.events import MessageReceived, Tick, WorkerExited
+from varuna.fleet.events import (
+    DrainRequested,
+    Event,
+    MessageReceived,
+    MorphRequested,
+    NoticeReceived,
+    Tick,
+    WorkerExited,
+)
 from varuna.fleet.instructions import Instruction, Kill, Publish, Send
 from varuna.fleet.state import Checkpoint, Ended, FleetConfig, Running, Standing
 from varuna.fleet.story import GenerationStarted, StepRecorded
@@ -110,12 +118,13 @@ class World:
             FleetConfig(workers=workers, max_start_failures=10_000),
             plan=two_stages if stages == 2 else make_plan,
             job=make_job(sections=SECTIONS, steps=STEPS),
+            node_of=lambda worker: worker,
         )
         self.sync()
 
     # -- between the machine and the workers
 
-    def feed(self, event: MessageReceived | WorkerExited | Tick) -> None:
+    def feed(self, event: Event) -> None:
         if self.checkpoints and self.recorded and self.recorded[-1] % 3 == 2:
             self.driver.checkpoint = Checkpoint("ck", self.recorded[-1] + 1, 2)
         self.driver.feed(event)
@@ -202,12 +211,13 @@ class World:
             case Apply(vote=vote):
                 worker.apply(vote)
                 worker.report()
-            case Pause(generation=generation) if generation == worker.generation:
+            case RaiseFlag(generation=generation) if generation == worker.generation:
                 worker.flag = True
             case Recorded(step=step):
                 worker.recorded_step = step
             case Finish():
-                worker.left = True
+                worker.left, worker.alive = True, False
+                self.feed(WorkerExited(worker.name, 0))
             case _:
                 pass
 
@@ -286,6 +296,16 @@ class World:
         worker.alive = False
         worker.outbox.clear()
         self.feed(WorkerExited(worker.name, -9))
+
+    def notice(self, worker: SimulatedWorker) -> None:
+        """Its node will be taken away, sooner or later than it takes to leave it."""
+        self.feed(NoticeReceived(worker.name, self.driver.now_s + len(self.driver.done) % 7))
+
+    def drain(self, worker: SimulatedWorker) -> None:
+        self.feed(DrainRequested(worker.name))
+
+    def ask(self, _: SimulatedWorker) -> None:
+        self.feed(MorphRequested())
 
     def vote_and_tick(self, _: SimulatedWorker) -> None:
         """What happens to all at once."""
@@ -376,6 +396,14 @@ class Storm(RuleBasedStateMachine):
         self.world.die(self.pick(number))
 
     @rule(number=st.integers(0, 20))
+    def notice(self, number: int) -> None:
+        self.world.notice(self.pick(number))
+
+    @rule(number=st.integers(0, 20))
+    def drain(self, number: int) -> None:
+        self.world.drain(self.pick(number))
+
+    @rule(number=st.integers(0, 20))
     def freeze(self, number: int) -> None:
         self.world.freeze(self.pick(number))
 
@@ -416,9 +444,12 @@ def test_random_storms(seed: int) -> None:
         world.hello,
         world.die,
         world.freeze,
+        world.notice,
+        world.drain,
+        world.ask,
     )
     for _ in range(300):
-        [act] = choose.choices(acts, weights=[20, 20, 20, 10, 8, 3, deaths, deaths / 5])
+        [act] = choose.choices(acts, weights=[20, 20, 20, 10, 8, 3, deaths, deaths / 5, deaths / 2, deaths / 4, 0.2])
         act(world.someone(choose.randrange(20)))
         if choose.random() < 0.01:
             world.round()

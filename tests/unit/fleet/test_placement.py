@@ -1,3 +1,5 @@
+from itertools import pairwise
+
 from tests.unit.fleet.support import make_job, make_plan
 from varuna.core.messages import Transfer
 from varuna.fleet.placement import seat, transfers, uncovered
@@ -53,3 +55,26 @@ def test_a_spare_serves_what_only_it_holds() -> None:
 def test_sections_without_a_holder_are_named() -> None:
     assert uncovered(4, {"a": FRONT, "b": frozenset({3})}) == (2,)
     assert uncovered(1, {}) == (0,)
+
+
+def test_neighbours_in_a_pipeline_share_a_node() -> None:
+    plan = make_plan(JOB, 8, None, stages=4)
+    nodes = {"a": "x", "b": "y", "c": "x", "d": "y", "e": "z", "f": "z", "g": "x", "h": "y", "s": "z"}
+    members = seat(plan, list("abcdefghs"), {}, EVEN, nodes=nodes)
+    pipelines = ["".join(nodes[member] for member in members[first : first + 4]) for first in (0, 4)]
+    crossings = sum(a != b for pipeline in pipelines for a, b in pairwise(pipeline))
+    assert crossings == 2
+    assert sorted(members) == sorted("abcdefghs")
+
+
+def test_who_has_state_sits_beside_its_node_where_it_may_choose() -> None:
+    plan = make_plan(JOB, 4, None, stages=2)
+    nodes = {"a": "x", "b": "y", "c": "y", "d": "x"}
+    holdings = {"a": FRONT, "b": FRONT, "c": BACK, "d": BACK}
+    assert seat(plan, list("abcd"), holdings, EVEN, nodes=nodes) == ("a", "d", "b", "c")
+
+
+def test_a_kept_plan_keeps_every_seat() -> None:
+    plan = make_plan(JOB, 4, None, stages=2)
+    holdings = {"a": FRONT, "c": FRONT, "d": BACK}
+    assert seat(plan, ["a", "c", "d", "new"], holdings, EVEN, kept=("a", "b", "c", "d")) == ("a", "new", "c", "d")

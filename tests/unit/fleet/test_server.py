@@ -1,11 +1,8 @@
 """The door: who is let in, and what happens to those who misbehave."""
 
-import json
 import queue
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 
 import pytest
@@ -32,7 +29,7 @@ def events() -> Events:
 
 @pytest.fixture
 def server(events: Events) -> Iterator[Server]:
-    server = Server(port=0, token="secret", on_event=events.put, status=lambda: {"loss": float("nan"), "steps": 3})
+    server = Server(port=0, token="secret", on_event=events.put)
     server.start()
     yield server
     server.stop()
@@ -49,16 +46,6 @@ def close_code(connection: ClientConnection) -> int | None:
     with pytest.raises(ConnectionClosed):
         connection.recv(timeout=5)
     return connection.close_code
-
-
-def get(url: str, cookie: str = "") -> tuple[int, str, str]:
-    request = urllib.request.Request(url, headers={"Cookie": cookie})
-    try:
-        with urllib.request.urlopen(request, timeout=5) as answer:
-            return answer.status, answer.read().decode(), answer.headers.get("set-cookie", "")
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, "", ""
 
 
 def test_messages_go_both_ways_and_nan_survives(server: Server, events: Events) -> None:
@@ -129,7 +116,7 @@ def test_a_malformed_message_ends_its_connection_only(server: Server, events: Ev
 
 def test_an_oversize_frame_ends_its_connection(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
     monkeypatch.setattr(server_module, "MAX_FRAME_BYTES", 1000)
-    server = Server(port=0, token="secret", on_event=events.put, status=dict)
+    server = Server(port=0, token="secret", on_event=events.put)
     server.start()
     with knock(server) as connection:
         connection.send("x" * 2000)
@@ -154,36 +141,25 @@ def test_a_worker_that_reads_nothing_is_dropped(
         connection.socket.close()
 
 
-def test_status_and_page_need_the_token(server: Server) -> None:
-    base = f"http://{server.host}:{server.port}"
-    assert get(f"{base}/status")[0] == 401
-    assert get(f"{base}/status?token=guess")[0] == 401
-    assert get(f"{base}/status?token=secret")[0] == 401  # the workers' token is not for people
-    status, body, _ = get(f"{base}/status?{server.page_url.partition('?')[2]}")
-    assert (status, json.loads(body)) == (200, {"loss": None, "steps": 3})
-    assert get(f"{base}/")[0] == 401
-    status, page, cookie = get(server.page_url)
-    assert status == 200
-    assert "<html" in page
-    assert get(f"{base}/status", cookie.split(";")[0])[0] == 200
-
-
 def test_a_taken_port_is_an_error_with_a_way_out(server: Server) -> None:
     with pytest.raises(FleetError, match=rf"port {server.port} on 127.0.0.1 cannot be used .* --port"):
-        Server(port=server.port, token="", on_event=lambda event: None, status=dict)
+        Server(port=server.port, token="", on_event=lambda event: None)
 
 
 # -- the client --------------------------------------------------------------------------------------------
 
 
-def join(server: Server, token: str = "secret") -> tuple[Member, list[int], list[int]]:
+def join(server: Server, token: str = "secret") -> tuple[Member, list[int], list[tuple[int, str]]]:
     member = Member(server.worker_url, token, "w0")
     holds: list[int] = []
-    pauses: list[int] = []
+    flags: list[tuple[int, str]] = []
     member.join(
-        make_job(), beat=lambda: Beat(generation=0, step=0, activity=""), on_hold=holds.append, on_pause=pauses.append
+        make_job(),
+        beat=lambda: Beat(generation=0, step=0, activity=""),
+        on_hold=holds.append,
+        on_flag=lambda generation, flag: flags.append((generation, flag)),
     )
-    return member, holds, pauses
+    return member, holds, flags
 
 
 def test_a_member_says_hello_beats_and_leaves(server: Server, events: Events) -> None:
@@ -239,5 +215,5 @@ def test_without_a_manager_a_member_cannot_join() -> None:
             make_job(),
             beat=lambda: Beat(generation=0, step=0, activity=""),
             on_hold=lambda generation: None,
-            on_pause=lambda generation: None,
+            on_flag=lambda generation, flag: None,
         )

@@ -1,0 +1,83 @@
+"""What a worker cannot truthfully say, and what it may."""
+
+import pytest
+
+from tests.unit.fleet.support import Driver, make_vote, two_stages
+from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
+from varuna.core.saved import SavedShard
+from varuna.fleet.events import WorkerDistrusted
+from varuna.fleet.honesty import objection
+from varuna.fleet.instructions import Kill
+from varuna.fleet.state import FleetConfig
+
+
+def running() -> Driver:
+    driver = Driver(FleetConfig(workers=4), plan=two_stages)
+    driver.gather()
+    driver.voted(0, 1)
+    return driver
+
+
+def vote(driver: Driver, step: int, **changes: object) -> Vote:
+    return make_vote(driver.fleet.record.plan, 0, step).model_copy(update=changes)
+
+
+def shard(**changes: object) -> Saved:
+    values = {"step": 2, "section": 0, "file": "step-2/section-0.safetensors", "size_bytes": 10, "generation": 0}
+    return Saved(shard=SavedShard.model_validate({**values, **changes}))
+
+
+def test_lies_are_named() -> None:
+    driver = running()
+    w0, sections = driver.fleet.members[0], (0, 1)
+    lies: list[tuple[FromWorker, str]] = [
+        (Beat(generation=5, step=0, activity=""), "the newest is 0"),
+        (Held(generation=1, next_step=2), "the newest is 0"),
+        (Held(generation=0, next_step=2, sections=(2, 3)), "never given"),
+        (Held(generation=0, next_step=2, sections=(0, 1, 2, 3)), "never given"),
+        (Held(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
+        (Held(generation=0, next_step=None, sections=sections), "without a step"),
+        (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)), "1 numbers"),
+        (Voted(vote=vote(driver, 2, vector=(0.0,) * 3)), "3 numbers"),
+        (Voted(vote=vote(driver, 2, generation=7)), "the newest is 0"),
+        (Voted(vote=vote(driver, 10**6)), "of 100"),
+        (shard(file="/etc/passwd"), "outside"),
+        (shard(file="../x"), "outside"),
+        (shard(section=4), "cannot be"),
+        (shard(generation=3), "cannot be"),
+    ]
+    for message, said in lies:
+        assert said in objection(driver.fleet, w0, message), message
+
+
+def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
+    driver = running()
+    w0, plan = driver.fleet.members[0], driver.fleet.record.plan
+    assert objection(driver.fleet, w0, Held(generation=0, next_step=2, sections=(0, 1))) == ""
+    ahead = Held(generation=0, next_step=3, sections=(0, 1), votes=(make_vote(plan, 0, 2),))
+    assert objection(driver.fleet, w0, ahead) == ""
+    assert objection(driver.fleet, w0, Held(generation=0, next_step=None)) == ""
+    nan = vote(driver, 2, vector=(float("nan"),) * len(make_vote(plan, 0, 2).vector))
+    assert objection(driver.fleet, w0, Voted(vote=nan)) == ""
+    assert objection(driver.fleet, w0, shard()) == ""
+    driver.kill(driver.fleet.members[3])
+    for name in driver.fleet.live_members:
+        driver.held(name, 2)
+    assert driver.fleet.generation == 1
+    for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
+        old = tuple(plan.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
+        assert objection(driver.fleet, name, Held(generation=1, next_step=2, sections=old)) == ""
+
+
+def test_strangers_have_nothing_to_lie_about() -> None:
+    driver = running()
+    assert objection(driver.fleet, "w9", Beat(generation=9, step=0, activity="")) == ""
+
+
+@pytest.mark.parametrize("worker", ["w1", "w9"])
+def test_who_is_distrusted_is_lost_and_killed_once(worker: str) -> None:
+    driver = running()
+    instructions = driver.feed(WorkerDistrusted(worker, "it lies"))
+    assert [each.worker for each in instructions if isinstance(each, Kill)] == (["w1"] if worker == "w1" else [])
+    assert "w1" in driver.fleet.workers or worker == "w1"
+    assert driver.feed(WorkerDistrusted(worker, "it lies")) == []

@@ -1,0 +1,148 @@
+"""The door for people: who may look, who may change, and what is written down."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.testclient import TestClient
+
+from varuna.fleet.audit import Audit
+from varuna.fleet.events import DrainRequested, Event, FinishRequested, MorphRequested
+from varuna.fleet.people import People
+from varuna.fleet.story import Audited
+
+OPERATOR = {"Authorization": "Bearer operator-token"}
+CHANGES = ("stop", "morph", "drain", "tokens")
+
+
+class Front:
+    def __init__(self, folder: Path) -> None:
+        self.events: list[Event] = []
+        self.audited: list[Audited] = []
+        self.now_s = 0.0
+        people = People(
+            status=lambda: {"loss": float("nan"), "steps": 3, "nodes": ["n0-vm"]},
+            logs=folder,
+            post=self.events.append,
+            audit=Audit(self.audited.append, lambda: self.now_s),
+            mint=lambda uses, life_s: f"varuna://{uses}-{life_s:.0f}",
+            operator_token="operator-token",
+            page_token="page-token",
+        )
+        self.client = TestClient(Starlette(routes=people.routes()), raise_server_exceptions=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("logs")
+    (folder / "n0-vm.0.log").write_bytes(b"one\ntwo\n")
+    (folder.parent / "secret.log").write_text("secret")
+    return folder
+
+
+@pytest.fixture
+def front(folder: Path) -> Iterator[Front]:
+    front = Front(folder)
+    with front.client:
+        yield front
+
+
+def test_readers_need_a_token_and_the_page_keeps_it_in_a_cookie(front: Front) -> None:
+    client = front.client
+    assert client.get("/status").status_code == 401
+    assert client.get("/status?token=guess").status_code == 401
+    answer = client.get("/status?token=page-token")
+    assert (answer.status_code, answer.json()["loss"], answer.json()["steps"]) == (200, None, 3)
+    assert client.get("/status", headers=OPERATOR).status_code == 200
+    assert client.get("/").status_code == 401
+    page = client.get("/?token=page-token")
+    assert page.status_code == 200
+    assert "<html" in page.text
+    assert client.get("/status").status_code == 200  # the client keeps cookies
+
+
+@pytest.mark.parametrize("path", CHANGES)
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer page-token"}, {"Authorization": "Bearer "}])
+def test_nothing_that_changes_the_run_is_open(front: Front, path: str, headers: dict[str, str]) -> None:
+    answer = front.client.post(f"/{path}?token=page-token", headers=headers, json={"node": "n0-vm"})
+    assert answer.status_code == 401
+    assert not front.events
+    assert [(line.allowed, line.why) for line in front.audited] == [(False, "wrong token")]
+
+
+def test_the_operator_may_change_the_run_and_each_time_is_written_down(front: Front) -> None:
+    client = front.client
+    assert client.post("/stop", headers=OPERATOR).status_code == 202
+    assert client.post("/morph", headers=OPERATOR, json={}).status_code == 202
+    assert client.post("/drain", headers=OPERATOR, json={"node": "n0-vm"}).status_code == 202
+    assert client.post("/tokens", headers=OPERATOR, json={"uses": 5, "life_s": 60}).json() == {"join": "varuna://5-60"}
+    assert [type(event) for event in front.events] == [FinishRequested, MorphRequested, DrainRequested]
+    assert [line.action for line in front.audited if line.allowed] == [
+        "stop the run",
+        "morph",
+        "drain a node",
+        "mint a join token",
+    ]
+
+
+def test_bad_requests_are_told_what_is_wrong_with_them(front: Front) -> None:
+    client = front.client
+    unknown = client.post("/drain", headers=OPERATOR, json={"node": "n7"})
+    assert (unknown.status_code, "n0-vm" in unknown.json()["error"]) == (404, True)
+    assert client.post("/drain", headers=OPERATOR, content=b"\xff{").status_code == 422
+    assert client.post("/drain", headers=OPERATOR, content=b"x" * 5000).status_code == 413
+    assert client.post("/tokens", headers=OPERATOR, json={"uses": 0}).status_code == 422
+    assert client.post("/stop", headers=OPERATOR, json={"now": True}).status_code == 422
+    assert client.get("/stop", headers=OPERATOR).status_code == 405
+    assert not front.events
+
+
+def test_logs_can_be_read_from_anywhere_but_only_logs(front: Front) -> None:
+    client = front.client
+    assert client.get("/logs/n0-vm.0").status_code == 401
+    assert client.get("/logs/n0-vm.0", headers=OPERATOR).content == b"one\ntwo\n"
+    tail = client.get("/logs/n0-vm.0?offset=-4", headers=OPERATOR)
+    assert (tail.content, tail.headers["x-varuna-next-offset"]) == (b"two\n", "8")
+    assert client.get("/logs/n0-vm.0?offset=99", headers=OPERATOR).content == b""
+    assert client.get("/logs/n0-vm.9", headers=OPERATOR).status_code == 404
+    assert client.get("/logs/n0-vm.0?offset=x", headers=OPERATOR).status_code == 422
+    for name in ("..%2Fsecret", "..%2f..%2fetc%2fpasswd", ".", "%00"):
+        assert client.get(f"/logs/{name}", headers=OPERATOR).status_code in (404, 422)
+
+
+def test_a_flood_of_refusals_is_a_few_lines(front: Front) -> None:
+    for _ in range(100):
+        front.client.post("/stop")
+    assert len(front.audited) == 1
+    front.now_s += 11
+    front.client.post("/stop")
+    assert "99 times more" in front.audited[-1].why
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    method=st.sampled_from(["GET", "POST", "PUT", "DELETE", "HEAD"]),
+    path=st.one_of(st.sampled_from(["/", "/status", "/logs/n0-vm.0", *(f"/{name}" for name in CHANGES)]), st.text()),
+    token=st.one_of(st.sampled_from(["operator-token", "page-token", ""]), st.text(st.characters(codec="latin-1"))),
+    body=st.one_of(st.binary(max_size=6000), st.from_regex(rb'\{"(node|uses|life_s)": ?[-0-9a-z".\[{]{0,20}\}')),
+    query=st.dictionaries(st.sampled_from(["token", "offset", "x"]), st.text(max_size=20), max_size=2),
+)
+def test_no_request_breaks_the_door_or_opens_it(
+    folder: Path, method: str, path: str, token: str, body: bytes, query: dict[str, Any]
+) -> None:
+    front = Front(folder)
+    with front.client as client:
+        try:
+            headers = {b"authorization": f"Bearer {token}".encode("latin-1")}
+            answer = client.request(method, path, params=query, content=body, headers=headers)
+        except Exception as error:
+            if type(error).__module__.startswith("httpx"):
+                return  # the client itself refuses to send it
+            raise
+    assert answer.status_code < 500
+    if token.strip() != "operator-token":
+        assert not front.events

@@ -1,0 +1,121 @@
+"""Spares, kept plans, and gains that pay or do not."""
+
+from dataclasses import replace
+
+from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
+from varuna.core.messages import RaiseFlag
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.fleet.events import SpawnRequested
+from varuna.fleet.state import FleetConfig
+from varuna.fleet.story import Notice
+from varuna.fleet.weighing import Experience, weigh
+
+
+class Counting:
+    """A planner that knows how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def __call__(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        self.asked.append(workers)
+        return two_stages(job, workers, micro_batch)
+
+
+def test_a_spare_takes_over_without_a_new_plan_and_everybody_else_keeps_its_seat() -> None:
+    planner = Counting()
+    driver = Driver(FleetConfig(workers=7, replace=False), plan=planner)
+    driver.gather()
+    driver.voted(0)
+    assert planner.asked == [7]
+    driver.kill("w2")
+    for name in driver.fleet.live_members:
+        driver.held(name, 1 if driver.seat_sections(name) else None)
+    assert planner.asked == [7]
+    assert driver.fleet.record.members == ("w0", "w1", "w6", "w3", "w4", "w5")
+    assert driver.fleet.record.moved_sections == 2
+
+
+def test_the_first_loss_without_a_spare_makes_a_new_plan() -> None:
+    planner = Counting()
+    driver = Driver(FleetConfig(workers=6, replace=False), plan=planner)
+    driver.gather()
+    driver.voted(0)
+    driver.kill("w2")
+    for name in driver.fleet.live_members:
+        driver.held(name, 1)
+    assert planner.asked == [6, 5]
+    assert driver.fleet.record.plan.workers == 4
+
+
+def gaining(wall_s: float, steps: int = 100_000) -> Driver:
+    driver = Driver(FleetConfig(workers=4), plan=two_stages, job=make_job(steps=steps))
+    driver.gather()
+    driver.voted(0, 1)
+    driver.fleet = replace(driver.fleet, step_wall_s=wall_s)
+    driver.feed(SpawnRequested(2))
+    driver.hello("w4")
+    driver.hello("w5")
+    return driver
+
+
+def test_a_gain_that_saves_more_than_it_stalls_is_taken() -> None:
+    driver = gaining(wall_s=1.0)
+    assert len(sends(driver.wait(1.2), RaiseFlag)) == 1
+    assert "will be taken in: steps 33 % faster save 41.8 s" in driver.told(Notice)[-1].text
+
+
+def test_a_gain_is_left_where_the_next_change_comes_too_soon() -> None:
+    driver = gaining(wall_s=1.0)
+    driver.fleet = replace(
+        driver.fleet, experience=Experience(began_s=0.0, changes=200, changed_s=0.0, stalls_s=(5.0, 7.0))
+    )
+    assert not sends(driver.wait(2), RaiseFlag)
+    assert "not more than the 6.0 s that a morph stalls" in driver.told(Notice)[-1].text
+    seen = len(driver.told(Notice))
+    driver.wait(120)
+    assert len(driver.told(Notice)) == seen  # looked at again, but nothing new to say
+
+
+def test_a_gain_is_left_when_the_run_is_nearly_done() -> None:
+    driver = gaining(wall_s=0.01, steps=10)
+    assert not sends(driver.wait(2), RaiseFlag)
+
+
+def test_spares_are_looked_at_again() -> None:
+    driver = gaining(wall_s=1.0)
+    driver.fleet = replace(driver.fleet, experience=Experience(began_s=0.0, stalls_s=(1000.0,)))
+    assert not sends(driver.wait(2), RaiseFlag)
+    driver.fleet = replace(driver.fleet, experience=Experience(began_s=0.0, stalls_s=(1.0,)))
+    assert not sends(driver.wait(30), RaiseFlag)
+    assert len(sends(driver.wait(40), RaiseFlag)) == 1
+
+
+def test_a_run_learns_how_often_things_change_and_what_a_morph_costs() -> None:
+    experience = Experience(began_s=0.0)
+    assert experience.gap_s(0.0) == 250
+    for now_s in (100.0, 100.5, 200.0, 300.0):  # the first two are one change
+        experience = experience.changed(now_s, 1.0)
+    assert experience.changes == 3
+    assert experience.gap_s(350.0) == 150
+    job = make_job()
+    plan = make_plan(job, 4, None)
+    assert experience.stall_s(job, plan) > 1.0
+    assert experience.stalled(3.0).stalled(5.0).stall_s(job, plan) == 4.0
+
+
+def test_a_second_holder_of_each_section_is_worth_what_a_rollback_would_cost() -> None:
+    job = make_job()
+    alone, double = make_plan(job, 2, None, stages=2), make_plan(job, 4, None, stages=2)
+    weighing = weigh(alone, double, computing_s=1, stall_s=10, exposed_s=60)
+    assert weighing.pays
+    assert "a second holder of each section 30.0 s" in str(weighing)
+    assert not weigh(double, make_plan(job, 6, None, stages=2), computing_s=1, stall_s=10, exposed_s=60).pays
+
+
+def test_a_slower_plan_never_pays() -> None:
+    job = make_job()
+    weighing = weigh(make_plan(job, 4, None), make_plan(job, 2, None), computing_s=100, stall_s=0, exposed_s=100)
+    assert not weighing.pays
+    assert "would not be faster" in str(weighing)

@@ -1,0 +1,127 @@
+"""What an agent remembers, and logs on their way."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fleet.support import make_job, make_plan, make_vote
+from varuna.core.messages import Assign, Assignment, Beat, Held, Hello, Leaving, Recorded, Suspect, Voted
+from varuna.core.times import RankTimes
+from varuna.fleet import forwarder as forwarder_module
+from varuna.fleet import logs as logs_module
+from varuna.fleet.forwarder import LogForwarder
+from varuna.fleet.logs import LogKeeper
+from varuna.fleet.protocol import Output
+from varuna.fleet.wards import Ward
+
+PLAN = make_plan(make_job(), 2, None)
+HELLO = Hello(worker="n0.0", pid=1, version="1", job=make_job())
+
+
+def assign(generation: int, *, fresh: bool = False) -> Assign:
+    return Assign(
+        assignment=Assignment(
+            generation=generation,
+            plan=PLAN,
+            rank=0,
+            members=("n0.0", "n0.1"),
+            next_step=0,
+            fresh=fresh,
+            store_host="h",
+            store_port=1,
+        )
+    )
+
+
+def ward() -> Ward:
+    ward = Ward("n0.0")
+    ward.hear(HELLO)
+    return ward
+
+
+def test_what_nobody_has_recorded_is_said_again_and_nothing_else() -> None:
+    w = ward()
+    w.told(assign(0, fresh=True))
+    votes = [Voted(vote=make_vote(PLAN, 0, step)) for step in range(5)]
+    for vote in votes:
+        w.hear(vote)
+    w.told(Recorded(step=2))
+    assert w.charge().said == (HELLO, *votes[3:])
+    assert w.charge().generation == 0
+
+
+def test_standing_still_is_remembered_until_there_is_a_new_part() -> None:
+    w = ward()
+    w.told(assign(0))
+    suspect, held = Suspect(generation=0, reason="a link broke"), Held(generation=0, next_step=1)
+    w.hear(suspect)
+    assert w.charge().said == (HELLO, suspect)
+    w.hear(held)
+    assert w.charge().said == (HELLO, held)
+    w.told(assign(1))
+    assert (w.charge().said, w.charge().generation) == ((HELLO,), 1)
+    w.hear(Leaving(step=9))
+    assert w.charge().said[-1] == Leaving(step=9)
+
+
+def test_a_beat_is_passed_on_once_so_that_silence_looks_like_silence() -> None:
+    w = ward()
+    w.hear(Beat(generation=0, step=1, activity=""))
+    w.hear(Beat(generation=0, step=2, activity=""))
+    beat = w.take_beat()
+    assert beat is not None
+    assert beat.step == 2
+    assert w.take_beat() is None
+
+
+def test_what_steps_took_is_not_lost_between_two_pulses() -> None:
+    w = ward()
+    times = RankTimes(steps=2, step_s=1.0, waited_s=0.0, reduced_s=0.0, actions={})
+    w.hear(Beat(generation=0, step=1, activity="", times=times, forward_s=1.0, backward_s=2.0))
+    w.hear(Beat(generation=0, step=2, activity="", times=times.model_copy(update={"steps": 6, "step_s": 5.0})))
+    w.hear(Beat(generation=0, step=3, activity="newest"))
+    beat = w.take_beat()
+    assert beat is not None
+    assert beat.times is not None
+    assert (beat.activity, beat.forward_s, beat.times.steps, beat.times.step_s) == ("newest", 1.0, 8, 4.0)
+    w.hear(Beat(generation=0, step=3, activity="", times=times))
+    w.hear(Beat(generation=1, step=3, activity=""))  # of another generation: nothing is carried over
+    assert w.take_beat() == Beat(generation=1, step=3, activity="")
+
+
+def test_logs_arrive_whole_over_windows_restarts_and_repetitions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forwarder_module, "OUTPUT_CHUNK_BYTES", 10)
+    monkeypatch.setattr(forwarder_module, "_WINDOW_BYTES", 25)
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    content = bytes(range(256)) * 2
+    (here / "n0.0.log").write_bytes(content[:300])
+    forwarder, keeper = LogForwarder(here), LogKeeper(there)
+    forwarder.begin(1, keeper.sizes("n0"))
+    first = forwarder.take()
+    assert sum(len(output.data) for output in first) == 30  # no more than a window, in whole chunks
+    assert forwarder.take() == []
+    keeper.write(first[0])
+    forwarder.begin(2, keeper.sizes("n0"))  # the manager was away: what was under way counts for nothing
+    (here / "n0.0.log").write_bytes(content)
+    while taken := forwarder.take():
+        for output in taken:
+            keeper.write(Output.model_validate_json(output.model_dump_json()))
+            keeper.write(output)  # said twice
+        forwarder.confirmed(taken)
+    assert (there / "n0.0.log").read_bytes() == content
+    with pytest.raises(ValueError, match="starts at byte 900"):
+        keeper.write(Output(worker="n0.0", offset=900, data=b"x"))
+
+
+def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "MAX_LOG_BYTES", 15)
+    keeper = LogKeeper(tmp_path)
+    for offset in range(0, 100, 10):
+        keeper.write(Output(worker="n0.0", offset=offset, data=b"0123456789"))
+    assert (tmp_path / "n0.0.log").stat().st_size == 15

@@ -1,0 +1,374 @@
+"""The agents' door: joining by token, then one WebSocket for each machine. A thin asynchronous shell."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from varuna import __version__
+from varuna.core.messages import Hello
+from varuna.fleet.audit import Audit
+from varuna.fleet.channel import ChannelFullError
+from varuna.fleet.events import ConnectionLost, Event, MessageReceived, NoticeReceived, WorkerExited, WorkerSpawned
+from varuna.fleet.links import Link
+from varuna.fleet.logs import LogKeeper
+from varuna.fleet.outgoing import Outgoing
+from varuna.fleet.people import address_of, bearer, first_problem, read_body
+from varuna.fleet.protocol import (
+    BAD_JOB,
+    BAD_MESSAGE,
+    BAD_SECRET,
+    BAD_TWIN,
+    MAX_JOIN_BYTES,
+    STALLED,
+    Answer,
+    Dismiss,
+    DownBody,
+    Ended,
+    Greet,
+    JoinRequest,
+    Noticed,
+    Output,
+    Parted,
+    Printed,
+    Pulse,
+    Said,
+    Started,
+    UpBody,
+    UpItem,
+    Welcome,
+    greeting,
+    up_frame,
+)
+from varuna.fleet.registry import RefusedError, Registry
+from varuna.fleet.reunion import Reunion, node_of
+
+PATIENCE_S = 15.0
+"""An agent that says nothing, or confirms nothing, for so long is cut; it may come back."""
+_GREET_S = 10.0
+_RETURN_S = 0.5  # a living agent is back within this time
+_GOODBYE_S = 2.0
+
+log = logging.getLogger(__name__)
+
+
+class AgentDoor:
+    """Everything here runs on the server's event loop, but the constructor and ``routes``.
+
+    Args:
+        registry: who may come in.
+        certificate_pem: of the run's authority, which everybody may read.
+        manager: this life of the manager.
+        run: what is managed.
+        post: takes what happens, on any thread; returns at once.
+        logs: keeps the workers' output.
+        audit: hears of refusals.
+        write: gets the main worker's standard output.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        certificate_pem: str,
+        manager: str,
+        run: str,
+        post: Callable[[Event | Reunion], None],
+        logs: LogKeeper,
+        audit: Audit,
+        write: Callable[[bytes], None],
+    ) -> None:
+        self._registry, self._certificate_pem, self._post = registry, certificate_pem, post
+        self._manager, self._run, self._logs, self._audit, self._write = manager, run, logs, audit, write
+        self._links: dict[str, Link] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._main = ""
+
+    def routes(self) -> list[BaseRoute]:
+        """What agents may ask for."""
+        return [
+            Route("/ca", self._get_ca),
+            Route("/join", self._join, methods=["POST"]),
+            WebSocketRoute("/agent", self._agent),
+        ]
+
+    # -- what the manager wants --------------------------------------------------------------------------
+
+    def send(self, node: str, body: DownBody) -> None:
+        """Tell an agent, now or when it is back; one that takes nothing in is given up."""
+        link = self._links.get(node)
+        if link is None:
+            return
+        try:
+            link.send(body, time.monotonic())
+        except ChannelFullError as error:
+            self._give_up(link, f"its agent does not read what it is sent ({error})")
+
+    def dismiss(self, node: str | None, reason: str, exit_code: int, *, drained: bool = False) -> None:
+        """Send one agent home, or all."""
+        if node is not None and drained:
+            self._registry.revoke(node, reason)
+        for name in [node] if node is not None else list(self._links):
+            self.send(name, Dismiss(reason=reason, exit_code=exit_code, drained=drained))
+
+    def set_main(self, worker: str) -> None:
+        """Show the output of this worker."""
+        self._main = worker
+
+    @property
+    def connected(self) -> list[str]:
+        """Nodes whose agents are there right now; any thread may ask."""
+        return [name for name, link in list(self._links.items()) if link.connection is not None]
+
+    # -- joining -----------------------------------------------------------------------------------------
+
+    async def _get_ca(self, request: Request) -> Response:
+        return PlainTextResponse(self._certificate_pem)
+
+    async def _join(self, request: Request) -> Response:
+        """A token for a name and a secret."""
+        address = address_of(request)
+        body = await read_body(request, MAX_JOIN_BYTES)
+        if body is None:
+            self._audit.refused("join", address, "the request is too large")
+            return _error(413, f"the request is larger than {MAX_JOIN_BYTES} bytes")
+        try:
+            wanted = JoinRequest.model_validate_json(body)
+        except ValidationError as error:
+            self._audit.refused("join", address, "malformed request")
+            return _error(422, f"the request is not what is needed: {first_problem(error)}")
+        if wanted.version != __version__:
+            self._audit.refused("join", address, f"version {wanted.version}")
+            return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
+        try:
+            identity = self._registry.join(wanted.token, wanted.hostname)
+        except RefusedError as error:
+            self._audit.refused("join", address, str(error))
+            return _error(403, str(error))
+        self._audit.did(f"join as {identity.node}", address)
+        return JSONResponse(identity.model_dump(), 201)
+
+    # -- one connection ----------------------------------------------------------------------------------
+
+    async def _agent(self, websocket: WebSocket) -> None:
+        """One agent's connection, from its greeting to its end."""
+        await websocket.accept()
+        node = websocket.query_params.get("node", "")[:64]
+        address = websocket.client.host if websocket.client else "unknown"
+        try:
+            self._registry.check(node, bearer(websocket.headers.get("authorization", "")))
+        except RefusedError as error:
+            self._audit.refused("connect an agent", address, str(error))
+            await websocket.close(BAD_SECRET, str(error)[:120])
+            return
+        greet = await self._read_greet(websocket, node)
+        if greet is None:
+            return
+        if difference := self._registry.agree(greet.job):
+            self._audit.refused(f"connect agent {node}", address, difference)
+            await websocket.close(BAD_JOB, difference[:120])
+            return
+        before = self._links.get(node)
+        if before is not None and before.connection is not None:
+            if before.session != greet.session and time.monotonic() - before.heard_s < 3.0:
+                self._audit.refused(f"connect agent {node}", address, "another agent with this identity is connected")
+                await websocket.close(BAD_TWIN, "another agent with this identity is connected")
+                return
+            before.connection.end("the agent has a new connection")
+        await self._converse(websocket, *self._meet(node, greet))
+
+    async def _read_greet(self, websocket: WebSocket, node: str) -> Greet | None:
+        try:
+            async with asyncio.timeout(_GREET_S):
+                frame = await websocket.receive()
+            if frame["type"] == "websocket.disconnect":
+                return None
+            greet = greeting.validate_json(frame.get("text") or "")
+            for charge in greet.charges:
+                _check_belongs(node, charge.worker)
+                for message in charge.said:
+                    _check_speaker(charge.worker, message)
+        except (ValueError, TimeoutError) as error:
+            await self._reject(websocket, node, error)
+            return None
+        return greet
+
+    def _meet(self, node: str, greet: Greet) -> tuple[Link, Outgoing[DownBody]]:
+        """Go on where the last connection ended, or begin anew."""
+        now_s = time.monotonic()
+        link = self._links.get(node)
+        resumed = link is not None and link.session == greet.session and greet.manager == self._manager
+        if link is None or not resumed:
+            link = self._links[node] = Link(node, greet.session, now_s)
+        else:
+            link.confirm(min(greet.received, link.channel.sent), now_s)
+        connection = link.connect(greet.received if resumed else 0)
+        link.heard_s = now_s
+        connection.say(
+            Welcome(
+                manager=self._manager,
+                run=self._run,
+                resumed=resumed,
+                received=link.channel.received,
+                kept=self._logs.sizes(node),
+            ).model_dump_json()
+        )
+        if not resumed:
+            # Workers of another run are killed by their agent as soon as it hears which run this is.
+            charges = greet.charges if greet.run in ("", self._run) else ()
+            link.workers = {charge.worker for charge in charges if charge.exited is None}
+            for worker in link.workers:
+                self._logs.begin(worker)
+            self._post(Reunion(node, charges))
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return link, connection
+
+    async def _converse(self, websocket: WebSocket, link: Link, connection: Outgoing[DownBody]) -> None:
+        sending = asyncio.create_task(_send_all(websocket, connection))
+        receiving = asyncio.create_task(self._receive_all(websocket, link, connection))
+        try:
+            await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
+            if connection.cut:
+                log.warning("the connection of agent %s is cut: %s", link.node, connection.cut)
+                with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await websocket.close(STALLED, connection.cut)
+        finally:
+            sending.cancel()
+            receiving.cancel()
+            if link.connection is connection:
+                link.connection = None
+                asyncio.get_running_loop().call_later(_RETURN_S, self._conclude, link)
+
+    def _conclude(self, link: Link) -> None:
+        """An agent that has not come back by now is gone, as far as anyone can tell."""
+        if self._links.get(link.node) is link and link.connection is None:
+            for worker in link.workers:
+                self._post(ConnectionLost(worker, "its agent is gone"))
+
+    async def _receive_all(self, websocket: WebSocket, link: Link, connection: Outgoing[DownBody]) -> None:
+        try:
+            while not connection.cut:
+                frame = await websocket.receive()
+                if frame["type"] == "websocket.disconnect":
+                    return
+                now_s = time.monotonic()
+                self._take(link, connection, frame.get("text") or "", now_s)
+                if pause_s := link.pause_s(now_s):
+                    await asyncio.sleep(pause_s)
+        except ValueError as error:  # a ValidationError is one
+            self._give_up(link, "its agent sent something malformed")
+            await self._reject(websocket, link.node, error)
+
+    def _take(self, link: Link, connection: Outgoing[DownBody], text: str, now_s: float) -> None:
+        """One frame.
+
+        Raises:
+            ValueError: it cannot be.
+        """
+        frame = up_frame.validate_json(text)
+        link.heard_s = now_s
+        link.confirm(frame.received, now_s)
+        match frame:
+            case Pulse(beats=beats):
+                connection.say(Answer(received=link.channel.received).model_dump_json())
+                for worker, beat in beats.items():
+                    _check_belongs(link.node, worker)
+                    self._post(MessageReceived(worker, beat))
+            case UpItem(number=number, body=body):
+                if link.channel.accept(number):
+                    self._note(link, body)
+
+    def _note(self, link: Link, body: UpBody) -> None:
+        """Pass on what an agent says."""
+        if not isinstance(body, Noticed):
+            _check_belongs(link.node, body.worker)
+        match body:
+            case Started(worker=worker):
+                link.workers.add(worker)
+                self._logs.begin(worker)
+                self._post(WorkerSpawned(worker, node=link.node))
+            case Said(worker=worker, message=message):
+                _check_speaker(worker, message)
+                self._post(MessageReceived(worker, message))
+            case Parted(worker=worker):
+                self._post(ConnectionLost(worker))
+            case Ended(worker=worker, exited=exited):
+                link.workers.discard(worker)
+                self._post(WorkerExited(worker, exited.code, exited.stderr_tail))
+            case Noticed(in_s=in_s, reason=reason):
+                self._post(NoticeReceived(link.node, time.monotonic() + in_s, reason))
+            case Output():
+                self._logs.write(body)
+            case Printed(worker=worker, data=data):
+                if worker == self._main:
+                    self._write(data)
+
+    # -- those that misbehave ----------------------------------------------------------------------------
+
+    async def _reject(self, websocket: WebSocket, node: str, error: Exception) -> None:
+        """Say what was wrong, in the journal and to the other side, and close."""
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error) or "it said nothing"
+        self._audit.refused(f"speak as agent {node}", websocket.client.host if websocket.client else "unknown", why)
+        if websocket.application_state is WebSocketState.CONNECTED:
+            with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await websocket.close(BAD_MESSAGE, f"malformed: {why}"[:120])
+
+    def _give_up(self, link: Link, why: str) -> None:
+        """Forget this life of an agent: its workers are lost, and killed if it comes back."""
+        if self._links.get(link.node) is link:
+            del self._links[link.node]
+        if link.connection is not None:
+            link.connection.end(why)
+        for worker in link.workers:
+            self._post(ConnectionLost(worker, why))
+
+    async def _watch(self) -> None:
+        """Cut connections that are open in name only."""
+        while True:
+            await asyncio.sleep(1.0)
+            now_s = time.monotonic()
+            for link in list(self._links.values()):
+                if link.connection is not None and link.is_stalled(now_s, PATIENCE_S):
+                    link.connection.end("it is silent, or does not read what it is sent")
+
+
+async def _send_all(websocket: WebSocket, connection: Outgoing[DownBody]) -> None:
+    """Send until the connection has to end; the transport's flow control holds back a slow receiver's frames here."""
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # RuntimeError: the receiving side has closed it
+        while (frame := await connection.next_frame()) is not None:
+            await websocket.send_text(frame)
+
+
+def _check_belongs(node: str, worker: str) -> None:
+    """An agent speaks for its own workers only.
+
+    Raises:
+        ValueError: it is another's.
+    """
+    if node_of(worker) != node:
+        raise ValueError(f"agent {node} speaks for worker {worker}")
+
+
+def _check_speaker(worker: str, message: Any) -> None:
+    """A worker speaks for itself only.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if isinstance(message, Hello) and message.worker != worker:
+        raise ValueError(f"worker {worker} says that it is {message.worker}")
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status_code=status)

@@ -1,0 +1,36 @@
+"""The run's SQLite file: one place for its events, its machines and its tokens."""
+
+import sqlite3
+from pathlib import Path
+
+from varuna.core.errors import FleetError
+
+FILE = "run.db"
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, body TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS tokens (
+    sha256 TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires REAL NOT NULL, made REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS nodes (
+    name TEXT PRIMARY KEY, secret_sha256 TEXT NOT NULL, hostname TEXT NOT NULL, joined REAL NOT NULL,
+    revoked TEXT NOT NULL DEFAULT '');
+"""
+
+
+def open_database(run_dir: Path) -> sqlite3.Connection:
+    """A connection, for one thread at a time; what is committed survives the death of this process.
+
+    Raises:
+        FleetError: the file is no database, or another version's.
+    """
+    path = run_dir / FILE
+    try:
+        connection = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+        path.chmod(0o600)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=NORMAL")
+        connection.executescript(_SCHEMA)
+    except sqlite3.Error as error:
+        raise FleetError(f"{path} cannot be used ({error}). Give another --run-dir, or move the file away.") from error
+    return connection

@@ -1,0 +1,75 @@
+"""Nodes that are about to leave: noted, left out of new plans, kept as sources of state, then let go."""
+
+from dataclasses import replace
+
+from varuna.core.messages import Finish
+from varuna.fleet.events import DrainRequested, NoticeReceived
+from varuna.fleet.instructions import Release
+from varuna.fleet.state import Departure, Ended, Finishing, Fleet, Running, Standing
+from varuna.fleet.turn import Turn
+
+# A node that outlives its deadline by this much has not been taken after all.
+_REPRIEVE_S = 60.0
+
+
+def note_departure(turn: Turn, event: NoticeReceived | DrainRequested) -> None:
+    """A node will leave; of several deadlines the first counts."""
+    if isinstance(event, NoticeReceived):
+        departure = Departure(deadline_s=event.deadline_s, reason=event.reason)
+        when = f"in {max(0.0, event.deadline_s - turn.now_s):.0f} s"
+    else:
+        departure = Departure(deadline_s=float("inf"), reason="drained")
+        when = "as soon as its state is elsewhere"
+    known = turn.fleet.departing.get(event.node)
+    if known is not None and known.deadline_s <= departure.deadline_s:
+        return
+    turn.update(departing={**turn.fleet.departing, event.node: departure})
+    turn.notice(f"node {event.node} leaves {when} ({departure.reason})")
+
+
+def leavers(fleet: Fleet) -> list[str]:
+    """Ranks of the newest grid on nodes that are about to leave."""
+    return [name for name in fleet.record.grid if fleet.is_joined(name) and fleet.is_departing(name)]
+
+
+def release(turn: Turn) -> None:
+    """Send workers of leaving nodes home once nobody needs them: no rank of the grid, and no source of a morph."""
+    for node in turn.fleet.departing:
+        fleet = turn.fleet
+        there = [worker for worker in fleet.workers.values() if worker.node == node]
+        if any(worker.standing is Standing.LEFT for worker in there) or not _is_free(fleet, node):
+            continue
+        for worker in there:
+            if worker.standing is Standing.JOINED:
+                turn.send(worker.name, Finish())
+                turn.update_worker(worker.name, standing=Standing.DISMISSED)
+        if not fleet.departing[node].released:
+            departing = {**turn.fleet.departing, node: replace(fleet.departing[node], released=True)}
+            turn.update(departing=departing)
+            turn.instructions.append(Release(node))
+
+
+def _is_free(fleet: Fleet, node: str) -> bool:
+    """Whether the run can do without all workers of a node."""
+    match fleet.phase:
+        case Running():
+            needed = fleet.record.grid if fleet.formed else fleet.members
+            return not any(fleet.is_joined(name) and fleet.workers[name].node == node for name in needed)
+        case Ended() | Finishing():
+            return False  # they are dismissed with all others
+        case _:
+            return not fleet.history
+
+
+def reprieve(turn: Turn) -> None:
+    """Forget departures that are over: the node is gone, or was not taken."""
+    fleet = turn.fleet
+    nodes = {worker.node for worker in fleet.workers.values()}
+    kept = {
+        node: departure
+        for node, departure in fleet.departing.items()
+        if turn.now_s < departure.deadline_s + _REPRIEVE_S
+        and (node in nodes or not departure.released or departure.deadline_s < float("inf"))
+    }
+    if kept != fleet.departing:
+        turn.update(departing=kept)

@@ -1,0 +1,82 @@
+"""What a worker cannot truthfully say: checked before the state machine believes it. Pure.
+
+Bugs, mixed-up processes and hostile ones look the same from here; the worker is sent away and the run goes on.
+"""
+
+from pathlib import PurePosixPath
+
+from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
+from varuna.core.saved import SavedShard
+from varuna.core.vote import VoteLayout
+from varuna.fleet.state import Fleet
+
+
+def objection(fleet: Fleet, worker: str, message: FromWorker) -> str:
+    """Why ``message`` cannot be true; empty if it can."""
+    if fleet.job is None or worker not in fleet.workers:
+        return ""
+    match message:
+        case Beat(generation=generation) if generation > fleet.generation:
+            return f"it beats in generation {generation}, the newest is {fleet.generation}"
+        case Voted(vote=vote):
+            return _about_vote(fleet, vote)
+        case Held():
+            return _about_held(fleet, worker, message)
+        case Saved(shard=shard):
+            return _about_shard(fleet, shard)
+        case _:
+            return ""
+
+
+def _about_vote(fleet: Fleet, vote: Vote) -> str:
+    if not 0 <= vote.generation <= fleet.generation:
+        return f"it has a vote of generation {vote.generation}, the newest is {fleet.generation}"
+    assert fleet.job is not None
+    if not 0 <= vote.step < fleet.job.steps:
+        return f"it has a vote of step {vote.step} of {fleet.job.steps}"
+    plan = fleet.history[vote.generation].plan
+    layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
+    if len(vote.vector) != layout.size:
+        return f"its vote of step {vote.step} has {len(vote.vector)} numbers instead of {layout.size}"
+    return ""
+
+
+def _about_held(fleet: Fleet, worker: str, held: Held) -> str:
+    if held.generation > fleet.generation:
+        return f"it stopped generation {held.generation}, the newest is {fleet.generation}"
+    for vote in held.votes:
+        if why := _about_vote(fleet, vote):
+            return why
+    if held.next_step is None:
+        return "it holds sections without a step" if held.sections else ""
+    known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
+    first = fleet.record.first_step if fleet.history else 0
+    if held.next_step > max(known + 1, first):
+        return f"it says that it holds step {held.next_step}, but step {known + 1} is not committed"
+    if not _was_given(fleet, worker, held.sections):
+        named = ", ".join(str(section) for section in held.sections[:8])
+        return f"it says that it holds sections {named}, which it was never given"
+    return ""
+
+
+def _was_given(fleet: Fleet, worker: str, sections: tuple[int, ...]) -> bool:
+    """A worker holds the sections of its stage, of this generation or (if that did not form) of one before."""
+    if not sections:
+        return True
+    for record in reversed(fleet.history):
+        if worker in record.grid:
+            stage = record.plan.place_of(record.grid.index(worker)).stage
+            if tuple(record.plan.sections_of(stage)) == sections:
+                return True
+    return False
+
+
+def _about_shard(fleet: Fleet, shard: SavedShard) -> str:
+    assert fleet.job is not None
+    path = PurePosixPath(shard.file)
+    if path.is_absolute() or ".." in path.parts:
+        return f"it saved a shard outside of the checkpoints: {shard.file[:80]}"
+    known = 0 <= shard.section < len(fleet.job.model.sections) and 0 <= shard.step <= fleet.job.steps
+    if not known or not 0 <= shard.generation <= fleet.generation:
+        return f"it saved section {shard.section} at step {shard.step} in generation {shard.generation}: that cannot be"
+    return ""

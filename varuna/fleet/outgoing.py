@@ -1,0 +1,60 @@
+"""Frames on their way over one connection: what is numbered and kept, and what is said once."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from itertools import islice
+from typing import Generic, TypeVar
+
+from varuna.fleet.channel import Channel
+
+T = TypeVar("T")
+
+_SAID_WAITING = 64
+
+
+class Outgoing(Generic[T]):
+    """Made for one connection, used on its event loop only.
+
+    Args:
+        channel: outlives the connection.
+        cursor: newest message of it that the other side has.
+        frame: makes a frame of a number, the newest number that came, and a message.
+    """
+
+    def __init__(self, channel: Channel[T], cursor: int, frame: Callable[[int, int, T], str]) -> None:
+        self._channel, self._cursor, self._frame = channel, cursor, frame
+        self._said: deque[str] = deque()
+        self._wake = asyncio.Event()
+        self.cut = ""
+        """Why the connection has to end; empty while it need not."""
+
+    def say(self, frame: str) -> None:
+        """Queue a frame that is not kept; who asks without listening is cut."""
+        self._said.append(frame)
+        if len(self._said) > _SAID_WAITING:
+            self.end("it does not read what it is sent")
+        self._wake.set()
+
+    def wake(self) -> None:
+        """There is something new in the channel."""
+        self._wake.set()
+
+    def end(self, why: str) -> None:
+        """Close the connection soon."""
+        self.cut = self.cut or why
+        self._wake.set()
+
+    async def next_frame(self) -> str | None:
+        """The next frame to send; None once the connection has to end."""
+        while not self.cut:
+            if self._said:
+                return self._said.popleft()
+            waiting = self._channel.waiting
+            if waiting and waiting[-1][0] > self._cursor:
+                skip = max(0, self._cursor + 1 - waiting[0][0])
+                self._cursor, body = next(islice(waiting, skip, None))
+                return self._frame(self._cursor, self._channel.received, body)
+            self._wake.clear()
+            await self._wake.wait()
+        return None

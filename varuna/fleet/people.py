@@ -1,0 +1,219 @@
+"""The door for people: status, logs and the page for readers; what changes the run for its operator alone."""
+
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from varuna.core.value import Value
+from varuna.fleet.audit import Audit
+from varuna.fleet.events import DrainRequested, Event, FinishRequested, MorphRequested
+from varuna.fleet.protocol import WORKER_NAME, WorkerName
+from varuna.fleet.registry import TOKEN_LIFE_S
+
+_COOKIE = "varuna_token"
+_PAGE = Path(__file__).parent.parent / "dashboard" / "index.html"
+_MAX_BODY_BYTES = 4096
+_LOG_CHUNK_BYTES = 2**20
+
+
+class Drain(Value):
+    """Body of ``POST /drain``."""
+
+    node: WorkerName
+
+
+class Mint(Value):
+    """Body of ``POST /tokens``."""
+
+    uses: int = Field(default=1, ge=1, le=100_000)
+    life_s: float = Field(default=TOKEN_LIFE_S, gt=0, le=365 * 24 * 3600)
+
+
+class Nothing(Value):
+    """Body of what needs no arguments."""
+
+
+@dataclass(frozen=True)
+class People:
+    """What the door needs to know of the run.
+
+    Raises (from ``drain_objection`` and ``mint``): nothing; a text is the reason for a refusal.
+    """
+
+    status: Callable[[], dict[str, object]]
+    logs: Path
+    post: Callable[[Event], None]
+    audit: Audit
+    mint: Callable[[int, float], str] | None = None
+    """A JOIN string; None for a run that nobody can join."""
+    operator_token: str = ""
+    page_token: str = ""
+
+    def routes(self) -> list[Route]:
+        """Everything that people may ask for."""
+        return [
+            Route("/", self._page),
+            Route("/status", self._status),
+            Route("/logs/{worker}", self._log),
+            Route("/stop", self._stop, methods=["POST"]),
+            Route("/morph", self._morph, methods=["POST"]),
+            Route("/drain", self._drain, methods=["POST"]),
+            Route("/tokens", self._tokens, methods=["POST"]),
+        ]
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def _may_read(self, request: Request) -> bool:
+        given = request.query_params.get("token", request.cookies.get(_COOKIE, ""))
+        return same(given, self.page_token) or self._may_change(request)
+
+    async def _status(self, request: Request) -> Response:
+        if not self._may_read(request):
+            return self._refuse(request, "read the status")
+        return JSONResponse(finite(self.status()))
+
+    async def _page(self, request: Request) -> Response:
+        """The page; its own requests carry the token in a cookie."""
+        if not self._may_read(request):
+            return PlainTextResponse("open the address that `varuna run` printed, token included\n", status_code=401)
+        if not _PAGE.exists():
+            return PlainTextResponse("this installation has no web page; see /status\n", status_code=404)
+        page = HTMLResponse(_PAGE.read_text())
+        page.set_cookie(_COOKIE, self.page_token, httponly=True, samesite="strict")
+        return page
+
+    async def _log(self, request: Request) -> Response:
+        """Bytes of a worker's log from ``?offset=``, at most 1 MiB; a negative offset counts from the end."""
+        if not self._may_read(request):
+            return self._refuse(request, "read a log")
+        worker, offset = request.path_params["worker"], request.query_params.get("offset", "0")
+        if not re.fullmatch(WORKER_NAME, worker) or not re.fullmatch(r"-?\d{1,15}", offset):
+            return _error(422, "give the name of a worker, and offset= as a number of bytes")
+        path = self.logs / f"{worker}.log"
+        if not path.is_file():
+            return _error(404, f"there is no log of a worker {worker!r}")
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = file.seek(min(size, int(offset)) if int(offset) >= 0 else max(0, size + int(offset)))
+            data = file.read(_LOG_CHUNK_BYTES)
+        headers = {"x-varuna-next-offset": str(start + len(data)), "x-varuna-size": str(size)}
+        return Response(data, media_type="application/octet-stream", headers=headers)
+
+    # -- changing ----------------------------------------------------------------------------------------
+
+    def _may_change(self, request: Request) -> bool:
+        return same(bearer(request.headers.get("authorization", "")), self.operator_token)
+
+    async def _stop(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            self.post(FinishRequested("somebody asked for it with `varuna stop`"))
+            return JSONResponse({"accepted": "stop"}, 202)
+
+        return await self._change(request, "stop the run", Nothing, act)
+
+    async def _morph(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            self.post(MorphRequested())
+            return JSONResponse({"accepted": "morph"}, 202)
+
+        return await self._change(request, "morph", Nothing, act)
+
+    async def _drain(self, request: Request) -> Response:
+        async def act(drain: Drain) -> Response:
+            nodes = self.status().get("nodes", [])
+            assert isinstance(nodes, list)
+            if drain.node not in nodes:
+                known = ", ".join(nodes) or "none"
+                return _error(404, f"there is no node {drain.node!r} in this run; there are: {known}")
+            self.post(DrainRequested(drain.node))
+            return JSONResponse({"accepted": "drain", "node": drain.node}, 202)
+
+        return await self._change(request, "drain a node", Drain, act)
+
+    async def _tokens(self, request: Request) -> Response:
+        async def act(mint: Mint) -> Response:
+            if self.mint is None:
+                return _error(409, "nobody can join this run: it was started by `varuna run`, not `varuna manager`")
+            return JSONResponse({"join": self.mint(mint.uses, mint.life_s)}, 201)
+
+        return await self._change(request, "mint a join token", Mint, act)
+
+    async def _change(
+        self, request: Request, action: str, kind: type[Value], act: Callable[[Value], Awaitable[Response]] | object
+    ) -> Response:
+        """Only the operator, only small well-formed bodies; each attempt is written down."""
+        if not self._may_change(request):
+            return self._refuse(request, action)
+        body = await read_body(request, _MAX_BODY_BYTES)
+        if body is None:
+            return _error(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+        try:
+            value = kind.model_validate_json(body or b"{}")
+        except ValidationError as error:
+            return _error(422, f"the body is not what is needed: {first_problem(error)}")
+        assert callable(act)
+        response: Response = await act(value)
+        if response.status_code < 300:
+            self.audit.did(action, address_of(request))
+        return response
+
+    def _refuse(self, request: Request, action: str) -> Response:
+        self.audit.refused(action, address_of(request), "wrong token")
+        return _error(401, "wrong token")
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes | None:
+    """The body; None if it is larger than the limit, without reading more than that."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit_bytes:
+            return None
+    return bytes(body)
+
+
+def first_problem(error: ValidationError) -> str:
+    """``uses: Input should be greater than 0``; nothing of the input is repeated."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+def address_of(request: Request) -> str:
+    """Where a request comes from."""
+    return request.client.host if request.client else "unknown"
+
+
+def bearer(header: str) -> str:
+    """The token of an ``Authorization`` header."""
+    return header.removeprefix("Bearer ").strip()
+
+
+def same(given: str, token: str) -> bool:
+    """Compare without telling by the time it takes how much was right; an empty token opens nothing."""
+    return bool(token) and secrets.compare_digest(given.encode(), token.encode())
+
+
+def finite(value: object) -> object:
+    """JSON has no NaN."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+        case _:
+            return value
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status_code=status)

@@ -1,0 +1,116 @@
+"""Who belongs to the run: tokens that let machines join, and the secrets of those that did."""
+
+import hashlib
+import re
+import secrets
+import sqlite3
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from varuna.core.errors import FleetError
+from varuna.fleet.database import open_database
+from varuna.fleet.protocol import Identity, JobIdentity
+
+TOKEN_LIFE_S = 24 * 3600.0
+
+
+class RefusedError(FleetError):
+    """Somebody is not let in; the message says why, and nothing that helps an attacker."""
+
+
+class Registry:
+    """Tokens and machines. Only hashes are stored: who reads the file learns no secret.
+
+    Args:
+        run_dir: of the run.
+        clock: seconds since the epoch: tokens must expire also while no manager runs.
+    """
+
+    def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
+        self._database: sqlite3.Connection = open_database(run_dir)
+        self._clock = clock
+
+    def mint(self, *, uses: int = 1, life_s: float = TOKEN_LIFE_S) -> str:
+        """A new token, good for ``uses`` joins within ``life_s`` seconds."""
+        token = secrets.token_urlsafe(24)
+        now = self._clock()
+        with self._database:
+            self._database.execute("DELETE FROM tokens WHERE expires < ?", (now - TOKEN_LIFE_S,))
+            self._database.execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (_hash(token), uses, now + life_s, now))
+        return token
+
+    def join(self, token: str, hostname: str) -> Identity:
+        """Spend one use of a token; returns who the machine is from now on.
+
+        Raises:
+            RefusedError: the token is unknown, spent or expired.
+        """
+        row = self._database.execute("SELECT uses, expires FROM tokens WHERE sha256 = ?", (_hash(token),)).fetchone()
+        if row is None:
+            raise RefusedError("this token is not known. Mint one with `varuna join-token`.")
+        if row[1] < self._clock():
+            raise RefusedError("this token has expired. Mint another one with `varuna join-token`.")
+        self._database.execute("BEGIN IMMEDIATE")
+        spent = self._database.execute(
+            "UPDATE tokens SET uses = uses - 1 WHERE sha256 = ? AND uses > 0", (_hash(token),)
+        ).rowcount
+        if not spent:
+            self._database.execute("ROLLBACK")
+            raise RefusedError("this token has been used. Mint another one with `varuna join-token`.")
+        number = self._database.execute("SELECT COUNT(*) FROM nodes").fetchone()[0]
+        identity = Identity(node=_name(hostname, number), secret=secrets.token_urlsafe(32))
+        self._database.execute(
+            "INSERT INTO nodes (name, secret_sha256, hostname, joined) VALUES (?, ?, ?, ?)",
+            (identity.node, _hash(identity.secret), hostname, self._clock()),
+        )
+        self._database.execute("COMMIT")
+        return identity
+
+    def check(self, node: str, secret: str) -> None:
+        """Let a machine in that joined before.
+
+        Raises:
+            RefusedError: it did not, or is not welcome any more.
+        """
+        row = self._database.execute("SELECT secret_sha256, revoked FROM nodes WHERE name = ?", (node,)).fetchone()
+        if row is None or not secrets.compare_digest(row[0], _hash(secret)):
+            raise RefusedError("node or secret is wrong: join again with a new token")
+        if row[1]:
+            raise RefusedError(f"node {node} was sent away ({row[1]}): join again with a new token")
+
+    def revoke(self, node: str, why: str) -> None:
+        """A machine's secret is void from now on."""
+        with self._database:
+            self._database.execute("UPDATE nodes SET revoked = ? WHERE name = ?", (why, node))
+
+    def agree(self, job: JobIdentity) -> str:
+        """The first agent says what is run; for all others, the first difference to that, or nothing."""
+        row = self._database.execute("SELECT body FROM facts WHERE name = 'identity'").fetchone()
+        if row is None:
+            with self._database:
+                self._database.execute("INSERT INTO facts VALUES ('identity', ?)", (job.model_dump_json(),))
+            return ""
+        agreed = JobIdentity.model_validate_json(row[0])
+        if agreed.version != job.version:
+            return f"this agent runs Varuna {job.version}, the run {agreed.version}"
+        if agreed.script_sha256 != job.script_sha256:
+            return f"its script {job.script} is not the run's {agreed.script}: give all machines the same file"
+        if agreed.args_sha256 != job.args_sha256:
+            return "its script has other arguments than the run's"
+        return ""
+
+    def close(self) -> None:
+        """Close the file."""
+        self._database.close()
+
+
+def _hash(text: str) -> str:
+    """Secrets are long and random, so a plain hash is enough."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _name(hostname: str, number: int) -> str:
+    """``n3-gpu-box``: unique by the number, told apart by the rest."""
+    label = re.sub(r"[^a-z0-9-]+", "-", hostname.lower().split(".")[0]).strip("-")[:24].strip("-")
+    return f"n{number}-{label}" if label else f"n{number}"

@@ -1,0 +1,202 @@
+"""Planned morphs: nodes that will leave, workers that are slow, newcomers that help, and people who ask.
+
+All of them stop behind the same vote, so that no step is lost: rank 0 raises the regroup flag.
+"""
+
+from dataclasses import replace
+
+from varuna.core.errors import NoPlanError
+from varuna.core.messages import Flag, RaiseFlag
+from varuna.core.plan import Plan
+from varuna.fleet.departure import leavers
+from varuna.fleet.forming import plan_for
+from varuna.fleet.state import Fleet, Running
+from varuna.fleet.turn import Turn
+from varuna.fleet.verdict import stop_generation
+from varuna.fleet.weighing import weigh
+
+# A regroup asked for in the last steps would meet workers that are leaving.
+_LAST_STEPS = 2
+# A node that was given notice may go early: leave it this long before the last moment, and two steps.
+_MARGIN_S = 15.0
+# How old the newest checkpoint is, on average; workers decide when they are written.
+_CHECKPOINT_AGE_S = 60.0
+# Seconds between two looks at the same newcomers: what a run knows about its stalls changes.
+_LOOK_AGAIN_S = 60.0
+
+
+def plan_ahead(turn: Turn, phase: Running) -> None:
+    """Ask for at most one planned morph, for the most pressing reason."""
+    _ask_to_finish(turn)
+    _answer_departures(turn)
+    if turn.fleet.phase is not phase or phase.regroup or phase.suspicion or not turn.fleet.formed:
+        return
+    if _steps_left(turn.fleet) < _LAST_STEPS:
+        return
+    if turn.fleet.morph_asked:
+        _answer_request(turn)
+    else:
+        _consider_slow(turn)
+        if turn.fleet.phase is phase:
+            _consider_newcomers(turn, phase)
+
+
+def _raise_flag(turn: Turn, flag: Flag) -> None:
+    """Ask rank 0, once in a generation."""
+    fleet = turn.fleet
+    if isinstance(fleet.phase, Running) and flag not in fleet.phase.flags:
+        turn.update(phase=replace(fleet.phase, flags=fleet.phase.flags | {flag}))
+        turn.send(fleet.members[0], RaiseFlag(generation=fleet.generation, flag=flag))
+
+
+def _regroup(turn: Turn, cause: str) -> None:
+    """All stop behind the next vote."""
+    phase = turn.fleet.phase
+    if isinstance(phase, Running) and not phase.regroup:
+        turn.update(phase=replace(phase, regroup=cause))
+        _raise_flag(turn, "regroup")
+
+
+def _ask_to_finish(turn: Turn) -> None:
+    """The stop flag makes everybody save and leave behind the next vote."""
+    if turn.fleet.finish_reason:
+        _raise_flag(turn, "stop")
+
+
+# -- departures ----------------------------------------------------------------------------------------------------
+
+
+def _answer_departures(turn: Turn) -> None:
+    """Leave nodes that are about to go, behind a vote if there is time for one."""
+    fleet = turn.fleet
+    going = leavers(fleet)
+    if not going or not isinstance(fleet.phase, Running):
+        return
+    if fleet.job is not None and fleet.job.checkpoint_dir is not None and _loses_last_holder(fleet, going):
+        _raise_flag(turn, "checkpoint")
+    nodes = sorted({fleet.workers[name].node for name in going})
+    cause = " and ".join(f"node {node} leaves ({fleet.departing[node].reason})" for node in nodes)
+    deadline_s = min(fleet.departing[node].deadline_s for node in nodes)
+    assert fleet.job is not None
+    latest_s = deadline_s - fleet.experience.stall_s(fleet.job, fleet.record.plan)
+    is_late = turn.now_s >= latest_s or _step_ends_s(fleet) > latest_s
+    is_time = deadline_s == float("inf") or turn.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
+    if not (is_late or is_time) or plan_or_none(turn, len(fleet.available)) is None:
+        return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
+    if is_late:
+        turn.notice(f"{cause} before the step in flight is done: it is run again")
+        stop_generation(turn, cause=cause)
+    else:
+        _regroup(turn, cause)
+
+
+def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
+    """Whether some stage has no rank that stays."""
+    plan = fleet.record.plan
+    staying = [rank for rank, name in enumerate(fleet.record.grid) if name in fleet.workers and name not in going]
+    return len({plan.place_of(rank).stage for rank in staying}) < plan.stages
+
+
+def _step_ends_s(fleet: Fleet) -> float:
+    """When the step in flight is expected to be committed; minus infinity if nobody knows."""
+    return fleet.recorded_s + fleet.step_wall_s if fleet.formed and fleet.step_wall_s else float("-inf")
+
+
+# -- people, stragglers, newcomers -----------------------------------------------------------------------------------
+
+
+def _answer_request(turn: Turn) -> None:
+    """Someone asked for a morph: it happens if the best plan is another one, or its workers are."""
+    turn.update(morph_asked=False, foreseen={})  # whoever asks may know that something has changed
+    fleet = turn.fleet
+    plan = plan_or_none(turn, len(fleet.available))
+    if plan is None:
+        turn.notice("a morph was asked for, but there is no plan for the workers at hand", warning=True)
+    elif _same_work(plan, fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
+        turn.notice(f"a morph was asked for, but {plan.shape} is the best plan for {len(fleet.available)} workers")
+    else:
+        turn.update(replan=True)
+        _regroup(turn, "a morph was asked for")
+
+
+def _consider_slow(turn: Turn) -> None:
+    """Leave stragglers out, if the run is faster without them."""
+    fleet = turn.fleet
+    slow = {name: fleet.slow[name] for name in fleet.record.grid if name in fleet.slow and fleet.is_joined(name)}
+    if not slow:
+        return
+    plan = plan_or_none(turn, len(fleet.available))
+    worst = max(slow, key=lambda name: slow[name].ratio)
+    if plan is not None and plan.step_s < turn.advice.predicted_s(fleet.record.plan) * slow[worst].ratio:
+        _regroup(turn, " and ".join(f"worker {name} is slow ({slow[name]})" for name in slow))
+
+
+def _consider_newcomers(turn: Turn, phase: Running) -> None:
+    """Take newcomers in if what they save until the next change exceeds the stall."""
+    fleet = turn.fleet
+    assert fleet.job is not None
+    newcomers = [name for name in fleet.available if name not in fleet.record.grid]
+    fresh = [name for name in newcomers if name not in phase.considered]
+    if not newcomers or (not fresh and turn.now_s < phase.considered_s + _LOOK_AGAIN_S):
+        return
+    if any(turn.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
+        return
+    plan = plan_or_none(turn, len(fleet.available)) or fleet.record.plan
+    weighing = weigh(
+        fleet.record.plan.model_copy(update={"step_s": turn.advice.predicted_s(fleet.record.plan)}),
+        plan,
+        computing_s=fleet.step_wall_s * _steps_before_change(turn),
+        stall_s=fleet.experience.stall_s(fleet.job, plan),
+        exposed_s=_exposed_s(turn),
+    )
+    named = [name for name in newcomers if name not in fleet.members] or newcomers
+    who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
+    if weighing.pays and (weighing.faster > fleet.config.min_gain or weighing.spared_s > 0):
+        turn.notice(f"{who} will be taken in: {weighing}")
+        _regroup(turn, f"{who} joined")
+        return
+    turn.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=turn.now_s))
+    if fresh:
+        turn.notice(f"{' and '.join(fresh)} joined as spare: {weighing}")
+
+
+def _steps_before_change(turn: Turn) -> float:
+    """Steps that the run is expected to do before workers come or go again, or it ends."""
+    fleet = turn.fleet
+    every_s = max(fleet.step_every_s, fleet.step_wall_s, 1e-9)
+    return min(fleet.experience.gap_s(turn.now_s) / every_s, _steps_left(fleet))
+
+
+def _exposed_s(turn: Turn) -> float:
+    """Work that has no copy but in the workers: since the newest checkpoint, or all of it."""
+    fleet = turn.fleet
+    assert fleet.job is not None
+    since_start_s = turn.now_s - fleet.experience.began_s
+    return since_start_s if fleet.job.checkpoint_dir is None else min(since_start_s, _CHECKPOINT_AGE_S)
+
+
+def plan_or_none(turn: Turn, workers: int) -> Plan | None:
+    """Plan for this many workers, if there is one; made once in a generation, since every tick may ask."""
+    if not workers:
+        return None
+    known = turn.fleet.foreseen
+    if workers not in known:
+        try:
+            plan: Plan | None = plan_for(turn, workers)
+        except NoPlanError:
+            plan = None
+        known = {**known, workers: plan}
+        turn.update(foreseen=known)
+    return known[workers]
+
+
+def _same_work(a: Plan, b: Plan) -> bool:
+    """Whether two plans differ in their predictions at most."""
+    unpredicted = {"step_s": 0.0, "memory_bytes": ()}
+    return a.model_copy(update=unpredicted) == b.model_copy(update=unpredicted)
+
+
+def _steps_left(fleet: Fleet) -> int:
+    """Steps that are not recorded."""
+    assert fleet.job is not None
+    return fleet.job.steps - fleet.recorded_step - 1

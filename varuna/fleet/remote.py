@@ -1,0 +1,165 @@
+"""A manager seen from outside: requests over pinned TLS (or plain HTTP on loopback), with errors for people."""
+
+import http.client
+import json
+import socket
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from varuna.core.errors import FleetError
+from varuna.fleet.authority import SERVER_NAME, client_context, fingerprint, unverified_context
+from varuna.fleet.invitation import Invitation
+
+_TIMEOUT_S = 10.0
+_MAX_ANSWER_BYTES = 64 * 2**20
+
+
+class UnreachableError(FleetError):
+    """Nobody answers; trying again later may help."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came back."""
+
+    status: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
+class _PinnedConnection(http.client.HTTPSConnection):
+    """Connects to an address, but asks TLS for the fixed name; one bound for all of it."""
+
+    def __init__(self, host: str, port: int, context: ssl.SSLContext, verifies: bool) -> None:
+        super().__init__(host, port, timeout=_TIMEOUT_S, context=context)
+        self._tls, self._name = context, SERVER_NAME if verifies else None
+
+    def connect(self) -> None:
+        raw = socket.create_connection((self.host, self.port), self.timeout)
+        try:
+            self.sock = self._tls.wrap_socket(raw, server_hostname=self._name)
+        except BaseException:
+            raw.close()
+            raise
+
+
+@dataclass(frozen=True)
+class Remote:
+    """Where a manager is, and how to recognise it.
+
+    Args:
+        host: name or address.
+        port: its port.
+        certificate_pem: of the run's authority; None for plain HTTP on loopback.
+        token: the operator's.
+    """
+
+    host: str
+    port: int
+    certificate_pem: str | None
+    token: str = ""
+
+    def get(self, path: str) -> Answer:
+        """Read something.
+
+        Raises:
+            FleetError: nobody answers, or somebody else.
+        """
+        return self._request("GET", path, None)
+
+    def post(self, path: str, body: Mapping[str, object]) -> Answer:
+        """Change something.
+
+        Raises:
+            FleetError: nobody answers, or somebody else.
+        """
+        return self._request("POST", path, json.dumps(body).encode())
+
+    def _request(self, method: str, path: str, body: bytes | None) -> Answer:
+        if self.certificate_pem is None:
+            connection: http.client.HTTPConnection = http.client.HTTPConnection(
+                self.host, self.port, timeout=_TIMEOUT_S
+            )
+        else:
+            connection = _PinnedConnection(self.host, self.port, client_context(self.certificate_pem), True)
+        return _exchange(connection, method, path, body, self.token)
+
+
+def fetch_certificate(invitation: Invitation) -> str:
+    """The CA certificate behind an invitation (PEM); what has another fingerprint is thrown away.
+
+    Raises:
+        UnreachableError: nobody answers.
+        FleetError: somebody else does.
+    """
+    connection = _PinnedConnection(invitation.host, invitation.port, unverified_context(), False)
+    answer = _exchange(connection, "GET", "/ca", None, "")
+    if answer.status != 200:
+        raise FleetError(
+            f"{invitation.address} is no Varuna manager: it answered {answer.status} when asked for its certificate. "
+            "Check the address in the JOIN string."
+        )
+    pem = answer.body.decode(errors="replace")
+    found = fingerprint(pem)
+    if found != invitation.fingerprint:
+        raise FleetError(
+            f"the manager at {invitation.address} is not the one that this string was made for: its certificate has "
+            f"fingerprint {found[:16]}..., expected {invitation.fingerprint[:16]}... Take a new JOIN string from "
+            "the manager you mean; if you did, somebody in between pretends to be it."
+        )
+    return pem
+
+
+def _exchange(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, token: str) -> Answer:
+    where = f"{connection.host}:{connection.port}"
+    headers = {"Content-Type": "application/json"} if body is not None else {}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    try:
+        connection.request(method, path, body, headers)
+        answer = connection.getresponse()
+        return Answer(answer.status, answer.read(_MAX_ANSWER_BYTES), {k.lower(): v for k, v in answer.getheaders()})
+    except (OSError, http.client.HTTPException) as error:
+        raise explain(error, where) from error
+    finally:
+        connection.close()
+
+
+def explain(error: Exception, where: str) -> FleetError:
+    """What went wrong between us and a manager, and what to do."""
+    match error:
+        case ssl.SSLCertVerificationError(verify_code=10):
+            return FleetError(
+                f"the certificate of the manager at {where} has expired, or this machine's clock is wrong. Compare "
+                "`date` here and there; a manager that is started again has a fresh certificate."
+            )
+        case ssl.SSLCertVerificationError(verify_code=9):
+            return FleetError(
+                f"the certificate of the manager at {where} is not valid yet: this machine's clock is wrong. Set it."
+            )
+        case ssl.SSLCertVerificationError():
+            return FleetError(
+                f"who answers at {where} is not the manager of this run (its certificate is another one: "
+                f"{error.verify_message}). Check the address."
+            )
+        case ssl.SSLError():
+            return FleetError(
+                f"{where} does not speak TLS 1.3 as a Varuna manager does ({error.reason or error}). Check host and "
+                "port."
+            )
+        case http.client.RemoteDisconnected() | ConnectionResetError() | http.client.BadStatusLine():
+            return FleetError(
+                f"{where} closed the connection without an answer: it is no Varuna manager, or one that speaks TLS "
+                "where this side does not. Check the address."
+            )
+        case ConnectionRefusedError():
+            return UnreachableError(f"no manager listens at {where}. Is it running? Check the address.")
+        case TimeoutError():
+            return UnreachableError(
+                f"{where} did not answer within {_TIMEOUT_S:.0f} s. Is the port open between the two machines?"
+            )
+        case socket.gaierror():
+            return UnreachableError(f"the name in {where} cannot be resolved ({error.strerror}). Check the address.")
+        case _:
+            return UnreachableError(f"cannot reach a manager at {where}: {error}")

@@ -1,0 +1,61 @@
+"""An agent is back, or new: what the state machine must hear, and which of its workers may not go on.
+
+The manager may have been away, or have started again; the agent says everything that a manager must know which
+remembers nothing but its journal.
+"""
+
+from dataclasses import dataclass
+
+from varuna.core.messages import Suspect
+from varuna.fleet.events import Event, MessageReceived, WorkerExited, WorkerSpawned
+from varuna.fleet.protocol import Charge
+from varuna.fleet.state import Fleet, Running
+
+
+@dataclass(frozen=True, slots=True)
+class Reunion:
+    """``node`` has these workers, and no others."""
+
+    node: str
+    charges: tuple[Charge, ...]
+
+
+def node_of(worker: str) -> str:
+    """``n3-box`` of ``n3-box.4``."""
+    return worker.rpartition(".")[0]
+
+
+def reunite(fleet: Fleet, lost: frozenset[str] | set[str], reunion: Reunion) -> tuple[list[Event], list[str]]:
+    """Events for the state machine, in order, and workers to kill.
+
+    Args:
+        fleet: as it is now.
+        lost: workers that this run has given up: they are fenced off and may not come back.
+        reunion: who is there.
+    """
+    events: list[Event] = []
+    fenced: list[str] = []
+    for charge in reunion.charges:
+        if charge.worker in lost:
+            if charge.exited is None:
+                fenced.append(charge.worker)
+            continue
+        if charge.worker not in fleet.workers:
+            if charge.exited is not None:
+                continue  # nobody waits for it
+            events.append(WorkerSpawned(charge.worker, node=reunion.node))
+        events.extend(MessageReceived(charge.worker, message) for message in charge.said)
+        if charge.exited is not None:
+            events.append(WorkerExited(charge.worker, charge.exited.code, charge.exited.stderr_tail))
+        elif _missed_its_part(fleet, charge):
+            reason = f"it was not told of generation {fleet.generation}: the manager was away"
+            events.append(MessageReceived(charge.worker, Suspect(generation=fleet.generation, reason=reason)))
+    here = {charge.worker for charge in reunion.charges}
+    gone = [name for name in fleet.workers if node_of(name) == reunion.node and name not in here]
+    events.extend(WorkerExited(name, -9, "its agent has started again") for name in gone)
+    return events, fenced
+
+
+def _missed_its_part(fleet: Fleet, charge: Charge) -> bool:
+    """A member that never heard of the newest generation would keep all others waiting."""
+    return isinstance(fleet.phase, Running) and charge.worker in fleet.members and charge.generation < fleet.generation

@@ -1,0 +1,65 @@
+"""Places for workers on one machine, and when to start a worker in each. Pure: time is an argument."""
+
+from dataclasses import dataclass
+
+_STABLE_S = 60.0
+_LONGEST_DELAY_S = 30.0
+
+
+@dataclass
+class Slot:
+    """A place for one worker; with GPUs, one GPU."""
+
+    index: int
+    worker: str = ""
+    started_s: float = 0.0
+    start_at_s: float = 0.0
+    failures: int = 0
+    is_done: bool = False
+    """The last worker ended by itself: nobody follows it."""
+
+
+class Slots:
+    """A worker that was killed is followed by another, ever more slowly; one that ended by itself is not."""
+
+    def __init__(self, count: int) -> None:
+        self._slots = [Slot(index) for index in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    @property
+    def workers(self) -> list[str]:
+        """Those that run."""
+        return [slot.worker for slot in self._slots if slot.worker]
+
+    @property
+    def all_done(self) -> bool:
+        """Whether nothing will ever be started again."""
+        return all(slot.is_done for slot in self._slots)
+
+    def due(self, now_s: float) -> list[Slot]:
+        """Slots in which a worker should be started now."""
+        return [slot for slot in self._slots if not slot.worker and not slot.is_done and now_s >= slot.start_at_s]
+
+    def started(self, slot: Slot, worker: str, now_s: float) -> None:
+        """A worker runs in it."""
+        slot.worker, slot.started_s = worker, now_s
+
+    def ended(self, worker: str, code: int, now_s: float) -> bool:
+        """A process ended, by a signal if ``code`` is negative; False if it was in no slot."""
+        slot = next((slot for slot in self._slots if slot.worker == worker), None)
+        if slot is None:
+            return False
+        slot.worker = ""
+        if code >= 0:
+            slot.is_done = True
+        else:
+            slot.failures = 0 if now_s > slot.started_s + _STABLE_S else slot.failures + 1
+            slot.start_at_s = now_s + (min(_LONGEST_DELAY_S, 2.0 ** (slot.failures - 2)) if slot.failures > 1 else 0.0)
+        return True
+
+    def begin_anew(self) -> None:
+        """Another run: those that ended by themselves are followed after all."""
+        for slot in self._slots:
+            slot.is_done, slot.failures, slot.start_at_s = False, 0, 0.0

@@ -1,0 +1,70 @@
+"""Fail-stutter: a worker that is persistently slower than others at the same work (paper §"Varuna manager"). Pure.
+
+Each heartbeat that brings new compute times is compared with the median of the *other* replicas of its stage; where
+there is one replica, with what the calibration predicts, relative to the other stages. Evidence adds up over beats:
+noise of 10 % never suffices, 30 % does within about 20 beats (tests/unit/fleet/test_stutter.py).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, log
+from statistics import median
+
+from varuna.core.plan import Plan
+
+SLOW_RATIO = 1.3
+"""How much slower a worker must be to be left out: the 30 % that the paper saw."""
+_ENOUGH = 1.05
+_MOST = 0.5  # of one beat: a single hiccup, however long, proves nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the beats of one worker said so far in this generation: a cumulative sum test on the log of its ratio.
+
+    Each beat adds the log of its ratio less half of what is looked for; below zero the count starts anew. So noise
+    drifts down, and slowness up: of 10 % noise, e^-14 of all excursions get this far.
+    """
+
+    score: float = 0.0
+    log_ratios: float = 0.0
+    """Their sum, and their number, since the score last was zero."""
+    beats: int = 0
+
+    def updated(self, ratio: float, slow_ratio: float) -> "Evidence":
+        """One more beat."""
+        found = max(-_MOST, min(_MOST, log(ratio)))
+        score = self.score + found - log(slow_ratio) / 2
+        return Evidence() if score <= 0 else Evidence(score, self.log_ratios + log(ratio), self.beats + 1)
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Slow for certain."""
+        return self.score >= _ENOUGH
+
+    @property
+    def ratio(self) -> float:
+        """Times that the worker takes as long as its peers, geometric mean."""
+        return exp(self.log_ratios / self.beats) if self.beats else 1.0
+
+
+def slowness(rank: int, plan: Plan, compute_s: Mapping[int, float], expected_s: Sequence[float] | None) -> float | None:
+    """How many times longer than its peers a rank computes; None if there is nothing to compare with.
+
+    Args:
+        rank: of the grid; it must be in ``compute_s``.
+        plan: of the generation.
+        compute_s: by rank: newest seconds of compute per micro-batch, forward and backward, waiting left out.
+        expected_s: by stage: what the calibration predicts for the same; None if nothing was measured.
+    """
+    stage = plan.place_of(rank).stage
+    if plan.replicas > 1:
+        others = [s for other, s in compute_s.items() if other != rank and plan.place_of(other).stage == stage]
+        return compute_s[rank] / median(others) if others and median(others) > 0 else None
+    if expected_s is None or min(expected_s) <= 0:
+        return None
+    others = [s / expected_s[plan.place_of(other).stage] for other, s in compute_s.items() if other != rank]
+    # With two stages one other says nothing about who of both is off; the calibration was measured elsewhere.
+    if len(others) < 2 or median(others) <= 0:
+        return None
+    return compute_s[rank] / expected_s[stage] / median(others)

@@ -1,0 +1,90 @@
+"""Whether a switch to a faster plan pays: what it saves until the next change, against what it costs. Pure."""
+
+from dataclasses import dataclass, replace
+
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+
+# Recorded spot clusters change every 4 to 22 minutes; the shortest is assumed until the run knows better.
+_PRIOR_GAP_S = 250.0
+_PRIOR_HANDSHAKE_S = 1.0
+_PRIOR_LINK_BYTES_PER_S = 1.1e9  # 10 Gb/s Ethernet, less framing
+_STALLS_KEPT = 5
+# Of all changes: losses are as frequent as gains.
+_LOSSES = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experience:
+    """What a run has learned about change: how often it comes, and how long a planned morph stalls training."""
+
+    began_s: float
+    changes: int = 0
+    changed_s: float = float("-inf")
+    stalls_s: tuple[float, ...] = ()
+
+    def changed(self, now_s: float, burst_s: float) -> "Experience":
+        """A worker came or went; those that come or go within ``burst_s`` count as one change."""
+        count = self.changes + (now_s > self.changed_s + burst_s)
+        return replace(self, changes=count, changed_s=now_s)
+
+    def stalled(self, stall_s: float) -> "Experience":
+        """A planned morph cost this much."""
+        return replace(self, stalls_s=(*self.stalls_s, stall_s)[-_STALLS_KEPT:])
+
+    def gap_s(self, now_s: float) -> float:
+        """Expected time to the next change: the mean gap so far, the prior counting as one more."""
+        return (_PRIOR_GAP_S + now_s - self.began_s) / (1 + self.changes)
+
+    def stall_s(self, job: JobFacts, plan: Plan) -> float:
+        """Expected stall of a planned morph: the mean of the last ones; before the first, a stage's state on a link."""
+        if self.stalls_s:
+            return sum(self.stalls_s) / len(self.stalls_s)
+        facts = job.model.sections
+        stage_bytes = max(
+            sum(facts[section].parameter_bytes + facts[section].optimizer_bytes for section in plan.sections_of(stage))
+            for stage in range(plan.stages)
+        )
+        return _PRIOR_HANDSHAKE_S + stage_bytes / _PRIOR_LINK_BYTES_PER_S
+
+
+@dataclass(frozen=True, slots=True)
+class Weighing:
+    """Both sides of the scale, in seconds of training."""
+
+    saved_s: float
+    stall_s: float
+    faster: float
+    """Share of the step time that goes away."""
+    spared_s: float = 0.0
+    """What the loss of a section's only holder would cost, times its likelihood."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether the switch gains more than it costs."""
+        return self.saved_s + self.spared_s > self.stall_s
+
+    def __str__(self) -> str:
+        if self.faster <= 0 and not self.spared_s:
+            return "a plan with more workers would not be faster"
+        relation = "more" if self.pays else "not more"
+        safety = f", and a second holder of each section {self.spared_s:.1f} s," if self.spared_s else ","
+        return (
+            f"steps {100 * self.faster:.0f} % faster save {self.saved_s:.1f} s before the next change is expected"
+            f"{safety} {relation} than the {self.stall_s:.1f} s that a morph stalls"
+        )
+
+
+def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s: float) -> Weighing:
+    """Weigh a switch from ``old`` to ``new``.
+
+    Args:
+        old: what runs.
+        new: what could.
+        computing_s: time that ``old`` would spend in steps before the next change.
+        stall_s: what the switch costs.
+        exposed_s: work that the loss of a section's only holder would undo.
+    """
+    faster = 1 - new.step_s / old.step_s if old.step_s > 0 else 0.0
+    gains_safety = old.replicas == 1 < new.replicas
+    return Weighing(computing_s * faster, stall_s, faster, _LOSSES * exposed_s if gains_safety else 0.0)

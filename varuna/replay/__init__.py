@@ -1,0 +1,1 @@
+"""What would this run make of that cluster: the real state machine and planner, in virtual time."""

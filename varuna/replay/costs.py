@@ -1,0 +1,46 @@
+"""What changes cost: seconds that a replay charges beside the planner's step times."""
+
+from dataclasses import dataclass
+from math import sqrt
+
+
+def checkpoint_every_s(stall_s: float, between_losses_s: float) -> float:
+    """Young's rule: the interval at which stalls and lost work cost the same."""
+    return sqrt(2.0 * stall_s * between_losses_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MorphCosts:
+    """Costs of a morph inside living workers, state copies apart, which follow from bytes and the calibrated link.
+
+    Generous next to what ``benchmarks/recovery.py`` shows for 4 CPU workers of one machine, where a whole morph takes a
+    tenth of a second to a second: a cluster has more workers and a slower network.
+    """
+
+    lease_s: float = 6.0
+    """Silence after which a worker counts as dead: a VM that vanishes closes no connection."""
+    stop_s: float = 0.5
+    """From Hold to the answer of the last survivor."""
+    form_s: float = 2.0
+    """Groups of a new generation, without copies of state."""
+    warm_s: float = 45.0
+    """From a VM's appearance to a worker that could run at once: start, imports, capture of the model."""
+    checkpoints: bool = True
+    """At Young's interval, from what the run has seen of losses and knows of its own snapshots."""
+    snapshot_bytes_per_s: float = 5e9
+    """State is copied out at a step boundary, and training waits for that."""
+    upload_bytes_per_s: float = 0.5e9
+    """Then it is written in the background."""
+    load_bytes_per_s: float = 0.5e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartCosts:
+    """The same for jobs that restart: kill all, start all, read the last checkpoint.
+
+    110 s are a regroup of torchrun with everything that a process does before its first step
+    (reference: elastic launchers, secondary source); the original Varuna sleeps 120 s.
+    """
+
+    restart_s: float = 110.0
+    snapshot_bytes_per_s: float = 5e9

@@ -1,0 +1,139 @@
+"""A picture like the paper's 60-hour figure: examples/s and examples/s per GPU over time, with the plans."""
+
+from collections.abc import Sequence
+from xml.sax.saxutils import escape
+
+from varuna.replay.report import Outcome, Stretch
+
+_WIDTH, _HEIGHT = 1200, 640
+_LEFT, _RIGHT = 70, 20
+_PANELS = ((54, 300), (360, 570))  # top and bottom of each, pixels
+_LABEL_PX = 26  # least distance of two plan labels
+_INK, _GRID, _TOTAL, _PER_GPU, _MARK = "#222222", "#dddddd", "#1f5fa8", "#b3541e", "#6b6b6b"
+
+
+def draw(outcome: Outcome, gpus_per_node: int, title: str) -> str:
+    """SVG text. Plans are written where they begin, ``p`` where a replacement kept the plan; ticks are checkpoints."""
+    scale = _LEFT, (_WIDTH - _LEFT - _RIGHT) / max(outcome.duration_s, 1e-9)
+    trained = [stretch for stretch in outcome.stretches if stretch.plan is not None]
+    totals = [(s.begin_s, s.end_s, _rate(s)) for s in trained]
+    shares = [(s.begin_s, s.end_s, _rate(s) / max(1, s.nodes * gpus_per_node)) for s in trained]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
+            f'height="{_HEIGHT}" font-family="sans-serif" font-size="12" fill="{_INK}">',
+            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
+            _text(_LEFT, 22, title, size=15),
+            *_panel(totals, _PANELS[0], scale, outcome.duration_s, "examples/s", _TOTAL),
+            *_labels(trained, _PANELS[0], scale),
+            *_ticks(outcome.checkpoints_s, _PANELS[0][1], scale),
+            *_panel(shares, _PANELS[1], scale, outcome.duration_s, "examples/s per GPU", _PER_GPU),
+            _text(
+                _LEFT,
+                605,
+                "Gaps: morphs, lost steps, or no plan fits. p: the same plan on other workers. "
+                "Ticks under the upper panel: checkpoints.",
+            ),
+            _text(_LEFT, 625, _summary(outcome)),
+            "</svg>",
+        ]
+    )
+
+
+def _rate(stretch: Stretch) -> float:
+    """Examples per second of its plan."""
+    assert stretch.plan is not None
+    return stretch.plan.global_batch / stretch.plan.step_s if stretch.plan.step_s else 0.0
+
+
+def _summary(outcome: Outcome) -> str:
+    morphs = ", ".join(f"{count} {kind}" for kind, count in sorted(outcome.morphs.items()))
+    return (
+        f"M = {outcome.global_batch}, m = {outcome.micro_batch}, {outcome.samples:,} examples, goodput "
+        f"{100 * outcome.goodput:.1f} % of instant lossless morphs; {morphs}"
+    )
+
+
+def _panel(
+    bars: Sequence[tuple[float, float, float]],
+    edges: tuple[int, int],
+    scale: tuple[float, float],
+    duration_s: float,
+    title: str,
+    colour: str,
+) -> list[str]:
+    """Axes, grid, and a step line with a filled area."""
+    (top, bottom), (left, per_s) = edges, scale
+    most = _nice(max((value for _, _, value in bars), default=1.0))
+    right = left + duration_s * per_s
+    parts = []
+    for i in range(5):
+        y = bottom - (bottom - top) * i / 4
+        parts.append(f'<line x1="{left}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_GRID}"/>')
+        parts.append(_text(left - 8, y + 4, f"{most * i / 4:.4g}", anchor="end"))
+    hours = duration_s / 3600.0
+    every = next((step for step in (0.25, 0.5, 1, 2, 4, 6, 12, 24) if hours / step <= 14), 48)
+    for i in range(int(hours / every) + 1):
+        x = left + i * every * 3600.0 * per_s
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}" stroke="{_INK}"/>')
+        parts.append(_text(x, bottom + 20, f"{i * every:g} h", anchor="middle"))
+    for begin_s, end_s, value in bars:
+        x, width = left + begin_s * per_s, (end_s - begin_s) * per_s
+        height = (bottom - top) * value / most
+        parts.append(
+            f'<rect x="{x:.2f}" y="{bottom - height:.1f}" width="{width:.2f}" height="{height:.1f}" '
+            f'fill="{colour}" fill-opacity="0.25"/>'
+        )
+        parts.append(
+            f'<line x1="{x:.2f}" x2="{x + width:.2f}" y1="{bottom - height:.1f}" y2="{bottom - height:.1f}" '
+            f'stroke="{colour}" stroke-width="1.6"/>'
+        )
+    middle = (top + bottom) / 2
+    parts.append(
+        f'<text x="16" y="{middle:.0f}" transform="rotate(-90 16 {middle:.0f})" text-anchor="middle" '
+        f'fill="{colour}">{title}</text>'
+    )
+    return parts
+
+
+def _labels(trained: Sequence[Stretch], edges: tuple[int, int], scale: tuple[float, float]) -> list[str]:
+    """Plans above the panel where there is room: the longest stretches first."""
+    (top, _), (left, per_s) = edges, scale
+    parts: list[str] = []
+    taken: list[float] = []
+    changes = [(stretch, before) for before, stretch in zip([None, *trained], trained, strict=False)]
+    for stretch, before in sorted(changes, key=lambda pair: pair[0].begin_s - pair[0].end_s):
+        assert stretch.plan is not None
+        x = left + stretch.begin_s * per_s
+        if any(abs(x - other) < _LABEL_PX / 2 for other in taken):
+            continue
+        taken.append(x)
+        same = before is not None and before.plan == stretch.plan
+        label = "p" if same else stretch.plan.shape
+        parts.append(
+            f'<text x="{x + 3:.1f}" y="{top - 4}" font-size="10" fill="{_MARK}" '
+            f'transform="rotate(-45 {x + 3:.1f} {top - 4})">{label}</text>'
+        )
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{top + 4}" stroke="{_MARK}"/>')
+    return parts
+
+
+def _ticks(moments_s: Sequence[float], y: int, scale: tuple[float, float]) -> list[str]:
+    """Short marks below the axis, one a pixel at most."""
+    left, per_s = scale
+    columns = sorted({round(left + moment * per_s) for moment in moments_s})
+    return [f'<line x1="{x}" x2="{x}" y1="{y + 24}" y2="{y + 30}" stroke="{_MARK}"/>' for x in columns]
+
+
+def _nice(value: float) -> float:
+    """A round number at or above ``value``."""
+    power = 1.0
+    while power * 10 <= value:
+        power *= 10
+    while power > value:
+        power /= 10
+    return next(step * power for step in (1, 1.2, 1.6, 2, 2.4, 3.2, 4, 4.8, 6, 8, 10) if step * power >= value)
+
+
+def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -1,0 +1,41 @@
+"""A calibrated model as the manager would see it."""
+
+from varuna.core.calibration import Calibration
+from varuna.core.model import JobFacts, ModelFacts, SectionFacts
+
+_FOREVER = 10**9
+
+
+def job_of(calibration: Calibration, global_batch: int, micro_batch: int | None) -> JobFacts:
+    """Facts of a job that trains the calibrated model without end; state bytes per section are what morphs move."""
+    sections = tuple(
+        SectionFacts(
+            label=name,
+            forward_s=kind.at(kind.forward_s, 1),
+            parameter_bytes=kind.parameter_bytes,
+            trainable_bytes=kind.trainable_bytes,
+            optimizer_bytes=kind.optimizer_bytes,
+            activation_bytes=kind.activation_bytes,
+            boundary_bytes=kind.boundary_bytes,
+        )
+        for name in calibration.kind_names
+        for kind in [calibration.kinds[name]]
+    )
+    model = ModelFacts(
+        digest=calibration.model.digest or calibration.model.name,
+        sections=sections,
+        tied=calibration.tied,
+    )
+    return JobFacts(
+        model=model,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        seed=0,
+        steps=_FOREVER,
+        checkpoint_dir="virtual",
+    )
+
+
+def state_bytes(job: JobFacts) -> tuple[int, ...]:
+    """Bytes of each section's state."""
+    return tuple(section.parameter_bytes + section.optimizer_bytes for section in job.model.sections)
