@@ -11,14 +11,16 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: help install demo test check format clean
+.PHONY: chaos help install azurite demo test check format clean bench-peers
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
 	@echo "make test     unit tests, then scenarios that start and kill real processes"
+	@echo "make chaos    kill, freeze, drain and bring back workers for 5 minutes; every loss is compared (SECONDS=, SEED=)"
 	@echo "make check    format, lint, strict types, tests: what CI runs"
 	@echo "make install  create .venv with everything; nothing to do when it is current"
 	@echo "make format   rewrite the sources in the project's format"
+	@echo "make bench-peers  install torch, DeepSpeed and Megatron-core in .peers, for benchmarks/schedule_vs_peers.py"
 	@echo "make clean    remove .venv, caches and build folders"
 	@echo "Another interpreter: make demo PYTHON=/path/to/python3.11"
 
@@ -36,8 +38,20 @@ $(STAMP): pyproject.toml
 demo: install
 	@$(BIN)/varuna demo
 
-test: install
-	$(BIN)/python -m pytest -q tests/unit
+SECONDS ?= 300
+SEED ?= 0
+
+chaos: install
+	@$(BIN)/python benchmarks/chaos.py --seconds $(SECONDS) --seed $(SEED)
+
+# Azurite is a real server of Azure Blob for tests/scenarios; without npm or a network its tests are skipped.
+azurite:
+	@test -x .azurite/node_modules/.bin/azurite-blob || ! command -v npm >/dev/null 2>&1 || \
+		npm install --silent --no-audit --no-fund --no-save --prefix .azurite azurite@3 >/dev/null 2>&1 || \
+		echo "azurite cannot be installed: the scenarios with Azure Blob will be skipped" >&2
+
+test: install azurite
+	$(BIN)/python -m pytest -q -n auto --dist loadfile tests/unit
 	$(BIN)/python -m pytest -q tests/scenarios
 
 check: install
@@ -50,6 +64,15 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Peers in an environment of their own: they bring dependencies that Varuna does not want.
+bench-peers: .peers/.installed
+
+.peers/.installed:
+	@test -x .peers/bin/python || "$(PYTHON)" -m venv .peers
+	.peers/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.peers/bin/python -m pip install --quiet --disable-pip-version-check deepspeed==0.19.8 megatron-core==0.16.1
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .azurite .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

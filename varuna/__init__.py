@@ -18,7 +18,8 @@ from varuna.core.plan import Plan
 
 if TYPE_CHECKING:
     from varuna.engine.shared import all_reduce_shared, owned
-    from varuna.trainer import Step, Trainer
+    from varuna.results import Step
+    from varuna.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -43,8 +44,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load torch only for what needs it: planning and the command line run without."""
-    if name in ("Step", "Trainer"):
-        return getattr(import_module("varuna.trainer"), name)
+    if name == "Trainer":
+        return import_module("varuna.trainer").Trainer
+    if name == "Step":
+        return import_module("varuna.results").Step
     if name in ("all_reduce_shared", "owned"):
         return getattr(import_module("varuna.engine.shared"), name)
     raise AttributeError(f"module 'varuna' has no attribute {name!r}")

@@ -1,69 +1,51 @@
 """The public face: a script for one GPU, run on whatever there is."""
 
 import atexit
+import math
 import os
 import sys
-import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from varuna.core.errors import UsageError, VarunaError
+from varuna.arguments import check_arguments, check_checkpoint_arguments, default_device
+from varuna.configured import Configured
+from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
+from varuna.core.precision import Precision
 from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
 from varuna.engine.connect import open_store, solo_from_environment
+from varuna.engine.evaluate import Work
 from varuna.engine.export import export_model
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.precision import DTYPES, cast
 from varuna.engine.saving import Saver, check_writable
 from varuna.engine.session import Committed, Session
 from varuna.engine.stage import Job
+from varuna.engine.step import overflowed
 from varuna.intercept import offer
+from varuna.launched import failed, manager, watch_exceptions
+from varuna.partition.assumptions import check_assumptions
 from varuna.partition.beginning import Beginning, Init, begin_with, check_beginning
 from varuna.partition.capture import LossFunction, MetricsFunction, Recipe
+from varuna.partition.devices import on_device
+from varuna.partition.evaluation import for_evaluation
 from varuna.partition.initialise import Initial, needed_buffers
-from varuna.partition.model import PartitionedModel, partition
+from varuna.partition.lengths import check_lengths, partition_lengths
+from varuna.partition.model import PartitionedModel
 from varuna.partition.modules import chooser
-from varuna.partition.weighing import WeightFunction, check_weighing
-
-if TYPE_CHECKING:
-    from varuna.fleet.member import Member
+from varuna.partition.weighing import WeightFunction, check_weighing, weight_of
+from varuna.results import Evaluation, Step
+from varuna.store import opening
 
 _CAPTURED_SAMPLES = 2
 _DEFAULT_EVERY = timedelta(minutes=10)
-
-
-@dataclass(frozen=True)
-class Step:
-    """A committed step, the same on every rank."""
-
-    index: int
-    """from 0"""
-    loss: float
-    """of the global batch: weighted mean over its targets (or examples)"""
-    examples: int
-    """in the global batch"""
-    grad_norm: float
-    """global L2 norm before clipping"""
-    lr: float
-    """of the first parameter group, as used in this step"""
-    metrics: Mapping[str, float]
-    """sums over the global batch"""
-    generation: int
-    """a redone step comes again with a higher one"""
-    plan: Plan
-    is_main: bool
-    """true on one rank"""
 
 
 class Trainer:
@@ -87,11 +69,16 @@ class Trainer:
         micro_batch: int | None = None,
         cut_points: int | None = None,
         cut_at: Sequence[str] | None = None,
+        lengths: Sequence[int] | None = None,
         before_step: Callable[[NamedParameters], None] | None = None,
         metrics: MetricsFunction | None = None,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         checkpoint_every: int | timedelta | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        upload_bytes_per_s: float | None = None,
         device: str | torch.device | None = None,
+        precision: Precision = "fp32",
     ) -> None:
         """Describe the job; nothing is built before ``steps``.
 
@@ -113,34 +100,49 @@ class Trainer:
                 draws every parameter by itself, so that no worker ever holds the whole model.
             lr_scheduler: builds a torch scheduler from the optimizer; steps once per committed step.
             clip_grad_norm: largest global L2 norm of the gradients.
-            micro_batch: examples that flow through the pipeline at a time. Default: chosen once for the run.
+            micro_batch: examples that flow through the pipeline at a time. Default: chosen once for the run. A model
+                with batch normalisation needs it.
             cut_points: wished number of places where the model may be cut. Default: wherever little crosses.
             cut_at: names of modules, as in ``named_modules()``: cut where each is entered, and nowhere else.
+            lengths: sizes that dimension 1 of the collated tensors may have, one for all of a micro-batch. Default: the
+                first samples' only.
             before_step: sees the (name, parameter) list with reduced, clipped gradients before the optimizer.
             metrics: ``fn(output, batch)`` -> named scalar sums, added up over the global batch.
-            checkpoint_dir: folder for checkpoints. Given: the same command resumes.
+            checkpoint_dir: folder or URL (``s3://``, ``gs://``, ``az://``). Given: the same command resumes.
             checkpoint_every: steps (int) or time between checkpoints. Default: 10 minutes.
+            keep_last: newest checkpoints to keep.
+            keep_every: keep for good those whose step is a multiple of this, too.
+            upload_bytes_per_s: most that a worker sends to a bucket, so that training keeps its share of the network.
             device: default: this worker's GPU if there is one, else the CPU.
+            precision: ``"bf16"`` or ``"fp16"``: compute and send in it, as ``model.to(dtype)`` does, over parameters,
+                optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
 
         Raises:
             UsageError: an argument is out of range.
             DataError: the dataset cannot be read by index.
         """
-        _watch_exceptions()
-        _check(global_batch, micro_batch, clip_grad_norm, cut_points, checkpoint_dir, checkpoint_every)
+        watch_exceptions()
+        check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision)
+        check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)
         check_beginning(init, weights)
-        self.recipe = Recipe(model, loss, metrics)
+        self._precision = precision
+        self._build = Configured(model)
+        self.recipe = Recipe(self._build, loss, metrics, DTYPES[precision])
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
         self._source = SampleSource(dataset, seed=seed, collate=collate)
         self._optimizer, self._scheduler, self._weight = optimizer, lr_scheduler, weight
         self._global_batch, self._micro_batch, self._cut_points = global_batch, micro_batch, cut_points
-        self._choose = chooser(cut_at, cut_points)
+        self._choose, self._lengths = chooser(cut_at, cut_points), check_lengths(lengths)
         self._seed, self._clip, self._before_step = seed, clip_grad_norm, before_step
-        self._directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
+        self._directory = None if checkpoint_dir is None else opening.location(checkpoint_dir)
+        self._keep_last, self._keep_every, self._upload_bytes_per_s = keep_last, keep_every, upload_bytes_per_s
         self._every = checkpoint_every if checkpoint_every is not None else _DEFAULT_EVERY
-        self._device = torch.device(device) if device is not None else _default_device()
+        self._device = torch.device(device) if device is not None else default_device()
         self._session: Session | None = None
         self._model: PartitionedModel | None = None
+        self._collate = collate
+        self._evaluated: tuple[PartitionedModel, dict[str, Tensor]] | None = None  # in evaluation mode; its own buffers
+        self._evaluations = 0
 
     def steps(self, n: int) -> Iterator[Step]:
         """Train until the run is ``n`` steps long; a resumed run yields what is left of it.
@@ -157,24 +159,55 @@ class Trainer:
         if n < 0 or self._session is not None:
             raise UsageError("trainer.steps(n) takes the whole length of the run, n >= 0, and can be called once")
         offer(self, n)
-        membership = _manager() or solo_from_environment()
+        membership = manager() or solo_from_environment()
         session = self._start(n, membership)
         committed = session.steps()
         try:
             for step in committed:
                 yield self._step(step)
         except GeneratorExit:
-            if not sys.is_finalizing() and not _failed.is_set():
+            if not sys.is_finalizing() and not failed.is_set():
                 session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass
             raise
 
+    def evaluate(self, dataset: Any, *, examples: int | None = None) -> Evaluation:
+        """The loss of another dataset, in evaluation mode, over all workers; training is not touched.
+
+        Call it on every rank at the same steps, in the loop or behind it. Losses are weighed as in training.
+
+        Args:
+            dataset: as for ``Trainer``: ``dataset[i]`` is a dict of tensors of the same shapes.
+            examples: how many; all of them by default. Needed without ``__len__``.
+
+        Raises:
+            UsageError: nothing has been trained yet, or ``examples`` is out of range.
+            ModelError: the model computes something else in evaluation, so that it cannot be cut at the same places.
+            DataError: a sample is not what the model was captured with.
+        """
+        if self._session is None or self._model is None:
+            raise UsageError("trainer.evaluate(dataset) works in the loop over trainer.steps(n), and behind it")
+        source = SampleSource(dataset, seed=self._seed, collate=self._collate)
+        count = source.size if examples is None else examples
+        if count is None or count < 1 or (source.size is not None and count > source.size):
+            raise UsageError(f"examples={examples}: the dataset has {source.size or 'no length'}. Say how many to use.")
+        if self._evaluated is None:
+            model = for_evaluation(self._model, self.recipe, self.batch(_CAPTURED_SAMPLES))
+            needed = needed_buffers(model) - needed_buffers(self._model)
+            buffers = self.beginning(self._model).buffers(needed) if needed else {}
+            self._evaluated = on_device(model, self._device), self._cast(buffers)
+        self._evaluations += 1
+        found = self._session.evaluate(Work(self._evaluations, *self._evaluated, source, count, self._weight))
+        if found is None:
+            return Evaluation(math.nan, 0.0, count, {}, complete=False)
+        return Evaluation(found.loss, found.weight, count, found.metrics, complete=True)
+
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model as safetensors under its own names; call it on all ranks, the main one writes.
 
         Args:
-            path: a ``.safetensors`` file, or a folder that gets ``model.safetensors``.
+            path: a ``.safetensors`` file, or a folder: ``model.safetensors``, and ``config.json`` if there is one.
 
         Raises:
             UsageError: nothing has been trained yet.
@@ -182,9 +215,24 @@ class Trainer:
         """
         if self._session is None or self._model is None:
             raise UsageError("trainer.export(path) writes what trainer.steps(n) trained: run the loop first")
-        export_model(self._session.current, self._model, Path(path))
+        export_model(self._session.current, self._model, Path(path), self._build.json)
 
     # -- for tools that look at a job -----------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self._device
+
+    @property
+    def global_batch(self) -> int:
+        """Examples per step, M."""
+        return self._global_batch
+
+    @property
+    def micro_batch(self) -> int | None:
+        """m, if the user fixed it."""
+        return self._micro_batch
 
     def partition(self) -> PartitionedModel:
         """Capture the model and cut it into sections, as ``steps`` does.
@@ -192,9 +240,10 @@ class Trainer:
         Raises:
             ModelError: the model cannot be captured, or not be cut where ``cut_at`` says.
         """
-        self._model = partition(
+        self._model = partition_lengths(
             self.recipe,
             self.batch(_CAPTURED_SAMPLES),
+            self._lengths,
             optimizer=self._optimizer,
             cut_points=self._cut_points,
             count_targets=self._weight is None,
@@ -209,7 +258,19 @@ class Trainer:
 
     def initial(self) -> Initial:
         """The whole model as it is before step 0."""
-        return self._begin(self._model or self.partition()).whole()
+        initial = self.beginning(self._model or self.partition()).whole()
+        return initial if self._precision == "fp32" else initial.to(self.recipe.dtype)
+
+    def beginning(self, model: PartitionedModel) -> Beginning:
+        """Where first values come from."""
+        return begin_with(
+            self.recipe,
+            model.shapes,
+            seed=self._seed,
+            init=self._init,
+            weights=self._weights,
+            digest=model.facts.digest,
+        )
 
     def job(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> Job:
         """What the engine needs to know."""
@@ -220,34 +281,44 @@ class Trainer:
             seed=self._seed,
             clip_grad_norm=self._clip,
             before_step=self._before_step,
-            buffers={name: value.to(self._device) for name, value in buffers.items()},
+            buffers=self._cast(buffers),
             device=self._device,
+            dtype=self.recipe.dtype,
+            unit=self._unit(model, buffers) if self._precision == "fp16" else 1.0,
         )
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    def session(
+        self,
+        n: int,
+        membership: Membership,
+        model: PartitionedModel,
+        beginning: Beginning,
+        *,
+        saver: Saver | None = None,
+        global_batch: int | None = None,
+    ) -> Session:
+        """A worker's life, to be run: of this job, or of a rehearsal with another batch and beginning.
 
-    def _start(self, n: int, membership: Membership) -> Session:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
-        if self._directory is not None:
-            check_writable(self._directory)
-        model = self.partition()
-        beginning = self._begin(model)
+        Without ``saver`` no checkpoint is read or written.
+        """
         facts = JobFacts(
             model=model.facts,
-            global_batch=self._global_batch,
+            global_batch=global_batch or self._global_batch,
             micro_batch=self._micro_batch,
             seed=self._seed,
             initialisation=beginning.name,
             steps=n,
             metrics=model.metrics,
-            checkpoint_dir=None if self._directory is None else str(self._directory),
+            checkpoint_dir=None if saver is None else self._directory,
+            config=self._build.json,
+            keep_last=self._keep_last,
+            keep_every=self._keep_every,
             threads=torch.get_num_threads(),
+            precision=self._precision,
         )
         buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
-        job = self.job(model, buffers)
-        saver = None if self._directory is None else Saver(self._directory, self._every, membership.saved)
-        self._session = Session(
-            job,
+        return Session(
+            self.job(on_device(model, self._device), buffers),
             facts,
             membership,
             self._source,
@@ -255,24 +326,47 @@ class Trainer:
             saver=saver,
             initial=lambda names, checks: beginning.parameters(names, self._check_weighing if checks else None),
             connect=lambda assignment: open_store(membership, assignment),
-            interface_host="127.0.0.1",
+            interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
         )
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    def _start(self, n: int, membership: Membership) -> Session:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+        saver = None
+        if self._directory is not None:
+            store = opening.open_store(self._directory, upload_bytes_per_s=self._upload_bytes_per_s)
+            check_writable(store)
+            saver = Saver(store, self._every, membership.saved, device=self._device)
+        model = self.partition()
+        if model.facts.batch_dependent and self._micro_batch is None:
+            raise UsageError(
+                "the model normalises over the examples of a micro-batch, so what it learns depends on their number. "
+                "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes it."
+            )
+        self._session = self.session(n, membership, model, self.beginning(model), saver=saver)
         atexit.register(self._session.close)
         return self._session
 
-    def _begin(self, model: PartitionedModel) -> Beginning:
-        return begin_with(
-            self.recipe,
-            model.shapes,
-            seed=self._seed,
-            init=self._init,
-            weights=self._weights,
-            digest=model.facts.digest,
-        )
+    def _cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: cast(value.to(self._device), self.recipe.dtype) for name, value in buffers.items()}
+
+    def _unit(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> float:
+        """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
+        counted = weight_of(model, self._weight, self.batch(_CAPTURED_SAMPLES), buffers) or _CAPTURED_SAMPLES
+        return 2.0 ** round(math.log2(counted * self._global_batch / _CAPTURED_SAMPLES))
 
     def _check_weighing(self, initial: Initial) -> None:
         assert self._model is not None
-        check_weighing(self._model, self.recipe, initial, self._source, self._weight)
+        check_assumptions(self._model, self.recipe, initial, self._source)
+        check_weighing(
+            self._model,
+            self.recipe,
+            initial,
+            self._source,
+            self._weight,
+            fixed=self._micro_batch is not None,
+        )
 
     def _step(self, committed: Committed) -> Step:
         totals = committed.totals
@@ -286,66 +380,5 @@ class Trainer:
             generation=committed.generation,
             plan=committed.plan,
             is_main=committed.is_main,
+            skipped=overflowed(self.recipe.dtype, totals),
         )
-
-
-def _check(
-    global_batch: int,
-    micro_batch: int | None,
-    clip_grad_norm: float | None,
-    cut_points: int | None,
-    checkpoint_dir: object,
-    checkpoint_every: int | timedelta | None,
-) -> None:
-    """Refuse arguments that can be seen to be wrong before anything is built."""
-    if global_batch < 1:
-        raise UsageError(f"global_batch={global_batch}: it is the number of examples per step, at least 1")
-    if micro_batch is not None and not 1 <= micro_batch <= global_batch:
-        raise UsageError(
-            f"micro_batch={micro_batch} must lie between 1 and global_batch={global_batch}. Lower it, or leave it out."
-        )
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise UsageError(f"clip_grad_norm={clip_grad_norm} must be above 0; leave it out for no clipping")
-    if cut_points is not None and cut_points < 1:
-        raise UsageError(f"cut_points={cut_points} must be at least 1; leave it out for all good places")
-    if checkpoint_every is not None and checkpoint_dir is None:
-        raise UsageError("checkpoint_every= needs checkpoint_dir=, the folder to save to")
-    every = checkpoint_every.total_seconds() if isinstance(checkpoint_every, timedelta) else checkpoint_every
-    if every is not None and every <= 0:
-        raise UsageError(f"checkpoint_every={checkpoint_every} must be above 0: steps (int) or a timedelta")
-
-
-def _default_device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
-_failed = threading.Event()
-
-
-@cache
-def _manager() -> "Member | None":
-    """The manager's client under ``varuna run`` or an agent; None under torchrun and alone."""
-    if "VARUNA_MANAGER" not in os.environ:
-        return None
-    from varuna.fleet.member import from_environment
-
-    return from_environment()
-
-
-@cache
-def _watch_exceptions() -> None:
-    """Tell the manager of an exception that ends this script, before Python prints it."""
-    previous, manager = sys.excepthook, _manager()
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _failed.set()
-        if manager is not None:
-            expected = isinstance(error, VarunaError)
-            summary = str(error) if expected else f"{kind.__name__}: {error}"
-            text = "" if expected else "".join(traceback.format_exception(kind, error, trace))
-            manager.failed(summary, text, error.exit_code if isinstance(error, VarunaError) else 1)
-        previous(kind, error, trace)
-
-    sys.excepthook = hook

@@ -18,6 +18,7 @@ from varuna.partition.verify import Verification, verify
 from varuna.planner.balance import balance
 
 _NAMES_SHOWN = 6
+_EXAMPLES = 4
 
 
 def describe(
@@ -26,25 +27,19 @@ def describe(
     verification: Verification | None,
     dependencies: list[Dependency] | None,
 ) -> dict[str, Any]:
-    """Everything that is printed, as JSON values.
+    """Everything that is printed, as JSON values; None for what was not asked for.
 
     Raises:
         NoPlanError: more stages than sections.
     """
-    report: dict[str, Any] = {
+    return {
         "cut_points": _cut_points(model),
         "stages": _stages(model, stages or 1),
         "tied": [{"name": tied.name, "sections": list(tied.sections)} for tied in model.facts.tied],
+        "batch_dependent": model.facts.batch_dependent,
+        "verify": None if verification is None else asdict(verification),
+        "dependencies": None if dependencies is None else [asdict(each) for each in dependencies],
     }
-    if verification is not None:
-        report["verify"] = {
-            "loss_error": verification.loss_error,
-            "gradient_error": verification.gradient_error,
-            "parameter": verification.parameter,
-        }
-    if dependencies is not None:
-        report["dependencies"] = [asdict(each) for each in dependencies]
-    return report
 
 
 def _cut_points(model: PartitionedModel) -> list[dict[str, Any]]:
@@ -128,14 +123,15 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print(stages)
     for tied in report["tied"]:
         console.print(f"tied: {tied['name']} in sections {', '.join(map(str, tied['sections']))}", highlight=False)
-    if "verify" in report:
-        found = report["verify"]
+    if report["batch_dependent"]:
+        console.print("batch statistics: Trainer needs micro_batch=, which no plan changes", highlight=False)
+    if (found := report["verify"]) is not None:
         console.print(
             f"split against unsplit: loss error {found['loss_error']:.1e}, largest gradient error "
             f"{found['gradient_error']:.1e} ({found['parameter']})",
             highlight=False,
         )
-    if "dependencies" in report:
+    if report["dependencies"] is not None:
         show_dependencies(console, report["dependencies"])
 
 
@@ -166,11 +162,11 @@ def inspect_job(
     """
     trainer = take_trainer(script, args).trainer
     model = trainer.partition()
-    verification = verify(model, trainer.recipe, trainer.initial(), trainer.batch(2)) if verifies else None
+    verification = verify(model, trainer.recipe, trainer.initial(), trainer.batch(_EXAMPLES)) if verifies else None
     dependencies = None
     if traces:
         initial = trainer.initial()
-        dependencies = trace(trainer.job(model, initial.buffers), trainer.recipe, initial, trainer.batch(2))
+        dependencies = trace(trainer.job(model, initial.buffers), trainer.recipe, initial, trainer.batch(_EXAMPLES))
     report = describe(model, stages, verification, dependencies)
     if as_json:
         print(json.dumps(report, indent=2))

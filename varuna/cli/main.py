@@ -4,12 +4,14 @@ import os
 import sys
 import tempfile
 import traceback
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from varuna.cli import checkpoints, cluster, people
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.units import parse_bytes
 
@@ -20,6 +22,9 @@ varuna demo                                  kill workers, compare losses
 varuna run --workers 4 train.py              train on 4 local workers
 varuna run --workers 4 train.py --lr 1e-3    the script's own flags
 varuna inspect --stages 4 --verify train.py  where the model is cut
+varuna replay trace.csv --calibration c.json --global-batch 1024
+varuna calibrate --workers 2 train.py        measure it, once
+varuna simulate --unit --stages 4 --micro-batches 5
 """
 
 RUN_EXAMPLES = """Examples:
@@ -28,6 +33,22 @@ RUN_EXAMPLES = """Examples:
 varuna run --workers 4 train.py
 varuna run --workers 4 --memory-per-worker 2GiB train.py --lr 1e-3
 varuna run --workers 4 --stages 2 --json-log steps.jsonl train.py
+"""
+
+PLAN_EXAMPLES = """Examples:
+
+\b
+varuna plan train.py --gpus 36
+varuna plan train.py --gpus 36 --calibration calibration.json -- --lr 1e-3
+varuna plan --calibration examples/calibrations/gpt2-8.3b-v100.json --gpus 128 --json
+"""
+
+SIMULATE_EXAMPLES = """Examples:
+
+\b
+varuna simulate --unit --stages 4 --micro-batches 5 --policy varuna
+varuna simulate --unit --stages 8 --micro-batches 32 --network 0.05,0.4,0.2 --svg step.svg
+varuna simulate --calibration calibration.json --gpus 64 --global-batch 8192 --json
 """
 
 app = typer.Typer(
@@ -39,6 +60,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
+
+
+class ReplayPolicy(StrEnum):
+    """What a replayed job does about changes."""
+
+    MORPH = "morph"
+    RESTART = "restart"
 
 
 def _print_version(wanted: bool) -> None:
@@ -127,6 +155,177 @@ def inspect(
     inspect_job(script, args or [], stages=stages, verifies=verify, traces=trace, as_json=as_json)
 
 
+@app.command(context_settings={"allow_interspersed_args": False})
+def calibrate(
+    script: Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", min=1, help="Measure with so many processes at once; 1 has no network.")
+    ] = 2,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the calibration goes.")] = Path(
+        "calibration.json"
+    ),
+) -> None:
+    """Measure the model of SCRIPT on this hardware, once, for any plan.
+
+    Sections are timed in place, by as many workers at once as will share this
+    machine, and links, all-reduces and a few real steps with them.
+    """
+    from varuna.cli.calibrate import calibrate_job
+
+    calibrate_job(script, args or [], workers=workers, output=output)
+
+
+@app.command(epilog=PLAN_EXAMPLES)
+def plan(
+    script: Annotated[
+        Path | None, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, behind --.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured or written by hand; else nominal figures.")
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="From what the steps of a run took, instead.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", "-n", min=1, help="GPUs at hand.")] = ...,  # type: ignore[assignment]
+    gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="Instead of the calibration's.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples of a step. Default: the script's, or 8192.")
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples of a micro-batch, instead of the planner's choice.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages P, instead of all that fit.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 16GB; instead of the calibration's.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="DOLLARS", help="Of a GPU and hour, instead of the calibration's.")
+    ] = None,
+    objective: Annotated[
+        str,
+        typer.Option("--objective", metavar="time|dollar", help="The fastest step, or the most examples per dollar."),
+    ] = "time",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Rank every pipeline depth for N GPUs, and say what each step is spent on.
+
+    With a calibration this needs neither torch nor a GPU. Nothing is started.
+    """
+    if objective not in ("time", "dollar"):
+        raise UsageError(f"--objective {objective} is unknown. Choose time or dollar.")
+
+    from varuna.cli.plan import calibration_of_run, plan_command
+
+    if calibration is not None and from_run is not None:
+        raise UsageError("--calibration and --from-run both say what to plan from. Give one of them.")
+    plan_command(
+        script,
+        args or [],
+        calibration=calibration if from_run is None else calibration_of_run(from_run),
+        gpus=gpus,
+        gpus_per_vm=gpus_per_vm,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        stages=stages,
+        memory_bytes=parse_bytes(memory, "--memory") if memory else None,
+        price_per_hour=price,
+        objective="dollar" if objective == "dollar" else "time",
+        as_json=as_json,
+    )
+
+
+@app.command(epilog=SIMULATE_EXAMPLES)
+def simulate(
+    unit: Annotated[
+        bool, typer.Option("--unit", help="Equal stages, in units of one forward: F = R = I = W = 1, B = 2.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Simulate the best plan for this calibration, in seconds.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages P.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Micro-batches of the pipeline; with --unit.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to plan for; with --calibration.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step; with --calibration.")] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples of a micro-batch; else the planner's.")
+    ] = None,
+    gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="Instead of the calibration's.")] = None,
+    policy: Annotated[str, typer.Option(help="gpipe, 1f1b, varuna, varuna-strict or adaptive.")] = "adaptive",
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="LATENCY,SERIALISATION,JITTER", help="Of each link, in units of a forward; with --unit."),
+    ] = None,
+    split_last: Annotated[
+        int | None, typer.Option(min=0, help="Backwards at the end that run as I and W; by default the policy's.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the jitter.")] = 0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Simulate one step of one pipeline, with the policies that the engine runs.
+
+    Prints its length, and for each stage what it computes, waits for and holds.
+    """
+    from varuna.cli.simulate import Options, simulate_command
+
+    options = Options(
+        unit=unit,
+        calibration=calibration,
+        stages=stages,
+        micro_batches=micro_batches,
+        gpus=gpus,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        gpus_per_vm=gpus_per_vm,
+        policy=policy,
+        network=network,
+        split_last=split_last,
+        seed=seed,
+    )
+    simulate_command(options, as_json=as_json, svg=svg)
+
+
+@app.command()
+def replay(
+    trace: Annotated[Path, typer.Argument(help="CSV: time, add|remove, node; or time, number of nodes.")],
+    calibration: Annotated[Path, typer.Option(metavar="FILE", help="Calibration of the model on the hardware.")],
+    global_batch: Annotated[int, typer.Option(min=1, help="Examples per step, M.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Workers of each node.")] = 1,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="m, instead of the planner's choice.")] = None,
+    policy: Annotated[
+        ReplayPolicy,
+        typer.Option(help="morph, or restart: kill all and read the last checkpoint, with morph beside it."),
+    ] = ReplayPolicy.MORPH,
+    notice: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Warning before a node goes.")] = 0.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw examples/s over time, with the plans.")] = None,
+) -> None:
+    """Replay a recorded cluster in virtual time, with the real state machine and planner.
+
+    Goodput is committed examples over those of instant, lossless morphs that
+    are always on the best plan. Times in the trace are milliseconds or
+    timestamps.
+    """
+    from varuna.cli.replay import replay_trace
+    from varuna.core.calibration_file import read_calibration
+
+    replay_trace(
+        trace,
+        read_calibration(calibration),
+        gpus_per_node=gpus_per_node,
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        policy=policy.value,
+        notice_s=notice,
+        as_json=as_json,
+        svg=svg,
+    )
+
+
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.json and the logs go.")] = Path(
@@ -151,6 +350,14 @@ def demo(
     from varuna.demo.run import run_demo
 
     raise typer.Exit(run_demo(output, steps))
+
+
+app.add_typer(checkpoints.app)
+app.command(epilog=cluster.MANAGER_EXAMPLES)(cluster.manager)
+app.command(epilog=cluster.AGENT_EXAMPLES)(cluster.agent)
+app.command("join-token")(people.join_token)
+for verb in (people.status, people.logs, people.stop, people.morph, people.drain):
+    app.command()(verb)
 
 
 def main() -> int:

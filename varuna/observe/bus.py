@@ -14,13 +14,13 @@ class Span:
     """One mark on a rank's timeline; ``phase`` is ``begin`` or ``end``."""
 
     name: str
-    """F, R, B, reduce, vote, apply, save or form"""
+    """F, R, B, I, W, reduce, vote, apply, save or form"""
     phase: str
     rank: int
     stage: int
     step: int
     index: int
-    """global micro-batch for F, R, B; section for reduce; generation for form; else -1"""
+    """global micro-batch for F, R, B, I, W; section for reduce; generation for form; else -1"""
     time_s: float
 
 

@@ -142,6 +142,10 @@ class RunView:
         self._total = total
         self._tokens_per_example = tokens_per_example
 
+    def recall(self, event: RunEvent) -> None:
+        """Take an event that was shown before, by a manager that is no more."""
+        self.story.take(event)
+
     def __call__(self, event: RunEvent) -> None:
         """Take the next event; called on the run's own thread."""
         morph = self.story.take(event)

@@ -22,7 +22,9 @@ def inspected(*args: str) -> str:
 
 def test_json_tells_cuts_stages_ties_and_errors() -> None:
     report = json.loads(inspected("--stages", "2", "--verify", "--json", JOB, "--dropout", "0.1"))
-    assert report.keys() == {"cut_points", "stages", "tied", "verify"}
+    assert report.keys() == {"cut_points", "stages", "tied", "batch_dependent", "verify", "dependencies"}
+    assert report["dependencies"] is None
+    assert not report["batch_dependent"]
     assert len(report["stages"]) == 2
     assert report["tied"][0]["name"] == "embed.weight"
     assert report["verify"]["loss_error"] < 1e-6
@@ -31,6 +33,14 @@ def test_json_tells_cuts_stages_ties_and_errors() -> None:
     assert cut["crosses"][0]["shape"] == ["B", 12, 16]
     assert cut["bytes_per_example"] == cut["crosses"][0]["bytes_per_example"] == 12 * 16 * 4
     assert sum(stage["share"] for stage in report["stages"]) == pytest.approx(1.0)
+
+
+def test_batch_normalisation_is_told_and_verified_in_training_mode() -> None:
+    report = json.loads(inspected("--verify", "--json", JOB, "--dropout", "0.1", "--batch-norm"))
+    assert report["batch_dependent"]
+    assert report["verify"]["loss_error"] < 1e-6
+    assert report["verify"]["gradient_error"] < 1e-6
+    assert "micro_batch=" in inspected(JOB, "--batch-norm")
 
 
 def test_trace_tells_what_crosses_stages_unseen(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
+from varuna.core.nominal import nominal_calibration
 from varuna.demo.example import dataset_size, example_folder
 from varuna.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS
 from varuna.partition.capture import Recipe
 from varuna.partition.model import partition
-from varuna.planner.choose import best_plan, choose_micro_batch
+from varuna.planner.choose import best_plan
+from varuna.planner.request import PlanRequest
 
 
 def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,11 +28,12 @@ def test_the_memory_limit_makes_every_loss_of_a_worker_a_change_of_shape(monkeyp
     ).facts
     shapes = [
         best_plan(
-            facts,
-            workers=workers,
-            global_batch=GLOBAL_BATCH,
-            micro_batch=choose_micro_batch(GLOBAL_BATCH, None),
-            memory_bytes=MEMORY_BYTES,
+            PlanRequest(
+                calibration=nominal_calibration(facts),
+                workers=workers,
+                global_batch=GLOBAL_BATCH,
+                memory_bytes=MEMORY_BYTES,
+            )
         ).shape
         for workers in (4, 3, 2)
     ]

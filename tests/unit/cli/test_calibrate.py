@@ -1,0 +1,31 @@
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.unit.calibration.test_assemble import measured
+from varuna.calibration.assemble import assemble
+from varuna.calibration.measured import RingSamples, Sized
+from varuna.cli.calibrate import calibrate_job, show
+from varuna.core.errors import UsageError
+
+
+def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    with pytest.raises(UsageError, match="no script at"):
+        calibrate_job(script, [], workers=1, output=tmp_path / "out.json")
+    script.write_text("raise SystemExit('never run')")
+    with pytest.raises(UsageError, match=r"cannot write .*Give another file with --output"):
+        calibrate_job(script, [], workers=1, output=tmp_path / "no" / "out.json")
+
+
+def test_a_calibration_is_shown_per_example(capsys: pytest.CaptureFixture[str]) -> None:
+    ring = RingSamples(ranks=2, in_flight=1, samples=(Sized(0, 0.004), Sized(10**6, 1.004)))
+    messages = (Sized(64, 0.001), Sized(10**6, 1.001))
+    show(Console(width=200), assemble([measured(rings=(ring,), messages=messages)], name="tiny"))
+    shown = capsys.readouterr().out
+    assert "Sections on abacus" in shown
+    assert "layer0 (1)" in shown
+    assert "1.5e+03" in shown, "R, ms per example"
+    assert "an all-reduce over 2 with 1 in flight: 2.000 ms a round, 977 KiB/s" in shown
+    assert "note: the cost of an action is assumed" in shown

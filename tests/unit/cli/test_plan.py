@@ -1,0 +1,184 @@
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from varuna.cli.main import main
+from varuna.cli.plan import show
+from varuna.core.calibration_file import read_calibration
+from varuna.planner.plans import rank_plans
+from varuna.planner.report import report
+from varuna.planner.request import PlanRequest
+
+FOLDER = Path(__file__).parents[3] / "examples" / "calibrations"
+SMALL = str(FOLDER / "gpt2-2.5b-v100.json")
+
+
+class Ran:
+    def __init__(self, exit_code: int, out: str, err: str) -> None:
+        self.exit_code, self.out, self.err = exit_code, out, err
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    def _run(*args: str) -> Ran:
+        monkeypatch.setattr(sys, "argv", ["varuna", "plan", *args])
+        try:
+            exit_code = main()
+        except SystemExit as exit:
+            exit_code = int(exit.code or 0)
+        captured = capsys.readouterr()
+        return Ran(exit_code, captured.out, captured.err)
+
+    return _run
+
+
+def test_json_ranks_plans_that_fit_and_says_why_others_do_not(run: Any) -> None:
+    ran = run("--calibration", SMALL, "--gpus", "36", "--global-batch", "8192", "--json")
+    assert ran.exit_code == 0
+    found = json.loads(ran.out)
+    plans = found["plans"]
+    assert len(plans) >= 3
+    assert len({p["stages"] for p in plans}) == len(plans)
+    assert [p["examples_per_s"] for p in plans] == sorted((p["examples_per_s"] for p in plans), reverse=True)
+    for plan in plans:
+        assert plan["stages"] * plan["replicas"] + plan["gpus_idle"] == 36
+        assert len(plan["memory_bytes"]) == plan["stages"]
+        assert max(plan["memory_bytes"]) <= found["memory_bytes"]
+        assert plan["examples_per_s"] == pytest.approx(8192 / plan["step_time_s"])
+        assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_time_s"], rel=1e-6)
+        assert plan["micro_batch"] * plan["micro_batches"] * plan["replicas"] >= 8192
+        assert 0 <= plan["bubble"] < 1
+    assert {r["stages"] for r in found["rejected"]} == {1, 2, 3, 4}
+    assert all(r["missing_bytes"] > 0 and "too little" in r["reason"] for r in found["rejected"])
+
+
+def test_a_person_sees_the_best_plan_its_runners_up_and_what_does_not_fit(run: Any) -> None:
+    ran = run("--calibration", SMALL, "--gpus", "35", "--global-batch", "8190")
+    lines = ran.out.splitlines()
+    assert lines[0].startswith("gpt2-2.5b   global batch 8190   35 GPUs   V100-16GB")
+    assert any(line.startswith(">") for line in lines)
+    for words in ("GPUs work", "replica runs", "35 of 35", "rejected: 1 x 35", "$/M ex", "per hour"):
+        assert words in ran.out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_the_terminal(width: int) -> None:
+    calibration = read_calibration(Path(SMALL))
+    request = PlanRequest(calibration=calibration, workers=36, global_batch=8192, wanted=3)
+    console = Console(width=width, record=True, file=io.StringIO())
+    found = report(request, rank_plans(request), price_per_hour=0.5)
+    show(console, found)
+    text = console.export_text()
+    assert len([line for line in text.splitlines() if " x " in line and "GiB" in line and "%" in line]) == 3
+    assert ("all-reduce  idle" in text) == (width == 120)
+
+
+@pytest.mark.parametrize(
+    ("args", "exit_code", "words"),
+    [
+        (["--gpus", "0"], 2, "gpus"),
+        (["--gpus", "-3"], 2, "gpus"),
+        ([], 2, "gpus"),
+        (["--gpus", "8", "--memory", "1MB"], 3, "no plan fits: stage"),
+        (["--gpus", "8", "--memory", "-1GB"], 2, "--memory=-1GB is not a size"),
+        (["--gpus", "8", "--memory", "nan"], 2, "is not a size"),
+        (["--gpus", "8", "--stages", "9"], 3, "P=9 was asked for, but there are 8 workers"),
+        (["--gpus", "800", "--stages", "500"], 3, "the model has 110 sections"),
+        (["--gpus", "8", "--global-batch", "0"], 2, "global-batch"),
+        (["--gpus", "8", "--global-batch", "4", "--micro-batch", "5"], 2, "micro_batch=5 was asked for"),
+        (["--gpus", "8", "--price", "nan"], 2, "is no price"),
+        (["--gpus", "8", "--price", "-1"], 2, "is no price"),
+        (["--gpus", "8", "--objective", "joy"], 2, "Choose time or dollar"),
+        (["--gpus", "8", "--gpus-per-vm", "0"], 2, "gpus-per-vm"),
+        (["--gpus", "8", "--surprise"], 2, "surprise"),
+    ],
+)
+def test_bad_input_is_refused_with_its_reason(run: Any, args: list[str], exit_code: int, words: str) -> None:
+    ran = run("--calibration", SMALL, *args)
+    assert ran.exit_code == exit_code
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_without_a_plan_json_still_says_what_was_rejected(run: Any) -> None:
+    ran = run("--calibration", SMALL, "--gpus", "3", "--json")
+    assert ran.exit_code == 3
+    found = json.loads(ran.out)
+    assert found["plans"] == []
+    assert [r["stages"] for r in found["rejected"]] == [1, 2, 3]
+    assert "Add workers" in ran.err
+
+
+@pytest.mark.parametrize("name", ["missing.json", "folder", "."])
+def test_a_calibration_that_cannot_be_read_is_a_usage_error(run: Any, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    ran = run("--calibration", str(tmp_path / name), "--gpus", "4")
+    assert ran.exit_code == 2
+    assert "cannot read a calibration" in ran.err
+
+
+def test_nothing_to_plan_for_is_a_usage_error(run: Any) -> None:
+    ran = run("--gpus", "4")
+    assert (ran.exit_code, "say what to plan for" in ran.err) == (2, True)
+
+
+def test_a_batch_smaller_than_any_pipeline_still_gets_an_exact_plan(run: Any) -> None:
+    found = json.loads(run("--calibration", SMALL, "--gpus", "36", "--global-batch", "1", "--json").out)
+    assert found["plans"][0]["micro_batch"] == found["plans"][0]["micro_batches"] == found["plans"][0]["replicas"] == 1
+
+
+def test_per_dollar_fewer_gpus_may_win(run: Any) -> None:
+    fast, cheap = (
+        json.loads(run("--calibration", SMALL, "--gpus", "100", "--objective", objective, "--json").out)["plans"][0]
+        for objective in ("time", "dollar")
+    )
+    assert cheap["dollars_per_million_examples"] < fast["dollars_per_million_examples"]
+    assert cheap["gpus_used"] < fast["gpus_used"]
+
+
+@given(
+    gpus=st.integers(1, 200),
+    global_batch=st.integers(1, 10_000),
+    micro_batch=st.none() | st.integers(1, 64),
+    stages=st.none() | st.integers(1, 120),
+    memory_gb=st.none() | st.integers(1, 100),
+    per_vm=st.integers(1, 16),
+)
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_whatever_is_asked_there_is_a_plan_that_keeps_its_word_or_a_reason(
+    gpus: int, global_batch: int, micro_batch: int | None, stages: int | None, memory_gb: int | None, per_vm: int
+) -> None:
+    request = PlanRequest(
+        calibration=read_calibration(Path(SMALL)),
+        workers=gpus,
+        global_batch=global_batch,
+        micro_batch=None if micro_batch is None else min(micro_batch, global_batch),
+        stages=stages,
+        memory_bytes=None if memory_gb is None else memory_gb * 10**9,
+        gpus_per_vm=per_vm,
+    )
+    ranking = rank_plans(request)
+    assert ranking.plans or ranking.rejected
+    for plan in ranking.plans[:1]:
+        assert plan.workers <= gpus
+        assert max(plan.memory_bytes) <= (request.limit_bytes or 0)
+        assert stages is None or plan.stages == stages
+
+
+def test_a_calibration_is_enough_neither_torch_nor_a_network_is_imported() -> None:
+    check = (
+        "import sys; from varuna.cli.main import main\n"
+        f"sys.argv = ['varuna', 'plan', '--calibration', {SMALL!r}, '--gpus', '36', '--json']\n"
+        "try:\n    main()\nexcept SystemExit as exit:\n    assert not exit.code\n"
+        "print(sorted({'torch', 'numpy', 'asyncio', 'ssl', 'transformers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"

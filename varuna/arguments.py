@@ -1,0 +1,59 @@
+"""Arguments of a Trainer: which are seen to be wrong before anything is built, and what they are by default."""
+
+import os
+from datetime import timedelta
+
+import torch
+
+from varuna.core.errors import UsageError
+from varuna.core.precision import PRECISIONS
+
+
+def check_arguments(
+    global_batch: int,
+    micro_batch: int | None,
+    clip_grad_norm: float | None,
+    cut_points: int | None,
+    precision: str,
+) -> None:
+    """Refuse arguments that can be seen to be wrong before anything is built."""
+    if global_batch < 1:
+        raise UsageError(f"global_batch={global_batch}: it is the number of examples per step, at least 1")
+    if micro_batch is not None and not 1 <= micro_batch <= global_batch:
+        raise UsageError(
+            f"micro_batch={micro_batch} must lie between 1 and global_batch={global_batch}. Lower it, or leave it out."
+        )
+    if clip_grad_norm is not None and not clip_grad_norm > 0:
+        raise UsageError(f"clip_grad_norm={clip_grad_norm} must be above 0; leave it out for no clipping")
+    if cut_points is not None and cut_points < 1:
+        raise UsageError(f"cut_points={cut_points} must be at least 1; leave it out for all good places")
+    if precision not in PRECISIONS:
+        raise UsageError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
+
+
+def check_checkpoint_arguments(
+    checkpoint_dir: object,
+    checkpoint_every: int | timedelta | None,
+    keep_last: int,
+    keep_every: int | None,
+    upload_bytes_per_s: float | None,
+) -> None:
+    """Refuse arguments about checkpoints that can be seen to be wrong."""
+    if checkpoint_every is not None and checkpoint_dir is None:
+        raise UsageError("checkpoint_every= needs checkpoint_dir=, the folder to save to")
+    every = checkpoint_every.total_seconds() if isinstance(checkpoint_every, timedelta) else checkpoint_every
+    if every is not None and every <= 0:
+        raise UsageError(f"checkpoint_every={checkpoint_every} must be above 0: steps (int) or a timedelta")
+    if keep_last < 1:
+        raise UsageError(f"keep_last={keep_last} must be at least 1: the newest checkpoint always stays")
+    if keep_every is not None and keep_every < 1:
+        raise UsageError(f"keep_every={keep_every} must be at least 1 step; leave it out to keep only the newest")
+    if upload_bytes_per_s is not None and not upload_bytes_per_s > 0:
+        raise UsageError(f"upload_bytes_per_s={upload_bytes_per_s} must be above 0; leave it out for no bound")
+
+
+def default_device() -> torch.device:
+    """This worker's GPU if there is one, else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())

@@ -1,0 +1,81 @@
+"""``varuna calibrate``: measure a job's model on the workers at hand, once."""
+
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from varuna.calibration.assemble import assemble
+from varuna.calibration.collect import collect
+from varuna.core.calibration import Calibration, Network
+from varuna.core.calibration_file import write_calibration
+from varuna.core.errors import UsageError
+from varuna.core.units import format_bytes
+from varuna.fleet.store import StoreHost
+
+
+def calibrate_job(script: Path, args: list[str], *, workers: int, output: Path) -> None:
+    """Measure, write the file, show what was found.
+
+    Raises:
+        UsageError: there is no such script, or the file cannot be written.
+        VarunaError: what a worker met.
+    """
+    if not script.is_file():
+        raise UsageError(f"no script at {script}. Name the Python file that you train with.")
+    _check_writable(output)
+    store = StoreHost()
+    begin_s = time.monotonic()
+    measured = collect(script, args, workers=workers, store=store.address())
+    calibration = assemble(measured, name=script.stem, created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
+    write_calibration(calibration, output)
+    show(Console(), calibration)
+    print(f"{output}: written after {time.monotonic() - begin_s:.0f} s")
+
+
+def _check_writable(output: Path) -> None:
+    """Find out now, not after a minute of measuring."""
+    try:
+        with output.open("a"):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write {output}: {error.strerror}. Give another file with --output.") from error
+
+
+def show(console: Console, calibration: Calibration) -> None:
+    """Print a calibration as tables: times at the size where they are best per example."""
+    kinds = Table(title=f"Sections on {calibration.hardware.name} (ms per example, at the best m)")
+    for title in ("kind", "count", "m", "F", "R", "B", "I", "W", "sent"):
+        kinds.add_column(title, overflow="fold")
+    for name, kind in calibration.kinds.items():
+        sizes, count = kind.micro_batches, calibration.kind_names.count(name)
+        best = sizes.index(min(zip(kind.forward_s, sizes, strict=True), key=lambda pair: pair[0] / pair[1])[1])
+        columns = (kind.forward_s, kind.recompute_s, kind.backward_s, kind.input_s, kind.weight_s)
+        shown = [f"{1000 * column[best] / sizes[best]:.3g}" if column else "" for column in columns]
+        kinds.add_row(name, str(count), str(sizes[best]), *shown, format_bytes(kind.boundary_bytes))
+    console.print(kinds)
+    _show_network(console, calibration.across_vms)
+    optimizer = calibration.optimizer
+    rate = f" and {format_bytes(optimizer.bytes_per_s)}/s" if optimizer.bytes_per_s else ""
+    console.print(
+        f"an action: {1000 * calibration.action_s:.2f} ms; a step: {1000 * optimizer.fixed_s:.2f} ms{rate}",
+        highlight=False,
+    )
+    for note in calibration.notes:
+        console.print(f"note: {note}", highlight=False)
+
+
+def _show_network(console: Console, network: Network) -> None:
+    link = network.link
+    console.print(
+        f"a message: {1000 * link.latency_s:.3f} ms, jitter {1000 * link.jitter.mean_s:.3f} ms, "
+        f"{format_bytes(link.bytes_per_s)}/s",
+        highlight=False,
+    )
+    for ring in network.rings:
+        console.print(
+            f"an all-reduce over {ring.ranks or 'D'} with {ring.in_flight} in flight: {1000 * ring.latency_s:.3f} ms a "
+            f"round, {format_bytes(ring.bytes_per_s)}/s",
+            highlight=False,
+        )

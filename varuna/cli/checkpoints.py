@@ -1,0 +1,203 @@
+"""``varuna checkpoints``: what a checkpoint directory holds, whether it is whole, and the model in it."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna.core.errors import CheckpointError, UsageError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from varuna.checkpoint.manifest import Manifest, StepFolder
+    from varuna.store.base import Store
+
+EXAMPLES = """Examples:
+
+\b
+varuna checkpoints list checkpoints/gpt2
+varuna checkpoints verify s3://bucket/runs/gpt2
+varuna checkpoints export checkpoints/gpt2 exported/
+"""
+
+app = typer.Typer(
+    name="checkpoints",
+    help="List and verify checkpoints, and export the model in them.",
+    epilog=EXAMPLES,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
+
+Directory = Annotated[str, typer.Argument(metavar="DIR", help="Folder or URL, as the Trainer's checkpoint_dir.")]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="Only the checkpoint after this many steps.")]
+
+
+@app.command("list")
+def list_(directory: Directory) -> None:
+    """Show all checkpoints in DIR, newest first; their tensors are not read."""
+    from varuna.core.units import format_bytes
+
+    store, folders = _open(directory)
+    table = _table("step", "plan", "generation", "sections", "files", "size", "state")
+    problems: dict[int, str] = {}
+    for folder in folders:
+        manifest, state, problem = _look(store, folder)
+        if problem:
+            problems[folder.step] = problem
+        shown = ("", "", "", str(len(folder.sizes)), format_bytes(sum(folder.sizes.values())))
+        if manifest is not None:
+            shown = (
+                manifest.plan.shape,
+                str(manifest.generation),
+                str(manifest.sections),
+                str(len(manifest.shards)),
+                format_bytes(manifest.size_bytes),
+            )
+        table.add_row(str(folder.step), *shown, state)
+    _show(table, problems)
+
+
+@app.command()
+def verify(directory: Directory, step: Step = None) -> None:
+    """Read every byte of the checkpoints in DIR and compare checksums.
+
+    A damaged one is marked, so that no run uses it; a mark that is wrong is
+    removed. Exit code 1 if a checkpoint is damaged.
+    """
+    from varuna.core.units import format_bytes
+
+    store, folders = _open(directory, step)
+    table = _table("step", "read", "state")
+    problems: dict[int, str] = {}
+    for folder in folders:
+        if not folder.is_committed:
+            table.add_row(str(folder.step), "", "never finished")
+            continue
+        problem, size_bytes = _verify(store, folder)
+        if problem:
+            problems[folder.step] = problem
+        table.add_row(str(folder.step), format_bytes(size_bytes), "[red]damaged[/]" if problem else "intact")
+    _show(table, problems)
+    if problems:
+        raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    directory: Directory,
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
+    step: Step = None,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Its config.json, if the run could not leave one.")
+    ] = None,
+) -> None:
+    """Write the model of the newest intact checkpoint in DIR as a Hugging Face folder.
+
+    OUT gets safetensors files with an index, and config.json if the model has
+    a configuration: what from_pretrained reads, and Trainer(weights=OUT).
+    """
+    from varuna.checkpoint.export import export_checkpoint
+    from varuna.checkpoint.manifest import intact, newest_intact
+    from varuna.core.units import format_bytes
+
+    try:
+        text = config.read_text() if config is not None else None
+    except OSError as error:
+        raise UsageError(f"cannot read --config {config}: {error.strerror}") from error
+    store, folders = _open(directory, step)
+    if step is not None:
+        manifest = intact(store, folders[0])
+    else:
+        found = newest_intact(store)
+        if found is None:
+            raise CheckpointError(f"{store.url} has no complete checkpoint")
+        manifest, warnings = found
+        for warning in warnings:
+            typer.echo(f"varuna: warning: {warning}", err=True)
+    done = export_checkpoint(store, manifest, folder, config=text)
+    files = "1 file" if done.files == 1 else f"{done.files} files"
+    typer.echo(f"step {manifest.step}: {done.tensors} tensors, {format_bytes(done.size_bytes)}, in {files} in {folder}")
+    if not done.has_config:
+        typer.echo("varuna: warning: no config.json: the model has no configuration. Give --config FILE.", err=True)
+
+
+def _open(directory: str, step: int | None = None) -> "tuple[Store, list[StepFolder]]":
+    """The store, and its folders, newest first.
+
+    Raises:
+        CheckpointError: there are none, or not the one that was asked for.
+    """
+    from varuna.checkpoint.manifest import survey
+    from varuna.store.opening import open_store
+
+    store = open_store(directory)
+    folders = survey(store)
+    if not folders:
+        raise CheckpointError(f"{store.url} has no checkpoints. Name the Trainer's checkpoint_dir.")
+    if step is None:
+        return store, folders
+    found = [folder for folder in folders if folder.step == step]
+    if not found:
+        steps = ", ".join(str(folder.step) for folder in folders[:10])
+        raise CheckpointError(f"{store.url} has no checkpoint of step {step}. It has those of {steps}.")
+    return store, found
+
+
+def _look(store: "Store", folder: "StepFolder") -> "tuple[Manifest | None, str, str]":
+    """The manifest if it can be read, in a word how things are, and what is wrong."""
+    from varuna.checkpoint.manifest import intact, read_manifest
+    from varuna.core.errors import StoreUnavailable
+
+    if not folder.is_committed:
+        return None, "never finished", ""
+    manifest = None
+    try:
+        manifest = read_manifest(store, folder.step)
+        intact(store, folder)
+    except StoreUnavailable:
+        raise
+    except CheckpointError as error:
+        return manifest, "[red]damaged[/]", str(error)
+    return manifest, "complete", ""
+
+
+def _verify(store: "Store", folder: "StepFolder") -> tuple[str | None, int]:
+    """What is wrong with a checkpoint, if anything, and the bytes that were read before."""
+    from varuna.checkpoint import restore
+    from varuna.checkpoint.manifest import check_present, mark_damaged, read_manifest
+    from varuna.checkpoint.names import DAMAGED, step_folder
+    from varuna.core.errors import DamagedCheckpoint
+
+    size_bytes = 0
+    try:
+        manifest = read_manifest(store, folder.step)
+        check_present(store, folder, manifest.shards)
+        for shard in restore.verify(store, manifest):
+            size_bytes += shard.size_bytes
+    except DamagedCheckpoint as error:
+        mark_damaged(store, folder.step, str(error))
+        return str(error), size_bytes
+    if folder.is_damaged:
+        store.remove(f"{step_folder(folder.step)}/{DAMAGED}")
+    return None, size_bytes
+
+
+def _show(table: "Table", problems: dict[int, str]) -> None:
+    """The table, and below it what has no room in it."""
+    from rich.console import Console
+
+    Console().print(table)
+    for step, problem in problems.items():
+        typer.echo(f"  step {step}: {problem}")
+
+
+def _table(*columns: str) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD)
+    for column in columns:
+        is_text = column in ("state", "plan")
+        table.add_column(column, justify="left" if is_text else "right", overflow="fold")
+    return table

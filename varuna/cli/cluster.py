@@ -1,0 +1,189 @@
+"""``varuna manager`` and ``varuna agent``: an elastic run on machines that come and go."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna.core.errors import UsageError
+from varuna.core.units import parse_bytes
+
+if TYPE_CHECKING:
+    from varuna.fleet.provider.grower import Grower
+
+MANAGER_EXAMPLES = """Examples:
+
+\b
+varuna manager --host 0.0.0.0 --port 7070 --run-dir runs/gpt2
+varuna agent 'varuna://...' -- train.py --lr 1e-3     on each machine
+varuna join-token --uses 100 --hours 72               for machines to come
+"""
+
+AGENT_EXAMPLES = """Examples:
+
+\b
+varuna agent 'varuna://...' -- train.py
+varuna agent 'varuna://...' --state-dir /var/lib/varuna -- train.py --lr 1e-3
+"""
+
+_JOIN_PATIENCE_S = 600.0
+
+
+def manager(
+    run_dir: Annotated[
+        Path, typer.Option(metavar="DIR", help="Journal, keys, logs; the same folder again continues the run.")
+    ] = Path("varuna-run"),
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
+    advertise: Annotated[str, typer.Option(metavar="ADDRESS", help="Address by which agents reach this machine.")] = "",
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", min=1, help="Workers to wait for before the first step (a minute).")
+    ] = 1,
+    stages: Annotated[
+        int | None,
+        typer.Option(min=1, envvar="VARUNA_STAGES", help="Pipeline stages P, instead of the planner's choice."),
+    ] = None,
+    memory_per_worker: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Plans must fit in this, such as 2GiB."),
+    ] = None,
+    asg: Annotated[
+        str, typer.Option(metavar="GROUP", help="AWS Auto Scaling group to ask for machines; its VMs start agents.")
+    ] = "",
+    nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="With --asg: how many machines.")] = "",
+    json_log: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")
+    ] = None,
+    new: Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from the checkpoints.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --new: replace existing checkpoints.")] = False,
+) -> None:
+    """Manage a run on other machines: each runs `varuna agent`.
+
+    Prints a JOIN string that lets one machine in. `varuna join-token` makes more.
+    Training goes on while the manager is away (SIGTERM sends it away), and the
+    same command takes it up again. Ctrl-C ends the run behind the step in flight.
+    """
+    if overwrite and not new:
+        raise UsageError("--overwrite says what --new may replace. Give both: --new --overwrite")
+    memory_bytes = parse_bytes(memory_per_worker, "--memory-per-worker") if memory_per_worker else None
+
+    grow = _grower(asg, nodes)
+
+    from rich.console import Console
+
+    from varuna.fleet.manage import manage_cluster
+    from varuna.observe.progress import Progress, RunView
+
+    with Progress(Console(stderr=True), live_line=False) as progress:
+        view = RunView(progress)
+        exit_code = manage_cluster(
+            run_dir=run_dir,
+            host=host,
+            port=port,
+            advertised=advertise,
+            workers=workers,
+            stages=stages,
+            memory_bytes=memory_bytes,
+            json_log=json_log,
+            new=new,
+            overwrite=overwrite,
+            on_event=view,
+            on_past=view.recall,
+            on_join=lambda text: print(f"JOIN {text}", flush=True),
+            grow=grow,
+        )
+    raise typer.Exit(exit_code)
+
+
+def _grower(asg: str, nodes: str) -> "Callable[[Callable[[str], None]], Grower] | None":
+    """Who asks for machines, given who hears of refusals; None if nobody does."""
+    if not asg and not nodes:
+        return None
+    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", nodes)
+    if not asg or found is None:
+        raise UsageError("--asg GROUP and --nodes LEAST:MOST go together, such as --asg trainers --nodes 4:32")
+    from varuna.fleet.provider.aws import AutoScalingProvider
+    from varuna.fleet.provider.grower import Grower
+    from varuna.fleet.provider.growth import GrowthConfig
+
+    config = GrowthConfig(least=int(found[1]), most=int(found[2]))
+    provider = AutoScalingProvider(asg)
+
+    def grow(warn: Callable[[str], None]) -> Grower:
+        grower = Grower(provider, config, warn=warn)
+        grower.want(config.most)
+        return grower
+
+    return grow
+
+
+def agent(
+    join: Annotated[str, typer.Argument(metavar="JOIN", help="What `varuna manager` printed, in quotes.")],
+    script: Annotated[Path, typer.Argument(help="Training script, behind `--`.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", min=1, help="Workers; by default one per GPU, or one.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the identity here: a restarted agent is the same one.")
+    ] = None,
+    interface: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Own private address for tensors; default: towards the manager.")
+    ] = "",
+) -> None:
+    """Join a run with this machine: one command per VM, whatever starts it.
+
+    Starts a worker per GPU, starts it again when it is killed, and sends its
+    output to the manager. SIGTERM is taken as a preemption notice. Tensors
+    travel unencrypted: the interface must be a private one.
+    """
+    from varuna.fleet.admission import admit
+    from varuna.fleet.agent import Agent, AgentConfig, Notice, to_stderr
+    from varuna.fleet.home import Home
+    from varuna.fleet.invitation import parse_invitation
+    from varuna.fleet.provider.imds import SpotNotices
+    from varuna.fleet.remote import UnreachableError
+    from varuna.fleet.uplink import Place
+
+    invitation = parse_invitation(join)
+    if not script.is_file():
+        raise UsageError(f"no script at {script}. Name a Python file behind --: varuna agent JOIN -- train.py")
+    home = Home(state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-")))
+    deadline_s = time.monotonic() + _JOIN_PATIENCE_S
+    while True:
+        try:
+            card = admit(invitation, home)
+            break
+        except UnreachableError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            to_stderr(f"{error} Trying again.")
+            time.sleep(2.0)
+    place = Place(invitation.host, invitation.port, card.certificate_pem)
+    config = AgentConfig(script, tuple(args or ()), workers or count_gpus() or 1, interface)
+    member = Agent(place, home, card, config, to_stderr)
+    SpotNotices(lambda notice: member.notify(Notice(notice.in_s, f"spot notice: {notice.action}"))).start()
+    raise typer.Exit(member.run())
+
+
+def count_gpus() -> int:
+    """GPUs that workers may use, without loading torch: CUDA_VISIBLE_DEVICES, else what the driver lists."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"varuna agent: cannot count GPUs ({error}); give --workers", file=sys.stderr)
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

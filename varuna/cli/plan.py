@@ -1,0 +1,188 @@
+"""``varuna plan``: which P x D and m to train with, what a step is spent on, and what does not fit."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from varuna.core.calibration import Calibration
+from varuna.core.calibration_file import RUN_FILE, check_matches, read_calibration
+from varuna.core.errors import NoPlanError, UsageError
+from varuna.core.nominal import nominal_calibration
+from varuna.core.units import format_bytes, format_duration
+from varuna.planner.choose import explain
+from varuna.planner.plans import Rejection, rank_plans
+from varuna.planner.report import RankingReport, report
+from varuna.planner.request import Objective, PlanRequest
+
+DEFAULT_GLOBAL_BATCH = 8192
+"""The paper's, where neither a job nor a flag says another."""
+_SHOWN = 5  # plans that are simulated and printed
+_WIDE = 110  # columns from which a step's parts are printed
+_REJECTED = 4
+_STAGES_SHOWN = 20
+
+
+def plan_command(
+    script: Path | None,
+    args: Sequence[str],
+    *,
+    calibration: Path | None,
+    gpus: int,
+    gpus_per_vm: int | None,
+    global_batch: int | None,
+    micro_batch: int | None,
+    stages: int | None,
+    memory_bytes: int | None,
+    price_per_hour: float | None,
+    objective: Objective,
+    as_json: bool,
+) -> None:
+    """Rank the plans and print them.
+
+    Raises:
+        UsageError: flags that contradict each other, or a calibration that cannot be.
+        NoPlanError: nothing fits; with ``--json`` the rejections are printed first.
+    """
+    if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
+        raise UsageError(f"--price {price_per_hour} is no price. Give dollars per GPU and hour, such as 0.61")
+    known, job_batch, job_micro_batch = _calibration(script, args, calibration)
+    request = PlanRequest(
+        calibration=known,
+        workers=gpus,
+        global_batch=global_batch or job_batch or DEFAULT_GLOBAL_BATCH,
+        micro_batch=micro_batch or job_micro_batch,
+        memory_bytes=memory_bytes,
+        gpus_per_vm=gpus_per_vm,
+        stages=stages,
+        objective=objective,
+        wanted=_SHOWN,
+    )
+    ranking = rank_plans(request)
+    found = report(
+        request,
+        ranking,
+        price_per_hour=known.hardware.price_per_hour if price_per_hour is None else price_per_hour,
+    )
+    if as_json:
+        print(found.model_dump_json(indent=2))
+    else:
+        show(Console(), found)
+    if not ranking.plans:
+        raise NoPlanError(explain(ranking, request, memory_flag="--memory"))
+
+
+def calibration_of_run(run_dir: Path) -> Path:
+    """The file that a run leaves in its folder once its ranks have told of some steps.
+
+    Raises:
+        UsageError: it has left none.
+    """
+    path = run_dir / RUN_FILE
+    if not path.is_file():
+        raise UsageError(
+            f"no {RUN_FILE} in {run_dir}. A run leaves it there once all of its ranks have told of some seconds of "
+            "training; `varuna run` says at its start where its folder is."
+        )
+    return path
+
+
+def _calibration(
+    script: Path | None, args: Sequence[str], file: Path | None
+) -> tuple[Calibration, int | None, int | None]:
+    """The calibration, and the job's global batch and m, if there is a job."""
+    given = None if file is None else read_calibration(file)
+    if script is None:
+        if given is None:
+            raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
+        return given, None, None
+    from varuna.intercept import take_trainer
+
+    trainer = take_trainer(script, args).trainer
+    facts = trainer.partition().facts
+    if given is not None:
+        check_matches(given, facts)
+    return given or nominal_calibration(facts), trainer.global_batch, trainer.micro_batch
+
+
+def show(console: Console, found: RankingReport) -> None:
+    """Print a ranking: a table, how the best plan works, what lost, what does not fit."""
+    memory = "" if found.memory_bytes is None else f", {format_bytes(found.memory_bytes)} per GPU"
+    dated = f" ({found.calibrated})" if found.calibrated else ""
+    title = f"{found.model}   global batch {found.global_batch}   {found.gpus} GPUs   {found.hardware}{dated}{memory}"
+    console.print(title, highlight=False, markup=False)
+    if found.plans:
+        console.print(_table(found, wide=console.width >= _WIDE))
+        _show_best(console, found)
+    if found.outpaced:
+        nearest = found.outpaced[0]
+        more = f", and {len(found.outpaced) - 1} other depths" if len(found.outpaced) > 1 else ""
+        console.print(
+            f"slower: {nearest.stages} x {nearest.replicas} takes at least {format_duration(nearest.at_least_s)}{more}",
+            highlight=False,
+        )
+    for rejection in found.rejected[-_REJECTED:]:
+        console.print(f"rejected: {_rejected(found, rejection)}", highlight=False, markup=False)
+    if len(found.rejected) > _REJECTED:
+        console.print(f"rejected: {len(found.rejected) - _REJECTED} shallower ones that need more", highlight=False)
+
+
+def _table(found: RankingReport, *, wide: bool) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    titles = ["", "P x D", "m", "N_m", "step", "ex/s", "bubble"]
+    titles += ["compute", "transfer", "all-reduce", "idle"] if wide else []
+    titles += ["memory", *(["$/M ex"] if found.plans[0].dollars_per_million_examples is not None else []), "slower"]
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
+    for plan in found.plans:
+        parts = plan.breakdown
+        shares = (parts.compute_s, parts.transfer_s, parts.reduce_s, parts.idle_s)
+        dollars = plan.dollars_per_million_examples
+        table.add_row(
+            ">" if plan is found.plans[0] else "",
+            f"{plan.stages} x {plan.replicas}",
+            str(plan.micro_batch),
+            str(plan.micro_batches),
+            format_duration(plan.step_time_s),
+            f"{plan.examples_per_s:.4g}",
+            f"{plan.bubble:.1%}",
+            *([f"{share / plan.step_time_s:.1%}" for share in shares] if wide else []),
+            format_bytes(max(plan.memory_bytes)),
+            *([] if dollars is None else [f"{dollars:.4g}"]),
+            "" if plan is found.plans[0] else f"{plan.slower:+.1%}",
+        )
+    return table
+
+
+def _show_best(console: Console, found: RankingReport) -> None:
+    best = found.plans[0]
+    idle = f", {best.gpus_idle} idle" if best.gpus_idle else ""
+    least, most = (format_bytes(extreme(best.memory_bytes)) for extreme in (min, max))
+    lines = [
+        f"{best.gpus_used} of {found.gpus} GPUs work{idle}; {best.sharing}",
+        f"memory of a stage: {least} to {most}; first stage {best.in_flight[0]} micro-batches in flight",
+    ]
+    if any(best.kept):
+        kept = " ".join(map(str, best.kept[:_STAGES_SHOWN]))
+        more = " ..." if len(best.kept) > _STAGES_SHOWN else ""
+        lines.append(f"sections whose activations are kept, by stage: {kept}{more}")
+    if best.split_last:
+        lines.append(f"the last {best.split_last} backwards of a replica are split in two")
+    if best.dollars_per_hour is not None:
+        lines.append(f"{best.dollars_per_hour:.4g} $ per hour for the VMs in use")
+    for line in lines:
+        console.print(f"  {line}", highlight=False, markup=False)
+    for plan in found.plans[1:]:
+        console.print(
+            f"{plan.stages} x {plan.replicas}, m = {plan.micro_batch}: {plan.why}", highlight=False, markup=False
+        )
+
+
+def _rejected(found: RankingReport, rejection: Rejection) -> str:
+    shape = f"{rejection.stages} x {rejection.replicas}" if rejection.replicas else f"P={rejection.stages}"
+    fitting = [plan.stages for plan in found.plans if plan.stages > rejection.stages]
+    fitting += [plan.stages for plan in found.outpaced if plan.stages > rejection.stages]
+    fits = f"; P={min(fitting)} fits" if fitting and rejection.missing_bytes is not None else ""
+    return f"{shape}  {rejection.reason}{fits}"

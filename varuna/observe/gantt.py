@@ -1,0 +1,245 @@
+"""Gantt pictures of steps, simulated or measured, one above the other on one time axis: SVG without dependencies."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import NamedTuple
+
+from varuna.observe.bus import Span
+from varuna.simulator.trace import StepTrace
+
+_WIDTH = 960.0
+_LEFT, _RIGHT = 76.0, 936.0
+_TOP, _TITLE, _AXIS, _LEGEND = 64.0, 34.0, 30.0, 34.0
+_LABEL_WIDTH = 11.0  # a bar needs that much for a number of one or two digits
+_SPACED_WIDTH = 4.0  # a bar that wide can spare a pixel between it and the next
+_FINEST_WIDTH = 2.0  # where bars are narrower on average, shares of the time are drawn instead
+_BUCKET_WIDTH = 4.0
+
+_LOOKS = {
+    "F": ("#8fb8e8", "F forward"),
+    "R": ("#f2c879", "R recompute"),
+    "B": ("#3f8f6b", "B backward"),
+    "I": ("#58ad86", "I its input half"),
+    "W": ("#b3d8a5", "W its weight half"),
+    "reduce": ("#b9a3d6", "all-reduce"),
+    "optimizer": ("#9aa4b2", "optimizer"),
+}
+"""Colour and words of each kind of work."""
+_NUMBERED = "FRBIW"
+_STYLE = """
+    text { fill: #1c2430; } .soft { fill: #5d6878; font-size: 12px; } .bold { font-weight: 600; }
+    .mid { text-anchor: middle; } .end { text-anchor: end; } .grid { stroke: #dde3ea; } .lane { fill: #ffffff; }
+    .finish { stroke: #c2410c; stroke-width: 1.5; } .late { fill: #c2410c; font-size: 12px; font-weight: 600; }
+    .number { text-anchor: middle; font-size: 10px; } .light { fill: #ffffff; }
+"""
+
+
+class Bar(NamedTuple):
+    """A piece of work of a stage."""
+
+    name: str
+    """F, R, B, I, W, reduce or optimizer"""
+    micro_batch: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One step of one pipeline."""
+
+    title: str
+    note: str
+    """Behind the title, softer."""
+    rows: tuple[tuple[Bar, ...], ...]
+    """Bars by stage, each row in order of time; times count from the step's start."""
+
+    @property
+    def end_s(self) -> float:
+        """End of the last bar."""
+        return max((row[-1].end_s for row in self.rows if row), default=0.0)
+
+
+def simulated(title: str, note: str, trace: StepTrace) -> Panel:
+    """The panel of a simulated step."""
+    rows = []
+    for row, reduced_s, end_s in zip(trace.rows, trace.reduced_s, trace.ends_s, strict=True):
+        bars = [Bar(action.kind.value, action.micro_batch, start_s, stop_s) for action, start_s, stop_s in row]
+        if reduced_s > end_s:
+            bars.append(Bar("reduce", -1, end_s, reduced_s))
+        if trace.costs.optimizer_s:
+            bars.append(Bar("optimizer", -1, trace.step_s - trace.costs.optimizer_s, trace.step_s))
+        rows.append(tuple(bars))
+    return Panel(title, note, tuple(rows))
+
+
+def measured(title: str, note: str, spans: Iterable[Span]) -> Panel:
+    """The panel of a step that ran: the spans of one replica in one step, in any order.
+
+    Times count from the first beginning; the clocks of the ranks must agree.
+    """
+    begins: dict[tuple[int, str, int], float] = {}
+    rows: dict[int, list[Bar]] = {}
+    for mark in sorted(spans, key=lambda mark: mark.time_s):
+        key = (mark.stage, mark.name, mark.index)
+        if mark.name not in _LOOKS:
+            continue
+        if mark.phase == "begin":
+            begins[key] = mark.time_s
+        elif key in begins:
+            rows.setdefault(mark.stage, []).append(Bar(mark.name, mark.index, begins.pop(key), mark.time_s))
+    zero_s = min((bar.start_s for row in rows.values() for bar in row), default=0.0)
+    first = min((bar.micro_batch for row in rows.values() for bar in row if bar.name == "F"), default=0)
+    lanes = [rows.get(stage, []) for stage in range(max(rows, default=-1) + 1)]
+    return Panel(title, note, tuple(tuple(_moved(bar, zero_s, first) for bar in lane) for lane in lanes))
+
+
+def draw(title: str, panels: Sequence[Panel], *, unit: str = "s") -> str:
+    """A picture of all panels over one time axis.
+
+    Args:
+        title: of the whole.
+        panels: top to bottom.
+        unit: what times are in, for the axis.
+    """
+    span_s = max((panel.end_s for panel in panels), default=0.0) or 1.0
+    lanes = max(len(panel.rows) for panel in panels)
+    lane = 22.0 if lanes <= 10 else 14.0 if lanes <= 24 else 10.0
+    heights = [_TITLE + lane * len(panel.rows) for panel in panels]
+    height = _TOP + sum(heights) + _AXIS * len(panels) + _LEGEND
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
+        'aria-labelledby="title" font-family="system-ui, sans-serif" font-size="14">',
+        f'<title id="title">{escape(title)}</title>',
+        f"<style>{_STYLE}</style>",
+        f'<rect width="{_WIDTH:g}" height="{height:g}" rx="12" fill="#f6f7f9"/>',
+        _text(24, 36, title, "bold"),
+    ]
+    top = _TOP
+    for panel, panel_height in zip(panels, heights, strict=True):
+        parts += _panel(panel, top, lane, span_s, unit)
+        top += panel_height + _AXIS
+    used = {bar.name for panel in panels for row in panel.rows for bar in row}
+    dense = any(_is_dense(row) for panel in panels for row in panel.rows)
+    parts += [*_legend(height - 20, [name for name in _LOOKS if name in used], dense=dense), "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
+def _moved(bar: Bar, zero_s: float, first: int) -> Bar:
+    return bar._replace(micro_batch=bar.micro_batch - first, start_s=bar.start_s - zero_s, end_s=bar.end_s - zero_s)
+
+
+def _panel(panel: Panel, top: float, lane: float, span_s: float, unit: str) -> Iterator[str]:
+    def x(time_s: float) -> float:
+        return _LEFT + time_s / span_s * (_RIGHT - _LEFT)
+
+    lanes = top + _TITLE
+    bottom = lanes + lane * len(panel.rows)
+    end = x(panel.end_s)
+    length = f"{_short(panel.end_s)} {unit}"
+    yield (
+        f'<text x="24" y="{top + 20:g}"><tspan class="bold">{escape(panel.title)}</tspan>'
+        f'<tspan class="soft" dx="10">{escape(panel.note)}</tspan></text>'
+    )
+    for stage in range(len(panel.rows)):
+        y = lanes + lane * stage
+        yield f'<rect x="{_LEFT:g}" y="{y + 1:g}" width="{_RIGHT - _LEFT:g}" height="{lane - 2:g}" class="lane"/>'
+        if lane > 12 or stage % 5 == 0:
+            yield _text(_LEFT - 8, y + lane / 2 + 4, f"stage {stage}", "soft end")
+    label_width = 7.5 * len(length)
+    label = min(end, _RIGHT - label_width / 2 + 12)
+    for tick_s in _ticks(span_s):
+        yield f'<path d="M{x(tick_s):.1f} {lanes:g}V{bottom:g}" class="grid"/>'
+        if abs(x(tick_s) - label) > label_width / 2 + 14:
+            yield _text(x(tick_s), bottom + 16, f"{tick_s:g}", "soft mid")
+    for stage, row in enumerate(panel.rows):
+        yield from _bars(row, lanes + lane * stage + 1, lane - 2, x)
+    yield f'<path d="M{end:.1f} {lanes - 4:g}V{bottom + 4:g}" class="finish"/>'
+    yield _text(label, bottom + 16, length, "late mid")
+
+
+def _bars(row: Sequence[Bar], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
+    """One thick broken line for each kind of work, so that many thousand bars stay small; numbers where they fit."""
+    if _is_dense(row):
+        yield from _shares(row, y, height, x)
+        return
+    middle = y + height / 2
+    lines: dict[str, list[str]] = {}
+    pens: dict[str, float] = {}
+    numbers: list[str] = []
+    for bar in row:
+        left, right = round(x(bar.start_s), 1), round(x(bar.end_s), 1)
+        if right - left >= _SPACED_WIDTH:
+            right -= 1
+        line = lines.setdefault(bar.name, [])
+        line.append(f"m{left - pens[bar.name]:.4g} 0" if line else f"M{left:g} {middle:g}")
+        line.append(f"h{right - left:.4g}")
+        pens[bar.name] = right
+        if right - left >= _LABEL_WIDTH and height >= 12 and bar.name in _NUMBERED:
+            colour = " light" if bar.name == "B" else ""
+            at = f'x="{(left + right) / 2:.1f}" y="{middle + 3.5:g}"'
+            numbers.append(f'<text {at} class="number{colour}">{bar.micro_batch}</text>')
+    for name, line in lines.items():
+        yield f'<path d="{"".join(line)}" fill="none" stroke="{_LOOKS[name][0]}" stroke-width="{height:g}"/>'
+    yield from numbers
+
+
+def _is_dense(row: Sequence[Bar]) -> bool:
+    return len(row) > (_RIGHT - _LEFT) / _FINEST_WIDTH
+
+
+def _shares(row: Sequence[Bar], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
+    """Where bars are too narrow to see: what the time went into, stacked; white above is idle."""
+    count = int((_RIGHT - _LEFT) / _BUCKET_WIDTH)
+    shares = {name: [0.0] * count for name in _LOOKS}
+    for bar in row:
+        start, end = ((x(time_s) - _LEFT) / _BUCKET_WIDTH for time_s in (bar.start_s, bar.end_s))
+        for bucket in range(int(start), min(int(end) + 1, count)):
+            shares[bar.name][bucket] += min(end, bucket + 1) - max(start, bucket)
+    below = [0.0] * count
+    for name, found in shares.items():
+        above = [low + share for low, share in zip(below, found, strict=True)]
+        spans = [
+            (y + height - round(min(1.0, top) * height), round(min(1.0, top) * height) - round(low * height))
+            for low, top in zip(below, above, strict=True)
+        ]
+        paths = []
+        for (top, tall), run in groupby(range(count), key=spans.__getitem__):
+            buckets = list(run)
+            if tall:
+                width = len(buckets) * _BUCKET_WIDTH
+                paths.append(f"M{_LEFT + buckets[0] * _BUCKET_WIDTH:g} {top:g}h{width:g}v{tall:g}h-{width:g}z")
+        if paths:
+            yield f'<path d="{"".join(paths)}" fill="{_LOOKS[name][0]}"/>'
+        below = above
+
+
+def _ticks(span_s: float) -> Iterator[float]:
+    """Round times, some eight of them."""
+    rough = span_s / 8
+    step = 10.0 ** len(f"{int(rough)}") / 10 if rough >= 1 else 1.0
+    while step > rough:
+        step /= 10
+    step *= next((factor for factor in (1, 2, 5) if step * factor >= rough), 10)
+    count = int(span_s / step)
+    yield from (round(number * step, 12) for number in range(count + 1))
+
+
+def _short(time_s: float) -> str:
+    return f"{time_s:.4g}"
+
+
+def _legend(y: float, names: Iterable[str], *, dense: bool) -> Iterator[str]:
+    left = _LEFT
+    for name in names:
+        colour, words = _LOOKS[name]
+        yield f'<rect x="{left:g}" y="{y - 10:g}" width="12" height="12" fill="{colour}"/>'
+        yield _text(left + 18, y, words, "soft")
+        left += 36 + 6.4 * len(words)
+    yield _text(left, y, "shares of the time, stacked" if dense else "numbers: micro-batches", "soft")
+
+
+def _text(x: float, y: float, words: str, kind: str) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(words)}</text>'
