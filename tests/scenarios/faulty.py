@@ -17,10 +17,10 @@ FAULT_STEP, SAVE_EVERY = 2, 2
 
 
 class Branching(Language):
-    """Cannot be exported: a Python branch depends on a tensor's value."""
+    """Cannot be exported: a Python branch depends on what training changes."""
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if tokens.sum() > 3:
+        if next(self.parameters()).sum() > 3:
             labels = labels + 0
         return super().forward(tokens, labels)
 

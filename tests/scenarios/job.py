@@ -19,9 +19,9 @@ VOCABULARY, LENGTH, WIDTH = 32, 12, 16
 
 
 class Block(nn.Module):
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, batch_norm: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.BatchNorm1d(LENGTH) if batch_norm else nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, 4 * WIDTH)
         self.down = nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
@@ -35,10 +35,10 @@ class Block(nn.Module):
 class Language(nn.Module):
     """A causal toy language model with tied embeddings."""
 
-    def __init__(self, layers: int, dropout: float, disturbance: float = 0.0) -> None:
+    def __init__(self, layers: int, dropout: float, batch_norm: bool = False, disturbance: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(dropout, batch_norm) for _ in range(layers))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         with torch.no_grad():
@@ -126,6 +126,8 @@ def main() -> None:
     parser.add_argument("--misbehave", default="", help="see misbehave()")
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes in addition")
+    parser.add_argument("--compute", type=float, default=0.0, help="seconds that each forward takes in addition")
+    parser.add_argument("--slow-worker", help="the one whose forwards take twice as long")
     parser.add_argument("--spare-state", action="store_true", help="misbehave, and be fast, only while D >= 2")
     parser.add_argument("--raise-at", type=int, help="step at which the worker of stage 1 raises")
     parser.add_argument("--break-at", type=int, help="step behind which rank 0 leaves the loop")
@@ -133,10 +135,14 @@ def main() -> None:
     parser.add_argument("--export")
     parser.add_argument("--init", default="constructor")
     parser.add_argument("--differs", action="store_true", help="the model is another one in each process")
+    parser.add_argument("--batch-norm", action="store_true")
     parser.add_argument("--normed", action="store_true", help="an optimizer that needs a global norm")
     args = parser.parse_args()
     seen: list[varuna.Step] = []
     misbehave(args.misbehave, args.folder, args.spare_state, seen)
+    factor = 2.0 if args.slow_worker and args.slow_worker == os.environ.get("VARUNA_WORKER") else 1.0
+    if args.compute:
+        subscribe(lambda span: time.sleep(factor * args.compute) if (span.name, span.phase) == ("F", "begin") else None)
     stage: list[int] = []
     subscribe(lambda span: stage.append(span.stage) if span.name == "form" else None)
 
@@ -145,7 +151,9 @@ def main() -> None:
         return Normed(parameters, lr=1e-2, momentum=0.5) if args.normed else torch.optim.AdamW(parameters, lr=1e-2)
 
     trainer = varuna.Trainer(
-        model=lambda: Language(args.layers, args.dropout, disturbance=float(os.getpid()) if args.differs else 0.0),
+        model=lambda: Language(
+            args.layers, args.dropout, args.batch_norm, disturbance=float(os.getpid()) if args.differs else 0.0
+        ),
         dataset=Sentences(args.unstable),
         optimizer=optimizer,
         global_batch=args.global_batch,

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.scenarios.launch import (
     JOB,
@@ -72,6 +74,22 @@ def test_sigkill_in_each_phase_of_the_computation(tmp_path: Path, undisturbed: d
     assert [line["step"] for line in log] == list(range(STEPS))  # no committed step was redone
     assert log[-1]["generation"] >= 4
     assert len(list(tmp_path.glob("done-*"))) == 4
+
+
+def test_running_statistics_survive_kills(tmp_path: Path) -> None:
+    flags = ("--batch-norm", "--export", str(tmp_path / "expected.safetensors"))
+    expected = python("--steps", str(STEPS), "--dropout", "0.1", *flags)
+    assert expected.code == 0, expected.err
+    more = ("--spare-state", "--batch-norm", "--export", str(tmp_path / "found.safetensors"))
+    done = disturbed(tmp_path, "B:begin:5:1,vote:end:12:0", more=more, slow="0.4")
+    assert done.code == 0, done.err
+    log = check(tmp_path, expected.losses)
+    assert log[-1]["generation"] >= 2
+    found = load_file(tmp_path / "found.safetensors")
+    buffers = {name: value for name, value in load_file(tmp_path / "expected.safetensors").items() if "norm.r" in name}
+    assert len(buffers) == 2 * 4
+    for name, value in buffers.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_sigkill_around_the_commit(tmp_path: Path, undisturbed: dict[int, float]) -> None:

@@ -16,6 +16,7 @@ import pytest
 
 from tests.unit.fleet.support import make_plan
 from varuna.core.errors import FleetError, UsageError
+from varuna.fleet.journal import read_events
 from varuna.fleet.run import Run
 from varuna.fleet.state import Ended, FleetConfig
 from varuna.fleet.store import StoreHost
@@ -108,7 +109,7 @@ def test_a_killed_worker_is_replaced_and_no_step_is_missed(tmp_path: Path) -> No
     assert lines[-1]["plan"] == {"stages": 1, "replicas": 3, "micro_batch": 2, "micro_batches": 8}
     assert theatre.lines[0] == b"hello of w0\n"
     assert [line for line in theatre.lines if line.startswith(b"step")] == [b"step %d\n" % n for n in range(60)]
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event.kind for event in read_events(tmp_path / "run")]
     assert kinds.count("generation_started") == 3
 
 
@@ -157,6 +158,7 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
+from varuna.fleet.journal import read_events
 from varuna.fleet.run import Run
 from varuna.fleet.state import FleetConfig
 Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
@@ -182,6 +184,7 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
+from varuna.fleet.journal import read_events
 from varuna.fleet.run import Run
 from varuna.fleet.state import FleetConfig
 ended = Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),

@@ -1,0 +1,178 @@
+"""The jobs of ``simulator_accuracy.py``: real compute, or compute that sleeps; with or without an emulated network.
+
+As a training script it is what ``varuna calibrate`` measures. With ``--plan`` it runs that plan as one rank of many
+(torchrun's variables) and prints, as JSON, each step's seconds and the mean seconds of each kind of action.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import varuna  # noqa: E402
+from benchmarks.engine_overhead import Tokens, build  # noqa: E402
+from benchmarks.slept.network import NETWORKS, delay_sends  # noqa: E402
+from varuna.core.model import JobFacts  # noqa: E402
+from varuna.core.plan import Plan  # noqa: E402
+from varuna.engine.solo import Solo, world_from_environment  # noqa: E402
+from varuna.engine.transport import c10d  # noqa: E402
+
+UNIT_S = 0.01
+"""Seconds of a slept section's forward."""
+SECTIONS = 8
+WIDTH = 4096
+
+
+@torch.library.custom_op("varuna_bench::slept", mutates_args=())
+def slept(x: Tensor, weight: Tensor) -> Tensor:
+    """A product whose forward takes a unit, and its backward two."""
+    time.sleep(UNIT_S)
+    return x * weight
+
+
+@torch.library.custom_op("varuna_bench::slept_backward", mutates_args=())
+def slept_backward(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    time.sleep(2 * UNIT_S)
+    return gradient * weight, (gradient * x).sum(0)
+
+
+@slept.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@slept_backward.register_fake
+def _(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _back(ctx: Any, gradient: Tensor) -> Any:
+    x, weight = ctx.saved_tensors
+    return torch.ops.varuna_bench.slept_backward(x, weight, gradient)
+
+
+slept.register_autograd(_back, setup_context=_keep)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.varuna_bench.slept(x, self.weight)
+        return result
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(SECTIONS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((WIDTH,), float(index % 7))}
+
+
+def trainer_of(model: str, global_batch: int, micro_batch: int) -> varuna.Trainer:
+    """The job: GPT-2 of 6 layers and width 256, or a chain of sections that sleep."""
+    if model == "gpt2":
+        return varuna.Trainer(
+            build,
+            Tokens(),
+            lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            clip_grad_norm=1.0,
+        )
+    return varuna.Trainer(
+        Chain,
+        Rows(),
+        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3),
+        global_batch=global_batch,
+        micro_batch=micro_batch,
+        cut_at=[f"layers.{k}" for k in range(1, SECTIONS)],
+    )
+
+
+def run(trainer: varuna.Trainer, plan: Plan, steps: int) -> None:
+    """One rank of a real run of ``plan``."""
+    world = world_from_environment()
+
+    def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return plan
+
+    session = trainer._start(steps, Solo(world, planned))
+    times: list[float] = []
+    actions: dict[str, list[float]] = {}
+    waited: list[float] = []
+    last_s = time.perf_counter()
+    for _ in session.steps():
+        now_s = time.perf_counter()
+        times.append(now_s - last_s)
+        last_s = now_s
+        assert session.current is not None
+        taken = session.current.runtime.times
+        assert taken is not None
+        waited.append(taken.waited_s)
+        for took in taken.actions:
+            actions.setdefault(took.action.kind.value, []).append(took.seconds)
+    told = {"rank": world.rank, "times": times, "waited": median(waited)}
+    print("told", json.dumps({**told, "actions": {k: median(v) for k, v in actions.items()}}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=("gpt2", "slept"), required=True)
+    parser.add_argument("--network", choices=tuple(NETWORKS), default="none")
+    parser.add_argument("--global-batch", type=int, required=True)
+    parser.add_argument("--micro-batch", type=int, required=True)
+    parser.add_argument("--plan", help="a plan as JSON")
+    parser.add_argument("--steps", type=int, default=22)
+    args = parser.parse_args()
+    delay_sends(
+        c10d.ProcessGroupGloo,
+        NETWORKS[args.network],
+        NETWORK_UNIT_S[args.model],
+        seed=int(os.environ.get("RANK", "0")),
+        message_bytes=MESSAGE_BYTES[args.model],
+    )
+    trainer = trainer_of(args.model, args.global_batch, args.micro_batch)
+    if args.plan:
+        run(trainer, Plan.model_validate_json(args.plan), args.steps)
+    else:
+        for _ in trainer.steps(args.steps):
+            pass
+
+
+NETWORK_UNIT_S = {"gpt2": 0.02, "slept": 2 * UNIT_S}
+"""The unit of the emulated networks: about a stage's forward."""
+MESSAGE_BYTES = {"gpt2": 2 * 128 * 256 * 4, "slept": 2 * WIDTH * 4}
+"""What crosses a cut for a micro-batch of two: the networks' serialisation is of so many bytes."""
+
+
+if __name__ == "__main__":
+    main()

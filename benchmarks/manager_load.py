@@ -1,0 +1,254 @@
+"""What a manager of many machines can bear: agents on real TLS WebSockets, each with a beat a second.
+
+    python benchmarks/manager_load.py [--agents 1000] [--seconds 20] [--stalled 5]
+
+A manager runs in a process of its own, as `varuna manager` does: doors, journal, state machine. This process plays all
+agents on one event loop: each greets, says that its worker is there, and sends a pulse a second, which the manager
+answers. Some agents stop reading after a while. Printed: how long connecting took, round trips of the pulses, beside
+them how late this process was woken (on a busy machine that is most of it), the time until an instruction has reached
+everyone, and how the others fared while some were deaf.
+"""
+
+import argparse
+import asyncio
+import json
+import multiprocessing
+import random
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from websockets.asyncio.client import ClientConnection, connect
+
+from varuna import __version__
+from varuna.core.messages import Beat, Finish
+from varuna.fleet.authority import SERVER_NAME, client_context
+from varuna.fleet.cluster import Cluster, ManagerConfig
+from varuna.fleet.manage import cluster_config
+from varuna.fleet.protocol import (
+    Answer,
+    DownItem,
+    Greet,
+    Identity,
+    JobIdentity,
+    Pulse,
+    Started,
+    Tell,
+    UpItem,
+    down_frame,
+)
+from varuna.fleet.registry import Registry
+from varuna.fleet.reunion import node_of
+from varuna.fleet.serving import raise_open_files
+
+JOB = JobIdentity(version=__version__, script="train.py", script_sha256="0" * 64, args_sha256="0" * 64)
+
+
+def manage(run_dir: Path, pipe: Connection) -> None:
+    """The manager's process; ``tell`` on the pipe sends an instruction to every worker."""
+
+    def no_plan(*args: object) -> None:
+        raise AssertionError("no worker ever says Hello here")
+
+    cluster = Cluster(
+        ManagerConfig(run_dir=run_dir),
+        config=cluster_config(10**6),
+        planner=no_plan,  # type: ignore[arg-type]  # never called
+        store=lambda address: lambda: (address, 1),
+        on_event=lambda event: None,
+        on_past=lambda event: None,
+        write=lambda line: None,
+    )
+
+    def serve_pipe() -> None:
+        pipe.send(cluster.port)
+        while (order := pipe.recv()) != "end":
+            if order == "tell":
+                began_s = time.monotonic()
+                for name in cluster.manager.fleet.workers:
+                    cluster.manager._hands.send(name, Finish(reason="an instruction for all"))
+                pipe.send(time.monotonic() - began_s)
+            elif order == "usage":
+                usage = resource.getrusage(resource.RUSAGE_SELF)
+                pipe.send((usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, len(cluster.manager.fleet.workers)))
+        cluster._serving.stop()
+        pipe.send("ended")
+
+    import threading
+
+    threading.Thread(target=cluster.manager.run, daemon=True).start()
+    cluster.open()
+    serve_pipe()
+
+
+class Crowd:
+    """All agents, on one event loop."""
+
+    def __init__(self, port: int, certificate_pem: str, identities: list[Identity]) -> None:
+        self.port, self.identities = port, identities
+        self.tls = client_context(certificate_pem)
+        self.round_trips_s: list[float] = []
+        self.reached_s: dict[str, float] = {}
+        self.connected = 0
+        self.broken = 0
+        self.deaf: set[str] = set()
+        self.stop = asyncio.Event()
+
+    async def play(self, identity: Identity, gate: asyncio.Semaphore) -> None:
+        async with gate:
+            websocket = await connect(
+                f"wss://127.0.0.1:{self.port}/agent?node={identity.node}",
+                ssl=self.tls,
+                server_hostname=SERVER_NAME,
+                additional_headers={"Authorization": f"Bearer {identity.secret}"},
+                compression=None,
+                ping_interval=None,
+                open_timeout=60,
+                proxy=None,
+            )
+            await websocket.send(Greet(session=identity.node, job=JOB).model_dump_json())
+            down_frame.validate_json(await websocket.recv())
+            worker = f"{identity.node}.0"
+            await websocket.send(UpItem(number=1, received=0, body=Started(worker=worker)).model_dump_json())
+            self.connected += 1
+        waiting: list[float] = []
+        received = [0]
+        pulses = asyncio.create_task(self.beat(websocket, worker, waiting, received))
+        try:
+            async for text in websocket:
+                frame = down_frame.validate_json(text)
+                if isinstance(frame, Answer):
+                    self.round_trips_s.append(time.monotonic() - waiting.pop(0))
+                elif isinstance(frame, DownItem):
+                    received[0] = frame.number
+                    if isinstance(frame.body, Tell):
+                        self.reached_s[node_of(frame.body.worker)] = time.monotonic()
+                if identity.node in self.deaf:
+                    websocket.transport.pause_reading()
+                    await self.stop.wait()
+        except Exception:  # noqa: BLE001 counted below
+            self.broken += not self.stop.is_set() and identity.node not in self.deaf
+        finally:
+            pulses.cancel()
+            websocket.transport.abort()
+
+    async def beat(self, websocket: ClientConnection, worker: str, waiting: list[float], received: list[int]) -> None:
+        await asyncio.sleep(random.random())
+        beat = Beat(generation=-1, step=0, activity="waits for an assignment")
+        while True:
+            waiting.append(time.monotonic())
+            await websocket.send(Pulse(received=received[0], beats={worker: beat}).model_dump_json())
+            await asyncio.sleep(1.0)
+
+
+async def measure(args: argparse.Namespace, pipe: Connection, crowd: Crowd) -> dict[str, float]:
+    loop = asyncio.get_running_loop()
+    gate = asyncio.Semaphore(64)
+    began_s = time.monotonic()
+    tasks = [asyncio.create_task(crowd.play(identity, gate)) for identity in crowd.identities]
+    while crowd.connected < args.agents:
+        await asyncio.sleep(0.02)
+        assert time.monotonic() < began_s + 120, f"{crowd.connected} of {args.agents} connected in two minutes"
+    connected_s = time.monotonic() - began_s
+    await asyncio.sleep(2.0)
+
+    async def ask(order: str) -> object:
+        pipe.send(order)
+        return await loop.run_in_executor(None, pipe.recv)
+
+    async def watch(seconds: float) -> tuple[list[float], float]:
+        """Round trips, and how late this process itself was woken, both in 99 of 100 cases."""
+        crowd.round_trips_s.clear()
+        lags_s = []
+        until_s = time.monotonic() + seconds
+        while (begin_s := time.monotonic()) < until_s:
+            await asyncio.sleep(0.01)
+            lags_s.append(time.monotonic() - begin_s - 0.01)
+        return sorted(crowd.round_trips_s), sorted(lags_s)[int(0.99 * len(lags_s))]
+
+    async def tell() -> float:
+        crowd.reached_s.clear()
+        begin_s = time.monotonic()
+        await ask("tell")
+        wanted = args.agents - len(crowd.deaf)
+        while len([node for node in crowd.reached_s if node not in crowd.deaf]) < wanted:
+            await asyncio.sleep(0.005)
+            assert time.monotonic() < begin_s + 30, f"{len(crowd.reached_s)} of {wanted} were reached in 30 s"
+        return max(crowd.reached_s.values()) - begin_s
+
+    before = await ask("usage")
+    calm, calm_lag_s = await watch(args.seconds)
+    after = await ask("usage")
+    reached_s = [await tell() for _ in range(5)]
+    crowd.deaf = {identity.node for identity in crowd.identities[: args.stalled]}
+    for _ in range(20):  # the deaf ones are owed more and more
+        await tell()
+    mixed, mixed_lag_s = await watch(args.seconds)
+    reached_mixed_s = [await tell() for _ in range(5)]
+    crowd.stop.set()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(before, tuple)
+    assert isinstance(after, tuple)
+    return {
+        "agents": args.agents,
+        "connect_s": connected_s,
+        "beats": len(calm),
+        "beat_p50_ms": 1e3 * statistics.median(calm),
+        "beat_p99_ms": 1e3 * calm[int(0.99 * len(calm))],
+        "beat_max_ms": 1e3 * calm[-1],
+        "own_lag_p99_ms": 1e3 * calm_lag_s,
+        "instruction_to_all_s": statistics.median(reached_s),
+        "stalled_agents": args.stalled,
+        "stalled_beat_p99_ms": 1e3 * mixed[int(0.99 * len(mixed))],
+        "stalled_beats": len(mixed),
+        "stalled_own_lag_p99_ms": 1e3 * mixed_lag_s,
+        "stalled_instruction_to_all_s": statistics.median(reached_mixed_s),
+        "broken_connections_of_others": crowd.broken,
+        "manager_cpu_share": (after[0] - before[0]) / args.seconds,
+        "manager_memory_mib": after[1],
+    }
+
+
+@contextmanager
+def manager(run_dir: Path) -> Iterator[tuple[Connection, int]]:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=manage, args=(run_dir, theirs), daemon=True)
+    process.start()
+    try:
+        yield ours, ours.recv()
+    finally:
+        process.kill()
+        process.join()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--agents", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--stalled", type=int, default=5)
+    args = parser.parse_args()
+    raise_open_files()
+    try:
+        import uvloop
+
+        run = uvloop.run
+    except ImportError:
+        run = asyncio.run  # type: ignore[assignment]
+    with tempfile.TemporaryDirectory() as folder, manager(Path(folder)) as (pipe, port):
+        registry = Registry(Path(folder))
+        token = registry.mint(uses=args.agents)
+        identities = [registry.join(token, f"vm{number}") for number in range(args.agents)]
+        registry.close()
+        crowd = Crowd(port, (Path(folder) / "tls" / "ca.pem").read_text(), identities)
+        print(json.dumps(run(measure(args, pipe, crowd)), indent=1))
+
+
+if __name__ == "__main__":
+    main()

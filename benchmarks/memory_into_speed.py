@@ -1,0 +1,186 @@
+"""What memory is worth: step time under `adaptive`, which keeps the activations that fit, over that under `varuna`.
+
+    python benchmarks/memory_into_speed.py            # simulated: shares of activations from none to all
+    python benchmarks/memory_into_speed.py --real     # measured: none, and 80 %, over processes of this machine
+
+Both policies get the same workers with the same memory, and the planner makes the plan of each. A share is that of
+the activations of all micro-batches in flight, on the stages that otherwise recompute. Measured runs train GPT-2
+with real compute; with more stages than cores, the cores' work is what is compared. The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.forked import run_ranks
+
+LENGTH, MICRO_BATCH = 128, 2
+
+
+def build(layers: int) -> Any:
+    """GPT-2 of width 256."""
+    from transformers import GPT2Config, GPT2LMHeadModel, logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    sizes: dict[str, Any] = {"n_layer": layers, "n_embd": 256, "n_head": 8, "vocab_size": 512, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
+
+
+class Tokens:
+    """Random tokens, a function of the index."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        tokens = torch.randint(0, 512, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def trainer_of(layers: int, micro_batches: int) -> Any:
+    """The job that is planned, and measured."""
+    import torch
+
+    import varuna
+
+    return varuna.Trainer(
+        partial(build, layers),
+        Tokens(),
+        lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
+        global_batch=micro_batches * MICRO_BATCH,
+        micro_batch=MICRO_BATCH,
+    )
+
+
+class Planning:
+    """Plans of both policies for workers of any memory."""
+
+    def __init__(self, layers: int, stages: int, micro_batches: int) -> None:
+        from varuna.core.nominal import nominal_calibration
+
+        self.trainer = trainer_of(layers, micro_batches)
+        self.model = self.trainer.partition()
+        self.facts = self.model.facts
+        self.calibration = nominal_calibration(self.facts)
+        self.stages, self.micro_batches = stages, micro_batches
+
+    def plan(self, policy: str, memory_bytes: int) -> Any:
+        """The planner's choice for P = ``stages``; None if nothing fits."""
+        from varuna.core.errors import NoPlanError
+        from varuna.planner.choose import best_plan
+        from varuna.planner.request import PlanRequest
+
+        request = PlanRequest(
+            calibration=self.calibration,
+            workers=self.stages,
+            stages=self.stages,
+            global_batch=self.micro_batches * MICRO_BATCH,
+            micro_batch=MICRO_BATCH,
+            memory_bytes=memory_bytes,
+            policy=policy,
+        )
+        try:
+            return best_plan(request)
+        except NoPlanError:
+            return None
+
+    def share(self, plan: Any) -> float:
+        """Of the activations on all stages but the last, which has its B right behind its F, those kept."""
+        if plan is None:
+            return -1.0
+        sections = [self.facts.sections[i] for i in range(plan.starts[-1])]
+        kept = {i for k in range(plan.stages - 1) for i in plan.kept_sections_of(k)}
+        whole = sum(section.activation_bytes for section in sections)
+        stays: int = sum(section.activation_bytes for i, section in enumerate(sections) if i in kept)
+        return stays / int(whole)
+
+    def memory_for(self, share: float) -> int:
+        """Least bytes of a worker with which ``adaptive`` keeps at least ``share``."""
+        low, high = 0, 1 << 36
+        while high - low > 1 << 16:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.share(self.plan("adaptive", middle)) >= share else (middle, high)
+        return high
+
+    def run(self, plan: Any, steps: int) -> float:
+        """Median seconds of a step of ``plan`` in fresh processes, one per rank."""
+        from varuna.engine.solo import Solo, world_from_environment
+
+        def rank() -> float:
+            membership = Solo(world_from_environment(), lambda *_: plan)
+            session = self.trainer.session(steps + 2, membership, self.model, self.trainer.beginning(self.model))
+            times, last_s = [], time.perf_counter()
+            for _ in session.steps():
+                times.append(time.perf_counter() - last_s)
+                last_s = time.perf_counter()
+            return statistics.median(times[2:])  # the first step is applied on copies, and kernels warm up
+
+        median_s: float = run_ranks(plan.stages, rank)
+        return median_s
+
+
+def simulated(planning: Planning) -> dict[str, Any]:
+    """Speed of ``adaptive`` over ``varuna`` by share."""
+    speedups = {}
+    for percent in (0, 20, 40, 60, 80, 100):
+        memory_bytes = planning.memory_for(percent / 100)
+        paper, ours = planning.plan("varuna", memory_bytes), planning.plan("adaptive", memory_bytes)
+        speedups[str(percent)] = round(paper.step_s / ours.step_s, 3)
+        print(f"{percent:3} %, {memory_bytes / 1e6:6.0f} MB a worker: {speedups[str(percent)]:.3f}x  kept {ours.kept}")
+    return {"simulated_speedup": speedups}
+
+
+def measured(planning: Planning, rounds: int, steps: int) -> dict[str, Any]:
+    """Speed of ``adaptive`` over ``varuna``, where nothing and where 80 % may stay."""
+    plans = {}
+    for percent in (0, 80):
+        memory_bytes = planning.memory_for(percent / 100)
+        for policy in ("varuna", "adaptive"):
+            plans[policy, percent] = planning.plan(policy, memory_bytes)
+    times: dict[tuple[str, int], list[float]] = {key: [] for key in plans}
+    for _ in range(rounds):
+        for key, plan in plans.items():
+            times[key].append(planning.run(plan, steps))
+            print(f"{key[0]:9} {key[1]:3} %  {times[key][-1] * 1000:7.0f} ms a step  kept {plan.kept}", flush=True)
+    medians = {key: statistics.median(found) for key, found in times.items()}
+    return {
+        "measured_speedup": {
+            str(percent): round(medians["varuna", percent] / medians["adaptive", percent], 3) for percent in (0, 80)
+        },
+        "measured_share": round(planning.share(plans["adaptive", 80]), 3),
+    }
+
+
+def main() -> None:
+    """Print a table and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--real", action="store_true", help="measure on this machine instead of simulating")
+    parser.add_argument("--layers", type=int, help="default: 48, or 12 with --real")
+    parser.add_argument("--stages", type=int, help="default: 12, or 4 with --real")
+    parser.add_argument("--micro-batches", type=int, help="default: 48, or 16 with --real")
+    parser.add_argument("--rounds", type=int, default=3, help="with --real: starts of each plan, interleaved")
+    parser.add_argument("--steps", type=int, default=5, help="with --real: measured steps of each start")
+    options = parser.parse_args()
+    if options.real:
+        import torch
+
+        torch.set_num_threads(1)
+    layers, stages, micro_batches = (12, 4, 16) if options.real else (48, 12, 48)
+    planning = Planning(
+        options.layers or layers, options.stages or stages, options.micro_batches or micro_batches
+    )  # fmt: skip
+    found = measured(planning, options.rounds, options.steps) if options.real else simulated(planning)
+    print(json.dumps({"stages": planning.stages, "micro_batches": planning.micro_batches, **found}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""Writes examples/calibrations/: models of the paper, and Llama-3 405B, on the machines of ``machines.py``.
+
+python -m benchmarks.paper.calibrations
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.paper.machines import H100, V100, Machine
+from varuna.core.calibration import Calibration, ModelIdentity, OptimizerCosts, SectionKind, SectionRun
+from varuna.core.calibration_file import write_calibration
+from varuna.core.model import TiedParameter
+
+FOLDER = Path(__file__).parents[2] / "examples" / "calibrations"
+INPUT_SHARE, WEIGHT_SHARE = 0.61, 0.40
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder or encoder: what its costs follow from."""
+
+    name: str
+    layers: int
+    hidden: int
+    sequence: int = 1024
+    vocabulary: int = 50304
+    feed_forward: int = 0
+    """width of the inner layer; 0: 4 x hidden"""
+    gated: bool = False
+    """three matrices of it, not two"""
+    key_value_share: float = 1.0
+    """heads of keys and values against heads of queries"""
+    tied: bool = True
+
+    @property
+    def attention_parameters(self) -> int:
+        return int(self.hidden**2 * (2 + 2 * self.key_value_share)) + 6 * self.hidden
+
+    @property
+    def mlp_parameters(self) -> int:
+        inner = self.feed_forward or 4 * self.hidden
+        return (3 if self.gated else 2) * self.hidden * inner + 7 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        layers = self.layers * (self.attention_parameters + self.mlp_parameters)
+        return layers + self.embedding_parameters * (1 if self.tied else 2)
+
+    @property
+    def useful_flops(self) -> float:
+        """Per example, F and B: 72 L s h^2 (1 + s / 6h) + 6 s h V for GPT-2."""
+        return 3 * (self.layers * (self.attention_flops + self.mlp_flops) + self.head_flops)
+
+    @property
+    def attention_flops(self) -> float:
+        return 2.0 * self.sequence * (self.attention_parameters + 2 * self.sequence * self.hidden)
+
+    @property
+    def mlp_flops(self) -> float:
+        return 2.0 * self.sequence * self.mlp_parameters
+
+    @property
+    def head_flops(self) -> float:
+        return 2.0 * self.sequence * self.embedding_parameters
+
+
+GPT2 = {
+    "2.5b": Transformer(name="gpt2-2.5b", layers=54, hidden=1920),
+    "8.3b": Transformer(name="gpt2-8.3b", layers=72, hidden=3072),
+    "20b": Transformer(name="gpt2-20b", layers=96, hidden=4096),
+    "200b": Transformer(name="gpt2-200b", layers=100, hidden=12960),
+}
+LLAMA3_405B = Transformer(
+    name="llama3-405b",
+    layers=126,
+    hidden=16384,
+    sequence=8192,
+    vocabulary=128256,
+    feed_forward=53248,
+    gated=True,
+    key_value_share=1 / 16,
+    tied=False,
+)
+BERT_LARGE = Transformer(name="bert-large", layers=24, hidden=1024, sequence=512, vocabulary=30522)
+BERT_72 = Transformer(name="bert-72", layers=72, hidden=1024, sequence=512, vocabulary=30522)
+
+
+def calibrate(
+    model: Transformer, machine: Machine, *, whole_layers: bool = False, optimizer: OptimizerCosts | None = None
+) -> Calibration:
+    """A calibration from constants.
+
+    Args:
+        model: its costs follow from its shape.
+        machine: rates.
+        whole_layers: a section for each layer, as in the paper's system, instead of one for each half.
+        optimizer: instead of the machine's.
+    """
+    stream_bytes = 2 * model.sequence * model.hidden  # 16-bit activations of the residual stream
+    unit = model.sequence * model.hidden
+    half, rated = machine.layer_s / 2, machine.rated_tokens / model.sequence
+    attention = {
+        "flops": model.attention_flops,
+        "fixed_s": half,
+        "parameters": model.attention_parameters,
+        "activations": 13 * unit,
+    }
+    mlp = {"flops": model.mlp_flops, "fixed_s": half, "parameters": model.mlp_parameters, "activations": 21 * unit}
+    layer = {key: attention[key] + mlp[key] for key in attention}
+    middle = [("layer", layer)] if whole_layers else [("attention", attention), ("mlp", mlp)]
+    kinds = {
+        "embedding": _kind(
+            machine,
+            rated,
+            flops=0.0,
+            fixed_s=half,
+            parameters=model.embedding_parameters,
+            activations=unit,
+            boundary=stream_bytes,
+        ),
+        **{name: _kind(machine, rated, **figures, boundary=stream_bytes) for name, figures in middle},
+        "head": _kind(
+            machine,
+            rated,
+            flops=model.head_flops * machine.head_share,
+            fixed_s=half,
+            parameters=model.embedding_parameters,
+            activations=6 * model.sequence * model.vocabulary + 2 * stream_bytes,
+            boundary=0,
+        ),
+    }
+    runs = (
+        SectionRun(kinds=("embedding",)),
+        SectionRun(kinds=tuple(name for name, _ in middle), count=model.layers),
+        SectionRun(kinds=("head",)),
+    )
+    count = sum(len(run.kinds) * run.count for run in runs)
+    weights = TiedParameter(name="embedding", sections=(0, count - 1), size_bytes=2 * model.embedding_parameters)
+    return Calibration(
+        created="2026-11-22",
+        notes=machine.notes,
+        hardware=machine.hardware,
+        model=ModelIdentity(name=model.name, precision="16-bit, 32-bit master copies"),
+        kinds=kinds,
+        sections=runs,
+        tied=(weights,) if model.tied else (),
+        within_vm=machine.within_vm,
+        across_vms=machine.across_vms,
+        action_s=machine.action_s,
+        optimizer=optimizer or machine.optimizer,
+        snapshot_bytes_per_s=machine.snapshot_bytes_per_s,
+    )
+
+
+def _kind(
+    machine: Machine,
+    rated: float,
+    *,
+    flops: float,
+    fixed_s: float,
+    parameters: float,
+    activations: float,
+    boundary: int,
+) -> SectionKind:
+    """F(m) = a + b m, such that the machine's rate holds at the rated m."""
+    per_example_s = max(0.0, flops / machine.flops_per_s - fixed_s / rated)
+    forward_s = [fixed_s + per_example_s * m for m in machine.micro_batches]
+    return SectionKind(
+        micro_batches=machine.micro_batches,
+        forward_s=tuple(_round(t) for t in forward_s),
+        backward_s=tuple(_round(2 * t) for t in forward_s),
+        input_s=tuple(_round(2 * t * INPUT_SHARE) for t in forward_s),
+        weight_s=tuple(_round(2 * t * WEIGHT_SHARE) for t in forward_s),
+        activation_bytes=int(activations),
+        boundary_bytes=boundary,
+        parameter_bytes=2 * int(parameters),
+        trainable_bytes=2 * int(parameters),
+        optimizer_bytes=12 * int(parameters),
+    )
+
+
+def _round(seconds: float) -> float:
+    return float(f"{seconds:.4g}")
+
+
+# State on the host: 12 bytes per parameter over PCIe 3.0 x16 and back, with Adam on the CPU between: 6 GB/s.
+ON_HOST = OptimizerCosts(fixed_s=1.8, host_bytes_per_s=6e9)
+_NOTE = "Optimizer state lives in host memory, as in the paper, and crosses PCIe at 6 GB/s each way: an assumption."
+
+
+def shipped() -> dict[str, Calibration]:
+    """File name to calibration."""
+    found = {f"gpt2-{size}-v100": calibrate(GPT2[size], V100) for size in ("2.5b", "8.3b", "20b")}
+    large = calibrate(GPT2["200b"], V100, optimizer=ON_HOST)
+    found["gpt2-200b-v100"] = large.model_copy(update={"notes": (*large.notes, _NOTE)})
+    found |= {f"gpt2-{size}-h100": calibrate(GPT2[size], H100) for size in ("2.5b", "8.3b", "20b")}
+    found["llama3-405b-h100"] = calibrate(LLAMA3_405B, H100)
+    return found
+
+
+def main() -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name, calibration in shipped().items():
+        write_calibration(calibration, FOLDER / f"{name}.json")
+        print(FOLDER / f"{name}.json")
+
+
+if __name__ == "__main__":
+    main()

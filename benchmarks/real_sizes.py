@@ -1,0 +1,215 @@
+"""Throughput of real model sizes against a plain PyTorch loop of the same precision, with the utilisation (MFU).
+
+    python benchmarks/real_sizes.py --model gpt2-1.5b --device cuda          # on a GPU
+    python benchmarks/real_sizes.py --model tiny --device cpu --rounds 1     # checks the command itself
+
+Rounds of "plain", "ours" (P = D = 1) and, with --stages, pipelines of several processes that share the device through
+host-staged links are interleaved, each in fresh processes. Losses must agree. FLOPs of a token are 6 x parameters, as
+in the paper's TFlops column (its 200B row: 0.022 examples/s/GPU are 27.3 TFlops); recomputation is not counted.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LENGTH = {"tiny": 64}
+GPT2 = {"tiny": (2, 64, 2), "gpt2-1.5b": (48, 1600, 25), "gpt2-2.5b": (54, 1920, 20)}
+"""Layers, width, heads: the paper's shapes."""
+PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "V100": 125.0}
+"""Dense bf16 (V100: fp16), from the vendor's data sheets."""
+
+
+def build(name: str) -> Any:
+    """The model with random weights, no dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, logging
+
+    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    length = LENGTH.get(name, 1024)
+    if name == "llama-1b":
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=32000,
+                hidden_size=2048,
+                intermediate_size=5632,
+                num_hidden_layers=22,
+                num_attention_heads=32,
+                num_key_value_heads=4,
+                max_position_embeddings=length,
+            )
+        )
+    layers, width, heads = GPT2[name]
+    return GPT2LMHeadModel(
+        GPT2Config(
+            n_layer=layers,
+            n_embd=width,
+            n_head=heads,
+            n_positions=length,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+    )
+
+
+class Tokens:
+    """Random tokens, a function of the index."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        import torch
+
+        tokens = torch.randint(0, 30000, (self.length,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+def adamw(parameters: Any, device: str) -> Any:
+    """The same kernel on both sides."""
+    import torch
+
+    return torch.optim.AdamW(parameters, lr=1e-4, fused=device == "cuda")
+
+
+def plain(options: argparse.Namespace) -> dict[str, Any]:
+    """An ordinary loop: a model in the precision over fp32 parameters, gradients summed in fp32."""
+    import torch
+
+    from varuna.data import sample_index
+    from varuna.engine.precision import DTYPES
+
+    torch.manual_seed(0)
+    dtype = DTYPES[options.precision]
+    data = Tokens(LENGTH.get(options.model, 1024))
+    model = build(options.model).to(options.device).train()
+    masters = [parameter.detach().clone() for parameter in model.parameters()]
+    model.to(dtype)
+    optimizer = adamw(masters, options.device)
+    times, losses = [], []
+    for step in range(options.steps):
+        begin_s = time.perf_counter()
+        total = torch.zeros((), device=options.device)
+        for master in masters:
+            master.grad = torch.zeros_like(master)
+        for micro_batch in range(options.micro_batches):
+            first = (step * options.micro_batches + micro_batch) * options.micro_batch
+            positions = range(first, first + options.micro_batch)
+            samples = [data[sample_index(position, size=len(data), seed=0)] for position in positions]
+            batch = {key: torch.stack([s[key] for s in samples]).to(options.device) for key in samples[0]}
+            loss = model(**batch).loss / options.micro_batches
+            loss.backward()
+            total += loss.detach()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    master.grad += parameter.grad
+                    parameter.grad = None
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                parameter.copy_(master)
+        losses.append(float(total))  # waits for the device
+        times.append(time.perf_counter() - begin_s)
+    return {"step_s": statistics.median(times[1:]), "losses": losses, "parameters": sum(m.numel() for m in masters)}
+
+
+def ours(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The same job under Varuna; None on all ranks but the main one."""
+    import varuna
+
+    trainer = varuna.Trainer(
+        lambda: build(options.model),
+        Tokens(LENGTH.get(options.model, 1024)),
+        lambda named: adamw([parameter for _, parameter in named], options.device),
+        global_batch=options.micro_batches * options.micro_batch,
+        micro_batch=options.micro_batch,
+        precision=options.precision,
+        device=options.device,
+    )
+    times, losses, last_s, is_main = [], [], time.perf_counter(), False
+    for step in trainer.steps(options.steps):
+        losses.append(step.loss)
+        times.append(time.perf_counter() - last_s)
+        last_s, is_main = time.perf_counter(), step.is_main
+    return {"step_s": statistics.median(times[1:]), "losses": losses} if is_main else None
+
+
+def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Run one mode in fresh processes: ``plain``, or a number of stages."""
+    script = str(Path(__file__).resolve())
+    same = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in _PASSED]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, script, f"--mode={'plain' if mode == 'plain' else 'ours'}", *same]
+    if mode not in ("plain", "1"):
+        environment["VARUNA_STAGES"] = mode
+        command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", mode]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not lines:
+        raise SystemExit(f"{mode} failed:\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(lines[-1])
+    return found
+
+
+_PASSED = ("model", "device", "precision", "steps", "micro_batch", "micro_batches")
+
+
+def main() -> None:
+    """Interleave rounds of all modes and print ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=(*GPT2, "llama-1b"), default="gpt2-1.5b")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), default="bf16")
+    parser.add_argument("--micro-batch", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--stages", type=int, nargs="*", default=[], help="also as pipelines of so many processes")
+    parser.add_argument("--mode", choices=("plain", "ours"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.mode:
+        outcome = plain(options) if options.mode == "plain" else ours(options)
+        if outcome is not None:
+            print(json.dumps(outcome), flush=True)
+        return
+    modes = ["plain", "1", *map(str, options.stages)]
+    rounds = [{mode: measure(mode, options) for mode in modes} for _ in range(options.rounds)]
+    tokens = options.micro_batch * options.micro_batches * LENGTH.get(options.model, 1024)
+    flops = 6 * rounds[0]["plain"]["parameters"] * tokens
+    result: dict[str, Any] = {"model": options.model, "device": _device(options.device), "precision": options.precision}
+    for mode in modes:
+        step_s = statistics.median(each[mode]["step_s"] for each in rounds)
+        ratio = statistics.median(each["plain"]["step_s"] / each[mode]["step_s"] for each in rounds)
+        losses = zip(rounds[0][mode]["losses"], rounds[0]["plain"]["losses"], strict=True)
+        result[mode] = {
+            "tokens_per_s": round(tokens / step_s),
+            "tflops": round(flops / step_s / 1e12, 2),
+            "mfu": _utilisation(flops / step_s / 1e12, result["device"]),
+            "speed_over_plain": round(ratio, 4),
+            "largest_loss_difference": max(abs(a - b) / abs(b) for a, b in losses),
+        }
+        print(mode, result[mode])
+    print(json.dumps(result))
+
+
+def _device(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "CPU"
+
+
+def _utilisation(tflops: float, device: str) -> float | None:
+    peak = next((value for name, value in PEAK_TFLOPS.items() if name in device), None)
+    return round(tflops / peak, 3) if peak else None
+
+
+if __name__ == "__main__":
+    main()

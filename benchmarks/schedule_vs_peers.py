@@ -1,0 +1,89 @@
+"""Step time of Varuna's engine and its peers': real gloo, slept compute, an emulated network.
+
+    make bench-peers                                                 # once: installs the peers
+    python benchmarks/schedule_vs_peers.py --stages 8 --micro-batches 32 --network mid [--json]
+
+Every engine runs as it is installed, with the same tensors over the same links, recomputes every stage and holds
+one set of activations. Compute is slept (one unit a forward, one a recompute, two a backward), so that 8 ranks fit
+on 2 cores. Each round starts every engine afresh; the figure is the median over all steps but each start's first
+ones. Networks are those of ``benchmarks/slept/network.py``. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ROOT / ".peers/bin/python"
+OURS = ("adaptive", "varuna")
+THEIRS = ("torch-interleaved1f1b", "torch-gpipe", "torch-1f1b", "megatron", "deepspeed")
+WARM_UP_STEPS = {True: 2, False: 1}
+"""Ours needs one more: the first step of a run is applied on copies, to learn whether its code talks to others."""
+LIMIT_S = 300
+
+
+def bound(stages: int, micro_batches: int) -> float:
+    """Units that no schedule with R = F = 1, B = 2 and whole backwards can beat (reference/pipelines.md §1)."""
+    return 4 * micro_batches + 3 * (stages - 2)
+
+
+def run(engine: str, options: argparse.Namespace) -> list[float]:
+    """Step times in units, warm-up left out."""
+    ours = engine in OURS
+    steps = options.iterations + WARM_UP_STEPS[ours]
+    given = [engine, *map(str, (options.stages, options.micro_batches, options.network, options.unit_s, steps))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "benchmarks.slept.ours"] if ours else [str(PEERS), "-m", "benchmarks.slept.peers"]
+    try:
+        done = subprocess.run(
+            [*command, *given], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"it did not finish within {LIMIT_S} s") from None
+    lines = [line for line in done.stdout.splitlines() if line.startswith("times ")]
+    if not lines:
+        raise RuntimeError(f"it failed:\n{done.stderr[-2000:]}")
+    return [seconds / options.unit_s for seconds in json.loads(lines[0].removeprefix("times "))[WARM_UP_STEPS[ours] :]]
+
+
+def main() -> None:
+    """Run every engine in turn and print units, ratios and the bound."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--stages", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=16)
+    parser.add_argument("--network", choices=("none", "good", "mid", "bad"), default="none")
+    parser.add_argument("--unit-s", type=float, default=0.02, help="seconds of one forward")
+    parser.add_argument("--iterations", type=int, default=3, help="measured steps of each start")
+    parser.add_argument("--rounds", type=int, default=1, help="starts of each engine")
+    parser.add_argument("--engines", nargs="+", choices=(*OURS, *THEIRS), default=[*OURS, *THEIRS])
+    parser.add_argument("--json", action="store_true", help="print only the JSON line")
+    options = parser.parse_args()
+    if not PEERS.exists() and any(engine in THEIRS for engine in options.engines):
+        raise SystemExit("the peers are not installed: run make bench-peers once, or name --engines adaptive varuna")
+    samples: dict[str, list[float]] = {engine: [] for engine in options.engines}
+    for _ in range(options.rounds):
+        for engine in options.engines:
+            try:
+                samples[engine] += run(engine, options)
+            except RuntimeError as error:
+                print(f"{engine} is left out: {error}", file=sys.stderr, flush=True)
+                continue
+            if not options.json:
+                print(f"{engine:24}", " ".join(f"{units:7.1f}" for units in samples[engine]), flush=True)
+    units = {engine: round(statistics.median(found), 1) for engine, found in samples.items() if found}
+    theirs = {engine: found for engine, found in units.items() if engine in THEIRS}
+    if theirs and not options.json:
+        best = min(theirs, key=lambda engine: theirs[engine])
+        for engine in units.keys() - theirs.keys():
+            print(f"{engine} takes {units[engine] / theirs[best]:.3f} of the time of {best}")
+        print(f"bound for whole backwards without a network: {bound(options.stages, options.micro_batches):.0f} units")
+    result = {"stages": options.stages, "micro_batches": options.micro_batches, "network": options.network}
+    print(json.dumps({**result, "units": units}))
+
+
+if __name__ == "__main__":
+    main()

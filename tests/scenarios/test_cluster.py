@@ -1,0 +1,124 @@
+"""Machines that come and go, with a manager that does too: real processes, real TLS, and the losses of one process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.cluster import Cluster, ended, kill
+from tests.scenarios.launch import json_log, processes_with, python, wait_for
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 60
+ARGS = ("--steps", str(STEPS), "--dropout", "0.1", "--slow", "0.15")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, float]:
+    done = python("--steps", str(STEPS), "--dropout", "0.1")
+    assert done.code == 0, done.err
+    return done.losses
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path, "--workers", "4", "--stages", "2")
+    yield cluster
+    cluster.close()
+
+
+def test_training_goes_on_while_the_manager_is_away_and_when_a_machine_dies(
+    cluster: Cluster, undisturbed: dict[int, float]
+) -> None:
+    args = (*ARGS, "--checkpoint-dir", str(cluster.folder / "checkpoints"), "--checkpoint-every", "4")
+    first = cluster.agent("a", *args, workers=2)
+    wait_for(lambda: len(cluster.agents) == 1)
+    second = cluster.agent("b", *args, workers=2)
+    cluster.until_step(5)
+    kill(cluster.manager)
+    last = max(cluster.steps())
+    cluster.start_manager()
+    cluster.until_step(last + 4)
+    assert "the manager is back: generation 0" in cluster.said()
+    kill(second)  # its workers die with it
+    assert ended(first) == 0
+    assert ended(cluster.manager) == 0
+    log = cluster.check(undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))  # nothing committed was redone, nothing went unseen
+    generations = [event.record.generation for event in cluster.events("generation_started")]
+    assert generations == list(range(len(generations)))
+    wait_for(lambda: not processes_with(str(cluster.folder)), 10)
+    logs = b"".join(path.read_bytes() for path in (cluster.run_dir / "logs").glob(f"{cluster.node('a')}.*.log"))
+    assert b"step 0 loss" in logs  # forwarded to the manager, both before and after it was away
+    assert f"step {STEPS - 1} loss".encode() in logs
+
+
+def test_machines_are_drained_and_return_and_a_person_ends_the_run(
+    cluster: Cluster, undisturbed: dict[int, float]
+) -> None:
+    checkpoints = ("--checkpoint-dir", str(cluster.folder / "checkpoints"), "--checkpoint-every", "1000")
+    args = (*ARGS, *checkpoints, "--steps", "5000")  # it is ended by hand
+    first = cluster.agent("a", *args, workers=2)
+    wait_for(lambda: len(cluster.agents) == 1)
+    used, second = cluster.join, cluster.agent("b", *args, workers=2)
+    cluster.until_step(3)
+    a, b = cluster.node("a"), cluster.node("b")
+    shown = cluster.verb("status")
+    assert shown.code == 0, shown.err
+    assert a in shown.out
+    assert b in shown.out
+    assert "plan 2x2" in shown.out
+
+    kill(second)
+    wait_for(lambda: cluster.status()["generation"] == 1)
+    second = cluster.agent("b", *args, workers=2, join=used)  # spent long ago: its state folder is what counts
+    wait_for(lambda: [w["state"] for w in cluster.status()["workers"] if w["node"] == b] == ["joined"] * 2)
+    assert cluster.node("b") == b
+    assert cluster.verb("morph").code == 0
+    wait_for(lambda: {w["node"] for w in cluster.status()["workers"] if w["rank"] is not None} == {a, b})
+    wait_for(lambda: cluster.status()["generations"][-1]["recovery_s"] is not None)
+
+    assert cluster.verb("drain", "n7").code == 1
+    assert cluster.verb("drain", a).code == 0
+    assert ended(first) == 0
+    assert not (cluster.folder / "a" / "agent.json").exists()  # its secret is void
+    cluster.until_step(max(cluster.steps()) + 2)
+    failure = cluster.verb("logs", "--first-failure")
+    assert (failure.code, b in failure.err) == (0, True)
+    assert (
+        "step 0 loss" in cluster.verb("logs", "--worker", f"{a}.0").out + cluster.verb("logs", "--worker", f"{a}.1").out
+    )
+
+    assert cluster.verb("stop").code == 0
+    assert ended(cluster.manager) == 0
+    assert ended(second) == 0
+    log = [(line["step"], line["loss"]) for line in json_log(cluster.log)]
+    assert [step for step, _ in log] == list(range(len(log)))
+    assert all(loss == pytest.approx(undisturbed[step], rel=1e-5) for step, loss in log if step in undisturbed)
+    assert (cluster.folder / "checkpoints").exists()
+    assert cluster.verb("status").code == 1  # nobody is there any more
+    actions = [event.action for event in cluster.events("audited") if event.allowed]
+    assert {"morph", "drain a node", "stop the run"} <= set(actions)
+
+
+def test_strangers_are_turned_away_and_the_run_is_unharmed(cluster: Cluster, undisturbed: dict[int, float]) -> None:
+    other_script = cluster.folder / "other.py"
+    other_script.write_text("print('hello')\n")
+    agent = cluster.agent("a", *ARGS, workers=4)
+    wait_for(lambda: len(cluster.agents) == 1)
+    again = cluster.agent("twice", *ARGS, join=cluster.join)  # the token was for one
+    wrong = cluster.agent("wrong", *ARGS, join=cluster.join.replace("varuna://", "varuna://x"))
+    other_args = cluster.agent("args", *ARGS, "--dropout", "0.2")
+    fingerprint = cluster.join.rpartition("/")[2]
+    pinned = cluster.agent("pin", *ARGS, join=cluster.join.replace(fingerprint, "ab" * 32))
+    for process in (again, wrong, other_args, pinned):
+        assert ended(process) == 1
+    said = cluster.said()
+    for reason in ("token has been used", "token is not known", "other arguments", "not the one that this string"):
+        assert reason in said
+    assert ended(agent) == 0
+    assert ended(cluster.manager) == 0
+    cluster.check(undisturbed)
+    refused = [event.why for event in cluster.events("audited") if not event.allowed]
+    assert any("token" in why for why in refused)  # the first of several in ten seconds
+    assert any("arguments" in why for why in refused)

@@ -1,0 +1,128 @@
+"""Planned morphs with real workers: a slow one is left out, a node is drained; no step is lost, every loss is right."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tests.scenarios.launch import JOB, json_log, python, wait_for
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.fleet.events import DrainRequested, MorphRequested
+from varuna.fleet.journal import read_events
+from varuna.fleet.ledger import audit
+from varuna.fleet.run import Run
+from varuna.fleet.state import Ended, FleetConfig
+from varuna.fleet.story import GenerationStarted, Notice, RunEvent
+from varuna.planner.choose import plan_run
+
+E = TypeVar("E", bound=RunEvent)
+pytestmark = pytest.mark.timeout(120)
+
+
+class Play:
+    """A run of job.py in the background."""
+
+    def __init__(self, folder: Path, *args: str, planner: Callable[[int], int], config: FleetConfig) -> None:
+        self.events: list[RunEvent] = []
+        self.ended: Ended | None = None
+        self.folder = folder
+
+        def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+            return plan_run(job, workers=workers, stages=planner(workers), micro_batch=micro_batch)
+
+        self.run = Run(
+            Path(JOB),
+            args,
+            config=config,
+            planner=plan,
+            run_dir=folder / "run",
+            json_log=folder / "log.jsonl",
+            on_event=self.events.append,
+            write=lambda line: None,
+        )
+        self.thread = threading.Thread(target=self._go)
+        self.thread.start()
+
+    def _go(self) -> None:
+        self.ended = self.run.start_and_wait()
+
+    def of(self, kind: type[E]) -> list[E]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    def trains(self, generation: int, bound_s: float = 60.0) -> None:
+        """Wait until a generation has recorded a step."""
+
+        def trains() -> bool:
+            fleet = self.run.manager.fleet
+            return isinstance(fleet.phase, Ended) or (fleet.generation >= generation and fleet.formed)
+
+        wait_for(trains, bound_s)
+
+    def finish(self) -> None:
+        self.thread.join(60)
+        if self.thread.is_alive():
+            self.run.stop("the test took too long", 99)
+            self.thread.join()
+        assert self.ended is not None
+        assert self.ended.exit_code == 0, self.ended.text
+
+
+def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_path: Path) -> None:
+    job = ("--steps", "40", "--dropout", "0.1")
+    config = FleetConfig(workers=5, replace=False, slow_ratio=1.5)
+    play = Play(tmp_path, *job, "--compute", "0.03", "--slow-worker", "w3", planner=lambda n: 2, config=config)
+    try:
+        play.trains(1)
+        first = play.run.manager.fleet.record
+        assert "worker w3 is slow" in first.cause
+        assert "w3" not in first.grid
+        assert any(notice.warning and "worker w3 on node w3 is slow" in notice.text for notice in play.of(Notice))
+        drained = first.grid[0]
+        play.run.manager.post(DrainRequested(drained))
+        play.trains(2)
+        second = play.run.manager.fleet.record
+        assert second.cause == f"node {drained} leaves (drained)"
+        assert drained not in second.grid
+    finally:
+        play.finish()
+    assert [event.record.steps_redone for event in play.of(GenerationStarted)] == [0] * len(play.of(GenerationStarted))
+    expected = python(*job).losses
+    rows = json_log(tmp_path / "log.jsonl")
+    assert [row["step"] for row in rows] == list(range(40))
+    for row in rows:
+        assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-5)
+    ledger = audit(read_events(tmp_path / "run"))
+    assert ledger.faults == ()
+    assert (ledger.steps, ledger.samples, ledger.undone) == (40, 40 * 12, 0)
+
+
+def test_morph_after_morph_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A few dozen morphs in the same two processes; benchmarks/morph_leaks.py does 200."""
+    turns = iter(range(10**6))
+    play = Play(
+        tmp_path,
+        *("--steps", "100000", "--global-batch", "4"),
+        planner=lambda n: 1 + next(turns) % 2,
+        config=FleetConfig(workers=2, replace=False),
+    )
+    figures: dict[int, list[tuple[int, int]]] = {}
+    try:
+        for generation in range(40):
+            play.trains(generation)
+            if generation in (15, 39):
+                figures[generation] = [counts(play.run.launcher.pid(name)) for name in ("w0", "w1")]
+            play.run.manager.post(MorphRequested())
+    finally:
+        play.run.stop("seen enough", 0)
+        play.finish()
+    for before, after in zip(figures[15], figures[39], strict=True):
+        assert after[0] <= before[0] * 1.1 + 2, "threads"
+        assert after[1] <= before[1] * 1.1 + 4, "descriptors"
+
+
+def counts(pid: int | None) -> tuple[int, int]:
+    """Threads and descriptors of a process."""
+    return len(list(Path(f"/proc/{pid}/task").iterdir())), len(list(Path(f"/proc/{pid}/fd").iterdir()))
