@@ -1,5 +1,7 @@
 """One script, three ways to start it, equal losses (DESIGN §4)."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,44 @@ def test_an_export_has_the_models_names_and_does_not_depend_on_the_plan(tmp_path
     assert "head.weight" not in one
     assert "blocks.3.up.weight" in one
     assert all(one[name].equal(two[name]) for name in one)
+
+
+READS_AHEAD = """
+import torch
+import varuna
+
+class Slow:
+    def __len__(self):
+        return 4000
+
+    def __getitem__(self, index):
+        for _ in range(300):  # the loader is nearly always inside torch
+            torch.randn(200, 200) @ torch.randn(200, 200)
+        return {"x": torch.ones(8)}
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(x).pow(2).mean()
+
+def sgd(named):
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+trainer = varuna.Trainer(model=Model, dataset=Slow(), optimizer=sgd, global_batch=4, micro_batch=2)
+for step in trainer.steps(20):
+    if step.index == 2:
+        break
+"""
+
+
+def test_a_process_whose_loader_is_inside_torch_ends_in_order(tmp_path: Path) -> None:
+    """A thread in C++ while the interpreter finalises aborts the process (SIGABRT): nothing may be left running."""
+    (tmp_path / "job.py").write_text(READS_AHEAD)
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, tmp_path / "job.py"], check=False, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr

@@ -24,9 +24,9 @@ from varuna.calibration.windows import choose_windows, sizes_to_measure, window_
 from varuna.core.errors import VarunaError
 from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
+from varuna.core.threads import join_all
 from varuna.engine.session import Session
 from varuna.engine.solo import Solo, World
-from varuna.engine.threads import join_all
 from varuna.engine.transport import connect_store, prefixed
 from varuna.intercept import take_trainer
 from varuna.partition.initialise import needed_buffers

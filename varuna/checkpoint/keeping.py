@@ -17,6 +17,7 @@ from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.core.threads import start
 from varuna.store.base import Store
 from varuna.store.opening import open_store
 from varuna.store.patience import writer_id
@@ -59,7 +60,7 @@ class Keeper:
         self._committed_step = -1
         self._open = 0  # pieces of work that are not done
         for name, target in (("commit", self._commit_all), ("lease", self._keep_lease)):
-            threading.Thread(target=target, name=f"varuna-{name}", daemon=True).start()
+            start(name, target)
 
     def newest(self) -> tuple[Manifest, list[str]] | None:
         """The newest checkpoint that can be used, and warnings about newer ones; None before the first.

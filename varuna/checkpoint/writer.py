@@ -11,6 +11,7 @@ from varuna.checkpoint.shards import header_of
 from varuna.checkpoint.snapshot import Copied
 from varuna.core.errors import CheckpointError
 from varuna.core.saved import SavedShard
+from varuna.core.threads import start
 from varuna.store.base import Store
 from varuna.store.patience import writer_id
 
@@ -48,8 +49,7 @@ class BackgroundWriter:
         self._work: list[Callable[[], None]] = []  # the first is under way
         self._saves = 0  # of the work
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="varuna-checkpoint", daemon=True)
-        self._thread.start()
+        self._thread = start("checkpoint", self._run)
 
     @property
     def is_saving(self) -> bool:
@@ -148,8 +148,8 @@ def write_part(store: Store, step: int, copied: Copied, writer: str, beside: Thr
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield beginning
-        for start in range(0, len(data), _CHUNK_BYTES):
-            yield data[start : start + _CHUNK_BYTES]
+        for begin in range(0, len(data), _CHUNK_BYTES):
+            yield data[begin : begin + _CHUNK_BYTES]
 
     file = shard_file(share.name, writer)
     store.write(f"{step_folder(step)}/{file}", chunks)

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from varuna.core.threads import start
 from varuna.data.samples import MicroBatch, SampleSource
 
 Deliver = Callable[[int, int, MicroBatch | BaseException], None]
@@ -40,8 +41,7 @@ class Loader:
         self._round = 0  # counts cancels: work of an earlier round is dropped
         self._closed = False
         self._delivering = threading.RLock()  # held during a delivery; re-entrant so that deliver may cancel
-        self._thread = threading.Thread(target=self._run, name="varuna-loader", daemon=True)
-        self._thread.start()
+        self._thread = start("loader", self._run)
 
     def request(self, step: int, work: Iterable[tuple[int, Sequence[int]]], keys: Iterable[str] | None = None) -> None:
         """Append micro-batches of ``step`` to the queue.

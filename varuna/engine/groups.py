@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from varuna.engine.threads import start
+from varuna.core.threads import start
 from varuna.engine.transport import Group
 
 _kept: list["Groups"] = []

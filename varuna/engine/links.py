@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import LinkError
+from varuna.core.threads import start
 from varuna.engine.inbox import Inbox
-from varuna.engine.threads import start
 from varuna.engine.transport import Group, Work
 
 _REMEMBERED = 256

@@ -12,6 +12,7 @@ from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.core.threads import join_all
 from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
 from varuna.engine.evaluate import Sums, Work, evaluate
@@ -23,7 +24,6 @@ from varuna.engine.saving import Saver
 from varuna.engine.stage import Job
 from varuna.engine.standing import Standing
 from varuna.engine.step import run_step
-from varuna.engine.threads import join_all
 from varuna.engine.timing import StepTimes
 
 _EXIT_BOUND_S = 5.0

@@ -4,7 +4,6 @@ Every rank plans by itself from equal facts, so nothing needs to be agreed on bu
 A lost peer ends the run (torchrun restarts it, and it resumes).
 """
 
-import atexit
 import hashlib
 import os
 import sys
@@ -21,12 +20,11 @@ from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, V
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.engine.threads import join_all, start
+from varuna.core.threads import start
 from varuna.engine.transport import connect_store, local_store, prefixed
 
 COMMIT_BOUND_S = 120.0
 _POLL_S = 0.02
-_EXIT_BOUND_S = 2.0
 
 PlanRun = Callable[[JobFacts, int, int | None], Plan]
 
@@ -156,8 +154,6 @@ class Solo:
             self._keeper = Keeper(job, new=self._new, overwrite=self._overwrite, say=_say, warn=_warn)
             if self.world.size > 1:
                 start("collect", self._collect_shards)
-                atexit.register(join_all, _EXIT_BOUND_S)
-                atexit.register(self._closing.set)
         found = self._keeper.newest()
         if found is None:
             return None

@@ -40,6 +40,7 @@ from varuna.core.messages import (
 )
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
+from varuna.core.threads import start
 
 MAX_FRAME_BYTES: Final = 64 * 2**20
 """More than any vote needs: 8 million numbers of 8 digits."""
@@ -102,7 +103,7 @@ class Member:
         self._on_hold, self._on_flag = on_hold, on_flag
         self._connect()
         self._post(Hello(worker=self._worker, pid=os.getpid(), version=__version__, job=job))
-        threading.Thread(target=self._beat, args=(beat,), name="varuna-beat", daemon=True).start()
+        start("beat", lambda: self._beat(beat))
 
     def _connect(self) -> None:
         try:
@@ -119,7 +120,7 @@ class Member:
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
             raise FleetError(f"worker {self._worker} cannot reach the manager at {self._url}: {error}") from error
         for name, target in (("reader", self._read), ("writer", self._write)):
-            threading.Thread(target=target, name=f"varuna-{name}", daemon=True).start()
+            start(name, target)
 
     def next_directive(self) -> Directive:
         """Block until there is something to do.
