@@ -144,8 +144,15 @@ def _copying(fleet: Fleet) -> list[str]:
 
 
 def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> None:
-    """The generation is over. After a regroup vote all stop by themselves, so Hold is said only to the late."""
+    """The generation is over. After a regroup vote its ranks stop by themselves, so Hold is said only to the late.
+
+    Spares took no part in that vote: they are told at once.
+    """
     fleet = turn.fleet
+    if planned:
+        for name in fleet.live_members:
+            if name not in fleet.record.grid:
+                turn.send(name, Hold(generation=fleet.generation))
     hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if planned else 0.0)
     turn.update(
         phase=Stopping(planned=planned, deadline_s=turn.now_s + fleet.config.hold_timeout_s, hold_at_s=hold_at_s),

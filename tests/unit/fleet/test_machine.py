@@ -357,8 +357,10 @@ def test_a_newcomer_that_makes_steps_faster_is_taken_in_behind_a_vote() -> None:
     [(worker, pause)] = sends(driver.wait(1.2), RaiseFlag)
     assert (worker, pause.generation) == (driver.fleet.members[0], 1)
     driver.voted(2)
+    grid, spares = driver.fleet.record.grid, set(driver.fleet.members) - set(driver.fleet.record.grid)
     for name in driver.fleet.members:
-        assert not sends(driver.held(name, 3 if driver.seat_sections(name) else None), Hold)
+        told = sends(driver.held(name, 3 if name in grid else None), Hold)
+        assert {worker for worker, _ in told} == (spares if name == grid[0] else set())
     record = driver.fleet.record
     assert (record.cause, record.steps_redone, record.first_step) == ("worker w4 joined", 0, 3)
     assert record.plan.workers == 4

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
-from varuna.core.messages import RaiseFlag
+from varuna.core.messages import Hold, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.events import SpawnRequested
@@ -47,6 +47,24 @@ def test_the_first_loss_without_a_spare_makes_a_new_plan() -> None:
         driver.held(name, 1)
     assert planner.asked == [6, 5]
     assert driver.fleet.record.plan.workers == 4
+
+
+def test_a_planned_morph_does_not_wait_for_spares_that_heard_no_vote() -> None:
+    driver = Driver(FleetConfig(workers=5, replace=False), plan=two_stages)
+    driver.gather()
+    driver.voted(0)
+    driver.feed(SpawnRequested(1))
+    driver.hello("w5")
+    assert len(sends(driver.wait(1.2), RaiseFlag)) == 1
+    assert driver.fleet.record.members[4:] == ("w4",)
+    driver.voted(1)
+    first, *others = driver.fleet.record.grid
+    assert sends(driver.held(first, 2), Hold) == [("w4", Hold(generation=0))]  # the ranks stop behind the vote
+    for name in (*others, "w4"):
+        assert not sends(driver.held(name, 2 if name != "w4" else None), Hold)
+    assert driver.fleet.generation == 1
+    assert driver.fleet.record.plan.workers == 6
+    assert driver.fleet.record.steps_redone == 0
 
 
 def gaining(wall_s: float, steps: int = 100_000) -> Driver:
