@@ -20,6 +20,7 @@ from varuna.core.model import JobFacts
 from varuna.core.precision import Precision
 from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
+from varuna.engine.compiled import compiler_of
 from varuna.engine.connect import open_store, solo_from_environment
 from varuna.engine.evaluate import Work
 from varuna.engine.export import export_model
@@ -79,6 +80,7 @@ class Trainer:
         upload_bytes_per_s: float | None = None,
         device: str | torch.device | None = None,
         precision: Precision = "fp32",
+        compile: bool | str = False,
     ) -> None:
         """Describe the job; nothing is built before ``steps``.
 
@@ -116,9 +118,11 @@ class Trainer:
             device: default: this worker's GPU if there is one, else the CPU.
             precision: ``"bf16"`` or ``"fp16"``: compute and send in it, as ``model.to(dtype)`` does, over parameters,
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
+            compile: compile every section once per process with inductor, or with another backend of
+                ``torch.compile``, by its name. Backwards then never run in halves.
 
         Raises:
-            UsageError: an argument is out of range.
+            UsageError: an argument is out of range, or inductor lacks a compiler on this machine.
             DataError: the dataset cannot be read by index.
         """
         watch_exceptions()
@@ -126,6 +130,8 @@ class Trainer:
         check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)
         check_beginning(init, weights)
         self._precision = precision
+        self._device = torch.device(device) if device is not None else default_device()
+        self._compiler = compiler_of(compile, self._device)
         self._build = Configured(model)
         self.recipe = Recipe(self._build, loss, metrics, DTYPES[precision])
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
@@ -137,7 +143,6 @@ class Trainer:
         self._directory = None if checkpoint_dir is None else opening.location(checkpoint_dir)
         self._keep_last, self._keep_every, self._upload_bytes_per_s = keep_last, keep_every, upload_bytes_per_s
         self._every = checkpoint_every if checkpoint_every is not None else _DEFAULT_EVERY
-        self._device = torch.device(device) if device is not None else default_device()
         self._session: Session | None = None
         self._model: PartitionedModel | None = None
         self._collate = collate
@@ -234,6 +239,11 @@ class Trainer:
         """m, if the user fixed it."""
         return self._micro_batch
 
+    @property
+    def compiled(self) -> str | None:
+        """The backend of ``torch.compile`` that sections go through."""
+        return None if self._compiler is None else str(self._compiler.backend)
+
     def partition(self) -> PartitionedModel:
         """Capture the model and cut it into sections, as ``steps`` does.
 
@@ -285,6 +295,7 @@ class Trainer:
             device=self._device,
             dtype=self.recipe.dtype,
             unit=self._unit(model, buffers) if self._precision == "fp16" else 1.0,
+            compiler=self._compiler,
         )
 
     def session(
@@ -315,6 +326,7 @@ class Trainer:
             keep_every=self._keep_every,
             threads=torch.get_num_threads(),
             precision=self._precision,
+            compiled=self.compiled,
         )
         buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
         return Session(

@@ -14,10 +14,10 @@ from varuna.core.model import JobFacts
 def cache_file(job: JobFacts) -> Path:
     """Where the calibration of a job on this machine lies: under ``XDG_CACHE_HOME``, else ``~/.cache``.
 
-    Its name covers what decides on speed: graph and sections, precision, threads, and the machine's processors.
+    Its name covers what decides on speed: graph and sections, precision, compiler, threads, the machine's processors.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    told = f"{job.model.digest} {job.precision} {job.threads} {machine_name()}"
+    told = f"{job.model.digest} {job.precision} {job.compiled} {job.threads} {machine_name()}"
     return home / "varuna" / "calibrations" / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
 
 

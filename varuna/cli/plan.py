@@ -104,7 +104,8 @@ def _calibration(
     facts = trainer.partition().facts
     if given is not None:
         check_matches(given, facts)
-    return given or nominal_calibration(facts), trainer.global_batch, trainer.micro_batch
+    known = given or nominal_calibration(facts)
+    return known.without_halves() if trainer.compiled else known, trainer.global_batch, trainer.micro_batch
 
 
 def show(console: Console, found: RankingReport) -> None:

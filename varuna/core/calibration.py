@@ -222,3 +222,8 @@ class Calibration(Finite):
     def section_count(self) -> int:
         """Sections of the model."""
         return sum(len(run.kinds) * run.count for run in self.sections)
+
+    def without_halves(self) -> "Calibration":
+        """The same for a job whose sections always run B whole."""
+        kinds = {name: kind.model_copy(update={"input_s": (), "weight_s": ()}) for name, kind in self.kinds.items()}
+        return self.model_copy(update={"kinds": kinds})

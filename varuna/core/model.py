@@ -64,3 +64,4 @@ class JobFacts(Value):
     keep_every: int | None = Field(default=None, ge=1, description="also keep those of each so many steps")
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
+    compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")

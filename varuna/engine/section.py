@@ -7,6 +7,7 @@ wherever the stage boundaries lie (DESIGN ยง5.2, ``reference/engine-notes.md`` ย
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from varuna.data.randomness import derive_key, generator_lock
 from varuna.engine.deferred import Pending
+from varuna.engine.trial import Run, Seeded
 from varuna.partition.split import Crossing, SectionGraph
 
 
@@ -48,9 +50,10 @@ class Tape:
     """where its weight gradients are left; None: they come with the input gradients"""
 
 
-Seeded = Callable[[], AbstractContextManager[object]]
-Halved = Callable[[SectionGraph, list[Any], Seeded], Callable[..., tuple[Tensor, ...]] | None]
+Halved = Callable[[SectionGraph, list[Any], Seeded], Run | None]
 """(section, arguments, seeded) -> its graph for a B in two halves; see ``engine.halves``"""
+Compiled = Callable[[SectionGraph, list[Any], Seeded], Run]
+"""(section, arguments, seeded) -> what runs in its graph's place; see ``engine.compiled``"""
 
 
 NoteStatistics = Callable[[int, int, Sequence[Tensor]], None]
@@ -68,41 +71,61 @@ class SectionRunner:
         seed: int,
         halved: Halved | None = None,
         note: NoteStatistics | None = None,
+        compiled: Compiled | None = None,
     ) -> None:
         self.section = section
         self._note = note
         self._tensors = tensors
-        self._halved = halved
+        self._halved = halved if compiled is None else None  # a compiled section's backward is one whole
         self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
         self._seed = seed
-        self._run = section.module.forward
+        self._compiled = compiled
+        self._runs: dict[int, Run] = {}  # compiled, by examples: all else that decides on kernels is fixed here
 
     def forward(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int
     ) -> tuple[Tensor, ...]:
         """Run without a graph; returns what the section makes."""
-        with torch.no_grad(), self._seeded(step, micro_batch):
-            arguments = self._arguments([values[name] for name in self.section.takes], examples)
-            return tuple(made.contiguous() for made in self._noted(self._run(*arguments), micro_batch))
+        seeded = partial(self._seeded, step, micro_batch)
+        with torch.no_grad():
+            arguments = self._arguments(self._taken(values), examples)
+            run = self._run(arguments, examples, seeded)
+            with seeded():
+                made = self._noted(run(*arguments), micro_batch)
+            return tuple(value.detach().contiguous() for value in made)
 
     def record(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, *, split: bool = False
     ) -> Tape:
         """Run with a graph, for a backward to follow; ``split``: in two halves, where the section can."""
-        taken = [
-            values[name].detach().requires_grad_() if grad else values[name]
-            for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
-        ]
+        taken = self._taken(values)
         arguments = self._arguments(taken, examples)
-        run, pending = self._run, None
+        seeded = partial(self._seeded, step, micro_batch)
+        run, pending = self._run(arguments, examples, seeded), None
         if split and self._halved is not None:
-            halved = self._halved(self.section, arguments, lambda: self._seeded(step, micro_batch))
+            halved = self._halved(self.section, arguments, seeded)
             if halved is not None:
                 pending = Pending()
                 run, arguments = halved, [pending, *arguments]
-        with torch.enable_grad(), self._seeded(step, micro_batch):
+        with torch.enable_grad(), seeded():
             made = self._noted(run(*arguments), micro_batch)
         return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending)
+
+    def _run(self, arguments: list[Any], examples: Examples, seeded: Seeded) -> Run:
+        """The section's graph, or what it was compiled to."""
+        if self._compiled is None:
+            graph: Run = self.section.module.forward
+            return graph
+        if examples.size not in self._runs:
+            self._runs[examples.size] = self._compiled(self.section, arguments, seeded)
+        return self._runs[examples.size]
+
+    def _taken(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the section takes, as leaves of its own; F and R are given the same kind."""
+        return [
+            values[name].detach().requires_grad_() if grad else values[name]
+            for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
+        ]
 
     def _noted(self, results: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
         """What the section makes; the statistics behind it are noted."""
@@ -113,7 +136,7 @@ class SectionRunner:
 
     def _arguments(self, taken: list[Tensor], examples: Examples) -> list[Any]:
         section = self.section
-        inputs = [examples.inputs[key] for key in section.inputs]
+        inputs = [examples.inputs[key].contiguous() for key in section.inputs]
         size = [examples.size] if section.needs_batch_size else []
         return [*taken, *inputs, *size, *self._tensors.leaves, *self._tensors.fixed]
 

@@ -12,6 +12,7 @@ from varuna.checkpoint.shards import SectionState
 from varuna.core.plan import Plan
 from varuna.core.precision import LossScale
 from varuna.engine.bucket import Bucket, squared
+from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
 from varuna.engine.halves import Halves
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
@@ -45,6 +46,8 @@ class Job:
     unit: float = 1.0
     """fp16 only: a power of two near the weight of a global batch, by which seeds of B are divided"""
     halves: Halves = field(default_factory=Halves)
+    compiler: Compiler | None = None
+    """of sections in training; evaluation runs them as captured"""
 
 
 class Stage:
@@ -85,7 +88,8 @@ class Stage:
                 self.parameters[name].grad = bucket.views[name]
             held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
         self.variants = [
-            [self._runner(model, section, held[section]) for section in self.sections] for model in job.model.graphs
+            [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]
+            for model in job.model.graphs
         ]
         """the sections' graphs for each declared length, the longest first"""
         self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
@@ -109,21 +113,30 @@ class Stage:
         """
         known = {**self.job.buffers, **buffers, **self.buffers}
         held = {name: self._compute[name] for name in self.parameters}
-        return [self._runner(model, section, held, known) for section in self.sections]
+        return [self._runner(model, section, held, known, None) for section in self.sections]
 
     def _runner(
         self,
         model: PartitionedModel,
         section: int,
         held: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor] | None = None,
+        buffers: Mapping[str, Tensor],
+        compiler: Compiler | None,
     ) -> SectionRunner:
         job, graph = self.job, model.sections[section]
-        fixed = [(job.buffers if buffers is None else buffers)[name] for name in graph.buffers]
+        fixed = [buffers[name] for name in graph.buffers]
         fixed += [model.constants[name].to(job.device) for name in graph.constants]
         tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed))
         crossings = {c.name: c for into in model.split.crossings for c in into}
-        return SectionRunner(graph, tensors, crossings, job.seed, partial(job.halves.of, model), self.statistics.note)
+        return SectionRunner(
+            graph,
+            tensors,
+            crossings,
+            job.seed,
+            halved=partial(job.halves.of, model),
+            note=self.statistics.note,
+            compiled=None if compiler is None else compiler.of,
+        )
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Trainable parameters by the model's own names, each once, in the order of sections."""

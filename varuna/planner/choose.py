@@ -42,15 +42,16 @@ def plan_run(
         memory_bytes: of one worker; the calibration's if None.
         stages: P if the user fixed it.
         micro_batch: m of the generation before, halved where nothing fits; None on the first one.
-        calibration: of the hardware; nominal if None.
+        calibration: of the hardware; nominal if None. Compiled sections run B whole, whatever it says of halves.
         policy: schedule policy.
 
     Raises:
         UsageError: the job's m is out of range.
         NoPlanError: nothing fits; the text is about the smallest m tried.
     """
+    known = calibration or nominal_calibration(job.model)
     request = PlanRequest(
-        calibration=calibration or nominal_calibration(job.model),
+        calibration=known.without_halves() if job.compiled else known,
         workers=workers,
         global_batch=job.global_batch,
         micro_batch=job.micro_batch if micro_batch is None else micro_batch,

@@ -15,6 +15,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
+from varuna.engine.compiled import Compiler
 from varuna.engine.precision import DTYPES, cast
 from varuna.engine.session import Committed, Session
 from varuna.engine.solo import Solo, World
@@ -137,6 +138,7 @@ class Setup:
     lengths: tuple[int, ...] = ()
     precision: Precision = "fp32"
     unit: float = 1.0
+    compiler: Compiler | None = None
 
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
@@ -165,6 +167,7 @@ class Setup:
             metrics=self.model.metrics,
             checkpoint_dir=self.directory,
             precision=self.precision,
+            compiled=None if self.compiler is None else "test",
         )
 
     def job(self) -> Job:
@@ -179,6 +182,7 @@ class Setup:
             buffers={name: cast(value, self.recipe.dtype) for name, value in buffers.items()},
             dtype=self.recipe.dtype,
             unit=self.unit,
+            compiler=self.compiler,
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:

@@ -43,6 +43,7 @@ BAD = [
     ({"checkpoint_every": 0, "checkpoint_dir": "x"}, r"checkpoint_every=0 must be above 0"),
     ({"checkpoint_every": timedelta(0), "checkpoint_dir": "x"}, r"checkpoint_every=0:00:00 must be above 0"),
     ({"checkpoint_every": timedelta(seconds=-1), "checkpoint_dir": "x"}, r"must be above 0"),
+    ({"compile": "fast"}, r"compile='fast': torch has no such backend.*aot_eager"),
 ]
 
 
@@ -117,3 +118,10 @@ def test_a_folder_that_cannot_be_written_is_found_out_before_the_model_is_built(
 def test_a_loss_that_is_no_mean_ends_the_run_with_the_remedy_and_does_not_hang() -> None:
     with pytest.raises(ModelError, match=r"weight=fn\(batch\)"):
         next(trainer(loss=lambda output, batch: output * batch["labels"].shape[0]).steps(1))
+
+
+def test_compiling_needs_a_compiler_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UsageError, match=r"compile=True needs a C\+\+ compiler \(no-such-compiler.*Leave it out"):
+        trainer(compile=True)
+    assert trainer(compile="aot_eager").compiled == "aot_eager"
