@@ -17,7 +17,7 @@ class Collector:
         """Start empty; the arguments go into the manifests."""
         self._job, self._run_id, self._writer = job, run_id, writer
         self._plans: dict[int, Plan] = {}  # by generation
-        self._oldest = 0  # generation; what came before a rollback is another timeline
+        self._oldest = 0  # generation; what came before a rollback, or a new manager, is not collected
         self._complete = -1  # newest complete step
         self._pending: dict[tuple[int, int], _Parts] = {}  # (generation, step)
 
@@ -30,14 +30,20 @@ class Collector:
             first_step: that it runs.
             rollback: it goes on from a checkpoint, so what is unfinished will not be needed.
         """
+        if not self._plans:
+            self._oldest = generation
         self._plans[generation] = plan
         if rollback:
             self._oldest, self._complete, self._pending = generation, first_step, {}
 
+    def passed(self, step: int) -> None:
+        """A checkpoint of ``step`` exists: whatever is said again of it, or of one before, is dropped."""
+        self._complete = max(self._complete, step)
+
     def add(self, shard: SavedShard) -> Manifest | None:
         """Note a shard; the manifest if its step is complete now.
 
-        Dropped are shards of another timeline, and of steps up to the newest complete one: workers save in step
+        Dropped are shards of older generations, and of steps up to the newest complete one: workers save in step
         order, so what is missing there was skipped and will not come.
 
         Raises:
@@ -77,5 +83,5 @@ class Collector:
         sections = len(self._job.model.sections)
         if name != said or shard.section >= sections or shard.part >= shard.parts:
             raise CheckpointError(f"a worker reported {shard.file} as {said}, of {sections} sections")
-        if shard.generation not in self._plans:
+        if shard.generation >= self._oldest and shard.generation not in self._plans:
             raise CheckpointError(f"a worker reported {shard.file}, but generation {shard.generation} never began")

@@ -75,6 +75,7 @@ class Keeper:
             if found[0].run_id != self._run_id:
                 self._run_id = found[0].run_id
                 self._collector = self._new_collector()
+            self._collector.passed(found[0].step)
         if self._job.config is not None:
             self.store.put(CONFIG, self._job.config.encode())
         return found

@@ -75,7 +75,7 @@ def manager(
         raise UsageError("--overwrite says what --new may replace. Give both: --new --overwrite")
     memory_bytes = parse_bytes(memory_per_worker, "--memory-per-worker") if memory_per_worker else None
 
-    grow = _grower(asg, nodes)
+    grow = _grower(asg, nodes, run_dir)
 
     from rich.console import Console
 
@@ -103,7 +103,7 @@ def manager(
     raise typer.Exit(exit_code)
 
 
-def _grower(asg: str, nodes: str) -> "Callable[[Callable[[str], None]], Grower] | None":
+def _grower(asg: str, nodes: str, run_dir: Path) -> "Callable[[Callable[[str], None]], Grower] | None":
     """Who asks for machines, given who hears of refusals; None if nobody does."""
     if not asg and not nodes:
         return None
@@ -113,9 +113,10 @@ def _grower(asg: str, nodes: str) -> "Callable[[Callable[[str], None]], Grower] 
     from varuna.fleet.provider.aws import AutoScalingProvider
     from varuna.fleet.provider.grower import Grower
     from varuna.fleet.provider.growth import GrowthConfig
+    from varuna.fleet.provider.keepsake import Keepsake
 
     config = GrowthConfig(least=int(found[1]), most=int(found[2]))
-    provider = AutoScalingProvider(asg)
+    provider = AutoScalingProvider(asg, before=Keepsake(run_dir, asg))
 
     def grow(warn: Callable[[str], None]) -> Grower:
         grower = Grower(provider, config, warn=warn)

@@ -1,6 +1,6 @@
 """The manager's part in checkpoints: it alone makes shards into a checkpoint, and says which one is the newest."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from varuna.checkpoint.keeping import Keeper
 from varuna.checkpoint.names import checkpoint_place
@@ -43,6 +43,18 @@ class CheckpointKeeper:
         """A generation starts, which its manifests will name."""
         if self._keeper is not None:
             self._keeper.begin(record.generation, record.plan, first_step=record.first_step, rollback=record.rollback)
+
+    def resume(self, job: JobFacts, history: Sequence[GenerationRecord]) -> None:
+        """Take over from a keeper that is gone: workers say again which shards are durable.
+
+        Raises:
+            CheckpointError: the directory cannot be used.
+        """
+        self.newest(job)
+        since = max((record.generation for record in history if record.rollback), default=0)
+        for record in history[since:]:
+            if self._keeper is not None:  # what is complete is known: no rollback, which would forget it
+                self._keeper.begin(record.generation, record.plan, first_step=record.first_step, rollback=False)
 
     def collect(self, shard: SavedShard) -> None:
         """Note a durable shard, and commit if its checkpoint is complete; a failure costs a checkpoint, not the run."""

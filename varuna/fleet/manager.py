@@ -122,8 +122,7 @@ class Manager:
         if not self.fleet.history:
             return
         assert self.fleet.job is not None
-        self._keeper.newest(self.fleet.job)
-        self._keeper.begin(self.fleet.record)
+        self._keeper.resume(self.fleet.job, self.fleet.history)
         self._hands.set_main(self.fleet.members[0])
         where = f"generation {self.fleet.generation}, step {self.fleet.recorded_step + 1}"
         self._publish(Notice(text=f"the manager is back: {where}"))

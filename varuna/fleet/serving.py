@@ -19,6 +19,7 @@ BACKLOG = 4096
 _HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
 _OPEN_FILES = 65536
+_START_S = 10.0
 _STOP_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -62,9 +63,17 @@ class Serving:
         self._thread = threading.Thread(target=self._run, name="varuna-server", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on."""
+        """Serve from now on.
+
+        Raises:
+            FleetError: the thread's event loop did not start within 10 s.
+        """
         self._thread.start()
-        self._ready.wait()
+        if not self._ready.wait(_START_S):
+            raise FleetError(
+                f"the event loop of the server at {self.host}:{self.port} did not start within {_START_S:.0f} s. Is "
+                "this machine short of memory, processes or open files? Look at `ulimit -a`."
+            )
 
     def stop(self) -> None:
         """Close all connections; returns once the thread is gone, or after 5 s."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import random
 import secrets
 import threading
@@ -41,8 +42,12 @@ _PULSE_S = 1.0
 _SILENCE_S = 8.0
 _OPEN_S = 10.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
+_START_S = 10.0
+_MOST_FAULTS = 5  # connections in a row that end with an error that nobody foresaw
 _ITEMS_WAITING = 8192
 _PRINTED_WAITING = 1000
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Refused:
-    """The manager does not want this agent."""
+    """The manager does not want this agent, or this side cannot go on: nothing is tried any more."""
 
     reason: str
 
@@ -125,12 +130,20 @@ class Uplink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._main()), name="varuna-uplink", daemon=True)
+        self._thread = threading.Thread(target=self._stay, name="varuna-uplink", daemon=True)
 
     def start(self) -> None:
-        """Connect, and stay connected."""
+        """Connect, and stay connected.
+
+        Raises:
+            FleetError: the thread's event loop did not start within 10 s.
+        """
         self._thread.start()
-        self._ready.wait()
+        if not self._ready.wait(_START_S):
+            raise FleetError(
+                f"the event loop of the connection to {self.place} did not start within {_START_S:.0f} s. Is this "
+                "machine short of memory, processes or open files? Look at `ulimit -a`."
+            )
 
     def stop(self, flush_s: float) -> None:
         """Wait at most ``flush_s`` until the manager has everything, then close."""
@@ -146,16 +159,23 @@ class Uplink:
             with contextlib.suppress(RuntimeError):  # it ended just now
                 self._loop.call_soon_threadsafe(work, *args)
 
+    def _stay(self) -> None:
+        """The thread: whatever ends it, the agent hears of it, for without it nobody hears of the agent."""
+        try:
+            asyncio.run(self._main())
+        except Exception as error:  # noqa: BLE001
+            self._on_event(Refused(f"the connection to {self.place} ended by a mistake of Varuna's: {error!r}"))
+
     # -- on the loop ---------------------------------------------------------------------------------------
 
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.current_task()
         self._ready.set()
-        delay_s = _FIRST_DELAY_S
+        delay_s, faults = _FIRST_DELAY_S, 0
         with contextlib.suppress(asyncio.CancelledError):
             while True:
-                before = self._connections
+                before, fault = self._connections, None
                 try:
                     trouble = await self._one_connection()
                 except (OSError, TimeoutError, InvalidHandshake) as error:  # ssl.SSLError is an OSError
@@ -163,8 +183,15 @@ class Uplink:
                 except FleetError as error:
                     self._on_event(Refused(str(error)))
                     return
+                except Exception as error:
+                    fault, trouble = error, f"a mistake of Varuna's: {error!r}"
+                    log.exception("the connection to %s ended by an error that nobody foresaw", self.place)
+                    self._begin_anew()  # whatever was said halfway is said again
+                faults = 0 if fault is None else faults + 1
+                if fault is not None and faults == _MOST_FAULTS:
+                    raise fault
                 was_welcome = self._connections > before
-                delay_s = _FIRST_DELAY_S if was_welcome else min(_LONGEST_DELAY_S, delay_s * 1.7)
+                delay_s = _FIRST_DELAY_S if was_welcome and not faults else min(_LONGEST_DELAY_S, delay_s * 1.7)
                 self._on_event(Trouble(trouble, was_welcome))
                 await asyncio.sleep(random.uniform(0.5, 1.0) * delay_s)
 

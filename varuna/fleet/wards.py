@@ -12,6 +12,7 @@ from varuna.core.messages import (
     Hello,
     Leaving,
     Recorded,
+    Saved,
     Suspect,
     ToWorker,
     Voted,
@@ -21,6 +22,8 @@ from varuna.fleet.protocol import Charge, Exited
 
 _VOTES_KEPT = 1024
 """Steps that nobody has recorded: the manager may be away for as many."""
+_SAVES_KEPT = 2
+"""Checkpoints whose shards are remembered: nobody says here which ones are complete, and the next may be under way."""
 
 
 @dataclass
@@ -34,6 +37,8 @@ class Ward:
     beat: Beat | None = None
     """The newest one that no pulse has carried yet: silence must look like silence."""
     votes: deque[Voted] = field(default_factory=lambda: deque(maxlen=_VOTES_KEPT))
+    saved: tuple[Saved, ...] = ()
+    """Shards of the newest checkpoints: a manager that starts again knows of none that is not complete."""
     suspect: Suspect | None = None
     held: Held | None = None
     leaving: Leaving | None = None
@@ -58,8 +63,9 @@ class Ward:
                 self.leaving = message
             case Failed():
                 self.failed = message
-            case _:
-                pass  # a shard: an unfinished checkpoint does not outlive its manager
+            case Saved():
+                kept = sorted({message.shard.step, *(saved.shard.step for saved in self.saved)})[-_SAVES_KEPT:]
+                self.saved = tuple(saved for saved in (*self.saved, message) if saved.shard.step in kept)
         return self.step > step_before
 
     def told(self, message: ToWorker) -> None:
@@ -69,6 +75,7 @@ class Ward:
                 self.generation, self.held, self.suspect = assignment.generation, None, None
                 if assignment.fresh or assignment.checkpoint is not None:
                     self.votes.clear()
+                    self.saved = ()
             case Recorded(step=step):
                 while self.votes and self.votes[0].vote.step <= step:
                     self.votes.popleft()
@@ -77,7 +84,7 @@ class Ward:
 
     def charge(self) -> Charge:
         """Everything that counts, in the order in which it has to be heard."""
-        said = (self.hello, *self.votes, self.suspect, self.held, self.leaving, self.failed)
+        said = (self.hello, *self.saved, *self.votes, self.suspect, self.held, self.leaving, self.failed)
         return Charge(
             worker=self.name,
             said=tuple(message for message in said if message is not None),

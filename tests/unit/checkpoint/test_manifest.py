@@ -101,6 +101,14 @@ def test_a_rollback_forgets_what_was_unfinished_and_completes_the_same_step_agai
     assert add_all(made, shards(5, generation=1)) == [5]
 
 
+def test_a_collector_that_takes_over_drops_what_exists_and_what_began_before_it() -> None:
+    made = collector()
+    made.passed(5)
+    made.begin(2, make_plan(), first_step=3, rollback=False)
+    assert add_all(made, [*shards(5, generation=2), *shards(6, generation=1)]) == []
+    assert add_all(made, shards(6, generation=2)) == [6]
+
+
 def test_steps_may_overlap_and_a_skipped_one_is_forgotten() -> None:
     made = collector(0)
     assert add_all(made, [*shards(5)[:-1], *shards(6), *shards(5)[-1:]]) == [6]

@@ -77,6 +77,33 @@ def test_survivors_complete_a_checkpoint_after_a_morph(place: str) -> None:
     assert found.step == 5
 
 
+def test_shards_that_a_dead_manager_heard_of_are_said_again_to_the_next_one(place: str) -> None:
+    warnings: list[str] = []
+    first, job = keeper(warnings), job_in(place)
+    first.newest(job)
+    first.begin(record())
+    save(first, place, 5)
+    save(first, place, 10, parts=slice(0, -1))  # the last report was under way when it died
+    first.newest(job)
+    first.close()
+    second = keeper(warnings)
+    second.resume(job, (record(), record(1, rollback=False)))
+    for step in (5, 10):  # 5 is complete
+        save(second, place, step)
+        save(second, place, step)
+    found = second.newest(job)
+    assert found is not None
+    assert found.step == 10
+    third = keeper(warnings)
+    second.close()
+    third.resume(job, (record(), record(1)))
+    save(third, place, 15, generation=0)  # before a rollback
+    found = third.newest(job)
+    assert found is not None
+    assert found.step == 10
+    assert warnings == []
+
+
 def test_a_checkpoint_that_cannot_be_committed_is_a_warning(place: str) -> None:
     warnings: list[str] = []
     keep, job = keeper(warnings), job_in(place)

@@ -1,6 +1,7 @@
 """AWS Auto Scaling, against moto's server over HTTP; launch failures, which moto has none of, by botocore's stubber."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from botocore.stub import Stubber  # noqa: E402
 
 from varuna.core.errors import FleetError  # noqa: E402
 from varuna.fleet.provider.aws import AutoScalingProvider  # noqa: E402
+from varuna.fleet.provider.keepsake import Keepsake  # noqa: E402
 from varuna.fleet.provider.seam import CapacityError  # noqa: E402
 
 REGION, GROUP = "us-east-1", "varuna"
@@ -47,13 +49,17 @@ def client(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     autoscaling.delete_launch_configuration(LaunchConfigurationName="spot")
 
 
+def provider_in(run_dir: Path, endpoint: str, group: str = GROUP) -> AutoScalingProvider:
+    return AutoScalingProvider(group, before=Keepsake(run_dir, group), region=REGION, endpoint_url=endpoint)
+
+
 def desired(client: Any) -> int:
     [group] = client.describe_auto_scaling_groups(AutoScalingGroupNames=[GROUP])["AutoScalingGroups"]
     return int(group["DesiredCapacity"])
 
 
-def test_the_group_grows_and_shrinks_as_wished_and_is_given_back(client: Any, endpoint: str) -> None:
-    provider = AutoScalingProvider(GROUP, region=REGION, endpoint_url=endpoint)
+def test_the_group_grows_and_shrinks_as_wished_and_is_given_back(client: Any, endpoint: str, tmp_path: Path) -> None:
+    provider = provider_in(tmp_path, endpoint)
     provider.resize(4)
     assert (desired(client), provider.size()) == (4, 4)
     provider.resize(2)
@@ -62,24 +68,39 @@ def test_the_group_grows_and_shrinks_as_wished_and_is_given_back(client: Any, en
     assert desired(client) == 1
 
 
-def test_the_groups_own_maximum_is_a_lack_of_capacity(client: Any, endpoint: str) -> None:
-    provider = AutoScalingProvider(GROUP, region=REGION, endpoint_url=endpoint)
+def test_a_manager_that_starts_again_knows_the_size_from_before_the_run(
+    client: Any, endpoint: str, tmp_path: Path
+) -> None:
+    provider_in(tmp_path, endpoint).resize(4)  # and it dies
+    second = provider_in(tmp_path, endpoint)
+    second.resize(5)
+    second.close()
+    assert desired(client) == 1
+    client.set_desired_capacity(AutoScalingGroupName=GROUP, DesiredCapacity=2)  # before another run in this folder
+    third = provider_in(tmp_path, endpoint)
+    third.resize(3)
+    third.close()
+    assert desired(client) == 2
+
+
+def test_the_groups_own_maximum_is_a_lack_of_capacity(client: Any, endpoint: str, tmp_path: Path) -> None:
+    provider = provider_in(tmp_path, endpoint)
     with pytest.raises(CapacityError, match="maximum of Auto Scaling group varuna is 6"):
         provider.resize(9)
     assert desired(client) == 6
 
 
-def test_a_size_that_somebody_else_set_is_left_alone(client: Any, endpoint: str) -> None:
-    provider = AutoScalingProvider(GROUP, region=REGION, endpoint_url=endpoint)
+def test_a_size_that_somebody_else_set_is_left_alone(client: Any, endpoint: str, tmp_path: Path) -> None:
+    provider = provider_in(tmp_path, endpoint)
     provider.resize(4)
     client.set_desired_capacity(AutoScalingGroupName=GROUP, DesiredCapacity=3)
     provider.close()
     assert desired(client) == 3
 
 
-def test_a_group_that_does_not_exist_is_named(client: Any, endpoint: str) -> None:
+def test_a_group_that_does_not_exist_is_named(client: Any, endpoint: str, tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="no Auto Scaling group 'nobody'"):
-        AutoScalingProvider("nobody", region=REGION, endpoint_url=endpoint)
+        provider_in(tmp_path, endpoint, "nobody")
 
 
 def stubbed(provider: AutoScalingProvider) -> Stubber:
@@ -124,8 +145,8 @@ def activity(status: str, message: str) -> dict[str, Any]:
 SPOT = "Could not launch Spot Instances. UnfulfillableCapacity - Unable to fulfill capacity due to your request."
 
 
-def test_a_launch_that_found_no_machine_is_a_lack_of_capacity(client: Any, endpoint: str) -> None:
-    provider = AutoScalingProvider(GROUP, region=REGION, endpoint_url=endpoint)
+def test_a_launch_that_found_no_machine_is_a_lack_of_capacity(client: Any, endpoint: str, tmp_path: Path) -> None:
+    provider = provider_in(tmp_path, endpoint)
     with stubbed(provider) as aws:
         aws.add_response("describe_auto_scaling_groups", group(4, 1))
         aws.add_response("describe_scaling_activities", {"Activities": [activity("Failed", SPOT)]})
@@ -133,8 +154,8 @@ def test_a_launch_that_found_no_machine_is_a_lack_of_capacity(client: Any, endpo
             provider.resize(4)
 
 
-def test_an_old_failure_behind_a_success_is_no_news(client: Any, endpoint: str) -> None:
-    provider = AutoScalingProvider(GROUP, region=REGION, endpoint_url=endpoint)
+def test_an_old_failure_behind_a_success_is_no_news(client: Any, endpoint: str, tmp_path: Path) -> None:
+    provider = provider_in(tmp_path, endpoint)
     with stubbed(provider) as aws:
         aws.add_response("describe_auto_scaling_groups", group(4, 1))
         answers = [activity("Successful", "launched"), activity("Failed", SPOT)]
@@ -147,9 +168,9 @@ def test_an_old_failure_behind_a_success_is_no_news(client: Any, endpoint: str) 
     [("Throttling", CapacityError, "asked later"), ("AccessDenied", FleetError, "AWS refused set_desired_capacity")],
 )
 def test_throttling_is_asked_again_and_a_refusal_is_not(
-    client: Any, endpoint: str, code: str, kind: type[FleetError], message: str
+    client: Any, endpoint: str, tmp_path: Path, code: str, kind: type[FleetError], message: str
 ) -> None:
-    provider = AutoScalingProvider(GROUP, region=REGION, endpoint_url=endpoint)
+    provider = provider_in(tmp_path, endpoint)
     with stubbed(provider) as aws:
         aws.add_response("describe_auto_scaling_groups", group(1, 1))
         aws.add_client_error("set_desired_capacity", code, "no")

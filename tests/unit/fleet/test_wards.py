@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import make_job, make_plan, make_vote
-from varuna.core.messages import Assign, Assignment, Beat, Held, Hello, Leaving, Recorded, Suspect, Voted
+from varuna.core.messages import Assign, Assignment, Beat, Held, Hello, Leaving, Recorded, Saved, Suspect, Voted
+from varuna.core.saved import SavedShard
 from varuna.core.times import RankTimes
 from varuna.fleet import forwarder as forwarder_module
 from varuna.fleet import logs as logs_module
@@ -62,6 +63,22 @@ def test_standing_still_is_remembered_until_there_is_a_new_part() -> None:
     assert (w.charge().said, w.charge().generation) == ((HELLO,), 1)
     w.hear(Leaving(step=9))
     assert w.charge().said[-1] == Leaving(step=9)
+
+
+def saved(step: int, section: int) -> Saved:
+    return Saved(shard=SavedShard(step=step, generation=0, section=section, file=f"{step}/{section}", size_bytes=1))
+
+
+def test_shards_of_the_newest_checkpoints_are_said_again_until_a_rollback() -> None:
+    w = ward()
+    said = [saved(step, section) for step in (10, 20, 30) for section in (0, 1)]
+    for shard in said:
+        w.hear(shard)
+    assert w.charge().said == (HELLO, *said[2:])
+    w.told(assign(1))
+    assert w.charge().said == (HELLO, *said[2:])
+    w.told(assign(2, fresh=True))
+    assert w.charge().said == (HELLO,)
 
 
 def test_a_beat_is_passed_on_once_so_that_silence_looks_like_silence() -> None:

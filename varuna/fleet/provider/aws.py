@@ -7,6 +7,7 @@ DescribeScalingActivities.
 from typing import Any
 
 from varuna.core.errors import FleetError, UsageError
+from varuna.fleet.provider.keepsake import Keepsake
 from varuna.fleet.provider.seam import CapacityError
 
 # What Auto Scaling says of a launch that failed for want of machines, not of permission.
@@ -26,6 +27,7 @@ class AutoScalingProvider:
 
     Args:
         group: its name.
+        before: keeps the size that it has before the first wish, over managers' restarts.
         region: such as ``us-east-1``; by default the environment's.
         endpoint_url: of a stand-in for AWS; by default AWS itself.
 
@@ -34,7 +36,9 @@ class AutoScalingProvider:
         FleetError: there is no such group, or no permission.
     """
 
-    def __init__(self, group: str, *, region: str | None = None, endpoint_url: str | None = None) -> None:
+    def __init__(
+        self, group: str, *, before: Keepsake, region: str | None = None, endpoint_url: str | None = None
+    ) -> None:
         try:
             import boto3
             from botocore.config import Config
@@ -42,13 +46,13 @@ class AutoScalingProvider:
         except ImportError as error:
             raise UsageError("AWS Auto Scaling needs boto3. Install it: pip install 'varuna[aws]'") from error
         config = Config(connect_timeout=_TIMEOUT_S, read_timeout=_TIMEOUT_S, retries={"max_attempts": 2})
-        self._group = group
+        self._group, self._before = group, before
         try:
             self._client: Any = boto3.client("autoscaling", region, endpoint_url=endpoint_url, config=config)
         except (BotoCoreError, ValueError) as error:
             raise UsageError(f"AWS cannot be used: {error}. Set AWS_REGION and credentials.") from error
         self._wished: int | None = None
-        self._before: int = self._describe()["DesiredCapacity"]
+        self._describe()
 
     def resize(self, nodes: int) -> None:
         """Set the group's desired capacity, within its bounds; says so if its last launch found no machine.
@@ -58,6 +62,7 @@ class AutoScalingProvider:
             FleetError: no permission, or the group is gone.
         """
         group = self._describe()
+        self._before.keep(group["DesiredCapacity"])
         allowed = min(max(nodes, group["MinSize"]), group["MaxSize"])
         if group["DesiredCapacity"] != allowed:
             self._call("set_desired_capacity", AutoScalingGroupName=self._group, DesiredCapacity=allowed)
@@ -79,8 +84,12 @@ class AutoScalingProvider:
 
     def close(self) -> None:
         """Put the desired capacity back to what it was before the run, unless somebody else has changed it."""
-        if self._wished is not None and self._describe()["DesiredCapacity"] == self._wished != self._before:
-            self._call("set_desired_capacity", AutoScalingGroupName=self._group, DesiredCapacity=self._before)
+        if self._wished is None:
+            return
+        now, before = self._describe()["DesiredCapacity"], self._before.keep(self._wished)
+        if now == self._wished != before:
+            self._call("set_desired_capacity", AutoScalingGroupName=self._group, DesiredCapacity=before)
+        self._before.drop()
 
     def _describe(self) -> dict[str, Any]:
         found = self._call("describe_auto_scaling_groups", AutoScalingGroupNames=[self._group])["AutoScalingGroups"]

@@ -1,0 +1,124 @@
+"""An agent's connection when something goes wrong on this side of it."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+
+from varuna import __version__
+from varuna.core.errors import FleetError
+from varuna.fleet import serving as serving_module
+from varuna.fleet import uplink as uplink_module
+from varuna.fleet.agents import AgentDoor
+from varuna.fleet.audit import Audit
+from varuna.fleet.authority import Authority, open_authority
+from varuna.fleet.logs import LogKeeper
+from varuna.fleet.member import MAX_FRAME_BYTES
+from varuna.fleet.protocol import Charge, Identity, JobIdentity
+from varuna.fleet.registry import Registry
+from varuna.fleet.serving import Serving
+from varuna.fleet.uplink import FromUplink, Place, Refused, Trouble, Uplink, Welcomed
+
+pytestmark = pytest.mark.timeout(60)
+JOB = JobIdentity(version=__version__, script="train.py", script_sha256="a", args_sha256="b")
+
+
+class Manager:
+    """A real door behind real TLS."""
+
+    def __init__(self, folder: Path) -> None:
+        self.authority: Authority = open_authority(folder)
+        self.registry = Registry(folder)
+        self.door = AgentDoor(
+            registry=self.registry,
+            certificate_pem=self.authority.certificate_pem,
+            manager="m1",
+            run="r1",
+            post=lambda event: None,
+            logs=LogKeeper(folder),
+            audit=Audit(lambda event: None),
+            write=lambda line: None,
+        )
+        app = Starlette(routes=self.door.routes())
+        self.serving = Serving(app, port=0, max_frame_bytes=MAX_FRAME_BYTES, tls=self.authority.server_context())
+        self.serving.start()
+        self.identity: Identity = self.registry.join(self.registry.mint(), "vm")
+        self.heard: queue.SimpleQueue[FromUplink] = queue.SimpleQueue()
+
+    def uplink(self, charges: Callable[[], tuple[Charge, ...]] = lambda: ()) -> Uplink:
+        return Uplink(
+            Place("127.0.0.1", self.serving.port, self.authority.certificate_pem),
+            self.identity,
+            JOB,
+            charges=charges,
+            beats=dict,
+            on_event=self.heard.put,
+            on_body=lambda body: None,
+            on_confirmed=lambda outputs: None,
+        )
+
+    def hears(self) -> FromUplink:
+        return self.heard.get(timeout=20)
+
+    def close(self) -> None:
+        self.serving.stop()
+        self.registry.close()
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[Manager]:
+    manager = Manager(tmp_path)
+    yield manager
+    manager.close()
+
+
+def test_an_error_that_nobody_foresaw_is_said_and_the_connection_made_again(manager: Manager) -> None:
+    faults = iter([ZeroDivisionError("once"), KeyError("twice")])
+
+    def charges() -> tuple[Charge, ...]:
+        for fault in faults:
+            raise fault
+        return ()
+
+    uplink = manager.uplink(charges)
+    uplink.start()
+    try:
+        assert manager.hears() == Trouble("a mistake of Varuna's: ZeroDivisionError('once')", was_welcome=False)
+        assert manager.hears() == Trouble("a mistake of Varuna's: KeyError('twice')", was_welcome=False)
+        assert isinstance(manager.hears(), Welcomed)
+    finally:
+        uplink.stop(0.0)
+
+
+def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uplink_module, "_LONGEST_DELAY_S", 0.01)
+
+    def charges() -> tuple[Charge, ...]:
+        raise ZeroDivisionError("always")
+
+    uplink = manager.uplink(charges)
+    uplink.start()
+    heard = [manager.hears() for _ in range(5)]
+    assert [type(event) for event in heard] == [Trouble] * 4 + [Refused]
+    assert "ended by a mistake of Varuna's: ZeroDivisionError('always')" in heard[-1].reason  # type: ignore[union-attr]
+    uplink.stop(0.0)
+    assert manager.heard.empty()
+
+
+def test_a_thread_that_does_not_start_is_named(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink_module, "_START_S", 0.01)
+    monkeypatch.setattr(serving_module, "_START_S", 0.01)
+    uplink = manager.uplink()
+    uplink._thread = threading.Thread(target=lambda: None)
+    with pytest.raises(FleetError, match=r"connection to 127\.0\.0\.1:\d+ did not start within"):
+        uplink.start()
+    serving = Serving(Starlette(), port=0, max_frame_bytes=1)
+    serving._thread = threading.Thread(target=lambda: None)
+    with pytest.raises(FleetError, match=r"server at 127\.0\.0\.1:\d+ did not start within"):
+        serving.start()
+    serving.stop()
