@@ -1,11 +1,9 @@
 """Which sections run the same graph: they are measured as one (DESIGN §5.3)."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from torch.fx import GraphModule, Node
-
+from varuna.partition.likeness import shape_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.split import SectionGraph
 
@@ -26,30 +24,6 @@ def _digest(section: SectionGraph, model: PartitionedModel, shapes: Mapping[str,
         section.needs_batch_size,
         [(model.shapes[name], name in model.trainable) for name in section.parameters],
         [len(section.buffers), [tuple(model.constants[name].shape) for name in section.constants]],
-        _shape_of(section.module),
+        shape_of(section.module),
     ]
     return hashlib.sha256(repr(told).encode()).hexdigest()
-
-
-def _shape_of(module: GraphModule) -> list[Any]:
-    """The graph without the names of its nodes: (op, target, arguments as positions of earlier nodes)."""
-    position: dict[Node, int] = {}
-    rows: list[Any] = []
-    for node in module.graph.nodes:
-        target: Any = str(node.target) if node.op.startswith("call") else None
-        if node.op == "get_attr":
-            inner = getattr(module, str(node.target), None)
-            target = _shape_of(inner) if isinstance(inner, GraphModule) else tuple(getattr(inner, "shape", ()))
-        rows.append((node.op, target, _plain(node.args, position), _plain(node.kwargs, position)))
-        position[node] = len(position)
-    return rows
-
-
-def _plain(value: Any, position: Mapping[Node, int]) -> Any:
-    if isinstance(value, Node):
-        return ("node", position[value])
-    if isinstance(value, Mapping):
-        return sorted((key, repr(_plain(each, position))) for key, each in value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(each, position) for each in value]
-    return repr(value)

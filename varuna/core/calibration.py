@@ -58,6 +58,10 @@ class SectionKind(Finite):
     input_s: tuple[Seconds, ...] = Field(default=(), description="I_i(m), the input-gradient half of B")
     weight_s: tuple[Seconds, ...] = Field(default=(), description="W_i(m), the weight-gradient half of B")
     activation_bytes: Bytes = Field(description="kept between R and B, per example")
+    forward_bytes: Bytes = Field(default=0, description="needed while F runs, per example")
+    backward_bytes: Bytes = Field(default=0, description="needed beside activations while R or B runs, per example")
+    fixed_bytes: Bytes = Field(default=0, description="of such, whatever the micro-batch")
+    input_bytes: Bytes = Field(default=0, description="samples that the section is the first to read, per example")
     boundary_bytes: Bytes = Field(description="activation sent to the next section, per example; 0 for the last")
     gradient_boundary_bytes: Bytes | None = Field(
         default=None, description="gradient sent back over the same cut, per example; left out: as boundary_bytes"

@@ -20,6 +20,10 @@ class SectionFacts(Value):
     gradient_bytes: int | None = Field(default=None, ge=0, description="their fp32 sums; left out: as trainable_bytes")
     optimizer_bytes: int = Field(ge=0, description="optimizer state of the trainable parameters, fp32 copies included")
     activation_bytes: int = Field(ge=0, description="saved for B if not recomputed, per example")
+    forward_bytes: int = Field(default=0, ge=0, description="needed while F runs, per example")
+    backward_bytes: int = Field(default=0, ge=0, description="needed beside activations while R or B runs, per example")
+    fixed_bytes: int = Field(default=0, ge=0, description="of such, whatever the micro-batch")
+    input_bytes: int = Field(default=0, ge=0, description="samples that no lower section reads, per example")
     boundary_bytes: int = Field(ge=0, description="crosses the cut behind this section, per example; 0 for the last")
 
 

@@ -7,6 +7,9 @@ from pydantic import Field, model_validator
 
 from varuna.core.value import Value
 
+SAMPLES_AHEAD = 4
+"""Micro-batches whose samples a rank reads ahead of their F."""
+
 
 class Place(NamedTuple):
     """A rank's seat in the grid."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError
-from varuna.core.plan import Plan
+from varuna.core.plan import SAMPLES_AHEAD, Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 from varuna.engine.groups import Groups
@@ -77,7 +77,7 @@ class Runtime:
         self._graphs = stage.job.model.graphs
         self._variants = Variants(stage.job.model, inbox)
         self._keys = self._input_keys()
-        self._loader = Loader(source, deliver=self._deliver, lookahead=4) if self._reads_inputs else None
+        self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD) if self._reads_inputs else None
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = 0
         self._kept = len(plan.kept_sections_of(stage.index))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.shards import SectionState
+from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.precision import LossScale
 from varuna.engine.bucket import Bucket, squared
@@ -93,7 +94,8 @@ class Stage:
         ]
         """the sections' graphs for each declared length, the longest first"""
         self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
-        self.totals: dict[str, Tensor] = {p.name: torch.zeros_like(self.parameters[p.name]) for p in self.tied}
+        self.totals = {p.name: self._home_of(p).views[p.name] for p in self.tied}
+        """summed gradients of tied parameters, in place of those of the first section here that uses them"""
         self.optimizer = StageOptimizer(
             job.optimizer, job.scheduler, self.named_parameters(), _optimizer_state(states, self.sections), next_step
         )
@@ -103,6 +105,9 @@ class Stage:
         self.loss_scale = _loss_scale(states) if job.dtype is torch.float16 else None
         self.witness = Witness()
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
+
+    def _home_of(self, tied: TiedParameter) -> Bucket:
+        return self.buckets[next(section for section in tied.sections if section in self.sections)]
 
     def evaluation_runners(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> list[SectionRunner]:
         """The sections of the same model in evaluation mode, over this stage's parameters and newest buffers.
@@ -308,7 +313,7 @@ class Stage:
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
         for name, total in self.totals.items():
-            self.parameters[name].grad = total.mul_(scale)
+            self.parameters[name].grad = total
         if self.job.before_step is not None:
             self.job.before_step(self.named_parameters())
         self.optimizer.update()

@@ -17,6 +17,11 @@ class InputLayout:
     shape: tuple[int, ...]
     """of one sample"""
 
+    @property
+    def size_bytes(self) -> int:
+        """Of one sample."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
     def __str__(self) -> str:
         return _text(self.dtype, self.shape)
 

@@ -16,6 +16,7 @@ from varuna.partition.conditions import Conditions
 from varuna.partition.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
 from varuna.partition.cuts import choose_cuts
 from varuna.partition.flow import Flow
+from varuna.partition.footprint import footprints
 from varuna.partition.inline import inline_no_grad
 from varuna.partition.inputs import InputLayout, layouts_of
 from varuna.partition.operations import Operation, operation
@@ -137,9 +138,10 @@ def partition(
             f"Pass cut_points={len(cuts)} or leave it out."
         )
     divided = split(flow, cuts, results, updates)
-    facts = _facts(captured, divided, flow, cuts, optimizer, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype)
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     readers = (*divided.sections, *([count] if count else ()))
+    inputs = layouts_of(batch, (*(key for reader in readers for key in reader.inputs), *captured.condition_inputs))
+    facts = _facts(captured, divided, flow, cuts, optimizer, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype, inputs)
     return PartitionedModel(
         split=divided,
         facts=facts,
@@ -149,7 +151,7 @@ def partition(
         constants=captured.constants,
         metrics=captured.metrics,
         counter=count,
-        inputs=layouts_of(batch, (*(key for reader in readers for key in reader.inputs), *captured.condition_inputs)),
+        inputs=inputs,
         visits_all=captured.visits_all,
         conditions=captured.conditions,
         operations=tuple(map(operation, flow.ops)),
@@ -165,6 +167,7 @@ def _facts(
     optimizer: OptimizerFactory | None,
     slowdown: float,
     dtype: torch.dtype,
+    inputs: Mapping[str, InputLayout],
 ) -> ModelFacts:
     state_bytes = optimizer_state_bytes(captured, optimizer) if optimizer else {}
     counts = {name: torch.Size(shape).numel() for name, shape in captured.shapes.items()}
@@ -173,10 +176,10 @@ def _facts(
         for name in captured.trainable:
             state_bytes[name] = state_bytes.get(name, 0) + 4 * counts[name]
     bounds = [*cuts, len(flow.ops) - 1]
-    facts, start = [], 0
-    for section, end in zip(divided.sections, bounds, strict=True):
+    found = footprints(divided.sections, flow)
+    facts, start, read = [], 0, set[str]()
+    for section, end, footprint in zip(divided.sections, bounds, found, strict=True):
         costs = [cost_of(node, flow.sizes) for node in flow.ops[start : end + 1]]
-        saved = [cost.output_bytes for cost, node in zip(costs, flow.ops[start : end + 1], strict=True)]
         leaving = divided.crossings[section.index + 1] if section.index + 1 < len(divided.sections) else ()
         names = set(section.parameters)
         facts.append(
@@ -187,11 +190,16 @@ def _facts(
                 trainable_bytes=sum(sizes[name] for name in names & captured.trainable),
                 gradient_bytes=sum(4 * counts[name] for name in names & captured.trainable),
                 optimizer_bytes=sum(state_bytes.get(name, 0) for name in names),
-                activation_bytes=sum(saved),
+                activation_bytes=footprint.activation_bytes if footprint else sum(cost.output_bytes for cost in costs),
+                forward_bytes=footprint.forward_bytes if footprint else 0,
+                backward_bytes=footprint.backward_bytes if footprint else 0,
+                fixed_bytes=footprint.fixed_bytes if footprint else 0,
+                input_bytes=sum(inputs[key].size_bytes for key in section.inputs if key not in read),
                 boundary_bytes=sum(torch.Size(c.shape(1)).numel() * c.dtype.itemsize for c in leaving),
             )
         )
         start = end + 1
+        read.update(section.inputs)
     return ModelFacts(
         digest=_digest(captured, divided),
         state_digest=_state_digest(captured, divided),

@@ -24,6 +24,28 @@ class Sums:
         return self.before[span.stop] - self.before[span.start]
 
 
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    """A figure by section, with its maxima over runs of 1, 2, 4, ... sections from each."""
+
+    levels: tuple[tuple[float, ...], ...]
+
+    @staticmethod
+    def of(values: Sequence[float]) -> "Peaks":
+        """Compare them once."""
+        levels = [tuple(values)]
+        while 2 ** len(levels) <= len(values):
+            half = 2 ** (len(levels) - 1)
+            levels.append(tuple(map(max, levels[-1], levels[-1][half:])))
+        return Peaks(tuple(levels))
+
+    def over(self, start: int, stop: int) -> float:
+        """The largest of sections [start, stop), of which there is one at least."""
+        level = (stop - start).bit_length() - 1
+        row = self.levels[level]
+        return max(row[start], row[stop - (1 << level)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
     """Seconds and bytes of each section for a micro-batch of m examples."""
@@ -38,6 +60,12 @@ class Profile:
     weight_s: Sums
     """Of W; 0 where a section cannot be split."""
     activation_bytes: Sums
+    forward_bytes: Peaks
+    """Needed while F of a section runs."""
+    working_bytes: Peaks
+    """Needed while R or B of a section runs, with the activations of all sections from the first up to it."""
+    input_bytes: Sums
+    """Samples that a section is the first to read."""
     queued_bytes: Sums
     """Kept between I and W."""
     parameter_bytes: Sums
@@ -84,6 +112,8 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
 
     boundary_bytes = whole(lambda kind: kind.boundary_bytes * m)
     back_bytes = whole(lambda kind: _gradient_boundary_bytes(kind) * m)
+    activation_bytes = Sums.of(lay(lambda kind: kind.activation_bytes * m))
+    backward_bytes = lay(lambda kind: kind.backward_bytes * m + kind.fixed_bytes)
     return Profile(
         calibration=calibration,
         micro_batch=m,
@@ -92,7 +122,12 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         backward_s=Sums.of(lay(lambda kind: kind.at(kind.backward_s, m))),
         input_s=Sums.of(lay(lambda kind: kind.at(kind.input_s or kind.backward_s, m))),
         weight_s=Sums.of(lay(lambda kind: kind.at(kind.weight_s, m) if kind.splits else 0.0)),
-        activation_bytes=Sums.of(lay(lambda kind: kind.activation_bytes * m)),
+        activation_bytes=activation_bytes,
+        forward_bytes=Peaks.of(lay(lambda kind: kind.forward_bytes * m)),
+        working_bytes=Peaks.of(
+            [alive + beside for alive, beside in zip(activation_bytes.before[1:], backward_bytes, strict=True)]
+        ),
+        input_bytes=Sums.of(lay(lambda kind: kind.input_bytes * m)),
         queued_bytes=Sums.of(lay(lambda kind: _queued_bytes(kind) * m)),
         parameter_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes)),
         gradient_bytes=Sums.of(lay(_gradient_bytes)),

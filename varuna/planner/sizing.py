@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
+from varuna.core.plan import SAMPLES_AHEAD
 from varuna.planner.profile import Profile
 
 
@@ -33,13 +34,13 @@ class StageBytes:
     reserved: int
     """What the job never gets."""
     stash: int
-    """Inputs of the n_k micro-batches in flight, and of those that have arrived and wait."""
+    """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait."""
     kept: int
     """Activations of kept sections, of all micro-batches in flight."""
     live: int
-    """Activations of the other sections, of one micro-batch."""
+    """Activations of the other sections, of one micro-batch, and what its section at work needs beside them."""
     messages: int
-    """An activation and a gradient on their way at each end."""
+    """At each end a message that leaves, and places for the next two that come."""
     copy: int
     """Parameters and state as they were, while a step is applied before the vote: when nothing is in flight."""
 
@@ -90,7 +91,8 @@ class Sizer:
         # A balance asks thousands of times: prefix sums at hand.
         self._work, self._recompute = profile.work_s.before, profile.recompute_s.before
         self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
-        self._own = profile.own_bytes.before
+        self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
+        self._working, self._forward = profile.working_bytes.over, profile.forward_bytes.over
 
     def seconds(self, stage: int, start: int, stop: int) -> float:
         """Work for one micro-batch on a stage of sections [start, stop); infinite if they do not fit."""
@@ -114,21 +116,23 @@ class Sizer:
             wanted = most
         if self._limit_bytes is None:
             return Size(wanted, 0)
-        resident, activations, cuts = self._resident, self._activations, self._profile.cut_bytes
+        resident, activations = self._resident, self._activations
         state = resident[stop] - resident[start] + self._reserved
         if stop - start > self._tied_span:
             state -= sum(self._counted_twice(start, stop))
-        room = self._limit_bytes - state - cuts[start] - cuts[stop] - activations[stop] + activations[start]
+        room = self._limit_bytes - state - self._messages(start, stop) - self._live(stage, start, stop)
         if room < 0 or state + self._copy(start, stop) > self._limit_bytes:
             return None
         depth = wanted
-        if start:
-            incoming, waiting = self._profile.boundary_bytes[start - 1], self.waiting[stage]
-            if incoming and (wanted + waiting) * incoming > room:
-                depth = int(room // incoming) - waiting
+        read_bytes = self._inputs[stop] - self._inputs[start]
+        waiting_bytes = self.waiting[stage] * self._incoming(start) + SAMPLES_AHEAD * read_bytes
+        each = self._incoming(start) + read_bytes
+        if each:
+            if wanted * each + waiting_bytes > room:
+                depth = int((room - waiting_bytes) // each)
             if depth < min(wanted, self._least[stage]):
                 return None
-            room -= (depth + waiting) * incoming
+            room -= depth * each + waiting_bytes
         if not self._may_keep or stage == self._last or depth == 1:
             return Size(depth, 0)
         first_kept = bisect_left(activations, activations[stop] - room / (depth - 1), start, stop)
@@ -146,10 +150,11 @@ class Sizer:
             gradients=int(profile.gradient_bytes.over(span)),
             optimizer=optimizer,
             reserved=self._reserved,
-            stash=(size.depth + self.waiting[stage]) * (profile.boundary_bytes[start - 1] if start else 0),
+            stash=(size.depth + self.waiting[stage]) * self._incoming(start)
+            + (size.depth + SAMPLES_AHEAD) * int(profile.input_bytes.over(span)),
             kept=size.depth * kept,
-            live=int(profile.activation_bytes.over(span)) - kept,
-            messages=profile.cut_bytes[start] + profile.cut_bytes[stop],
+            live=int(self._live(stage, start, stop)) - kept,
+            messages=self._messages(start, stop),
             copy=int(self._copy(start, stop)),
         )
 
@@ -162,6 +167,23 @@ class Sizer:
         """State of all stages together: below it no partition fits."""
         whole = self._resident[-1] + len(self._wanted) * self._reserved
         return whole - sum(self._counted_twice(0, self._profile.sections))
+
+    def _live(self, stage: int, start: int, stop: int) -> float:
+        """Activations of a micro-batch and what a section at work needs; another's F may run beside them."""
+        activations = self._activations
+        working = self._working(start, stop) - activations[start]
+        if stage == self._last or self._wanted[stage] == 1:
+            return working
+        return max(working, activations[stop] - activations[start] + self._forward(start, stop))
+
+    def _messages(self, start: int, stop: int) -> int:
+        profile = self._profile
+        posted = self._incoming(start) + profile.gradient_boundary_bytes[stop - 1] * (stop < profile.sections)
+        return profile.cut_bytes[start] + profile.cut_bytes[stop] + posted
+
+    def _incoming(self, start: int) -> int:
+        """What a stage that begins there receives for a micro-batch."""
+        return self._profile.boundary_bytes[start - 1] if start else 0
 
     def _copy(self, start: int, stop: int) -> float:
         """Parameters and optimizer state, which a tentative step copies; a lone stage applies none."""

@@ -1,11 +1,14 @@
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.core.calibration import Hardware
 from varuna.core.model import ModelFacts, TiedParameter
-from varuna.planner.profile import profile
+from varuna.core.plan import SAMPLES_AHEAD
+from varuna.planner.profile import Peaks, profile
 from varuna.planner.sizing import Size, Sizer, StageBytes
 
 FOUR = model([section()] * 4)
@@ -40,7 +43,7 @@ def test_a_stage_needs_state_stash_activations_and_messages() -> None:
         stash=(3 + 2) * 20 * 2 * MB,  # two more may have arrived: stage 0 runs up to 5
         kept=3 * 20 * 50 * MB,
         live=20 * 50 * MB,
-        messages=2 * (40 + 40) * MB,
+        messages=(2 + 1 + 1 + 2) * 40 * MB,  # activations in, gradients out, activations out, gradients in
         copy=600 * MB,
     )
     assert needs.total == needs.state + needs.stash + needs.kept + needs.live + needs.messages
@@ -70,6 +73,29 @@ def test_a_tied_parameter_counts_in_every_stage_that_holds_it() -> None:
     tied = (TiedParameter(name="wte", sections=(0, 2), size_bytes=40 * MB),)
     sizes = sizer(model([section()] * 3, tied), (3, 2, 1))
     assert [sizes.detail(k, k, k + 1, Size(1, 0)).parameters for k in (0, 2)] == [100 * MB, 100 * MB]
+
+
+def test_what_a_section_needs_at_work_counts_where_it_is_highest() -> None:
+    early = section().model_copy(update={"backward_bytes": 400 * MB, "fixed_bytes": 7 * MB})
+    late = section().model_copy(update={"backward_bytes": 20 * MB, "forward_bytes": 30 * MB})
+    sizes = sizer(model([early, late, late]), (2, 1))
+    assert sizes.detail(0, 0, 3, Size(1, 0)).live == (50 + 400 + 7) * MB  # B of the first, when the others are through
+    assert sizes.detail(1, 1, 3, Size(1, 0)).live == (50 + 50 + 20) * MB  # B of the last, with all activations
+    assert sizes.detail(0, 1, 3, Size(2, 0)).live == (50 + 50 + 30) * MB  # F of another micro-batch meanwhile
+
+
+def test_samples_count_while_their_micro_batch_is_in_flight_and_as_they_are_read_ahead() -> None:
+    reading = section().model_copy(update={"input_bytes": MB})
+    sizes = sizer(model([reading, section(), section()]), (3, 1))
+    assert sizes.detail(0, 0, 2, Size(3, 0)).stash == (3 + SAMPLES_AHEAD) * MB
+    assert sizes.detail(1, 2, 3, Size(1, 0)).stash == (1 + 2) * 2 * MB
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=40), st.data())
+def test_peaks_know_the_largest_of_any_span(values: list[int], data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, len(values) - 1))
+    stop = data.draw(st.integers(start + 1, len(values)))
+    assert Peaks.of(values).over(start, stop) == max(values[start:stop])
 
 
 def least(facts: ModelFacts, wanted: Sequence[int]) -> int:

@@ -1,0 +1,290 @@
+"""Peak bytes of every stage: what the plan promised, against what the engine used.
+
+    python benchmarks/memory_promised.py                        # all models, a process per rank
+    python benchmarks/memory_promised.py --model gpt2 --case 2x1 --device cuda
+
+On the CPU a rank's bytes are those of its tensors: each storage counts from the op that makes it until it is freed,
+on all threads of the rank. On a GPU they are what ``torch.cuda.max_memory_allocated`` says. Both are taken from the
+moment that the generation has formed, action by action, so that the model's constructor does not count and the table
+can say where the peak was. The last line is JSON.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.forked import run_ranks
+
+LENGTH, VOCABULARY, MICRO_BATCH, STEPS = 64, 1024, 4, 3
+
+
+def gpt2(layers: int = 4) -> Any:
+    """GPT-2 with tied embeddings and dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"n_layer": layers, "n_embd": 128, "n_head": 4, "vocab_size": VOCABULARY}
+    return GPT2LMHeadModel(GPT2Config(**sizes, n_positions=LENGTH, bos_token_id=0, eos_token_id=0))
+
+
+def llama(layers: int = 4) -> Any:
+    """Llama with a head of its own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 344, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, bos_token_id=0, eos_token_id=0))
+
+
+def vit() -> Any:
+    """A vision transformer of four layers."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(**sizes, intermediate_size=512, image_size=64, patch_size=8))
+
+
+def resnet() -> Any:
+    """A ResNet of eight blocks."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=32, hidden_sizes=[64, 96, 128, 160], depths=[2, 2, 2, 2])
+    )
+
+
+class Tokens:
+    """Random tokens, a function of the index."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = torch.randint(0, VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Images:
+    """Random images, a function of the index."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pixels = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(index))
+        return {"pixel_values": pixels, "labels": torch.tensor(index % 2)}
+
+
+def adamw(named: Any) -> torch.optim.Optimizer:
+    """Two states per parameter."""
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    """None."""
+    return torch.optim.SGD([parameter for _, parameter in named], lr=1e-3)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
+    "gpt2": (gpt2, Tokens()),
+    "llama": (llama, Tokens()),
+    "vit": (vit, Images()),
+    "resnet": (resnet, Images()),
+}
+
+
+class Case(NamedTuple):
+    """One plan to try."""
+
+    name: str
+    stages: int
+    micro_batches: int
+    memory: float | None = None
+    """of a worker, in least needs; None: unlimited, so that nothing is kept"""
+    precision: str = "fp32"
+    optimizer: Any = adamw
+    replicas: int = 1
+
+
+CASES = (
+    Case("1x1", 1, 4),
+    Case("1x1 sgd", 1, 4, optimizer=sgd),
+    Case("1x1 bf16", 1, 4, precision="bf16"),
+    Case("2x1 few", 2, 3),
+    Case("2x1 many", 2, 16),
+    Case("2x1 sgd", 2, 16, optimizer=sgd),
+    Case("2x1 kept", 2, 16, memory=1.3),
+    Case("2x1 all kept", 2, 16, memory=5.0),
+    Case("2x1 bf16", 2, 16, precision="bf16"),
+    Case("2x2", 2, 16, replicas=2),
+    Case("4x1 few", 4, 5),
+    Case("4x1 many", 4, 24),
+    Case("4x1 kept", 4, 24, memory=1.3),
+)
+
+
+class Row(NamedTuple):
+    """What came out for one stage."""
+
+    stage: int
+    promised_bytes: int
+    measured_bytes: int
+    where: str
+    """F, R, B, I, W, reduce, share, vote, apply, or between them"""
+    depth: int
+    kept: str
+
+    @property
+    def error(self) -> float:
+        """Of the promise."""
+        return self.promised_bytes / self.measured_bytes - 1
+
+    def __str__(self) -> str:
+        promised, measured = self.promised_bytes / 1e6, self.measured_bytes / 1e6
+        return (
+            f"stage {self.stage}  n_k {self.depth:2}  kept {self.kept:5} promised {promised:8.2f} MB  "
+            f"measured {measured:8.2f} MB in {self.where:8} {self.error:+6.1%}"
+        )
+
+
+class Meter:
+    """Peak bytes by action, on this rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Start to count; on the CPU also on every thread that is started from now on."""
+        from varuna.observe import bus
+        from varuna.partition.allocated import Allocated
+
+        self.on_gpu = device.type == "cuda"
+        self.counted = Allocated()
+        self.formed = False
+        self.peaks: dict[str, int] = {}
+        self._bus = bus
+        if not self.on_gpu:
+            run, counted = threading.Thread.run, self.counted
+
+            def watched(thread: threading.Thread) -> None:
+                with counted.watch():
+                    run(thread)
+
+            setattr(threading.Thread, "run", watched)  # noqa: B010 - mypy has no word for a method that is replaced
+        bus.subscribe(self._hear)
+
+    def _hear(self, mark: Any) -> None:
+        name = mark.name if mark.phase == "end" else "between"
+        if name == "form":
+            gc.collect()
+            self.formed = True
+        elif self.formed and mark.name != "form":
+            self.peaks[name] = max(self.peaks.get(name, 0), self._peak_bytes())
+        self._restart()
+
+    def _peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated()) if self.on_gpu else self.counted.peak_bytes
+
+    def _restart(self) -> None:
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            self.counted.restart()
+
+
+def plan_of(facts: Any, case: Case) -> Any:
+    """The planner's plan for a case."""
+    from varuna.core.nominal import nominal_calibration
+    from varuna.planner.choose import best_plan
+    from varuna.planner.request import PlanRequest
+
+    def with_memory(memory_bytes: int | None) -> Any:
+        return best_plan(
+            PlanRequest(
+                calibration=nominal_calibration(facts),
+                workers=case.stages * case.replicas,
+                stages=case.stages,
+                global_batch=case.micro_batches * MICRO_BATCH,
+                micro_batch=MICRO_BATCH,
+                memory_bytes=memory_bytes,
+                leaves_idle=False,
+            )
+        )
+
+    free = with_memory(None)
+    return free if case.memory is None else with_memory(int(max(free.memory_bytes) * case.memory))
+
+
+def measure(model: str, case: Case, device: str | None) -> list[Row]:
+    """Promised and measured bytes of each stage of the first replica."""
+    import varuna
+    from varuna.engine.solo import Solo, world_from_environment
+
+    build, dataset = MODELS[model]
+    trainer = varuna.Trainer(
+        build,
+        dataset,
+        case.optimizer,
+        global_batch=case.micro_batches * MICRO_BATCH,
+        micro_batch=MICRO_BATCH,
+        precision=case.precision,  # type: ignore[arg-type]
+        device=device,
+    )
+    captured = trainer.partition()
+    plan = plan_of(captured.facts, case)
+
+    def rank() -> Any:
+        torch.set_num_threads(1)
+        world = world_from_environment()
+        meter = Meter(trainer.device)
+        session = trainer.session(STEPS, Solo(world, lambda *_: plan), captured, trainer.beginning(captured))
+        with meter.counted.watch():
+            for _ in session.steps():
+                pass
+        world.store.set(f"peaks/{world.rank}", json.dumps(meter.peaks))
+        return [json.loads(world.store.get(f"peaks/{k}")) for k in range(plan.stages)] if world.rank == 0 else None
+
+    rows = []
+    for stage, peaks in enumerate(run_ranks(plan.workers, rank)):
+        where = max(peaks, key=lambda name: peaks[name])
+        rows.append(
+            Row(
+                stage=stage,
+                promised_bytes=plan.memory_bytes[stage],
+                measured_bytes=peaks[where],
+                where=where,
+                depth=plan.stash_limits[stage],
+                kept=f"{plan.kept[stage] if plan.kept else 0}/{len(plan.sections_of(stage))}",
+            )
+        )
+    return rows
+
+
+def main() -> None:
+    """Print a row per stage and the JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", action="append", choices=tuple(MODELS))
+    parser.add_argument("--case", help="only those whose name starts so")
+    parser.add_argument("--device", help="default: a GPU if there is one")
+    options = parser.parse_args()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    worst: dict[str, float] = {}
+    for model in options.model or MODELS:
+        for case in CASES:
+            if options.case and not case.name.startswith(options.case):
+                continue
+            key = f"{model} {case.name}"
+            for row in measure(model, case, options.device):
+                print(f"{key:21} {row}", flush=True)
+                worst[key] = max(worst.get(key, 0.0), abs(row.error))
+    print(json.dumps({"worst_error": max(worst.values()), "by_case": worst}))
+
+
+if __name__ == "__main__":
+    main()

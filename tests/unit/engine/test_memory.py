@@ -1,0 +1,140 @@
+"""A stage uses the bytes that its plan promised (DESIGN §6, invariant 8)."""
+
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch import Tensor, nn
+
+from tests.unit.engine.ranks import Setup, single_threaded
+from varuna.core.nominal import nominal_calibration
+from varuna.core.plan import Plan
+from varuna.observe import bus
+from varuna.partition.allocated import Allocated
+from varuna.planner.choose import best_plan
+from varuna.planner.request import PlanRequest
+from varuna.schedule.actions import Kind
+
+_MICRO_BATCH = 8
+
+
+class Wide(nn.Module):
+    """Tied embeddings, and layers whose activations are far larger than what crosses between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 256), nn.GELU(), nn.Linear(256, 16), nn.Dropout(0.1)) for _ in range(4)
+        )
+        self.head = nn.Linear(16, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@contextmanager
+def counted_by_rank() -> Iterator[list[Allocated]]:
+    """Counts of the ranks, which are threads of this one, and of all threads that they start; since they formed."""
+    counts: list[Allocated] = []
+    of: dict[threading.Thread, Allocated] = {}
+    start, run = threading.Thread.start, threading.Thread.run
+
+    def started(thread: threading.Thread) -> None:
+        known = of.get(threading.current_thread())
+        if known is None:
+            known = Allocated()
+            counts.append(known)
+        of[thread] = known
+        start(thread)
+
+    def watched(thread: threading.Thread) -> None:
+        with of[thread].watch():
+            run(thread)
+
+    def hear(mark: bus.Span) -> None:
+        if mark.name == "form" and mark.phase == "end":
+            gc.collect()
+            of[threading.current_thread()].restart()
+
+    undo = bus.subscribe(hear)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", started)
+        patch.setattr(threading.Thread, "run", watched)
+        try:
+            yield counts
+        finally:
+            undo()
+
+
+def setup_of(micro_batches: int, **changes: Any) -> Setup:
+    given: dict[str, Any] = {"build": Wide, "micro_batch": _MICRO_BATCH, "policy": "adaptive", **changes}
+    return Setup(global_batch=micro_batches * given["micro_batch"], **given)
+
+
+def peaks(setup: Setup, plan: Plan) -> list[int]:
+    """Bytes of each rank over three steps."""
+    setup.adjusted = lambda _: plan
+    with single_threaded(), counted_by_rank() as counts:
+        setup.run(plan.stages, plan.replicas, steps=3)
+    return [count.peak_bytes for count in counts]
+
+
+def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
+    return best_plan(
+        PlanRequest(
+            calibration=nominal_calibration(setup.model.facts),
+            workers=stages,
+            stages=stages,
+            global_batch=setup.global_batch,
+            micro_batch=setup.micro_batch,
+            memory_bytes=memory_bytes,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "changes"),
+    [
+        (1, 2, {}),
+        (1, 2, {"precision": "bf16"}),
+        (2, 2, {}),
+        (2, 10, {}),
+        (2, 10, {"precision": "bf16"}),
+    ],
+)
+def test_peaks_are_within_a_tenth_of_what_the_plan_promised(
+    stages: int, micro_batches: int, changes: dict[str, Any]
+) -> None:
+    setup = setup_of(micro_batches, **changes)
+    plan = planned(setup, stages)
+    assert peaks(setup, plan) == pytest.approx(list(plan.memory_bytes), rel=0.1)
+
+
+def test_kept_activations_are_as_large_as_promised() -> None:
+    setup = setup_of(10)
+    plan = planned(setup, 2, memory_bytes=2**30)
+    assert plan.keeps_all(0)
+    assert plan.memory_bytes[0] > 2 * planned(setup, 2).memory_bytes[0]
+    assert peaks(setup, plan) == pytest.approx(list(plan.memory_bytes), rel=0.1)
+
+
+def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
+    setup = setup_of(12, micro_batch=1)
+    plan = planned(setup, 2).model_copy(update={"stash_limits": (3, 1), "split_last": 0})
+    setup.adjusted = lambda _: plan
+    with single_threaded():
+        setup.run(2, 1, steps=1)
+    for limit, times in zip(plan.stash_limits, setup.times(), strict=True):
+        assert times is not None
+        kinds = [took.action.kind for took in times.actions]
+        in_flight = [kinds[:n].count(Kind.FORWARD) - kinds[:n].count(Kind.BACKWARD) for n in range(1, len(kinds) + 1)]
+        assert 1 <= max(in_flight) <= limit
+        assert in_flight[-1] == 0
