@@ -9,7 +9,7 @@ from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
 from varuna.planner.balance import balance_stages
 from varuna.planner.costs import pipeline_costs
-from varuna.planner.estimate import Guess, Shape
+from varuna.planner.estimate import Guess, Shape, is_short, longest_run
 from varuna.planner.profile import Profile
 from varuna.planner.request import PlanRequest
 from varuna.planner.sizing import Size, Sizer
@@ -30,8 +30,12 @@ class Built:
 
     plan: Plan
     costs: PipelineCosts
+    factor: int
+    """Of its wanted depths."""
     promise_s: float
     """What it will probably take at least: shallow flight never reaches its bound, least of all in short steps."""
+    is_short: bool
+    """Then its promise is the bound itself: pruning by less is where more GPUs or memory could make plans worse."""
     unlimited_s: float
     """The bound if nothing limited its flight: what deeper flight could bring."""
 
@@ -96,6 +100,16 @@ class Builder:
         )
         return self._bounded(self._plan(shape, starts, sizer), factor) if starts else None
 
+    def moved(self, built: Built, starts: tuple[int, ...], factor: int) -> Built | None:
+        """The plan with other boundaries or in-flight depths; None if it does not fit."""
+        plan = built.plan
+        shape = Shape(plan.stages, plan.replicas, plan.micro_batch)
+        sizer = self._sizer(self._depths(shape, factor))
+        ends = (*starts[1:], plan.sections)
+        if any(sizer.size(k, starts[k], ends[k]) is None for k in range(plan.stages)):
+            return None
+        return self._bounded(self._plan(shape, starts, sizer), factor)
+
     def misfit(self, shape: Shape) -> Misfit:
         """How much a shape lacks, balanced as if there were memory enough."""
         sizer = self._sizer(self._depths(shape, 1), unlimited=True)
@@ -146,33 +160,35 @@ class Builder:
             )
             for limits in (plan.stash_limits, (longest,) * plan.stages)
         )
-        share, short_share = _EXCESS[factor]
+        share, short_share = _EXCESS.get(factor, (0.0, 0.0))
         excess = share + short_share * plan.stages / longest
         excess *= min(1.0, (plan.stages - 1) / _DEEP)
+        short = is_short(Shape(plan.stages, plan.replicas, plan.micro_batch), plan.global_batch)
         return Built(
             plan=plan.model_copy(update={"step_s": bound_s}),
             costs=costs,
-            promise_s=bound_s * (1 + excess),
+            factor=factor,
+            promise_s=bound_s if short else bound_s * (1 + excess),
+            is_short=short,
             unlimited_s=unlimited_s,
         )
 
     def _split_last(self, shape: Shape) -> int:
         """P, to compare plans with, where sections can be split at all."""
         splits = any(kind.splits for kind in self.profile.calibration.kinds.values())
-        return min(shape.stages, self._longest(shape)) if self.may_keep and splits and shape.stages > 1 else 0
-
-    def _longest(self, shape: Shape) -> int:
-        """N of the replica with the most micro-batches."""
-        micro_batches = -(-self.request.global_batch // shape.micro_batch)
-        return -(-micro_batches // shape.replicas)
+        return (
+            min(shape.stages, longest_run(shape, self.request.global_batch))
+            if self.may_keep and splits and shape.stages > 1
+            else 0
+        )
 
     def _depths(self, shape: Shape, factor: int) -> tuple[int, ...]:
         """Wanted in-flight depths: the policy's own, or shallower ones that leave memory for keeping."""
         stages = shape.stages
-        longest_run = self._longest(shape)
+        longest = longest_run(shape, self.request.global_batch)
         if self.request.policy not in _FLEXIBLE:
-            return tuple(stash_limit(stages, k, longest_run, self.request.policy) for k in range(stages))
-        depths = [min(longest_run, factor * (stages - k) + 2) for k in range(stages)]
+            return tuple(stash_limit(stages, k, longest, self.request.policy) for k in range(stages))
+        depths = [min(longest, factor * (stages - k) + 2) for k in range(stages)]
         depths[-1] = 1  # its gradients are always there: a second micro-batch in flight would never be used
         return tuple(depths)
 

@@ -16,6 +16,8 @@ _STATE_SHARE = 18  # bytes of state that a byte of a tied parameter stands for, 
 _NEAR = 1.15  # above the best guess: D's of half or twice as many replicas are worth a look
 _AS_GOOD = 1.02  # and all others
 _REPLICAS = 3  # D's to consider for a depth
+_SHORT = 500  # forwards of a step
+_NEAR_IF_SHORT = 1.6  # above the best guess: any D whose step is short is worth a look
 _FASTER = 1.1  # steps of the search over D: some rings are slower than a few more micro-batches
 
 
@@ -25,6 +27,17 @@ class Shape(NamedTuple):
     stages: int
     replicas: int
     micro_batch: int
+
+
+def longest_run(shape: Shape, global_batch: int) -> int:
+    """N of the replica with the most micro-batches."""
+    micro_batches = -(-global_batch // shape.micro_batch)
+    return -(-micro_batches // shape.replicas)
+
+
+def is_short(shape: Shape, global_batch: int) -> bool:
+    """Whether a step is simulated in a moment, so that much may be tried; and hangs on the order of things."""
+    return shape.stages * longest_run(shape, global_batch) <= _SHORT
 
 
 class Guess(NamedTuple):
@@ -67,13 +80,15 @@ class Guesser:
         """
         scored = sorted(self._by_replicas(stages), key=lambda pair: pair[0])
         best_score, best = scored[0]
-        found = [best]
+        found, short = [best], []
         for score, guess in scored[1:]:
             few, many = sorted((guess.shape.replicas, best.shape.replicas))
             is_far = many >= 2 * few
-            if score <= best_score * (_NEAR if is_far else _AS_GOOD):
+            if is_short(guess.shape, self.request.global_batch):
+                short += [guess] if score <= best_score * _NEAR_IF_SHORT else []
+            elif score <= best_score * (_NEAR if is_far else _AS_GOOD):
                 found.append(guess)
-        return found[:_REPLICAS]
+        return [*found[:_REPLICAS], *short]
 
     def _by_replicas(self, stages: int) -> Iterator[tuple[float, Guess]]:
         """Scores and guesses for ever fewer replicas, while computing alone could still win."""
@@ -85,7 +100,7 @@ class Guesser:
         best_score = float("inf")
         most = min(request.workers // stages, micro_batches)
         each = -(-micro_batches // most)
-        while request.score(stages, each * bottleneck_s) < best_score * _NEAR:
+        while request.score(stages, each * bottleneck_s) < best_score * _NEAR_IF_SHORT:
             replicas = -(-micro_batches // each) if request.leaves_idle else most
             step_s = each * bottleneck_s + way_s
             step_s += max(0.0, self._ring_s(gradient_bytes, stages, replicas, replicas) - backward_s)

@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
+from operator import itemgetter
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder, Built, Misfit
 from varuna.planner.estimate import Guess
+from varuna.planner.polish import polished
 from varuna.planner.predict import predict
 from varuna.planner.request import PlanRequest
 
@@ -16,6 +18,8 @@ _SPARE = 4_000  # forwards: until so many are simulated, what should have lost i
 _MOST = 60_000  # beyond, the best so far is good enough: bounds that lie low on odd networks must not cost minutes
 _SURPRISE = 1.2  # promises that much above the best plan are not
 _OTHERS = 0.95  # what other depths of a shape may take, against the likely best ones
+_NEAR = 1.35  # plans that may become the best by a few moves
+_WALKED = 16_000  # forwards, for all of them together
 _ANOMALY = 0.99  # other depths of a shape must promise this much to be simulated as well
 
 
@@ -64,6 +68,7 @@ class _Search:
         ]
         heapify(self._queue)
         self._best: dict[tuple[int, int, int], Plan] = {}  # simulated, by shape
+        self._origins: dict[tuple[int, int, int], Built] = {}  # of those plans
         self._misfits: list[Misfit] = []
         self._spent = 0  # forwards simulated
 
@@ -88,7 +93,19 @@ class _Search:
             elif self._best[_shape(entry)] is entry:
                 ranked.add(entry.stages)
                 best_score = min(best_score, score)
+        self._polish()
         return self._found()
+
+    def _polish(self) -> None:
+        """Walk on from the short plans that are near the best, the best first."""
+        scores = {shape: self._score(plan.workers, plan.step_s) for shape, plan in self._best.items()}
+        near, left = _NEAR * min(scores.values(), default=0.0), _WALKED
+        for shape, score in sorted(scores.items(), key=itemgetter(1)):
+            built = self._origins[shape]
+            if score <= near and built.is_short and left > 0:
+                walk = polished(self._builders[shape[2]], built, self._best[shape])
+                self._best[shape] = walk.plan
+                left -= walk.forwards
 
     def _found(self) -> Found:
         plans: dict[int, Plan] = {}
@@ -109,17 +126,21 @@ class _Search:
             self._misfits.append(outcome)
         else:
             self._push(outcome.plan, outcome.promise_s, outcome)
-            others_s = min(outcome.promise_s * _OTHERS, outcome.unlimited_s)
+            others_s = outcome.unlimited_s
+            if not outcome.is_short:
+                others_s = min(outcome.promise_s * _OTHERS, others_s)
             self._push(outcome.plan, others_s, _Others(outcome))
 
     def _simulate(self, built: Built, score: float) -> None:
         known = self._best.get(_shape(built.plan))
-        if known is not None and score > _ANOMALY * self._score(known.workers, known.step_s):
+        slack = 1.0 if built.is_short else _ANOMALY
+        if known is not None and score > slack * self._score(known.workers, known.step_s):
             return
         self._spent += built.plan.stages * min(len(built.plan.micro_batches_of(0)), 4 * built.plan.stages)
         plan = built.plan.model_copy(update={"step_s": predict(built.costs, built.plan).step_s})
         if known is None or plan.step_s < known.step_s:
             self._best[_shape(plan)] = plan
+            self._origins[_shape(plan)] = built
             self._push(plan, plan.step_s, plan)
 
     def _unseen(self, plans: Iterator[Plan]) -> Iterator[Plan]:

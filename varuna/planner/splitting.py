@@ -1,8 +1,9 @@
-"""How many of the last backwards to split into I and W: none, or between P and 2P (reference/pipelines.md §2)."""
+"""How many of the last backwards to split into I and W: none, P to 1.5 P, or in short steps any number."""
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder
 from varuna.planner.costs import pipeline_costs
+from varuna.planner.estimate import Shape, is_short
 from varuna.planner.predict import predict
 
 _MORE = 1.5  # of P, beside P itself, with which plans are compared
@@ -14,11 +15,13 @@ def with_best_split(builder: Builder, plan: Plan) -> Plan:
     if not plan.split_last:
         return plan
     costs = pipeline_costs(builder.profile, plan, gpus_per_vm=builder.request.vm_size)
-    best = plan
-    tries = {min(round(_MORE * plan.stages), len(plan.micro_batches_of(0)))}
-    if any(stage.input_s + stage.weight_s > _DEAR * stage.backward_s for stage in costs.stages):
+    best, longest = plan, len(plan.micro_batches_of(0))
+    tries = {min(round(_MORE * plan.stages), longest)}
+    if is_short(Shape(plan.stages, plan.replicas, plan.micro_batch), plan.global_batch):
+        tries |= {0, max(1, plan.stages // 2), longest}
+    elif any(stage.input_s + stage.weight_s > _DEAR * stage.backward_s for stage in costs.stages):
         tries.add(0)
-    for split in sorted(tries):
+    for split in sorted(tries - {plan.split_last}):
         tried = plan.model_copy(update={"split_last": split})
         step_s = predict(costs, tried).step_s
         if step_s < best.step_s:

@@ -19,6 +19,7 @@ from varuna.planner.request import PlanRequest
 
 FOLDER = Path(__file__).parents[3] / "examples" / "calibrations"
 SMALL = str(FOLDER / "gpt2-2.5b-v100.json")
+JOB = str(Path(__file__).parents[2] / "scenarios" / "job.py")
 
 
 class Ran:
@@ -58,6 +59,47 @@ def test_json_ranks_plans_that_fit_and_says_why_others_do_not(run: Any) -> None:
         assert 0 <= plan["bubble"] < 1
     assert {r["stages"] for r in found["rejected"]} == {1, 2, 3, 4}
     assert all(r["missing_bytes"] > 0 and "too little" in r["reason"] for r in found["rejected"])
+
+
+def is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def test_a_script_is_captured_and_planned_with_its_own_batch_and_flags(run: Any) -> None:
+    ran = run(JOB, "--gpus", "3", "--json", "--", "--layers", "3", "--global-batch", "24", "--micro-batch", "4")
+    assert (ran.exit_code, ran.err) == (0, "")
+    found = json.loads(ran.out)
+    assert (found["gpus"], found["global_batch"], found["rejected"]) == (3, 24, [])
+    assert found["plans"]
+    for plan in found["plans"]:
+        assert plan["stages"] * plan["replicas"] <= 3
+        assert plan["micro_batch"] == 4
+        assert plan["starts"][0] == 0
+    deeper = json.loads(run(JOB, "--gpus", "3", "--stages", "3", "--global-batch", "48", "--json").out)
+    assert [plan["stages"] for plan in deeper["plans"]] == [3]
+    assert deeper["global_batch"] == 48
+
+
+def test_a_script_may_be_planned_with_a_calibration_of_its_own_model_only(run: Any) -> None:
+    ran = run(JOB, "--calibration", SMALL, "--gpus", "4")
+    assert ran.exit_code == 2
+    assert "sections" in ran.err
+
+
+def test_json_has_the_fields_that_programs_rely_on(run: Any) -> None:
+    found = json.loads(run("--calibration", SMALL, "--gpus", "36", "--json").out)
+    assert found["plans"]
+    for plan in found["plans"]:
+        whole = [plan[name] for name in ("stages", "replicas", "micro_batch", "micro_batches")]
+        assert all(is_whole(value) and value > 0 for value in whole)
+        assert all(isinstance(plan[name], float) for name in ("step_time_s", "examples_per_s", "bubble"))
+        assert all(is_whole(value) for value in plan["memory_bytes"])
+        assert len(plan["memory_bytes"]) == plan["stages"]
+    assert found["rejected"]
+    for rejection in found["rejected"]:
+        assert is_whole(rejection["stages"])
+        assert is_whole(rejection["missing_bytes"])
+        assert rejection["reason"]
 
 
 def test_a_person_sees_the_best_plan_its_runners_up_and_what_does_not_fit(run: Any) -> None:

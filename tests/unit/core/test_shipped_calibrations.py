@@ -11,7 +11,7 @@ FILES = sorted(FOLDER.glob("*.json"))
 def test_the_settings_of_the_paper_and_one_of_today_are_shipped() -> None:
     names = {file.stem for file in FILES}
     assert names >= {f"gpt2-{size}-v100" for size in ("2.5b", "8.3b", "20b", "200b")}
-    assert names >= {"gpt2-8.3b-h100", "llama3-405b-h100"}
+    assert names >= {"gpt2-8.3b-h100", "gpt2-200b-h100", "llama3-405b-h100"}
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -27,7 +27,14 @@ def test_a_shipped_calibration_is_small_says_where_it_comes_from_and_is_written_
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    [("gpt2-2.5b-v100", 2.5), ("gpt2-8.3b-v100", 8.3), ("gpt2-20b-v100", 20), ("gpt2-200b-v100", 200)],
+    [
+        ("gpt2-2.5b-v100", 2.5),
+        ("gpt2-8.3b-v100", 8.3),
+        ("gpt2-20b-v100", 20),
+        ("gpt2-200b-v100", 200),
+        ("gpt2-200b-h100", 200),
+        ("llama3-405b-h100", 405),
+    ],
 )
 def test_a_model_has_the_parameters_of_its_name(name: str, billions: float) -> None:
     calibration = read_calibration(FOLDER / f"{name}.json")

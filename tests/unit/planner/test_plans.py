@@ -3,7 +3,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planner.models import FAST, GB, MB, calibrated, gpt2_2_5b, model, rank, section
-from varuna.core.calibration import Link, Network, Ring
 from varuna.core.errors import UsageError
 from varuna.core.model import ModelFacts
 from varuna.schedule.policy import POLICIES, stash_limit
@@ -52,8 +51,7 @@ def test_more_workers_on_a_fast_network_never_make_the_step_slower(
     assert more.step_s <= fewer.step_s * 1.01
 
 
-# A deeper stash may order a short step a little worse (Graham's anomalies): one in some 5,000 random cases
-# exceeds 1 %, so that this test does not draw new ones.
+# How rarely more memory still makes a plan worse is told in docs/planning.md: this test draws no new examples.
 @questions
 @settings(max_examples=60, deadline=None, derandomize=True)
 def test_plans_fit_and_more_memory_never_makes_the_step_slower(
@@ -73,32 +71,6 @@ def test_plans_fit_and_more_memory_never_makes_the_step_slower(
         if ranking.plans:
             assert ranking.plans[0].step_s <= previous_s * 1.01
             previous_s = ranking.plans[0].step_s
-
-
-# Graham's anomalies again, and guesses: of 1,200 random cases 8 exceed 1 %, the worst 13 %.
-@questions
-@settings(max_examples=40, deadline=None, derandomize=True)
-def test_more_bandwidth_and_more_workers_never_make_the_step_slower(
-    facts: ModelFacts, workers: int, global_batch: int, micro_batch: int
-) -> None:
-    def best_s(speed: float, workers: int) -> float:
-        network = Network(
-            link=Link(latency_s=0.0003, bytes_per_s=1.1e9 * speed),
-            rings=(Ring(latency_s=0.0003, bytes_per_s=0.47e9 * speed),),
-        )
-        ranking = rank(
-            facts,
-            workers,
-            global_batch,
-            min(micro_batch, global_batch),
-            memory_bytes=8 * GB,
-            calibration=calibrated(facts, across_vms=network),
-        )
-        return ranking.plans[0].step_s if ranking.plans else float("inf")
-
-    before_s = best_s(0.3, workers)
-    assert best_s(1.0, workers) <= before_s * 1.01
-    assert best_s(0.3, workers + 3) <= before_s * 1.01
 
 
 def test_a_dear_cut_is_avoided() -> None:

@@ -1,0 +1,83 @@
+"""Short steps, whose time hangs on every turn: neighbours of the best plans are simulated as well.
+
+A long step takes its bottleneck's time, which the balance has made as small as it can be. In a short one the order of
+things decides, and a better network or more memory may lead to a plan that is a little worse (Graham's anomalies).
+Other depths, one section moved over a boundary and another drain split find back to what was better.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from varuna.core.plan import Plan
+from varuna.planner.build import Builder, Built
+from varuna.planner.predict import predict
+from varuna.planner.splitting import with_best_split
+
+_FACTORS = (1, 2, 3, 4)  # of in-flight depths; the last one where messages take longer than stages
+_FORWARDS = 4_000  # simulated for a plan
+
+_Move = tuple[tuple[int, ...], int]
+"""First sections of the stages, and the factor of their in-flight depths."""
+
+
+class Walk(NamedTuple):
+    """Where a walk ended."""
+
+    plan: Plan
+    forwards: int
+    """Simulated on the way."""
+
+
+def polished(builder: Builder, built: Built, plan: Plan) -> Walk:
+    """The best plan that a short walk finds.
+
+    Args:
+        builder: of the plan's micro-batch size.
+        built: what the plan was simulated from.
+        plan: with its simulated ``step_s``.
+    """
+    first = with_best_split(builder, plan)
+    walker = _Walker(builder, replace(built, plan=first))
+    while walker.step():
+        pass
+    found = walker.here.plan
+    return Walk(first if found is first else with_best_split(builder, found), walker.forwards)
+
+
+class _Walker:
+    def __init__(self, builder: Builder, here: Built) -> None:
+        self.here = here
+        """With its simulated ``step_s``."""
+        self.forwards = 4 * here.plan.stages * len(here.plan.micro_batches_of(0))  # for the drain split before it
+        self._builder = builder
+        self._tried = {(here.plan.starts, here.factor)}
+
+    def step(self) -> bool:
+        """Go to the first neighbour that is better, if there is one within reach."""
+        for move in _moves(self.here, deepens=self._builder.may_keep):
+            near = None if move in self._tried else self._builder.moved(self.here, *move)
+            self._tried.add(move)
+            if near is None or near.plan.step_s >= self.here.plan.step_s:
+                continue
+            if self.forwards > _FORWARDS:
+                return False
+            plan = near.plan.model_copy(update={"split_last": self.here.plan.split_last})
+            self.forwards += plan.stages * len(plan.micro_batches_of(0))
+            plan = plan.model_copy(update={"step_s": predict(near.costs, plan).step_s})
+            if plan.step_s < self.here.plan.step_s:
+                self.here = replace(near, plan=plan)
+                return True
+        return False
+
+
+def _moves(here: Built, *, deepens: bool) -> Iterator[_Move]:
+    """Other depths; then one boundary moved by one section."""
+    plan, factor = here.plan, here.factor
+    if deepens:
+        yield from ((plan.starts, other) for other in _FACTORS if other != factor)
+    ends = (*plan.starts[1:], plan.sections)
+    for k in range(1, plan.stages):
+        for start in (plan.starts[k] - 1, plan.starts[k] + 1):
+            if plan.starts[k - 1] < start < ends[k]:
+                yield (*plan.starts[:k], start, *plan.starts[k + 1 :]), factor
