@@ -1,12 +1,16 @@
 """Machines that come and go, with a manager that does too: real processes, real TLS, and the losses of one process."""
 
+import json
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.scenarios.cluster import Cluster, ended, kill
 from tests.scenarios.launch import json_log, processes_with, python, wait_for
+from tests.unit.fleet.metadata import Metadata, metadata_service
+from varuna.fleet.provider.imds import ENDPOINT_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 60
@@ -99,6 +103,35 @@ def test_machines_are_drained_and_return_and_a_person_ends_the_run(
     assert cluster.verb("status").code == 1  # nobody is there any more
     actions = [event.action for event in cluster.events("audited") if event.allowed]
     assert {"morph", "drain a node", "stop the run"} <= set(actions)
+
+
+def test_a_spot_notice_moves_the_state_away_before_the_machine_is_taken(
+    cluster: Cluster, undisturbed: dict[int, float]
+) -> None:
+    args = (*ARGS, "--steps", "5000")  # it is ended by hand
+    with metadata_service() as url:
+        cluster.environment[ENDPOINT_VARIABLE] = url
+        spot = cluster.agent("spot", *args, workers=2)
+        wait_for(lambda: len(cluster.agents) == 1)
+        cluster.environment[ENDPOINT_VARIABLE] = "http://127.0.0.1:9"
+        other = cluster.agent("other", *args, workers=2)
+        cluster.until_step(3)
+        assert Metadata.tokens_given == 1
+        moment = datetime.now(UTC) + timedelta(seconds=25)
+        Metadata.action = json.dumps({"action": "terminate", "time": moment.strftime("%Y-%m-%dT%H:%M:%SZ")})
+        assert ended(spot) == 0
+    cluster.until_step(max(cluster.steps()) + 2)
+    assert cluster.verb("stop").code == 0
+    assert ended(other) == 0
+    assert ended(cluster.manager) == 0
+    node = cluster.node("spot")
+    second = cluster.events("generation_started")[-1].record
+    assert second.cause == f"node {node} leaves (spot notice: terminate)"
+    assert {name.rpartition(".")[0] for name in second.grid} == {cluster.node("other")}
+    assert (second.steps_redone, second.rollback) == (0, False)
+    losses = {line["step"]: line["loss"] for line in json_log(cluster.log)}
+    assert len(losses) > second.first_step
+    assert all(losses[step] == pytest.approx(undisturbed[step], rel=1e-5) for step in losses if step in undisturbed)
 
 
 def test_strangers_are_turned_away_and_the_run_is_unharmed(cluster: Cluster, undisturbed: dict[int, float]) -> None:

@@ -1,5 +1,6 @@
 """An agent's connection when something goes wrong on this side of it."""
 
+import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import connect
 
 from varuna import __version__
 from varuna.core.errors import FleetError
@@ -14,14 +17,14 @@ from varuna.fleet import serving as serving_module
 from varuna.fleet import uplink as uplink_module
 from varuna.fleet.agents import AgentDoor
 from varuna.fleet.audit import Audit
-from varuna.fleet.authority import Authority, open_authority
+from varuna.fleet.authority import SERVER_NAME, Authority, client_context, open_authority
 from varuna.fleet.logs import LogKeeper
-from varuna.fleet.member import MAX_FRAME_BYTES
 from varuna.fleet.protocol import Charge, Identity, JobIdentity
 from varuna.fleet.registry import Registry
 from varuna.fleet.serving import Serving
 from varuna.fleet.uplink import FromUplink, Place, Refused, Trouble, Uplink, Welcomed
 
+LIMIT_BYTES = 2**18
 pytestmark = pytest.mark.timeout(60)
 JOB = JobIdentity(version=__version__, script="train.py", script_sha256="a", args_sha256="b")
 
@@ -43,7 +46,7 @@ class Manager:
             write=lambda line: None,
         )
         app = Starlette(routes=self.door.routes())
-        self.serving = Serving(app, port=0, max_frame_bytes=MAX_FRAME_BYTES, tls=self.authority.server_context())
+        self.serving = Serving(app, port=0, max_frame_bytes=LIMIT_BYTES, tls=self.authority.server_context())
         self.serving.start()
         self.identity: Identity = self.registry.join(self.registry.mint(), "vm")
         self.heard: queue.SimpleQueue[FromUplink] = queue.SimpleQueue()
@@ -108,6 +111,30 @@ def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(
     assert "ended by a mistake of Varuna's: ZeroDivisionError('always')" in heard[-1].reason  # type: ignore[union-attr]
     uplink.stop(0.0)
     assert manager.heard.empty()
+
+
+def test_a_frame_that_is_too_large_ends_its_own_connection_and_nobody_elses(manager: Manager) -> None:
+    hostile = manager.registry.join(manager.registry.mint(), "vm")
+    uplink = manager.uplink()
+    uplink.start()
+    try:
+        assert isinstance(manager.hears(), Welcomed)
+        with connect(
+            f"wss://127.0.0.1:{manager.serving.port}/agent?node={hostile.node}",
+            ssl=client_context(manager.authority.certificate_pem),
+            server_hostname=SERVER_NAME,
+            additional_headers={"Authorization": f"Bearer {hostile.secret}"},
+            compression=None,
+            proxy=None,
+        ) as websocket:
+            with contextlib.suppress(ConnectionClosed):  # it need not read all of it
+                websocket.send("x" * (LIMIT_BYTES + 1))
+            with pytest.raises(ConnectionClosed):
+                websocket.recv(timeout=20)
+        assert manager.door.connected == [manager.identity.node]
+        assert manager.heard.empty()
+    finally:
+        uplink.stop(0.0)
 
 
 def test_a_thread_that_does_not_start_is_named(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:

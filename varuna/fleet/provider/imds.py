@@ -1,6 +1,7 @@
 """AWS spot notices: the instance metadata service says two minutes ahead when a VM will be taken back."""
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -11,6 +12,8 @@ from urllib.error import HTTPError, URLError
 from urllib.request import ProxyHandler, Request, build_opener
 
 METADATA_URL = "http://169.254.169.254"
+ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
+"""Names another address of the service, for us as for AWS's own tools."""
 _EVERY_S = 5.0  # as AWS recommends
 _TOKEN_TTL_S = 21600
 _TIMEOUT_S = 2.0
@@ -34,7 +37,7 @@ class SpotNotices:
 
     Args:
         on_notice: gets the notice, once, on the poller's thread.
-        url: of the service.
+        url: of the service; by default what the environment says, else the link-local address.
         every_s: between two questions.
         now: the wall clock, with which AWS writes the time.
     """
@@ -43,11 +46,12 @@ class SpotNotices:
         self,
         on_notice: Callable[[SpotNotice], None],
         *,
-        url: str = METADATA_URL,
+        url: str = "",
         every_s: float = _EVERY_S,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self._on_notice, self._url, self._every_s, self._now = on_notice, url, every_s, now
+        self._on_notice, self._every_s, self._now = on_notice, every_s, now
+        self._url = (url or os.environ.get(ENDPOINT_VARIABLE) or METADATA_URL).rstrip("/")
         self._open = build_opener(ProxyHandler({})).open
         self._token = ""
         self._closed = threading.Event()

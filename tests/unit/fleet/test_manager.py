@@ -1,0 +1,115 @@
+"""The manager's shell: what it believes and writes down, whoever lies and whatever clocks do."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fleet.support import make_job, make_vote, two_stages
+from varuna.core.messages import FromWorker, Held, Hello, ToWorker, Voted
+from varuna.fleet.events import MessageReceived, StopRequested
+from varuna.fleet.journal import Journal, read_events
+from varuna.fleet.keeper import CheckpointKeeper
+from varuna.fleet.manager import Manager
+from varuna.fleet.state import Advice, FleetConfig
+from varuna.fleet.story import Audited, GenerationStarted, RunEvent, StepRecorded, WorkerLost
+
+JOB = make_job()
+PLAN = two_stages(JOB, 4, None)
+MEMBERS = ("w0", "w1", "w2", "w3")
+
+
+class Hands:
+    """Knows what it was asked to do."""
+
+    def __init__(self) -> None:
+        self.names = iter(MEMBERS)
+        self.killed: list[str] = []
+        self.sent: list[tuple[str, ToWorker]] = []
+
+    def spawn(self) -> str:
+        return next(self.names)
+
+    def kill(self, name: str) -> None:
+        self.killed.append(name)
+
+    def set_main(self, name: str) -> None:
+        pass
+
+    def send(self, name: str, message: ToWorker) -> None:
+        self.sent.append((name, message))
+
+    def release(self, node: str) -> None:
+        pass
+
+
+class Play:
+    """A manager that hears what is said, in order, and is then told to stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seen: list[RunEvent] = []
+        self.hands, self.folder = Hands(), folder
+        self.journal = Journal(folder, None)
+        self.journal.begin("r")
+        self.manager = Manager(
+            FleetConfig(workers=4, replace=False),
+            Advice(plan=two_stages, checkpoint=lambda job: None, store=lambda: ("127.0.0.1", 1)),
+            hands=self.hands,
+            journal=self.journal,
+            keeper=CheckpointKeeper(new=False, overwrite=False, warn=lambda text: None),
+            observer=self.seen.append,
+        )
+        for name in MEMBERS:
+            self.say(name, Hello(worker=name, pid=1, version="1", job=JOB))
+        self.say("w0", Voted(vote=make_vote(PLAN, 0, 0)))
+
+    def say(self, worker: str, message: FromWorker) -> None:
+        self.manager.post(MessageReceived(worker, message))
+
+    def held(self, worker: str) -> Held:
+        stage = PLAN.place_of(MEMBERS.index(worker)).stage
+        return Held(generation=0, next_step=1, sections=tuple(PLAN.sections_of(stage)))
+
+    def end(self) -> None:
+        self.manager.post(StopRequested("enough", 0))
+        assert self.manager.run() is not None
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Play]:
+    play = Play(tmp_path)
+    yield play
+    play.journal.close()
+
+
+def test_a_worker_that_lies_is_killed_and_written_down_and_the_others_go_on(play: Play) -> None:
+    play.say("w3", Held(generation=0, next_step=1, sections=(0, 1, 2, 3)))
+    play.say("w3", play.held("w3"))  # nobody listens to it any more
+    for name in MEMBERS[:3]:
+        play.say(name, play.held(name))
+    play.say("w0", Voted(vote=make_vote(two_stages(JOB, 3, None), 1, 1)))
+    play.end()
+    assert play.hands.killed == ["w3"]
+    [refused] = [event for event in play.seen if isinstance(event, Audited)]
+    assert (refused.action, refused.allowed) == ("speak as worker w3", False)
+    assert "sections 0, 1, 2, 3, which it was never given" in refused.why
+    assert [event.worker for event in play.seen if isinstance(event, WorkerLost)] == ["w3"]
+    records = [event.record for event in play.seen if isinstance(event, GenerationStarted)]
+    assert [set(record.members) for record in records] == [set(MEMBERS), set(MEMBERS[:3])]
+    assert [event.step for event in play.seen if isinstance(event, StepRecorded)] == [0, 1]
+    assert [record.rollback for record in records] == [True, False]  # the beginning, and what the honest ones hold
+
+
+def test_a_wall_clock_that_jumps_changes_nothing(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases and deadlines live on the monotonic clock; the journal's order is that of its rows."""
+    jumps = itertools.cycle([4e9, 0.0, 1.7e9])
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "time", lambda: next(jumps))
+        for step in range(1, 9):
+            play.say("w0", Voted(vote=make_vote(PLAN, 0, step)))
+        play.end()
+    assert play.hands.killed == []
+    assert read_events(play.folder) == play.seen
+    assert [event.step for event in play.seen if isinstance(event, StepRecorded)] == list(range(9))
