@@ -31,6 +31,15 @@ def check_arguments(
         raise UsageError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
 
 
+def check_offload(offload_optimizer: bool, precision: str, *, sees_gradients: bool) -> None:
+    """Refuse ``before_step`` where a parameter and its gradient are apart."""
+    if offload_optimizer and precision != "fp32" and sees_gradients:
+        raise UsageError(
+            f"before_step= cannot be given with offload_optimizer=True and precision={precision!r}: parameters are in "
+            "host memory then, and their gradients on the device. Leave out one of the three."
+        )
+
+
 def check_checkpoint_arguments(
     checkpoint_dir: object,
     checkpoint_every: int | timedelta | None,

@@ -3,7 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from varuna.core.plan import Plan
+from varuna.engine.session import Committed
+from varuna.engine.step import overflowed
 
 
 @dataclass(frozen=True)
@@ -44,3 +48,20 @@ class Evaluation:
     """sums over all examples"""
     complete: bool
     """False: a worker was lost meanwhile, or a morph was due; the next call measures again"""
+
+
+def step_of(committed: Committed, examples: int, dtype: torch.dtype) -> Step:
+    """A committed step of a job with so many examples per step, which computes in ``dtype``."""
+    totals = committed.totals
+    return Step(
+        index=committed.step,
+        loss=totals.loss,
+        examples=examples,
+        grad_norm=totals.grad_norm,
+        lr=totals.lr,
+        metrics=totals.metrics,
+        generation=committed.generation,
+        plan=committed.plan,
+        is_main=committed.is_main,
+        skipped=overflowed(dtype, totals),
+    )

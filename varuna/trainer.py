@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.arguments import check_arguments, check_checkpoint_arguments, default_device
+from varuna.arguments import check_arguments, check_checkpoint_arguments, check_offload, default_device
 from varuna.configured import Configured
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
-from varuna.core.model import JobFacts
+from varuna.core.model import JobFacts, Offload
 from varuna.core.precision import Precision
 from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
@@ -27,9 +27,8 @@ from varuna.engine.export import export_model
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.precision import DTYPES, cast
 from varuna.engine.saving import Saver, check_writable
-from varuna.engine.session import Committed, Session
+from varuna.engine.session import Session
 from varuna.engine.stage import Job
-from varuna.engine.step import overflowed
 from varuna.intercept import offer
 from varuna.launched import failed, manager, watch_exceptions
 from varuna.partition.assumptions import check_assumptions
@@ -42,7 +41,7 @@ from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.modules import chooser
 from varuna.partition.weighing import WeightFunction, check_weighing, weight_of
-from varuna.results import Evaluation, Step
+from varuna.results import Evaluation, Step, step_of
 from varuna.store import opening
 
 _CAPTURED_SAMPLES = 2
@@ -81,6 +80,7 @@ class Trainer:
         device: str | torch.device | None = None,
         precision: Precision = "fp32",
         compile: bool | str = False,
+        offload_optimizer: bool = False,
     ) -> None:
         """Describe the job; nothing is built before ``steps``.
 
@@ -120,6 +120,8 @@ class Trainer:
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
             compile: compile every section once per process with inductor, or with another backend of
                 ``torch.compile``, by its name. Backwards then never run in halves.
+            offload_optimizer: keep optimizer state, and with half precision the fp32 parameters, in host memory; at the
+                end of a step they pass through the device section by section. Same numbers.
 
         Raises:
             UsageError: an argument is out of range, or inductor lacks a compiler on this machine.
@@ -127,9 +129,10 @@ class Trainer:
         """
         watch_exceptions()
         check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision)
+        check_offload(offload_optimizer, precision, sees_gradients=before_step is not None)
         check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)
         check_beginning(init, weights)
-        self._precision = precision
+        self._precision, self._offloads = precision, offload_optimizer
         self._device = torch.device(device) if device is not None else default_device()
         self._compiler = compiler_of(compile, self._device)
         self._build = Configured(model)
@@ -169,7 +172,7 @@ class Trainer:
         committed = session.steps()
         try:
             for step in committed:
-                yield self._step(step)
+                yield step_of(step, self._global_batch, self.recipe.dtype)
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
                 session.stop()
@@ -228,6 +231,12 @@ class Trainer:
     def device(self) -> torch.device:
         """Where this worker computes."""
         return self._device
+
+    @property
+    def offload(self) -> Offload:
+        """Where the optimizer's state lives."""
+        apart: Offload = "same memory" if self._device.type == "cpu" else "host"
+        return apart if self._offloads else "none"
 
     @property
     def global_batch(self) -> int:
@@ -296,6 +305,7 @@ class Trainer:
             dtype=self.recipe.dtype,
             unit=self._unit(model, buffers) if self._precision == "fp16" else 1.0,
             compiler=self._compiler,
+            offload=self._offloads,
         )
 
     def session(
@@ -327,6 +337,7 @@ class Trainer:
             threads=torch.get_num_threads(),
             precision=self._precision,
             compiled=self.compiled,
+            offload_optimizer=self.offload,
         )
         buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
         return Session(
@@ -378,19 +389,4 @@ class Trainer:
             self._source,
             self._weight,
             fixed=self._micro_batch is not None,
-        )
-
-    def _step(self, committed: Committed) -> Step:
-        totals = committed.totals
-        return Step(
-            index=committed.step,
-            loss=totals.loss,
-            examples=self._global_batch,
-            grad_norm=totals.grad_norm,
-            lr=totals.lr,
-            metrics=totals.metrics,
-            generation=committed.generation,
-            plan=committed.plan,
-            is_main=committed.is_main,
-            skipped=overflowed(self.recipe.dtype, totals),
         )

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,7 +50,7 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     facts, kinds = model.facts, section_kinds(model)
     beginning = StandIns(model.shapes, trainer.beginning(model))
     buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
-    job = trainer.job(model, buffers)
+    job = replace(trainer.job(model, buffers), offload=False)  # the planner adds what streaming takes
     memory_bytes = usable_bytes(trainer.device, peers.size)
     windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
     whole = len(windows) == 1

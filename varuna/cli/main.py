@@ -207,6 +207,9 @@ def plan(
         str,
         typer.Option("--objective", metavar="time|dollar", help="The fastest step, or the most examples per dollar."),
     ] = "time",
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Optimizer state in host memory, as with Trainer's option.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Rank every pipeline depth for N GPUs, and say what each step is spent on.
@@ -232,6 +235,7 @@ def plan(
         memory_bytes=parse_bytes(memory, "--memory") if memory else None,
         price_per_hour=price,
         objective="dollar" if objective == "dollar" else "time",
+        offload_optimizer=offload_optimizer,
         as_json=as_json,
     )
 

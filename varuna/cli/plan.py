@@ -38,6 +38,7 @@ def plan_command(
     memory_bytes: int | None,
     price_per_hour: float | None,
     objective: Objective,
+    offload_optimizer: bool,
     as_json: bool,
 ) -> None:
     """Rank the plans and print them.
@@ -49,6 +50,8 @@ def plan_command(
     if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
         raise UsageError(f"--price {price_per_hour} is no price. Give dollars per GPU and hour, such as 0.61")
     known, job_batch, job_micro_batch = _calibration(script, args, calibration)
+    if offload_optimizer:
+        known = known.offloaded()
     request = PlanRequest(
         calibration=known,
         workers=gpus,
@@ -105,6 +108,8 @@ def _calibration(
     if given is not None:
         check_matches(given, facts)
     known = given or nominal_calibration(facts)
+    if trainer.offload != "none":
+        known = known.offloaded(apart=trainer.offload == "host")
     return known.without_halves() if trainer.compiled else known, trainer.global_batch, trainer.micro_batch
 
 
@@ -169,6 +174,9 @@ def _show_best(console: Console, found: RankingReport) -> None:
         kept = " ".join(map(str, best.kept[:_STAGES_SHOWN]))
         more = " ..." if len(best.kept) > _STAGES_SHOWN else ""
         lines.append(f"sections whose activations are kept, by stage: {kept}{more}")
+    if best.host_bytes:
+        least, most = (format_bytes(extreme(best.host_bytes)) for extreme in (min, max))
+        lines.append(f"host memory of a stage for optimizer state: {least} to {most}")
     if best.split_last:
         lines.append(f"the last {best.split_last} backwards of a replica are split in two")
     if best.dollars_per_hour is not None:

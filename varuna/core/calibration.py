@@ -33,6 +33,9 @@ class Hardware(Finite):
     name: str = Field(min_length=1, description="such as 'V100-16GB, 10 Gb/s'; another name is other hardware")
     memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of one GPU; None: unlimited")
     reserved_bytes: Bytes = Field(default=0, description="of it, what the job never gets: context, allocator, links")
+    host_memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
+        default=None, description="of one VM, for the optimizer state of its GPUs; None: unlimited"
+    )
     gpus_per_vm: int = Field(default=1, ge=1, description="neighbouring ranks that share a VM and its network card")
     price_per_hour: Dollars | None = Field(default=None, description="of one GPU, in dollars")
 
@@ -171,6 +174,13 @@ class OptimizerCosts(Finite):
     host_bytes_per_s: Rate | None = Field(
         default=None, description="state lives in host memory, and crosses to the GPU and back at this rate"
     )
+    streamed_bytes: Bytes = Field(default=0, description="of such state, what is on the GPU at once, at most")
+
+
+STREAMED_SECTIONS = 2
+"""Of offloaded state, what is on the GPU at once: one section is updated while the next one arrives."""
+_PCIE_BYTES_PER_S = 12e9
+"""What pinned memory reaches over 16 lanes of PCIe 3, one direction at a time; newer links are faster."""
 
 
 class Calibration(Finite):
@@ -231,3 +241,18 @@ class Calibration(Finite):
         """The same for a job whose sections always run B whole."""
         kinds = {name: kind.model_copy(update={"input_s": (), "weight_s": ()}) for name, kind in self.kinds.items()}
         return self.model_copy(update={"kinds": kinds})
+
+    def offloaded(self, *, apart: bool = True) -> "Calibration":
+        """The same for a job whose optimizer state lives in host memory, and is streamed by section.
+
+        Where the calibration says already that it is there, nothing changes.
+
+        Args:
+            apart: host memory is not the device's own, so that what is there needs no room on the device.
+        """
+        if self.optimizer.host_bytes_per_s is not None:
+            return self
+        streamed_bytes = STREAMED_SECTIONS * max(kind.optimizer_bytes for kind in self.kinds.values())
+        rate = _PCIE_BYTES_PER_S if apart else None
+        streamed = self.optimizer.model_copy(update={"host_bytes_per_s": rate, "streamed_bytes": streamed_bytes})
+        return self.model_copy(update={"optimizer": streamed})

@@ -1,9 +1,14 @@
 """What the planner and the manager know of a model: costs and bytes of its sections."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from varuna.core.precision import Precision
 from varuna.core.value import Value
+
+Offload = Literal["none", "host", "same memory"]
+"""Where the optimizer's state lives: on the device; in host memory; in host memory that is the device's own (a CPU)."""
 
 
 class SectionFacts(Value):
@@ -69,3 +74,4 @@ class JobFacts(Value):
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
     compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")
+    offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")

@@ -39,6 +39,9 @@ class Plan(Value):
     split_last: int = Field(default=0, ge=0, description="backwards at a replica's end that run as I and W")
     step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
     memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
+    host_bytes: tuple[int, ...] = Field(
+        default=(), description="predicted peak of offloaded optimizer state, by stage; () for none"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> "Plan":

@@ -19,6 +19,8 @@ from varuna.core.errors import UsageError
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Written = Callable[[Mapping[str, Tensor]], None]
+"""Called with parameters, by name, that have just been updated."""
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -33,6 +35,8 @@ class StageOptimizer:
         named: NamedParameters,
         state: Mapping[str, Mapping[str, Any]],
         steps_done: int,
+        *,
+        home: torch.device | None = None,
     ) -> None:
         """Build both and bring them to where the run is.
 
@@ -42,20 +46,22 @@ class StageOptimizer:
             named: trainable parameters of the stage, by the model's own names.
             state: optimizer state by parameter name, from a peer or a checkpoint; empty at the start.
             steps_done: optimizer steps that the parameters contain.
+            home: where state lives between steps; with its parameter if None.
 
         Raises:
             UsageError: a factory returns something else than an optimizer or a scheduler.
         """
         self._named = dict(named)
+        self._home = home
         self._optimizer = _built(optimizer, named) if named else None
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if self._optimizer is None:
             return
-        for name, entries in state.items():
-            if name in self._named and entries:
-                self._optimizer.state[self._named[name]] = {
-                    key: _beside(value, self._named[name]) for key, value in entries.items()
-                }
+        for name, parameter in self._named.items():
+            if state.get(name):
+                self._optimizer.state[parameter] = dict(state[name])
+        for (name, key), entries in self.slots().items():
+            entries[key] = entries[key].to(home or self._named[name].device)
         if scheduler is not None:
             self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
 
@@ -64,10 +70,37 @@ class StageOptimizer:
         """Learning rate of the first parameter group; None without an optimizer."""
         return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else None
 
-    def update(self) -> None:
-        """Apply the gradients."""
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the user's optimizer holds, by name."""
+        return self._named
+
+    def prepare(self) -> None:
+        """A step is about to be applied: nothing to do, with everything at hand."""
+
+    def update(self, written: Written) -> None:
+        """Apply the gradients, and show the new parameters to ``written``."""
         if self._optimizer is not None:
             self._optimizer.step()
+            written(self._named)
+
+    def slots(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """By parameter and key, state that torch keeps with the parameter; the value is ``entries[key]``.
+
+        All tensors but the counter of steps, which stays on the host unless a fused or capturable optimizer reads it.
+        """
+        if self._optimizer is None:
+            return {}
+        found = {}
+        names = {parameter: name for name, parameter in self._named.items()}
+        for group in self._optimizer.param_groups:
+            is_counted_there = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                entries = self._optimizer.state.get(parameter, {})
+                for key, value in entries.items():
+                    if isinstance(value, Tensor) and (key != "step" or is_counted_there):
+                        found[names[parameter], key] = entries
+        return found
 
     def advance(self) -> None:
         """Advance the scheduler."""
@@ -83,7 +116,7 @@ class StageOptimizer:
         optimizer = self._optimizer
         if optimizer is None:
             return lambda: None
-        values = [(parameter, parameter.detach().clone()) for parameter in self._named.values()]
+        values = [(p, p.detach().to(self._home or p.device, copy=True)) for p in self._named.values()]
         state = {key: copy.deepcopy(entries) for key, entries in optimizer.state.items()}
         groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
         plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
@@ -109,11 +142,6 @@ class StageOptimizer:
         tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
         scalars = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
         return tensors, scalars
-
-
-def _beside(value: Any, parameter: nn.Parameter) -> Any:
-    """State of a parameter's shape lives on its device; counters stay on the host, as torch keeps them."""
-    return value.to(parameter.device) if isinstance(value, Tensor) and value.shape == parameter.shape else value
 
 
 def _built(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Optimizer:

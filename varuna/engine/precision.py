@@ -23,12 +23,11 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 class ComputeCopies:
     """What sections compute with, by parameter: the parameters themselves, or copies in the compute dtype."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> None:
-        self._masters = parameters
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
         self._is_copy = any(value.dtype is not dtype for value in parameters.values() if value.is_floating_point())
         self._copies: dict[str, Tensor] = (
             {
-                name: cast(value.detach(), dtype).requires_grad_(value.requires_grad)
+                name: cast(value.detach().to(device), dtype).requires_grad_(value.requires_grad)
                 if value.dtype is not dtype
                 else value
                 for name, value in parameters.items()
@@ -41,11 +40,11 @@ class ComputeCopies:
         """The tensor that sections are given."""
         return self._copies[name]
 
-    def refresh(self) -> None:
-        """The optimizer has changed the parameters."""
+    def refresh(self, written: Mapping[str, Tensor]) -> None:
+        """The optimizer has changed these parameters."""
         if not self._is_copy:
             return
         with torch.no_grad():
-            for name, copy in self._copies.items():
-                if copy is not self._masters[name]:
-                    copy.copy_(self._masters[name])
+            for name, value in written.items():
+                if self._copies[name] is not value:
+                    self._copies[name].copy_(value)

@@ -85,6 +85,32 @@ def installed(exchange: Exchange) -> Iterator[None]:
         _installed.exchange = before
 
 
+@contextmanager
+def forbidden(reason: str) -> Iterator[None]:
+    """Refuse ``all_reduce_shared`` on this thread; ``owned`` still answers."""
+    with installed(_Forbidden(_installed.exchange, reason)):
+        yield
+
+
+class _Forbidden:
+    """For code that cannot be run in step with other stages."""
+
+    def __init__(self, usual: Exchange | None, reason: str) -> None:
+        self._usual, self._reason = usual, reason
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """Refuse.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(self._reason)
+
+    def owns(self, parameter: Tensor) -> bool:
+        """As without."""
+        return self._usual is None or self._usual.owns(parameter)
+
+
 class Witness:
     """For one stage: nothing to combine, but the use is noted, since a morph may bring more stages."""
 

@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from varuna.checkpoint.shards import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
-from varuna.core.precision import LossScale
 from varuna.engine.bucket import Bucket, squared
 from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
 from varuna.engine.halves import Halves
+from varuna.engine.offload import HOST, OffloadedOptimizer
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
-from varuna.engine.precision import ComputeCopies, cast
+from varuna.engine.precision import ComputeCopies
 from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward
 from varuna.engine.shared import Exchange, StageExchange, Unprepared, Witness, installed
 from varuna.engine.statistics import Statistics
+from varuna.engine.takeover import LOSS_SCALE, buffers_of, loss_scale_of, optimizer_state_of, parameters_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.split import SectionGraph
 
 Results = tuple[Tensor, ...]
 Left = tuple[int, Pending | None]
 """A section and the weight gradients that I left for W; None: I ran it whole."""
-_LOSS_SCALE = "run/loss_scale"
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,13 @@ class Job:
     halves: Halves = field(default_factory=Halves)
     compiler: Compiler | None = None
     """of sections in training; evaluation runs them as captured"""
+    offload: bool = False
+    """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
+
+    @property
+    def masters_away(self) -> bool:
+        """Parameters that the optimizer updates live in host memory; copies of them are on the device."""
+        return self.offload and self.dtype is not torch.float32
 
 
 class Stage:
@@ -71,13 +78,21 @@ class Stage:
         self.is_last = stage == plan.stages - 1
         self.next_step = next_step
         graphs = [job.model.sections[section] for section in self.sections]
-        self.parameters = _parameters(job, graphs, states)
-        self.buffers = _buffers(job, graphs, states)
+        self.parameters = parameters_of(
+            graphs,
+            states,
+            trainable=job.model.trainable,
+            dtype=job.dtype,
+            device=job.device,
+            masters_at=HOST if job.masters_away else job.device,
+        )
+        self.buffers = buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.device)
         self.buckets: dict[int, Bucket] = {}
+        self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
         held: dict[int, dict[str, Tensor]] = {}
         tied = {parameter.name for parameter in job.model.facts.tied}
-        self._compute = ComputeCopies(self.parameters, job.dtype)
+        self._compute = ComputeCopies(self.parameters, job.dtype, job.device)
         for graph in graphs:
             leaves = {
                 name: self._compute[name].detach().requires_grad_() if name in tied else self._compute[name]
@@ -86,7 +101,7 @@ class Stage:
             }
             bucket = self.buckets[graph.index] = Bucket(leaves, job.device)
             for name in leaves.keys() - tied:
-                self.parameters[name].grad = bucket.views[name]
+                self._gradients[name] = bucket.views[name]
             held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
         self.variants = [
             [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]
@@ -96,18 +111,35 @@ class Stage:
         self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
         self.totals = {p.name: self._home_of(p).views[p.name] for p in self.tied}
         """summed gradients of tied parameters, in place of those of the first section here that uses them"""
-        self.optimizer = StageOptimizer(
-            job.optimizer, job.scheduler, self.named_parameters(), _optimizer_state(states, self.sections), next_step
-        )
+        self._gradients |= self.totals
+        self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.sections))
+        if not job.masters_away:
+            for name, gradient in self._gradients.items():
+                self.parameters[name].grad = gradient
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
-        self.owned = frozenset(id(value) for name, value in self.parameters.items() if name not in foreign)
+        known = (*self.parameters.items(), *self.optimizer.parameters.items())
+        self.owned = frozenset(id(value) for name, value in known if name not in foreign)
         """ids of the parameters that this stage counts in what is shared with other stages"""
-        self.loss_scale = _loss_scale(states) if job.dtype is torch.float16 else None
+        self.loss_scale = loss_scale_of(states) if job.dtype is torch.float16 else None
         self.witness = Witness()
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
 
     def _home_of(self, tied: TiedParameter) -> Bucket:
         return self.buckets[next(section for section in tied.sections if section in self.sections)]
+
+    def _built_optimizer(
+        self, graphs: Sequence[SectionGraph], state: Mapping[str, Mapping[str, Any]]
+    ) -> StageOptimizer | OffloadedOptimizer:
+        job, named, start = self.job, self.named_parameters(), self.next_step
+        if not job.offload:
+            return StageOptimizer(job.optimizer, job.scheduler, named, state, start)
+        first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
+        return OffloadedOptimizer(
+            lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, start, home=HOST),
+            [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
+            device=job.device,
+            gradients=self._gradients if job.masters_away else None,
+        )
 
     def evaluation_runners(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> list[SectionRunner]:
         """The sections of the same model in evaluation mode, over this stage's parameters and newest buffers.
@@ -279,7 +311,6 @@ class Stage:
             with installed(exchange or usual):
                 self._update(scale)
         self._undo = None
-        self._compute.refresh()
         if self.loss_scale is not None:
             self.loss_scale = self.loss_scale.after(overflowed)
         self.statistics.apply(self.buffers)
@@ -307,16 +338,18 @@ class Stage:
         if self._undo is not None:
             self._undo()
             self._undo = None
+            self._compute.refresh(self.parameters)
 
     def _update(self, scale: float) -> None:
         scale /= self.gradient_scale
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
         for name, total in self.totals.items():
-            self.parameters[name].grad = total
+            if not self.job.masters_away:
+                self.parameters[name].grad = total
         if self.job.before_step is not None:
             self.job.before_step(self.named_parameters())
-        self.optimizer.update()
+        self.optimizer.update(self._compute.refresh)
 
     # -- state ---------------------------------------------------------------------------------------
 
@@ -333,7 +366,7 @@ class Stage:
             tensors.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
             scalars.update({f"optimizer/{name}/{key}": value for key, value in rest.items()})
         if self.loss_scale is not None:
-            scalars[_LOSS_SCALE] = list(self.loss_scale)
+            scalars[LOSS_SCALE] = list(self.loss_scale)
         tensors.update({f"buffers/{name}": self.buffers[name] for name in self.job.model.sections[section].updated})
         return SectionState(section, tensors, scalars)
 
@@ -352,47 +385,3 @@ def flow_on(
 def _detached(made: Results) -> Results:
     """Values cross every section boundary detached, also within a stage."""
     return tuple(value.detach().contiguous() for value in made)
-
-
-def _parameters(
-    job: Job, graphs: Sequence[SectionGraph], states: Mapping[int, SectionState]
-) -> dict[str, nn.Parameter]:
-    """One parameter per name, in the order of sections; a tied one from the lowest section that has it."""
-    parameters: dict[str, nn.Parameter] = {}
-    for graph in graphs:
-        for name in dict.fromkeys(graph.parameters):
-            if name not in parameters:
-                trained = name in job.model.trainable
-                dtype = torch.float32 if trained else job.dtype
-                value = states[graph.index].tensors[f"parameters/{name}"].to(job.device, dtype)
-                parameters[name] = nn.Parameter(value, requires_grad=trained)
-    return parameters
-
-
-def _loss_scale(states: Mapping[int, SectionState]) -> LossScale:
-    """As the newest step left it: every section's state carries it, so that it goes wherever state goes."""
-    for state in states.values():
-        match state.scalars.get(_LOSS_SCALE):
-            case [float(value), int(good_steps)]:
-                return LossScale(value, good_steps)
-    return LossScale()
-
-
-def _buffers(job: Job, graphs: Sequence[SectionGraph], states: Mapping[int, SectionState]) -> dict[str, Tensor]:
-    """Buffers that steps update; each belongs to one section."""
-    return {
-        name: cast(states[graph.index].tensors[f"buffers/{name}"].to(job.device), job.dtype)
-        for graph in graphs
-        for name in graph.updated
-    }
-
-
-def _optimizer_state(states: Mapping[int, SectionState], sections: range) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter: ``optimizer/<name>/<key>`` entries of all sections."""
-    found: dict[str, dict[str, Any]] = {}
-    for section in reversed(sections):
-        for path, value in (*states[section].tensors.items(), *states[section].scalars.items()):
-            if path.startswith("optimizer/"):
-                name, key = path.removeprefix("optimizer/").rsplit("/", 1)
-                found.setdefault(name, {})[key] = value
-    return found

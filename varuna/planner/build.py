@@ -114,13 +114,17 @@ class Builder:
         """How much a shape lacks, balanced as if there were memory enough."""
         sizer = self._sizer(self._depths(shape, 1), unlimited=True)
         starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages)
-        spans = pairwise((*starts, self.profile.sections))
+        spans = list(pairwise((*starts, self.profile.sections)))
         needs = [sizer.least_bytes(k, start, stop) for k, (start, stop) in enumerate(spans)]
-        worst, found = max(needs), self.request.limit_bytes or 0
+        found, where = self.request.limit_bytes or 0, ""
+        host_needs, host_found = [sizer.host_bytes(*span) for span in spans], self.request.host_limit_bytes
+        if host_found is not None and max(host_needs) > host_found and (not found or max(needs) <= found):
+            needs, found, where = host_needs, host_found, " of host memory for optimizer state"
+        worst = max(needs)
         return Misfit(
             shape=shape,
-            reason=f"stage {needs.index(worst)} of P={shape.stages} needs {format_bytes(worst)} but each worker has "
-            f"{format_bytes(found)}: {format_bytes(worst - found)} too little",
+            reason=f"stage {needs.index(worst)} of P={shape.stages} needs {format_bytes(worst)}{where} but each worker "
+            f"has {format_bytes(found)}: {format_bytes(worst - found)} too little",
             missing_bytes=worst - found,
         )
 
@@ -133,6 +137,7 @@ class Builder:
             assert size is not None, "the balance fits"
             sizes.insert(0, size)
             most = size.depth + sizer.waiting[k]  # more than that would pile up here
+        details = [sizer.detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
         return Plan(
             stages=shape.stages,
             replicas=shape.replicas,
@@ -144,7 +149,8 @@ class Builder:
             stash_limits=tuple(size.depth for size in sizes),
             kept=tuple(size.kept for size in sizes) if any(size.kept for size in sizes) else (),
             split_last=self._split_last(shape),
-            memory_bytes=tuple(sizer.detail(k, starts[k], ends[k], size).total for k, size in enumerate(sizes)),
+            memory_bytes=tuple(detail.total for detail in details),
+            host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
         )
 
     def _bounded(self, plan: Plan, factor: int) -> Built:
@@ -199,6 +205,7 @@ class Builder:
         return Sizer(
             self.profile,
             limit_bytes=None if unlimited else self.request.limit_bytes,
+            host_limit_bytes=None if unlimited else self.request.host_limit_bytes,
             wanted=wanted,
             least=least,
             may_keep=self.may_keep,

@@ -50,6 +50,8 @@ def plan_run(
         NoPlanError: nothing fits; the text is about the smallest m tried.
     """
     known = calibration or nominal_calibration(job.model)
+    if job.offload_optimizer != "none":
+        known = known.offloaded(apart=job.offload_optimizer == "host")
     request = PlanRequest(
         calibration=known.without_halves() if job.compiled else known,
         workers=workers,

@@ -79,7 +79,11 @@ class Profile:
     resident_bytes: Sums
     """Parameters, gradients and optimizer state on the GPU."""
     own_bytes: Sums
-    """Of them, without gradients: what a tentative step copies."""
+    """Of them, without gradients: what a tentative step copies on the GPU."""
+    host_bytes: Sums
+    """Optimizer state in host memory."""
+    host_copy_bytes: Sums
+    """What a tentative step copies there."""
     cut_bytes: tuple[int, ...]
     """Activation and gradient of a micro-batch over the cut before each section, and behind the last: none there."""
     trainable_bytes: tuple[int, ...]
@@ -135,7 +139,9 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         state_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes)),
         work_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m) + kind.at(kind.backward_s, m))),
         resident_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + _gradient_bytes(kind) + optimizer_bytes(kind))),
-        own_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + optimizer_bytes(kind))),
+        own_bytes=Sums.of(lay(lambda kind: 0 if on_host else kind.parameter_bytes + kind.optimizer_bytes)),
+        host_bytes=Sums.of(lay(lambda kind: kind.optimizer_bytes if on_host else 0)),
+        host_copy_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes if on_host else 0)),
         cut_bytes=(0, *(there + back for there, back in zip(boundary_bytes[:-1], back_bytes[:-1], strict=True)), 0),
         trainable_bytes=whole(lambda kind: kind.trainable_bytes),
         boundary_bytes=boundary_bytes,

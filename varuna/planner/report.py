@@ -41,6 +41,7 @@ class PlanReport(Value):
     examples_per_s: float
     bubble: float = Field(description="share of the pipeline's time in which the average GPU does not compute")
     memory_bytes: tuple[int, ...] = Field(description="peak, by stage")
+    host_bytes: tuple[int, ...] = Field(description="optimizer state in host memory, by stage; empty: none is there")
     breakdown: BreakdownReport
     gpus_used: int
     gpus_idle: int
@@ -151,6 +152,7 @@ def _plan_report(
         examples_per_s=examples_per_s,
         bubble=parts.bubble,
         memory_bytes=plan.memory_bytes,
+        host_bytes=plan.host_bytes,
         breakdown=BreakdownReport(**{name: getattr(parts, name) for name in _NAMES}),
         gpus_used=plan.workers,
         gpus_idle=request.workers - plan.workers,

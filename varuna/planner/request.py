@@ -32,6 +32,12 @@ class PlanRequest(Value):
         return self.calibration.hardware.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
     @property
+    def host_limit_bytes(self) -> int | None:
+        """Host memory of a worker: its share of the VM's; None: unlimited."""
+        whole = self.calibration.hardware.host_memory_bytes
+        return None if whole is None else whole // self.vm_size
+
+    @property
     def vm_size(self) -> int:
         """GPUs of a VM."""
         return self.gpus_per_vm or self.calibration.hardware.gpus_per_vm

@@ -42,7 +42,12 @@ class StageBytes:
     messages: int
     """At each end a message that leaves, and places for the next two that come."""
     copy: int
-    """Parameters and state as they were, while a step is applied before the vote: when nothing is in flight."""
+    """When nothing is in flight: parameters and state as they were, while a step is applied before the vote.
+
+    Offloaded state is copied in host memory: here is what of it is on its way through the GPU.
+    """
+    host: int = 0
+    """Offloaded optimizer state, and its copy: in host memory, no part of ``total``."""
 
     @property
     def state(self) -> int:
@@ -66,6 +71,7 @@ class Sizer:
         wanted: Sequence[int],
         least: Sequence[int],
         may_keep: bool,
+        host_limit_bytes: int | None = None,
     ) -> None:
         """Prepare for the probes of a balancing.
 
@@ -75,9 +81,12 @@ class Sizer:
             wanted: in-flight depth of each stage where memory allows.
             least: depth below which a stage does not fit.
             may_keep: whether activations of some sections may be kept, and others not.
+            host_limit_bytes: of a worker's share of host memory; None: unlimited.
         """
         self._profile = profile
         self._limit_bytes = limit_bytes
+        self._host_limit_bytes = host_limit_bytes
+        self._streamed_bytes = profile.calibration.optimizer.streamed_bytes
         self._wanted = wanted
         self._least = least
         self._may_keep = may_keep and limit_bytes is not None
@@ -98,7 +107,7 @@ class Sizer:
         """Work for one micro-batch on a stage of sections [start, stop); infinite if they do not fit."""
         work = self._work
         whole_s = work[stop] - work[start]
-        if self._limit_bytes is None:
+        if self._limit_bytes is None and self._host_limit_bytes is None:
             first_kept = stop
         else:
             size = self.size(stage, start, stop)
@@ -114,6 +123,8 @@ class Sizer:
         wanted = self._wanted[stage]
         if most is not None and most < wanted:
             wanted = most
+        if self._host_limit_bytes is not None and self.host_bytes(start, stop) > self._host_limit_bytes:
+            return None
         if self._limit_bytes is None:
             return Size(wanted, 0)
         resident, activations = self._resident, self._activations
@@ -156,11 +167,19 @@ class Sizer:
             live=int(self._live(stage, start, stop)) - kept,
             messages=self._messages(start, stop),
             copy=int(self._copy(start, stop)),
+            host=self.host_bytes(start, stop),
         )
 
     def least_bytes(self, stage: int, start: int, stop: int) -> int:
         """Peak at the least depth, keeping nothing."""
         return self.detail(stage, start, stop, Size(self._least[stage], 0)).total
+
+    def host_bytes(self, start: int, stop: int) -> int:
+        """Offloaded state of sections [start, stop), and the copy that a tentative step makes of it."""
+        span = range(start, stop)
+        return int(
+            self._profile.host_bytes.over(span) + (self._profile.host_copy_bytes.over(span) if self._last else 0)
+        )
 
     @property
     def state_bytes(self) -> float:
@@ -186,11 +205,14 @@ class Sizer:
         return self._profile.boundary_bytes[start - 1] if start else 0
 
     def _copy(self, start: int, stop: int) -> float:
-        """Parameters and optimizer state, which a tentative step copies; a lone stage applies none."""
-        if not self._last:
-            return 0
+        """What a tentative step copies (a lone stage applies none), and what is streamed meanwhile."""
+        streamed = self._streamed_bytes and min(
+            self._streamed_bytes, self._profile.state_bytes.over(range(start, stop))
+        )
         own = self._own[stop] - self._own[start]
-        return own - sum(self._counted_twice(start, stop)) if stop - start > self._tied_span else own
+        if not self._last or not own:
+            return streamed
+        return streamed + (own - sum(self._counted_twice(start, stop)) if stop - start > self._tied_span else own)
 
     def _counted_twice(self, start: int, stop: int) -> tuple[int, int]:
         """Parameter and optimizer bytes of tied parameters beyond their first section in the stage."""

@@ -139,6 +139,7 @@ class Setup:
     precision: Precision = "fp32"
     unit: float = 1.0
     compiler: Compiler | None = None
+    offload: bool = False
 
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
@@ -168,6 +169,7 @@ class Setup:
             checkpoint_dir=self.directory,
             precision=self.precision,
             compiled=None if self.compiler is None else "test",
+            offload_optimizer="same memory" if self.offload else "none",
         )
 
     def job(self) -> Job:
@@ -183,6 +185,7 @@ class Setup:
             dtype=self.recipe.dtype,
             unit=self.unit,
             compiler=self.compiler,
+            offload=self.offload,
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:

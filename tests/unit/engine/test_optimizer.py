@@ -20,6 +20,10 @@ def fresh() -> list[tuple[str, nn.Parameter]]:
     return [(name, nn.Parameter(torch.randn(shape, generator=generator))) for name, shape in SHAPES.items()]
 
 
+def unseen(written: object) -> None:
+    """Nobody else computes with the parameters."""
+
+
 def give_gradients(named: NamedParameters, step: int) -> None:
     for number, (_, parameter) in enumerate(named):
         generator = torch.Generator().manual_seed(100 * step + number)
@@ -31,7 +35,7 @@ def train(optimizer: StageOptimizer, named: NamedParameters, steps: range) -> li
     for step in steps:
         rates.append(optimizer.lr)
         give_gradients(named, step)
-        optimizer.update()
+        optimizer.update(unseen)
         optimizer.advance()
     return rates
 
@@ -76,10 +80,10 @@ def test_state_by_name_survives_a_rebuild_bit_for_bit(build: Callable[[list[nn.P
     there, state = moved(first, named)
     second = StageOptimizer(factory, None, there, state, 3)
     give_gradients(named, 7)
-    first.update()
+    first.update(unseen)
     for (_, parameter), (_, mine) in zip(there, reversed(named), strict=True):
         parameter.grad = mine.grad
-    second.update()
+    second.update(unseen)
     assert all(torch.equal(value, dict(there)[name]) for name, value in named)
     for name, _ in named:
         (one, one_rest), (other, other_rest) = first.state_of(name), second.state_of(name)
@@ -174,7 +178,7 @@ def test_something_else_than_an_optimizer_is_refused_with_the_line_to_write(wron
 def test_a_stage_without_trainable_parameters_calls_no_factory() -> None:
     refuse: Any = lambda _: pytest.fail("called")  # noqa: E731
     optimizer = StageOptimizer(refuse, refuse, [], {}, 5)
-    optimizer.update()
+    optimizer.update(unseen)
     optimizer.advance()
     assert optimizer.lr is None
     assert optimizer.state_of("anything") == ({}, {})

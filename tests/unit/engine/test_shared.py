@@ -16,6 +16,7 @@ from varuna.core.errors import LinkError, UsageError
 from varuna.core.messages import Apply, Vote
 from varuna.core.plan import Plan
 from varuna.engine.inbox import GenerationEnded
+from varuna.engine.optimizer import StageOptimizer
 from varuna.engine.session import Session
 from varuna.engine.shared import StageExchange, installed
 from varuna.engine.solo import Solo, World
@@ -128,6 +129,7 @@ def test_calls_that_differ_between_stages_are_refused() -> None:
 
 def snapshot(stage: Stage) -> dict[str, Any]:
     """Parameters, optimizer state and groups, as copies."""
+    assert isinstance(stage.optimizer, StageOptimizer)
     optimizer: Any = stage.optimizer._optimizer
     return {
         "next": stage.next_step,

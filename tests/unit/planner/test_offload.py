@@ -1,0 +1,86 @@
+"""Offloaded optimizer state: what leaves the device, what of it passes through, and what host memory has to hold."""
+
+from typing import Any
+
+import pytest
+
+from tests.unit.planner.models import GB, MB, calibrated, model, section
+from varuna.core.calibration import Calibration, Hardware, OptimizerCosts
+from varuna.core.errors import NoPlanError
+from varuna.core.model import JobFacts, Offload
+from varuna.core.plan import Plan
+from varuna.fleet.joining import _first_difference
+from varuna.planner.choose import plan_run
+from varuna.planner.profile import profile
+from varuna.planner.sizing import Size, Sizer
+
+FOUR = model([section()] * 4)  # of each 100 MB of parameters and of gradients, and 200 MB of state
+
+
+def job(offload: Offload) -> JobFacts:
+    return JobFacts(model=FOUR, global_batch=16, micro_batch=1, seed=0, steps=1, offload_optimizer=offload)
+
+
+def planned(offload: Offload, stages: int = 2, **hardware: Any) -> Plan:
+    memory = {"memory_bytes": 10 * GB, **hardware}
+    calibration = calibrated(FOUR, hardware=Hardware(name="test", **memory))
+    return plan_run(job(offload), workers=stages, stages=stages, calibration=calibration)
+
+
+def sizer(calibration: Calibration, stages: int) -> Sizer:
+    given: dict[str, Any] = {"limit_bytes": None, "wanted": [1] * stages, "least": [1] * stages, "may_keep": False}
+    return Sizer(profile(calibration, 1), **given)
+
+
+def test_state_moves_to_host_memory_and_two_sections_of_it_pass_through() -> None:
+    here = sizer(calibrated(FOUR), 2).detail(0, 0, 2, Size(1, 0))
+    there = sizer(calibrated(FOUR).offloaded(), 2).detail(0, 0, 2, Size(1, 0))
+    assert (here.optimizer, here.copy, here.host) == (400 * MB, 600 * MB, 0)
+    assert (there.optimizer, there.copy, there.host) == (0, 400 * MB, (400 + 600) * MB)
+    assert here.total - there.total == (400 + 600 - 400) * MB
+
+
+def test_a_lone_stage_copies_nothing_but_streams() -> None:
+    alone = sizer(calibrated(FOUR).offloaded(), 1).detail(0, 0, 4, Size(1, 0))
+    assert (alone.optimizer, alone.copy, alone.host) == (0, 400 * MB, 800 * MB)
+    last = sizer(calibrated(FOUR).offloaded(), 2).detail(1, 3, 4, Size(1, 0))
+    assert last.copy == 300 * MB  # no more than there is
+
+
+def test_host_memory_that_is_the_devices_own_relieves_nothing() -> None:
+    here = sizer(calibrated(FOUR), 2).detail(0, 0, 2, Size(1, 0))
+    same = sizer(calibrated(FOUR).offloaded(apart=False), 2).detail(0, 0, 2, Size(1, 0))
+    assert same.total == here.total + 400 * MB
+    assert same.host == 0
+
+
+def test_a_calibration_that_says_where_state_lives_is_believed() -> None:
+    slow = calibrated(FOUR, optimizer=OptimizerCosts(fixed_s=1.0, host_bytes_per_s=1 * MB))
+    assert slow.offloaded() is slow
+    assert calibrated(FOUR).offloaded().optimizer.host_bytes_per_s == pytest.approx(12e9)
+
+
+def test_a_jobs_plan_counts_it() -> None:
+    plain, moved = planned("none"), planned("host")
+    assert plain.host_bytes == ()
+    assert moved.host_bytes == (1000 * MB, 1000 * MB)
+    assert max(moved.memory_bytes) < max(plain.memory_bytes)
+    assert min(planned("same memory").memory_bytes) > max(moved.memory_bytes)
+    with pytest.raises(NoPlanError, match="too little"):
+        planned("none", memory_bytes=1 * GB)
+    assert max(planned("host", memory_bytes=1 * GB).memory_bytes) <= 1 * GB
+
+
+def test_host_memory_is_a_limit_that_the_gpus_of_a_vm_share() -> None:
+    assert planned("host", host_memory_bytes=2 * GB, gpus_per_vm=2).host_bytes == (1000 * MB, 1000 * MB)
+    with pytest.raises(
+        NoPlanError, match=r"needs 954 MiB of host memory for optimizer state but each worker has 858 MiB"
+    ):
+        planned("host", host_memory_bytes=1800 * MB, gpus_per_vm=2)
+    with pytest.raises(NoPlanError, match="of host memory"):
+        planned("host", host_memory_bytes=1800 * MB, gpus_per_vm=2, memory_bytes=None)
+    assert planned("none", host_memory_bytes=1 * MB).host_bytes == ()
+
+
+def test_ranks_with_another_wish_are_refused_by_name() -> None:
+    assert _first_difference("job", job("host"), job("none")) == ("job.offload_optimizer", "host", "none")

@@ -1,0 +1,231 @@
+"""Optimizer state in host memory, and with it the fp32 parameters behind half-precision copies.
+
+At the end of a step each section's state passes through the device: while one section is updated, the next one's
+state is on its way in. Each section has an optimizer of its own, which the user's factory builds as it would on a
+stage of that section alone; so the numbers are those of any other plan, to the bit.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import zip_longest
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.shards import JSON
+from varuna.engine.optimizer import NamedParameters, StageOptimizer, Written
+from varuna.engine.shared import forbidden
+
+HOST = torch.device("cpu")
+
+_NOT_SHARED = (
+    "an optimizer that calls varuna.all_reduce_shared cannot run with offload_optimizer=True: it is stepped once for "
+    "each section, and stages have different numbers of them. Leave offload_optimizer out, or combine in before_step."
+)
+
+
+class Ferry:
+    """Takes tensors to the device and back: the one place where offloaded state crosses.
+
+    With a GPU, host memory is pinned and copies queue on a stream of their own; without, they are plain copies.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._fetched: torch.cuda.Event | None = None
+
+    def room_for(self, value: Tensor) -> Tensor:
+        """Host memory of the form of ``value``."""
+        return torch.empty(value.shape, dtype=value.dtype, pin_memory=self._stream is not None)
+
+    def at_rest(self, value: Tensor) -> Tensor:
+        """``value`` in host memory that it may stay in: itself, if it is there."""
+        is_home = value.device == HOST and (self._stream is None or value.is_pinned())
+        return value if is_home else self.room_for(value).copy_(value)
+
+    def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Copies on the device, to be used behind ``meet``."""
+        with self._queue():
+            fetched = [value.to(self._device, non_blocking=True, copy=True) for value in values]
+        self._fetched = None if self._stream is None else self._stream.record_event()
+        return fetched
+
+    def meet(self) -> None:
+        """What is computed from now on sees what was fetched so far; it does not wait for what leaves."""
+        if self._fetched is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._fetched)
+
+    def bring_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Copy from the device (first) into host memory (second), behind what is computed so far; see ``wait``."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with self._queue():
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+                if self._stream is not None:
+                    source.record_stream(self._stream)  # its memory is not used again before it is copied
+
+    def wait(self) -> None:
+        """Return once host memory holds all that was brought back."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _queue(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class OffloadedOptimizer:
+    """In place of a ``StageOptimizer``: one for each section, whose state lives in host memory between steps."""
+
+    def __init__(
+        self,
+        build: Callable[[NamedParameters], StageOptimizer],
+        named: Sequence[NamedParameters],
+        *,
+        device: torch.device,
+        gradients: Mapping[str, Tensor] | None = None,
+        ferry: Ferry | None = None,
+    ) -> None:
+        """Build the sections' optimizers, and bring their state into host memory.
+
+        Args:
+            build: makes the optimizer of some parameters, with state at home on the host.
+            named: trainable parameters by section, each in one section only.
+            device: updates run there.
+            gradients: of the parameters, on the device, if the parameters themselves live in host memory.
+            ferry: another way to cross, for tests.
+
+        Raises:
+            UsageError: as ``StageOptimizer``.
+        """
+        self._ferry = ferry or Ferry(device)
+        self._sections = [_Section(build, part, device, gradients, self._ferry) for part in reversed(named) if part]
+        self._arriving: list[Tensor] | None = None  # the first section's state, if it has set out
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the user's optimizers hold, by name."""
+        return {name: value for section in self._sections for name, value in section.held.items()}
+
+    @property
+    def lr(self) -> float | None:
+        """Learning rate of the first section's first parameter group; None without an optimizer."""
+        return self._sections[-1].optimizer.lr if self._sections else None
+
+    def prepare(self) -> None:
+        """Let the first section's state set out, which need not wait for gradients."""
+        if self._arriving is None:
+            self._arriving = self._sections[0].fetch() if self._sections else []
+
+    def update(self, written: Written) -> None:
+        """Apply the gradients, section by section; at most two sections' states are on the device.
+
+        Args:
+            written: is given a section's new parameters while they are on the device.
+
+        Raises:
+            UsageError: the optimizer calls ``all_reduce_shared``.
+        """
+        self.prepare()
+        arrived, self._arriving = self._arriving or [], None
+        with forbidden(_NOT_SHARED):
+            for section, following in zip_longest(self._sections, self._sections[1:]):
+                self._ferry.meet()
+                arriving = following.fetch() if following is not None else []
+                section.update(arrived, written)
+                arrived = arriving
+        self._ferry.wait()
+
+    def advance(self) -> None:
+        """Advance the schedulers; the step is over, skipped or not."""
+        self._arriving = None
+        for section in self._sections:
+            section.optimizer.advance()
+
+    def copies(self) -> Callable[[], None]:
+        """As ``StageOptimizer.copies``; the copy is in host memory."""
+        restores = [section.copies() for section in self._sections]
+
+        def restore() -> None:
+            self._arriving = None
+            for each in restores:
+                each()
+
+        return restore
+
+    def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+        """Optimizer state of a parameter: tensors, and what is no tensor."""
+        for section in self._sections:
+            if name in section.held:
+                return section.optimizer.state_of(name)
+        return {}, {}
+
+
+class _Section:
+    """One section's optimizer.
+
+    A parameter that lives in host memory, a master, is known to the optimizer as one on the device, which has a
+    value and a gradient during its step only.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[NamedParameters], StageOptimizer],
+        named: NamedParameters,
+        device: torch.device,
+        gradients: Mapping[str, Tensor] | None,
+        ferry: Ferry,
+    ) -> None:
+        self._ferry = ferry
+        self._nothing = torch.empty(0, device=device)
+        self._gradients = gradients or {}
+        self._masters = dict(named) if gradients is not None else {}
+        self.held = {
+            name: nn.Parameter(value.detach().to(device, copy=True)) if gradients is not None else value
+            for name, value in named
+        }
+        self.optimizer = build(list(self.held.items()))
+        for (_, key), entries in self.optimizer.slots().items():
+            entries[key] = ferry.at_rest(entries[key])
+        self._empty()
+
+    def fetch(self) -> list[Tensor]:
+        """Masters and state set out for the device."""
+        state = [entries[key] for (_, key), entries in self.optimizer.slots().items()]
+        return self._ferry.fetch([*(master.detach() for master in self._masters.values()), *state])
+
+    def update(self, fetched: list[Tensor], written: Written) -> None:
+        """Step on what was fetched, and let it set out for home; ``fetched`` is empty afterwards."""
+        for name in self._masters:
+            self.held[name].data = fetched.pop(0)
+            self.held[name].grad = self._gradients[name]
+        homes = {}
+        for slot, entries in self.optimizer.slots().items():
+            homes[slot], entries[slot[1]] = entries[slot[1]], fetched.pop(0)
+        self.optimizer.update(written)
+        pairs = [(self.held[name].detach(), master.detach()) for name, master in self._masters.items()]
+        for slot, entries in self.optimizer.slots().items():
+            value, home = entries[slot[1]], homes.get(slot)
+            if home is None or (home.shape, home.dtype) != (value.shape, value.dtype):
+                home = self._ferry.room_for(value)
+            pairs.append((value, home))
+            entries[slot[1]] = home
+        self._ferry.bring_back(pairs)
+        self._empty()
+
+    def copies(self) -> Callable[[], None]:
+        """As ``StageOptimizer.copies``, masters included."""
+        values = [(master.detach(), master.detach().clone()) for master in self._masters.values()]
+        restore_optimizer = self.optimizer.copies()
+
+        def restore() -> None:
+            for master, value in values:
+                master.copy_(value)
+            restore_optimizer()
+
+        return restore
+
+    def _empty(self) -> None:
+        for name in self._masters:
+            self.held[name].data, self.held[name].grad = self._nothing, None

@@ -1,0 +1,76 @@
+"""What a stage takes over from the states of its sections: parameters, buffers, optimizer state, loss scale."""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.shards import SectionState
+from varuna.core.precision import LossScale
+from varuna.engine.precision import cast
+from varuna.partition.split import SectionGraph
+
+LOSS_SCALE = "run/loss_scale"
+States = Mapping[int, SectionState]
+
+
+def parameters_of(
+    graphs: Sequence[SectionGraph],
+    states: States,
+    *,
+    trainable: Container[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    masters_at: torch.device,
+) -> dict[str, nn.Parameter]:
+    """One parameter per name, in the order of sections; a tied one from the lowest section that has it.
+
+    Args:
+        graphs: of the stage's sections.
+        states: of them; storages are taken over where device and dtype are right.
+        trainable: names of the parameters that are trained, which are fp32.
+        dtype: of computation, and of frozen parameters.
+        device: of frozen parameters.
+        masters_at: of trained ones.
+    """
+    parameters: dict[str, nn.Parameter] = {}
+    for graph in graphs:
+        for name in dict.fromkeys(graph.parameters):
+            if name not in parameters:
+                trained = name in trainable
+                place, kept = (masters_at, torch.float32) if trained else (device, dtype)
+                value = states[graph.index].tensors[f"parameters/{name}"].to(place, kept)
+                parameters[name] = nn.Parameter(value, requires_grad=trained)
+    return parameters
+
+
+def buffers_of(
+    graphs: Sequence[SectionGraph], states: States, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Buffers that steps update; each belongs to one section."""
+    return {
+        name: cast(states[graph.index].tensors[f"buffers/{name}"].to(device), dtype)
+        for graph in graphs
+        for name in graph.updated
+    }
+
+
+def optimizer_state_of(states: States, sections: range) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter: ``optimizer/<name>/<key>`` entries of all sections."""
+    found: dict[str, dict[str, Any]] = {}
+    for section in reversed(sections):
+        for path, value in (*states[section].tensors.items(), *states[section].scalars.items()):
+            if path.startswith("optimizer/"):
+                name, key = path.removeprefix("optimizer/").rsplit("/", 1)
+                found.setdefault(name, {})[key] = value
+    return found
+
+
+def loss_scale_of(states: States) -> LossScale:
+    """As the newest step left it: every section's state carries it, so that it goes wherever state goes."""
+    for state in states.values():
+        match state.scalars.get(LOSS_SCALE):
+            case [float(value), int(good_steps)]:
+                return LossScale(value, good_steps)
+    return LossScale()
