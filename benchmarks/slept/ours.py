@@ -74,7 +74,7 @@ class Slept(Stage):
 
     def forward(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, **given: Any
-    ) -> tuple[dict[str, Tensor], Results, list[Tape]]:
+    ) -> tuple[dict[str, Tensor], Results, list[Tape], dict[str, Tensor]]:
         self._sleep(1.0)
         return super().forward(values, examples, step, micro_batch, **given)
 

@@ -69,6 +69,7 @@ class SectionKind(Finite):
     gradient_boundary_bytes: Bytes | None = Field(
         default=None, description="gradient sent back over the same cut, per example; left out: as boundary_bytes"
     )
+    gradient_free: bool = Field(default=False, description="nothing is trained in it, nor below it: no R, no B")
     queued_bytes: Bytes | None = Field(
         default=None, description="kept between I and W, per example; left out: as activation_bytes"
     )

@@ -30,6 +30,10 @@ class SectionFacts(Value):
     fixed_bytes: int = Field(default=0, ge=0, description="of such, whatever the micro-batch")
     input_bytes: int = Field(default=0, ge=0, description="samples that no lower section reads, per example")
     boundary_bytes: int = Field(ge=0, description="crosses the cut behind this section, per example; 0 for the last")
+    gradient_boundary_bytes: int | None = Field(
+        default=None, ge=0, description="what of it comes back as gradients; left out: as boundary_bytes"
+    )
+    gradient_free: bool = Field(default=False, description="nothing is trained in it, nor below it: no R, no B")
 
 
 class TiedParameter(Value):

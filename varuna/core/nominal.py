@@ -67,6 +67,8 @@ def _kind(section: SectionFacts) -> SectionKind:
         fixed_bytes=section.fixed_bytes,
         input_bytes=section.input_bytes,
         boundary_bytes=section.boundary_bytes,
+        gradient_boundary_bytes=section.gradient_boundary_bytes,
+        gradient_free=section.gradient_free,
         parameter_bytes=section.parameter_bytes,
         trainable_bytes=section.trainable_bytes,
         gradient_bytes=section.gradient_bytes,

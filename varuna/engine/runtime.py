@@ -278,8 +278,8 @@ class Runtime:
             self._compare(batch, digests)
         if batch is not None:
             digests = list(batch.digests)
-        flight = _Flight(values, self._examples(step, micro_batch, batch))
-        out, results, flight.tapes = stage.forward(
+        flight = _Flight({}, self._examples(step, micro_batch, batch))
+        out, results, flight.tapes, flight.values = stage.forward(
             values, flight.examples, step, micro_batch, keep=keep, split=split
         )  # fmt: skip
         if self._downstream is not None:
@@ -289,14 +289,18 @@ class Runtime:
             sums = sums_of(model, self._weight, micro_batch, results, flight.examples, batch)
             self.losses.append((micro_batch, sums))
             flight.weight = sums[1]
-        if keep == len(stage.sections):
-            flight.values = {}  # the tapes hold what they need of it, and no R will
         return flight
 
     def _recompute(self, step: int, micro_batch: int, flight: _Flight, *, split: bool) -> None:
         kept = len(flight.tapes)
         recomputed = self._stage.record(
-            flight.values, flight.examples, step, micro_batch, keep=kept, split=split
+            flight.values,
+            flight.examples,
+            step,
+            micro_batch,
+            keep=kept,
+            first=self._stage.gradient_free,
+            split=split,
         )  # fmt: skip
         flight.tapes = [*recomputed, *flight.tapes]
         flight.values = {}
@@ -323,6 +327,8 @@ class Runtime:
         """Gradients of what the stage made."""
         stage = self._stage
         if stage.is_last:
+            if not flight.tapes:
+                return {}  # nothing in the whole model is trained
             loss = self._graphs[flight.examples.variant].sections[-1].makes[0]
             scaled = flight.weight * stage.gradient_scale
             seed = torch.tensor(scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)

@@ -77,6 +77,8 @@ class Stage:
         self.sections = plan.sections_of(stage)
         self.is_last = stage == plan.stages - 1
         self.next_step = next_step
+        self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
+        """so many of its first sections have nothing to train and nobody below that has: F only, never R or B"""
         graphs = [job.model.sections[section] for section in self.sections]
         self.parameters = parameters_of(
             graphs,
@@ -190,8 +192,8 @@ class Stage:
         *,
         keep: int = 0,
         split: bool = False,
-    ) -> tuple[dict[str, Tensor], Results, list[Tape]]:
-        """F: what crosses into the next stage, or the last stage's results; and what was kept.
+    ) -> tuple[dict[str, Tensor], Results, list[Tape], dict[str, Tensor]]:
+        """F: what crosses into the next stage, or the last stage's results; what was kept; and what R begins with.
 
         Args:
             values: what has crossed into the stage.
@@ -204,15 +206,18 @@ class Stage:
         flowing: dict[str, Tensor] = dict(values)
         made: Results = ()
         tapes: list[Tape] = []
-        dropped = len(self.sections) - keep
+        first_kept = max(len(self.sections) - keep, self.gradient_free)
+        begin: dict[str, Tensor] = {}
         for position, runner in enumerate(self.variants[examples.variant]):
-            if position < dropped:
+            if position == self.gradient_free < first_kept:
+                begin = flowing
+            if position < first_kept:
                 made = runner.forward(flowing, examples, step, micro_batch)
             else:
                 tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
                 made = _detached(tapes[-1].made)
             flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, made)
-        return flowing, made, tapes
+        return flowing, made, tapes, begin
 
     def record(
         self,
@@ -222,12 +227,13 @@ class Stage:
         micro_batch: int,
         *,
         keep: int = 0,
+        first: int = 0,
         split: bool = False,
     ) -> list[Tape]:
-        """R: what B needs of all sections but the ``keep`` last, whose F kept it."""
+        """R: what B needs of all sections but the ``keep`` last, whose F kept it, and those before the ``first``."""
         flowing: dict[str, Tensor] = dict(values)
         tapes: list[Tape] = []
-        for runner in self.variants[examples.variant][: len(self.sections) - keep]:
+        for runner in self.variants[examples.variant][first : len(self.sections) - keep]:
             tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
             flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, _detached(tapes[-1].made))
         return tapes
@@ -243,7 +249,12 @@ class Stage:
                 tape.pending.flush()
             self.buckets[tape.section.index].collect()
             section_done(tape.section.index)
+        self._skip(section_done)
         return gradients
+
+    def _skip(self, section_done: Callable[[int], None]) -> None:
+        for section in reversed(self.sections[: self.gradient_free]):
+            section_done(section)
 
     def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
         """I: the gradients of what was received, and the weight gradients that are left for W.
@@ -265,6 +276,7 @@ class Stage:
                 pending.flush()
                 self.buckets[section].collect()
             section_done(section)
+        self._skip(section_done)
         left.clear()
 
     # -- gradients -----------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from varuna.partition.inline import inline_no_grad
 from varuna.partition.inputs import InputLayout, layouts_of
 from varuna.partition.operations import Operation, operation
 from varuna.partition.simplify import simplify
-from varuna.partition.split import SectionGraph, Split, section_graph, split
+from varuna.partition.split import Crossing, SectionGraph, Split, section_graph, split
 from varuna.partition.weight import add_target_count
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
@@ -74,6 +74,11 @@ class PartitionedModel:
     def sections(self) -> tuple[SectionGraph, ...]:
         """All sections in order."""
         return self.split.sections
+
+    @property
+    def gradient_free(self) -> int:
+        """How many of the first sections need no backward: nothing is trained in them, nor below them."""
+        return _gradient_free(self.split, self.trainable)
 
     def keys_of(self, sections: Iterable[int]) -> tuple[str, ...]:
         """Keys of the batch that a stage with these sections reads, at any length.
@@ -177,11 +182,15 @@ def _facts(
             state_bytes[name] = state_bytes.get(name, 0) + 4 * counts[name]
     bounds = [*cuts, len(flow.ops) - 1]
     found = footprints(divided.sections, flow)
+    gradient_free = _gradient_free(divided, captured.trainable)
     facts, start, read = [], 0, set[str]()
     for section, end, footprint in zip(divided.sections, bounds, found, strict=True):
         costs = [cost_of(node, flow.sizes) for node in flow.ops[start : end + 1]]
         leaving = divided.crossings[section.index + 1] if section.index + 1 < len(divided.sections) else ()
         names = set(section.parameters)
+        is_free = section.index < gradient_free
+        activation_bytes = footprint.activation_bytes if footprint else sum(cost.output_bytes for cost in costs)
+        back = [crossing for crossing in leaving if crossing.differentiable]
         facts.append(
             SectionFacts(
                 label=section.label,
@@ -190,12 +199,14 @@ def _facts(
                 trainable_bytes=sum(sizes[name] for name in names & captured.trainable),
                 gradient_bytes=sum(4 * counts[name] for name in names & captured.trainable),
                 optimizer_bytes=sum(state_bytes.get(name, 0) for name in names),
-                activation_bytes=footprint.activation_bytes if footprint else sum(cost.output_bytes for cost in costs),
+                activation_bytes=0 if is_free else activation_bytes,
                 forward_bytes=footprint.forward_bytes if footprint else 0,
-                backward_bytes=footprint.backward_bytes if footprint else 0,
-                fixed_bytes=footprint.fixed_bytes if footprint else 0,
+                backward_bytes=footprint.backward_bytes if footprint and not is_free else 0,
+                fixed_bytes=footprint.fixed_bytes if footprint and not is_free else 0,
                 input_bytes=sum(inputs[key].size_bytes for key in section.inputs if key not in read),
-                boundary_bytes=sum(torch.Size(c.shape(1)).numel() * c.dtype.itemsize for c in leaving),
+                boundary_bytes=sum(map(_example_bytes, leaving)),
+                gradient_boundary_bytes=None if len(back) == len(leaving) else sum(map(_example_bytes, back)),
+                gradient_free=is_free,
             )
         )
         start = end + 1
@@ -207,6 +218,18 @@ def _facts(
         tied=_tied(divided, sizes),
         batch_dependent=any(section.updates for section in divided.sections) or uses_batch_statistics(captured.graph),
     )
+
+
+def _example_bytes(crossing: Crossing) -> int:
+    return torch.Size(crossing.shape(1)).numel() * crossing.dtype.itemsize
+
+
+def _gradient_free(divided: Split, trainable: frozenset[str]) -> int:
+    for section in divided.sections:
+        taken = {crossing.name for crossing in divided.crossings[section.index] if crossing.differentiable}
+        if not trainable.isdisjoint(section.parameters) or not taken.isdisjoint(section.takes):
+            return section.index
+    return len(divided.sections)
 
 
 def _tied(divided: Split, sizes: Mapping[str, int]) -> tuple[TiedParameter, ...]:

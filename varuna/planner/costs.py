@@ -28,12 +28,12 @@ def _stage_costs(profile: Profile, plan: Plan, stage: int, gpus_per_vm: int) -> 
     recomputed = range(span.start, kept.start)
     kept_bytes = int(profile.activation_bytes.over(kept))
     return StageCosts(
-        forward_s=profile.forward_s.over(recomputed) + profile.recompute_s.over(kept) + moved_s,
+        forward_s=profile.forward_s.over(recomputed) + profile.record_s.over(kept) + moved_s,
         recompute_s=profile.recompute_s.over(recomputed) + action_s,
         backward_s=profile.backward_s.over(span) + moved_s,
         input_s=profile.input_s.over(span) + moved_s,
         weight_s=profile.weight_s.over(span) + action_s,
-        record_s=profile.recompute_s.over(span) + moved_s,
+        record_s=profile.record_s.over(span) + moved_s,
         allreduce_s=_exposed_reduce_s(profile, plan, span, gpus_per_vm),
         keeps_all=plan.keeps_all(stage),
         stash_bytes=kept_bytes + (profile.boundary_bytes[span.start - 1] if span.start else 0),

@@ -54,6 +54,8 @@ class Profile:
     micro_batch: int
     forward_s: Sums
     recompute_s: Sums
+    record_s: Sums
+    """Of an F that keeps its activations."""
     backward_s: Sums
     input_s: Sums
     """Of I; where a section cannot be split, the whole B."""
@@ -114,6 +116,12 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
     def optimizer_bytes(kind: SectionKind) -> int:
         return 0 if on_host else kind.optimizer_bytes
 
+    def trained(kind: SectionKind, times: tuple[float, ...]) -> float:
+        return 0.0 if kind.gradient_free else kind.at(times, m)
+
+    def record_s(kind: SectionKind) -> float:
+        return kind.at(kind.forward_s if kind.gradient_free else kind.recompute_s or kind.forward_s, m)
+
     boundary_bytes = whole(lambda kind: kind.boundary_bytes * m)
     back_bytes = whole(lambda kind: _gradient_boundary_bytes(kind) * m)
     activation_bytes = Sums.of(lay(lambda kind: kind.activation_bytes * m))
@@ -122,10 +130,11 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         calibration=calibration,
         micro_batch=m,
         forward_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m))),
-        recompute_s=Sums.of(lay(lambda kind: kind.at(kind.recompute_s or kind.forward_s, m))),
-        backward_s=Sums.of(lay(lambda kind: kind.at(kind.backward_s, m))),
-        input_s=Sums.of(lay(lambda kind: kind.at(kind.input_s or kind.backward_s, m))),
-        weight_s=Sums.of(lay(lambda kind: kind.at(kind.weight_s, m) if kind.splits else 0.0)),
+        recompute_s=Sums.of(lay(lambda kind: trained(kind, kind.recompute_s or kind.forward_s))),
+        record_s=Sums.of(lay(record_s)),
+        backward_s=Sums.of(lay(lambda kind: trained(kind, kind.backward_s))),
+        input_s=Sums.of(lay(lambda kind: trained(kind, kind.input_s or kind.backward_s))),
+        weight_s=Sums.of(lay(lambda kind: trained(kind, kind.weight_s) if kind.splits else 0.0)),
         activation_bytes=activation_bytes,
         forward_bytes=Peaks.of(lay(lambda kind: kind.forward_bytes * m)),
         working_bytes=Peaks.of(
@@ -137,7 +146,7 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         gradient_bytes=Sums.of(lay(_gradient_bytes)),
         optimizer_bytes=Sums.of(lay(optimizer_bytes)),
         state_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes)),
-        work_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m) + kind.at(kind.backward_s, m))),
+        work_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m) + trained(kind, kind.backward_s))),
         resident_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + _gradient_bytes(kind) + optimizer_bytes(kind))),
         own_bytes=Sums.of(lay(lambda kind: 0 if on_host else kind.parameter_bytes + kind.optimizer_bytes)),
         host_bytes=Sums.of(lay(lambda kind: kind.optimizer_bytes if on_host else 0)),

@@ -89,6 +89,7 @@ class Sizer:
         self._streamed_bytes = profile.calibration.optimizer.streamed_bytes
         self._wanted = wanted
         self._least = least
+        self._adaptive = may_keep
         self._may_keep = may_keep and limit_bytes is not None
         self._last = len(wanted) - 1
         # What the stage before has sent and this one has not run yet waits here.
@@ -126,7 +127,7 @@ class Sizer:
         if self._host_limit_bytes is not None and self.host_bytes(start, stop) > self._host_limit_bytes:
             return None
         if self._limit_bytes is None:
-            return Size(wanted, 0)
+            return Size(wanted, self._without_activations(stage, start, stop))
         resident, activations = self._resident, self._activations
         state = resident[stop] - resident[start] + self._reserved
         if stop - start > self._tied_span:
@@ -186,6 +187,12 @@ class Sizer:
         """State of all stages together: below it no partition fits."""
         whole = self._resident[-1] + len(self._wanted) * self._reserved
         return whole - sum(self._counted_twice(0, self._profile.sections))
+
+    def _without_activations(self, stage: int, start: int, stop: int) -> int:
+        """Last sections that have none to keep: all of a stage without gradients, which then needs no R."""
+        if not self._adaptive or stage == self._last:
+            return 0
+        return stop - bisect_left(self._activations, self._activations[stop], start, stop)
 
     def _live(self, stage: int, start: int, stop: int) -> float:
         """Activations of a micro-batch and what a section at work needs; another's F may run beside them."""

@@ -82,7 +82,7 @@ def gradients(setup: Setup, stage: Stage, *, split: bool, keep: int = 0) -> list
     for micro_batch in range(3):
         first = 2 * micro_batch
         examples = Examples(setup.source.micro_batch([first, first + 1]).tensors, 2)
-        _, _, kept = stage.forward({}, examples, 0, micro_batch, keep=keep, split=split)
+        _, _, kept, _ = stage.forward({}, examples, 0, micro_batch, keep=keep, split=split)
         tapes = [*stage.record({}, examples, 0, micro_batch, keep=keep, split=split), *kept]
         assert len(tapes) == len(stage.sections)
         if split:
