@@ -38,6 +38,7 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
         "micro_batch": plan.micro_batch,
         "step_time_s": round(plan.step_s, 2),
         "memory_bytes": plan.memory_bytes,
+        "host_bytes": plan.host_bytes,
     }
 
 
@@ -48,9 +49,10 @@ def row(found: dict[str, Any]) -> str:
         return f"{head}{found['reason']}"
     gib = [each / 2**30 for each in found["memory_bytes"]]
     inner = sorted(gib[1:-1]) or gib
+    host = f"; host at most {max(found['host_bytes']) / 2**30:.0f} GiB" if found["host_bytes"] else ""
     return (
         f"{head}{found['stages']:3} x {found['replicas']:<2} m={found['micro_batch']}  {found['step_time_s']:7.1f} s  "
-        f"memory: first stage {gib[0]:.1f}, inner {inner[0]:.1f} to {inner[-1]:.1f}, last {gib[-1]:.1f} GiB"
+        f"memory: first stage {gib[0]:.1f}, inner {inner[0]:.1f} to {inner[-1]:.1f}, last {gib[-1]:.1f} GiB{host}"
     )
 
 

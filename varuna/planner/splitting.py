@@ -7,12 +7,13 @@ from varuna.planner.estimate import Shape, is_short
 from varuna.planner.predict import predict
 
 _MORE = 1.5  # of P, beside P itself, with which plans are compared
+_LONG = 16  # micro-batches per stage: beyond, the drain is too small a part to be worth a simulation
 _DEAR = 1.03  # halves that take this much longer than the whole may not pay at all
 
 
 def with_best_split(builder: Builder, plan: Plan) -> Plan:
     """The plan with the ``split_last`` that simulates best."""
-    if not plan.split_last:
+    if not plan.split_last or len(plan.micro_batches_of(0)) > _LONG * plan.stages:
         return plan
     costs = pipeline_costs(builder.profile, plan, gpus_per_vm=builder.request.vm_size)
     best, longest = plan, len(plan.micro_batches_of(0))
