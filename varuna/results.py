@@ -12,7 +12,7 @@ from varuna.engine.step import overflowed
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step, the same on every rank."""
+    """A committed step, the same on every rank but for ``is_main`` and ``step_s``."""
 
     index: int
     """from 0"""
@@ -20,6 +20,9 @@ class Step:
     """of the global batch: weighted mean over its targets (or examples)"""
     examples: int
     """in the global batch"""
+    targets: float
+    """what the loss is the mean of: target tokens where the model's loss averages over them, ignored ones left out;
+    else examples, or the sum of the user's ``weight``"""
     grad_norm: float
     """global L2 norm before clipping"""
     lr: float
@@ -33,6 +36,18 @@ class Step:
     """true on one rank"""
     skipped: bool
     """fp16 only: gradients overflowed, so nothing was updated and the loss scale was halved"""
+    step_s: float
+    """from its first action to its update, on this rank: without checkpoints, morphs and the code of the loop"""
+
+    @property
+    def examples_per_s(self) -> float:
+        """Of the whole job."""
+        return self.examples / self.step_s
+
+    @property
+    def targets_per_s(self) -> float:
+        """Of the whole job: tokens per second, for a language model, padding left out."""
+        return self.targets / self.step_s
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,7 @@ def step_of(committed: Committed, examples: int, dtype: torch.dtype) -> Step:
         index=committed.step,
         loss=totals.loss,
         examples=examples,
+        targets=totals.weight,
         grad_norm=totals.grad_norm,
         lr=totals.lr,
         metrics=totals.metrics,
@@ -64,4 +80,5 @@ def step_of(committed: Committed, examples: int, dtype: torch.dtype) -> Step:
         plan=committed.plan,
         is_main=committed.is_main,
         skipped=overflowed(dtype, totals),
+        step_s=committed.step_s,
     )

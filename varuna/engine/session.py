@@ -1,6 +1,7 @@
 """A worker's life: generations, one after another, and the loop over steps in between (DESIGN §5.2, §5.4)."""
 
 import contextlib
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,8 @@ class Committed:
     generation: int
     plan: Plan
     is_main: bool
+    step_s: float
+    """from the first action to the update, on this rank"""
 
 
 class Session:
@@ -196,13 +199,15 @@ class Session:
         stage, assignment, plan = generation.stage, generation.assignment, generation.plan
         while stage.next_step < self._facts.steps and not (plan.workers == 1 and self._stopping):
             step = stage.next_step
+            begin_s = time.monotonic()
             totals = self._one_step(generation, step)
+            step_s = time.monotonic() - begin_s
             is_over = totals.stop or stage.next_step == self._facts.steps
             if totals.checkpoint or is_over:
                 self._save(generation, is_last=is_over)
             self._what = "runs the code of the training loop"
             with self.standing.resting(regroup=totals.regroup and not is_over):
-                yield Committed(step, totals, assignment.generation, plan, assignment.rank == 0)
+                yield Committed(step, totals, assignment.generation, plan, assignment.rank == 0, step_s)
             if is_over:
                 return True
             generation.inbox.check()
