@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--differs", action="store_true", help="the model is another one in each process")
     parser.add_argument("--batch-norm", action="store_true")
     parser.add_argument("--normed", action="store_true", help="an optimizer that needs a global norm")
+    parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     args = parser.parse_args()
     seen: list[varuna.Step] = []
     misbehave(args.misbehave, args.folder, args.spare_state, seen)
@@ -162,6 +163,7 @@ def main() -> None:
         checkpoint_dir=args.checkpoint_dir,
         checkpoint_every=args.checkpoint_every,
         init=args.init,
+        offload_optimizer=args.offload,
     )
     for step in trainer.steps(args.steps):
         if step.is_main:

@@ -101,6 +101,15 @@ def test_sigkill_around_the_commit(tmp_path: Path, undisturbed: dict[int, float]
     assert len(list(tmp_path.glob("done-*"))) == 5
 
 
+def test_offloaded_state_survives_kills(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    around = "vote:end:3:1,apply:begin:14:0"
+    done = disturbed(tmp_path, around, more=("--spare-state", "--offload"), slow="0.4")
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))
+    assert len(list(tmp_path.glob("done-*"))) == 2
+
+
 def test_sigkill_while_the_optimizer_talks_to_other_stages(tmp_path: Path) -> None:
     done = python("--steps", str(STEPS), "--dropout", "0.1", "--normed")
     assert done.code == 0, done.err

@@ -180,6 +180,8 @@ class OptimizerCosts(Finite):
 
 STREAMED_SECTIONS = 2
 """Of offloaded state, what is on the GPU at once: one section is updated while the next one arrives."""
+_INTERMEDIATE = 2
+"""Results, of the size of a section's gradients, that Adam's arithmetic holds at a time."""
 _PCIE_BYTES_PER_S = 12e9
 """What pinned memory reaches over 16 lanes of PCIe 3, one direction at a time; newer links are faster."""
 
@@ -253,7 +255,11 @@ class Calibration(Finite):
         """
         if self.optimizer.host_bytes_per_s is not None:
             return self
-        streamed_bytes = STREAMED_SECTIONS * max(kind.optimizer_bytes for kind in self.kinds.values())
+        streamed_bytes = max(
+            STREAMED_SECTIONS * kind.optimizer_bytes
+            + _INTERMEDIATE * (kind.trainable_bytes if kind.gradient_bytes is None else kind.gradient_bytes)
+            for kind in self.kinds.values()
+        )
         rate = _PCIE_BYTES_PER_S if apart else None
         streamed = self.optimizer.model_copy(update={"host_bytes_per_s": rate, "streamed_bytes": streamed_bytes})
         return self.model_copy(update={"optimizer": streamed})

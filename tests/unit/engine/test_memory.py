@@ -4,14 +4,18 @@ import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.core.nominal import nominal_calibration
 from varuna.core.plan import Plan
+from varuna.core.precision import Precision
+from varuna.engine.shared import all_reduce_shared
 from varuna.observe import bus
 from varuna.partition.allocated import Allocated
 from varuna.planner.choose import best_plan
@@ -88,9 +92,10 @@ def peaks(setup: Setup, plan: Plan) -> list[int]:
 
 
 def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
+    calibration = nominal_calibration(setup.model.facts)
     return best_plan(
         PlanRequest(
-            calibration=nominal_calibration(setup.model.facts),
+            calibration=calibration.offloaded(apart=False) if setup.offload else calibration,
             workers=stages,
             stages=stages,
             global_batch=setup.global_batch,
@@ -113,6 +118,51 @@ def test_no_stage_of_a_pipeline_exceeds_its_promise(precision: str) -> None:
     plan = planned(setup, 2).model_copy(update={"split_last": 0})
     for found, promised in zip(peaks(setup, plan), plan.memory_bytes, strict=True):
         assert 0.5 * promised < found < 1.1 * promised  # how much was in flight at once is a matter of luck
+
+
+class Heavy(nn.Module):
+    """Much more state than activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 96)
+        self.layers = nn.ModuleList(nn.Linear(96, 96) for _ in range(6))
+        self.head = nn.Linear(96, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, precision: Precision) -> None:
+    """Here host memory and the device's are one, so that both, and the copies of tentative steps, add up."""
+
+    def talking(named: object) -> None:
+        all_reduce_shared(torch.ones(()))  # every step is tentative, also those that find state to copy
+
+    setup = setup_of(2, build=Heavy, micro_batch=1, precision=precision, offload=True, before_step=talking)
+    plan = planned(setup, stages)
+    assert peaks(setup, plan) == pytest.approx(list(plan.memory_bytes), rel=0.1)
+    without = planned(replace(setup, offload=False), stages)
+    for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True):
+        assert more > 1.1 * less  # what passes through shows in the peak
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_host_memory_holds_the_state_that_was_promised(precision: Precision) -> None:
+    setup = setup_of(2, build=Heavy, micro_batch=1, precision=precision, offload=True)
+    apart = nominal_calibration(setup.model.facts).offloaded()
+    plan = best_plan(PlanRequest(calibration=apart, workers=1, global_batch=2, micro_batch=1))
+    setup.run(1, 1, steps=1)
+    assert setup.finished[0].current is not None
+    stage = setup.finished[0].current.stage
+    away = stage.parameters.values() if stage.job.masters_away else ()
+    state = [value for name in stage.parameters for value in stage.optimizer.state_of(name)[0].values()]
+    assert plan.host_bytes == (sum(value.nbytes for value in (*away, *state)),)
 
 
 def test_kept_activations_are_as_large_as_promised() -> None:
