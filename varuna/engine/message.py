@@ -5,6 +5,7 @@ Both ends know the layout from the plan and the number of examples, so nothing i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Layout:
     digests: bool
     """whether one signed 64-bit digest per sample follows (activations only)"""
 
-    @property
+    @cached_property
     def offsets_bytes(self) -> list[int]:
         """Start of each tensor, then the start of the digests, then the end."""
         offsets = [0]
