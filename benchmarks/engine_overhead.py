@@ -191,8 +191,10 @@ def ideal_s(plan: Plan, calibration: Calibration) -> float:
 
 def calibrated() -> Calibration:
     """Of this benchmark's job, with both cores busy."""
-    script = Path(__file__).resolve()
-    return assemble(collect(script, ["--mode", "ours"], workers=2, store=StoreHost().address()), name="gpt2")
+    store = StoreHost()  # lives as long as it is measured
+    return assemble(
+        collect(Path(__file__).resolve(), ["--mode", "ours"], workers=2, store=store.address()), name="gpt2"
+    )
 
 
 def measure(mode: str, steps: int) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Compiled sections: once per process, the same draws, the same losses in every plan."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -11,7 +12,8 @@ from torch._dynamo import lookup_backend
 from torch.fx import GraphModule
 from torch.nn.functional import cross_entropy, dropout
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, single_threaded, worst
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, worst
+from varuna import Trainer
 from varuna.core.calibration_file import read_calibration
 from varuna.core.errors import FleetError, ModelError
 from varuna.core.plan import Plan
@@ -140,3 +142,15 @@ def test_ranks_that_compile_otherwise_are_refused() -> None:
     join(0)
     with pytest.raises(FleetError, match=r"rank 1 runs another job than rank 0: .*compile"):
         join(1)
+
+
+def test_a_trainer_compiles_trains_and_evaluates(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "VARUNA_MANAGER", "VARUNA_STAGES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    found = []
+    for backend in (False, "aot_eager"):
+        trainer = Trainer(SmallLanguage, Tokens(), adamw, 8, micro_batch=2, device="cpu", compile=backend)
+        losses = [step.loss for step in trainer.steps(3)]
+        found.append([*losses, trainer.evaluate(Tokens(size=6)).loss])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
