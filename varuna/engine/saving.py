@@ -48,6 +48,7 @@ class Saver:
     ) -> None:
         self._every = every
         self._last_s = time.monotonic()
+        self._asked, self._step_s = (-2, 0.0), 0.0  # newest step whose end was asked for, when, and how long one takes
         self.newest = (-1, -1)
         """generation of the newest save, and the steps that it contains"""
         self._smallest_bytes = smallest_part_bytes
@@ -56,10 +57,17 @@ class Saver:
         self._writer = BackgroundWriter(store, on_saved=on_saved, on_error=_warn)
 
     def is_due(self, step: int) -> bool:
-        """Whether the state after ``step`` should be saved; asked on rank 0 only, told to all by the vote."""
+        """Whether the state after ``step`` should be saved; asked on rank 0 before it runs, told to all by the vote.
+
+        Of the ends of steps, the one that is nearest to the wished moment is taken.
+        """
         if isinstance(self._every, int):
             return (step + 1) % self._every == 0
-        return time.monotonic() - self._last_s >= self._every.total_seconds()
+        now_s, (asked_step, asked_s) = time.monotonic(), self._asked
+        if step != asked_step:
+            self._step_s = now_s - asked_s if step == asked_step + 1 else 0.0
+            self._asked = step, now_s
+        return now_s + 1.5 * self._step_s - self._last_s >= self._every.total_seconds()
 
     def begin(self, stage: Stage, assignment: Assignment) -> None:
         """A generation starts: write what the dead of the one before have not, and make room for its snapshots.
@@ -70,7 +78,7 @@ class Saver:
             forsaken = _forsaken(self._snapshot, set(assignment.members))
             if forsaken:
                 self._writer.submit(self._snapshot.step, forsaken)
-        self._snapshot = None
+        self._snapshot, self._asked = None, (-2, 0.0)  # a morph is no step
         expected = {section: _expected_state(stage, section) for section in stage.sections}
         size_bytes = needed_bytes(self._shares(assignment, expected))
         self._writer.do(lambda: self._buffer.reserve(size_bytes))

@@ -276,7 +276,7 @@ class Cluster:
         stall_s = share_bytes / self._costs.snapshot_bytes_per_s
         # Half of all changes are losses.
         every_s = checkpoint_every_s(stall_s, 2 * self.fleet.experience.gap_s(self.now_s))
-        is_due = self._costs.checkpoints and self.now_s >= self._saved_s + every_s
+        is_due = self._costs.checkpoints and self.now_s + plan.step_s / 2 >= self._saved_s + every_s
         if not (is_due or self._life.save):
             return 0.0
         self._life.save, self._saved_s = False, self.now_s

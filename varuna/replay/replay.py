@@ -117,7 +117,7 @@ class Replay:
                 now_s += step_s
                 done += 1
                 training_s += step_s
-                if now_s >= saved_s + every_s:
+                if now_s + step_s / 2 >= saved_s + every_s:
                     saved, saved_s = done, now_s
                     now_s += snapshot_s
             running = None if step_s == float("inf") else self._plans(self._job, nodes * self._gpus, None)

@@ -83,22 +83,26 @@ def test_every_third_step_is_due_by_the_number_of_steps_done(store: Store) -> No
     assert all(Saver(store, 1, lambda shard: None).is_due(step) for step in range(3))
 
 
-def test_a_checkpoint_is_due_when_the_time_since_the_last_save_has_passed(
+def test_a_checkpoint_is_due_at_the_end_of_a_step_that_is_nearest_to_the_wished_time(
     store: Store, setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s, plan = [100.0], make_plan(setup)
     monkeypatch.setattr(saving, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     saver = Saver(store, timedelta(minutes=1), lambda shard: None)
-    assert not saver.is_due(0)
-    now_s[0] += 59.9
-    assert not saver.is_due(1)
-    now_s[0] += 0.1
-    assert saver.is_due(2)
-    assert saver.is_due(3)  # asking changes nothing
-    saver.save(stage_of(setup, plan), assigned(plan))
-    assert not saver.is_due(4)
-    now_s[0] += 60
-    assert saver.is_due(5)
+    saved_s = []
+    for step in range(12):  # of 25 s each: they end 25, 50, 75 s after the last save, and so on
+        due = saver.is_due(step)
+        assert saver.is_due(step) == due  # asking again changes nothing
+        now_s[0] += 25
+        if due:
+            saved_s.append(now_s[0] - 100)
+            saver.save(stage_of(setup, plan), assigned(plan))
+            saver.flush()
+    assert saved_s == [50, 100, 150, 200, 250, 300]
+    now_s[0] += 59
+    assert not Saver(store, timedelta(minutes=1), lambda shard: None).is_due(0)  # it has seen no step yet
+    now_s[0] += 1
+    assert saver.is_due(40)  # whatever a step takes, the time has come
     saver.flush()
 
 
