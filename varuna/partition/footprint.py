@@ -113,7 +113,7 @@ def _footprint(section: SectionGraph, arguments: Sequence[_Argument | None]) -> 
 def _run(section: SectionGraph, arguments: Sequence[_Argument | None], index: int) -> _Bytes:
     """F, R and B of one micro-batch, as the engine runs them."""
     counted = Allocated()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=[]), counted.watch():
+    with FakeTensorMode(allow_non_fake_inputs=True), counted.watch():
         given: list[Any] = [_SIZES[index] if each is None else _leaf(each, index) for each in arguments]
         before_bytes = counted.now_bytes
         with torch.no_grad():
