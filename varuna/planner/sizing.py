@@ -103,9 +103,21 @@ class Sizer:
         self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
         self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
         self._working, self._forward = profile.working_bytes.over, profile.forward_bytes.over
+        self._incoming = (0, *profile.boundary_bytes[: profile.sections - 1])  # by first section
+        self._front = [cut + posted for cut, posted in zip(profile.cut_bytes, self._incoming, strict=False)]
+        posted_behind = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
+        self._rear = [cut + posted for cut, posted in zip(profile.cut_bytes, posted_behind, strict=True)]
+        self._known_s: dict[tuple[int, int, int], float] = {}  # half of what a balance asks it has asked before
 
     def seconds(self, stage: int, start: int, stop: int) -> float:
         """Work for one micro-batch on a stage of sections [start, stop); infinite if they do not fit."""
+        key = (stage, start, stop)
+        known_s = self._known_s.get(key)
+        if known_s is None:
+            known_s = self._known_s[key] = self._seconds(stage, start, stop)
+        return known_s
+
+    def _seconds(self, stage: int, start: int, stop: int) -> float:
         work = self._work
         whole_s = work[stop] - work[start]
         if self._limit_bytes is None and self._host_limit_bytes is None:
@@ -132,13 +144,13 @@ class Sizer:
         state = resident[stop] - resident[start] + self._reserved
         if stop - start > self._tied_span:
             state -= sum(self._counted_twice(start, stop))
-        room = self._limit_bytes - state - self._messages(start, stop) - self._live(stage, start, stop)
+        room = self._limit_bytes - state - self._front[start] - self._rear[stop] - self._live(stage, start, stop)
         if room < 0 or state + self._copy(start, stop) > self._limit_bytes:
             return None
         depth = wanted
-        read_bytes = self._inputs[stop] - self._inputs[start]
-        waiting_bytes = self.waiting[stage] * self._incoming(start) + SAMPLES_AHEAD * read_bytes
-        each = self._incoming(start) + read_bytes
+        read_bytes, incoming = self._inputs[stop] - self._inputs[start], self._incoming[start]
+        waiting_bytes = self.waiting[stage] * incoming + SAMPLES_AHEAD * read_bytes
+        each = incoming + read_bytes
         if each:
             if wanted * each + waiting_bytes > room:
                 depth = int((room - waiting_bytes) // each)
@@ -162,11 +174,11 @@ class Sizer:
             gradients=int(profile.gradient_bytes.over(span)),
             optimizer=optimizer,
             reserved=self._reserved,
-            stash=(size.depth + self.waiting[stage]) * self._incoming(start)
+            stash=(size.depth + self.waiting[stage]) * self._incoming[start]
             + (size.depth + SAMPLES_AHEAD) * int(profile.input_bytes.over(span)),
             kept=size.depth * kept,
             live=int(self._live(stage, start, stop)) - kept,
-            messages=self._messages(start, stop),
+            messages=self._front[start] + self._rear[stop],
             copy=int(self._copy(start, stop)),
             host=self.host_bytes(start, stop),
         )
@@ -201,15 +213,6 @@ class Sizer:
         if stage == self._last or self._wanted[stage] == 1:
             return working
         return max(working, activations[stop] - activations[start] + self._forward(start, stop))
-
-    def _messages(self, start: int, stop: int) -> int:
-        profile = self._profile
-        posted = self._incoming(start) + profile.gradient_boundary_bytes[stop - 1] * (stop < profile.sections)
-        return profile.cut_bytes[start] + profile.cut_bytes[stop] + posted
-
-    def _incoming(self, start: int) -> int:
-        """What a stage that begins there receives for a micro-batch."""
-        return self._profile.boundary_bytes[start - 1] if start else 0
 
     def _copy(self, start: int, stop: int) -> float:
         """What a tentative step copies (a lone stage applies none), and what is streamed meanwhile."""
