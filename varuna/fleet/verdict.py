@@ -37,12 +37,14 @@ def note_voted(turn: Turn, name: str, vote: Vote) -> None:
 
 
 def note_suspect(turn: Turn, name: str, suspect: Suspect) -> None:
-    """Evidence that a peer is gone."""
+    """Evidence that a peer is gone; or, behind a regroup vote, that it has left before this one had its result."""
     fleet = turn.fleet
-    if not isinstance(fleet.phase, Running) or suspect.generation != fleet.generation:
+    if suspect.generation != fleet.generation or name not in fleet.members or not fleet.is_joined(name):
         return
-    if fleet.phase.suspicion is None and name in fleet.members and fleet.is_joined(name):
+    if isinstance(fleet.phase, Running) and fleet.phase.suspicion is None:
         turn.update(phase=replace(fleet.phase, suspicion=Suspicion(turn.now_s, name, suspect.reason)))
+    elif isinstance(fleet.phase, Stopping) and fleet.phase.planned and fleet.workers[name].holding is None:
+        turn.send(name, Hold(generation=fleet.generation))  # it does not stop by itself any more
 
 
 def _counts(fleet: Fleet, vote: Vote) -> bool:
@@ -146,12 +148,13 @@ def _copying(fleet: Fleet) -> list[str]:
 def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> None:
     """The generation is over. After a regroup vote its ranks stop by themselves, so Hold is said only to the late.
 
-    Spares took no part in that vote: they are told at once.
+    Spares took no part in that vote, and a rank whose link broke does not have its result: they are told at once.
     """
     fleet = turn.fleet
     if planned:
+        suspicion = fleet.phase.suspicion if isinstance(fleet.phase, Running) else None
         for name in fleet.live_members:
-            if name not in fleet.record.grid:
+            if name not in fleet.record.grid or (suspicion is not None and suspicion.worker == name):
                 turn.send(name, Hold(generation=fleet.generation))
     hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if planned else 0.0)
     turn.update(

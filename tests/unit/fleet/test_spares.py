@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
-from varuna.core.messages import Hold, RaiseFlag
+from varuna.core.messages import Hold, RaiseFlag, Suspect
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.events import SpawnRequested
@@ -65,6 +65,32 @@ def test_a_planned_morph_does_not_wait_for_spares_that_heard_no_vote() -> None:
     assert driver.fleet.generation == 1
     assert driver.fleet.record.plan.workers == 6
     assert driver.fleet.record.steps_redone == 0
+
+
+def test_a_rank_that_missed_the_regroup_vote_is_told_at_once() -> None:
+    """Ranks that have the result leave, and their links break for one that has not: it waits for a word."""
+    for order in ("before", "after"):
+        driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
+        driver.gather()
+        driver.voted(0)
+        driver.feed(SpawnRequested(2))
+        driver.hello("w4")
+        driver.hello("w5")
+        driver.wait(1.2)
+        first, late, *others = driver.fleet.record.grid
+        driver.voted(1)
+        told = [] if order == "after" else sends(driver.say(late, Suspect(generation=0, reason="the link broke")), Hold)
+        told += sends(driver.held(first, 2), Hold)
+        told += (
+            [] if order == "before" else sends(driver.say(late, Suspect(generation=0, reason="the link broke")), Hold)
+        )
+        assert told == [(late, Hold(generation=0))]
+        for name in others:
+            driver.held(name, 2)
+        driver.held(late, 1)
+        driver.held(late, 2)  # with the verdict: COMMIT
+        assert driver.fleet.generation == 1
+        assert driver.fleet.record.steps_redone == 0
 
 
 def gaining(wall_s: float, steps: int = 100_000) -> Driver:
