@@ -149,8 +149,8 @@ class Stage:
         self.bound.wait_for(settled, f"{SETTLED_STEPS} steps with {workers} ranks")
 
     def make_whole(self) -> None:
-        missing = WORKERS - len(self.run.manager.fleet.joined)
-        if missing:
+        missing = WORKERS - self.run.manager.fleet.wanted  # a drained worker is replaced without being asked for
+        if missing > 0:
             self.run.manager.post(SpawnRequested(missing))
         self.settle(WORKERS)
 
