@@ -122,18 +122,7 @@ def _kind(samples: Sequence[SectionSamples], section: SectionFacts) -> SectionKi
         backward_s=times("backward_s"),
         input_s=times("input_s"),
         weight_s=times("weight_s"),
-        activation_bytes=section.activation_bytes,
-        forward_bytes=section.forward_bytes,
-        backward_bytes=section.backward_bytes,
-        fixed_bytes=section.fixed_bytes,
-        input_bytes=section.input_bytes,
-        boundary_bytes=section.boundary_bytes,
-        gradient_boundary_bytes=section.gradient_boundary_bytes,
-        gradient_free=section.gradient_free,
-        parameter_bytes=section.parameter_bytes,
-        trainable_bytes=section.trainable_bytes,
-        gradient_bytes=section.gradient_bytes,
-        optimizer_bytes=section.optimizer_bytes,
+        **section.untimed(),
     )
 
 

@@ -1,6 +1,6 @@
 """What the planner and the manager know of a model: costs and bytes of its sections."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -34,6 +34,10 @@ class SectionFacts(Value):
         default=None, ge=0, description="what of it comes back as gradients; left out: as boundary_bytes"
     )
     gradient_free: bool = Field(default=False, description="nothing is trained in it, nor below it: no R, no B")
+
+    def untimed(self) -> dict[str, Any]:
+        """All that a calibration's kind of section takes over as it is, by the same names: everything but seconds."""
+        return self.model_dump(exclude={"label", "forward_s"})
 
 
 class TiedParameter(Value):

@@ -4,10 +4,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from varuna.core.calibration import Calibration
 from varuna.core.calibration_file import RUN_FILE
-from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
 from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.cluster import Cluster, ManagerConfig
 from varuna.fleet.manager import Observer
@@ -40,17 +37,9 @@ def manage_cluster(
     Raises:
         VarunaError: the manager cannot start.
     """
-    from varuna.planner.choose import plan_run
+    from varuna.planner.choose import planner
 
-    def plan(job: JobFacts, count: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
-        return plan_run(
-            job,
-            workers=count,
-            memory_bytes=memory_bytes,
-            stages=stages,
-            micro_batch=micro_batch,
-            calibration=calibration,
-        )
+    plan = planner(memory_bytes=memory_bytes, stages=stages)
 
     # Other machines than this one compute: what a run knows of them stays with it, over managers' restarts too.
     calibrator = Calibrator(plan, run_dir=run_dir, cache=lambda job: run_dir / RUN_FILE)

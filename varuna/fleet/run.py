@@ -8,11 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from varuna.calibration.cache import cache_file
-from varuna.core.calibration import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.messages import ToWorker
-from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
 from varuna.fleet.access import Access, publish
 from varuna.fleet.audit import Audit
 from varuna.fleet.calibrator import Calibrator
@@ -193,17 +190,9 @@ def run_job(
     Raises:
         VarunaError: the run cannot start.
     """
-    from varuna.planner.choose import plan_run
+    from varuna.planner.choose import planner
 
-    def plan(job: JobFacts, count: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
-        return plan_run(
-            job,
-            workers=count,
-            memory_bytes=memory_bytes,
-            stages=stages,
-            micro_batch=micro_batch,
-            calibration=calibration,
-        )
+    plan = planner(memory_bytes=memory_bytes, stages=stages)
 
     run_dir = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
     calibrator = Calibrator(plan, run_dir=run_dir, cache=cache_file)

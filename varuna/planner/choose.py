@@ -1,5 +1,7 @@
 """The decisions of a run: m once, then a plan for the workers of each generation."""
 
+from collections.abc import Callable
+
 from varuna.core.calibration import Calibration
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
@@ -85,3 +87,21 @@ def explain(ranking: Ranking, request: PlanRequest, *, memory_flag: str = "--mem
         advice.append("pass a smaller micro_batch")
     text = " or ".join([", ".join(advice[:-1]), advice[-1]] if len(advice) > 1 else advice)
     return f"no plan fits: {closest.reason}. {text[0].upper()}{text[1:]}."
+
+
+def planner(
+    *, memory_bytes: int | None, stages: int | None
+) -> Callable[[JobFacts, int, int | None, Calibration | None], Plan]:
+    """``plan_run`` under a user's constraints, as a manager asks it: (job, workers, micro-batch, calibration)."""
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        return plan_run(
+            job,
+            workers=workers,
+            memory_bytes=memory_bytes,
+            stages=stages,
+            micro_batch=micro_batch,
+            calibration=calibration,
+        )
+
+    return plan
