@@ -24,11 +24,11 @@ from varuna.engine.compiled import compiler_of
 from varuna.engine.connect import open_store, solo_from_environment
 from varuna.engine.evaluate import Work
 from varuna.engine.export import export_model
+from varuna.engine.job import Job
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.precision import DTYPES, cast
 from varuna.engine.saving import Saver, check_writable
 from varuna.engine.session import Session
-from varuna.engine.stage import Job
 from varuna.intercept import offer
 from varuna.launched import failed, manager, watch_exceptions
 from varuna.partition.assumptions import check_assumptions

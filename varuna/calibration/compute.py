@@ -13,7 +13,7 @@ from varuna.calibration.window import Pass, Window
 from varuna.calibration.windows import window_bytes
 from varuna.core.errors import NoPlanError
 from varuna.core.units import format_bytes
-from varuna.engine.stage import Job
+from varuna.engine.job import Job
 from varuna.partition.beginning import Beginning
 from varuna.partition.lengths import at_longest
 

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from varuna.core.plan import Plan
 from varuna.engine.forming import initial_states
+from varuna.engine.job import Job
 from varuna.engine.section import Examples, SectionRunner, Tape
-from varuna.engine.stage import Job, Left, Stage
+from varuna.engine.stage import Left, Stage
 from varuna.partition.beginning import Beginning
 from varuna.partition.split import Crossing
 

@@ -15,11 +15,12 @@ from varuna.data.samples import SampleSource
 from varuna.engine.forming import Formed, form_generation
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import GenerationEnded, Inbox
+from varuna.engine.job import Job
 from varuna.engine.links import Courier
 from varuna.engine.losses import WeightFunction
 from varuna.engine.reduce import Reducer
 from varuna.engine.runtime import Runtime
-from varuna.engine.stage import Job, Stage
+from varuna.engine.stage import Stage
 from varuna.observe.bus import span
 
 

@@ -19,10 +19,10 @@ from varuna.data.samples import SampleSource
 from varuna.engine.evaluate import Sums, Work, evaluate
 from varuna.engine.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.inbox import GenerationEnded, Inbox
+from varuna.engine.job import Job
 from varuna.engine.losses import WeightFunction
 from varuna.engine.reporting import Reporter
 from varuna.engine.saving import Saver
-from varuna.engine.stage import Job
 from varuna.engine.standing import Standing
 from varuna.engine.step import run_step
 from varuna.engine.timing import StepTimes

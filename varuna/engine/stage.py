@@ -1,7 +1,6 @@
 """A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,9 +13,9 @@ from varuna.core.plan import Plan
 from varuna.engine.bucket import Bucket, squared
 from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
-from varuna.engine.halves import Halves
+from varuna.engine.job import Job
 from varuna.engine.offload import HOST, OffloadedOptimizer
-from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory, StageOptimizer
+from varuna.engine.optimizer import StageOptimizer
 from varuna.engine.precision import ComputeCopies
 from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward
 from varuna.engine.shared import Exchange, StageExchange, Unprepared, Witness, installed
@@ -28,34 +27,6 @@ from varuna.partition.split import SectionGraph
 Results = tuple[Tensor, ...]
 Left = tuple[int, Pending | None]
 """A section and the weight gradients that I left for W; None: I ran it whole."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the user asked for, as the engine needs it: equal on all ranks and in all generations."""
-
-    model: PartitionedModel
-    optimizer: OptimizerFactory
-    scheduler: SchedulerFactory | None
-    seed: int
-    clip_grad_norm: float | None
-    before_step: Callable[[NamedParameters], None] | None
-    buffers: Mapping[str, Tensor]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    dtype: torch.dtype = torch.float32
-    """of computation and of what crosses links; sums of gradients, optimizer state and parameters are fp32"""
-    unit: float = 1.0
-    """fp16 only: a power of two near the weight of a global batch, by which seeds of B are divided"""
-    halves: Halves = field(default_factory=Halves)
-    compiler: Compiler | None = None
-    """of sections in training; evaluation runs them as captured"""
-    offload: bool = False
-    """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
-
-    @property
-    def masters_away(self) -> bool:
-        """Parameters that the optimizer updates live in host memory; copies of them are on the device."""
-        return self.offload and self.dtype is not torch.float32
 
 
 class Stage:

@@ -20,8 +20,9 @@ from varuna.core.errors import VarunaError, WorkerError
 from varuna.core.plan import Plan
 from varuna.data.randomness import generator_lock
 from varuna.engine.forming import initial_states
+from varuna.engine.job import Job
 from varuna.engine.section import Examples, Tape, backward
-from varuna.engine.stage import Job, Stage
+from varuna.engine.stage import Stage
 from varuna.partition.blame import Place, place_of
 from varuna.partition.capture import Recipe
 from varuna.partition.dependency import Dependency, shared_weights

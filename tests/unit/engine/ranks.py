@@ -16,10 +16,10 @@ from varuna.core.plan import Plan
 from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
 from varuna.engine.compiled import Compiler
+from varuna.engine.job import Job
 from varuna.engine.precision import DTYPES, cast
 from varuna.engine.session import Committed, Session
 from varuna.engine.solo import Solo, World
-from varuna.engine.stage import Job
 from varuna.engine.timing import StepTimes
 from varuna.engine.transport import Group, local_store
 from varuna.partition.beginning import Init, begin_with

@@ -13,9 +13,10 @@ from varuna.core.plan import Plan
 from varuna.engine.forming import initial_states
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
+from varuna.engine.job import Job
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import Examples
-from varuna.engine.stage import Job, Stage
+from varuna.engine.stage import Stage
 from varuna.partition.initialise import materialise
 
 
