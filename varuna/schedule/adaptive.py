@@ -39,7 +39,7 @@ class AdaptivePolicy:
     ) -> None:
         self.stage = stage
         self.backward_order = tuple(range(micro_batches))
-        self._count = micro_batches
+        self._micro_batches = micro_batches
         self._limit = stash_limit
         self._first_split = max(0, micro_batches - split_last) if stage else micro_batches
         self._few = min(1.5 * (stages - stage) + 1, 0.7 * stash_limit)
@@ -52,31 +52,42 @@ class AdaptivePolicy:
     @property
     def finished(self) -> bool:
         """Every backward is done."""
-        return self._ended == self._count
+        return self._ended == self._micro_batches
 
     def next(self, activations_in: int, gradients_in: int) -> Action | None:
         """The ready action that others wait for most."""
+        kind = self.choose(activations_in, gradients_in)
+        if kind is None:
+            return None
+        micro_batch = self._forwards if kind is _FORWARD else self._ended if kind is _WEIGHT else self._begun
+        return Action(self.stage, kind, micro_batch)
+
+    def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
+        """Its kind."""
         forwards, begun, ended = self._forwards, self._begun, self._ended
-        has_graph = self._has_graph
         if ended < begun and not self._keeps_all:
-            return Action(self.stage, _WEIGHT, ended)
-        can_run_forward = forwards < activations_in and forwards - ended < self._limit
+            return _WEIGHT
+        in_flight = forwards - ended
+        can_run_forward = forwards < activations_in and in_flight < self._limit
         if begun < forwards and begun < gradients_in:
-            if has_graph:
-                return Action(self.stage, _BACKWARD if begun < self._first_split else _INPUT, begun)
-            if not can_run_forward or forwards - ended >= self._few:
-                return Action(self.stage, _RECOMPUTE, begun)
+            if self._has_graph:
+                return _BACKWARD if begun < self._first_split else _INPUT
+            if not can_run_forward or in_flight >= self._few:
+                return _RECOMPUTE
         if can_run_forward:
-            return Action(self.stage, _FORWARD, forwards)
+            return _FORWARD
         if ended < begun:
-            return Action(self.stage, _WEIGHT, ended)
-        if begun < forwards and not has_graph:
-            return Action(self.stage, _RECOMPUTE, begun)
+            return _WEIGHT
+        if begun < forwards and not self._has_graph:
+            return _RECOMPUTE
         return None
 
     def done(self, action: Action) -> None:
         """Count it."""
-        kind = action.kind
+        self.count(action.kind)
+
+    def count(self, kind: Kind) -> None:
+        """Count an action of this kind."""
         if kind is _FORWARD:
             if self._forwards == self._ended:
                 self._has_graph = True
@@ -96,6 +107,6 @@ class AdaptivePolicy:
 
     def awaited(self) -> Action:
         """The input of a forward if there is room for one, else the gradient of the next backward."""
-        if self._forwards < self._count and self._forwards - self._ended < self._limit:
+        if self._forwards < self._micro_batches and self._forwards - self._ended < self._limit:
             return Action(self.stage, Kind.FORWARD, self._forwards)
         return Action(self.stage, Kind.BACKWARD, self._begun)

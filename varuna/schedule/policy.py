@@ -40,6 +40,14 @@ class Policy(Protocol):
         """Report that the action ``next`` gave has run."""
         ...
 
+    def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
+        """The kind of what ``next`` gives: all that a simulation needs, which asks a hundred thousand times."""
+        ...
+
+    def count(self, kind: Kind) -> None:
+        """As ``done``, of the action that ``choose`` gave the kind of."""
+        ...
+
     def keeps(self, micro_batch: int) -> bool:
         """Whether the F of ``micro_batch`` keeps its graph; ask between ``next`` and ``done`` of that F."""
         ...
@@ -67,19 +75,27 @@ class ListPolicy:
 
     def next(self, activations_in: int, gradients_in: int) -> Action | None:
         """The next of the list, if what it needs is there."""
-        if self.finished:
-            return None
-        action = self._row[self._position]
-        if action.kind is Kind.FORWARD:
-            return action if action.micro_batch < activations_in else None
-        if action.kind is Kind.BACKWARD:
-            return action if self._backwards < gradients_in else None
-        return action
+        return None if self.choose(activations_in, gradients_in) is None else self._row[self._position]
 
     def done(self, action: Action) -> None:
         """Move on."""
+        self.count(action.kind)
+
+    def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
+        """Its kind."""
+        if self.finished:
+            return None
+        _, kind, micro_batch = self._row[self._position]
+        if kind is Kind.FORWARD:
+            return kind if micro_batch < activations_in else None
+        if kind is Kind.BACKWARD:
+            return kind if self._backwards < gradients_in else None
+        return kind
+
+    def count(self, kind: Kind) -> None:
+        """Move on."""
         self._position += 1
-        self._backwards += action.kind is Kind.BACKWARD
+        self._backwards += kind is Kind.BACKWARD
 
     def keeps(self, micro_batch: int) -> bool:
         """Whether the list has B right behind F."""
@@ -120,27 +136,38 @@ class OpportunisticPolicy:
 
         Once a gradient has been late, an R without gradient runs only if no F is at hand: gradients will be late again.
         """
+        kind = self.choose(activations_in, gradients_in)
+        if kind is None:
+            return None
+        return Action(self.stage, kind, self._forwards if kind is Kind.FORWARD else self._backwards)
+
+    def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
+        """Its kind."""
         forwards, backwards = self._forwards, self._backwards
         gradient_here = backwards < forwards and backwards < gradients_in
         has_room = forwards < self._count and forwards - backwards < self._limit
         forward_here = has_room and forwards < activations_in
         if self._live:  # rule 2: nothing but its B
             self._is_late = self._is_late or (forward_here and not gradient_here)
-            return Action(self.stage, Kind.BACKWARD, backwards) if gradient_here else None
+            return Kind.BACKWARD if gradient_here else None
         forward_is_listed = has_room and self._backwards_before[forwards] <= backwards
         if forward_here and (forward_is_listed or (self._is_late and not gradient_here)):
-            return Action(self.stage, Kind.FORWARD, forwards)
+            return Kind.FORWARD
         # Rule 1, R ahead of its gradient: not while the order expects a forward first, which it would block.
         if gradient_here or (backwards < forwards and not forward_is_listed):
-            return Action(self.stage, Kind.RECOMPUTE, backwards)
+            return Kind.RECOMPUTE
         return None
 
     def done(self, action: Action) -> None:
         """Count it."""
-        if action.kind is Kind.FORWARD:
-            self._live = self.keeps(action.micro_batch)
+        self.count(action.kind)
+
+    def count(self, kind: Kind) -> None:
+        """Count an action of this kind."""
+        if kind is Kind.FORWARD:
+            self._live = self.keeps(self._forwards)
             self._forwards += 1
-        elif action.kind is Kind.RECOMPUTE:
+        elif kind is Kind.RECOMPUTE:
             self._live = True
         else:
             self._live = False

@@ -8,10 +8,12 @@ import random
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
-from varuna.schedule.actions import Action, Kind
+from varuna.schedule.actions import Kind
 from varuna.schedule.policy import Policy, make_policy, stash_limit
-from varuna.simulator.costs import PipelineCosts, travel_times_s
+from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, mean_travel_s, travel_times_s
 from varuna.simulator.trace import Row, StepTrace
+
+_FORWARD = Kind.FORWARD  # enum members are looked up slowly
 
 
 def simulate(
@@ -50,7 +52,7 @@ def simulate(
             split_last=split_last,
             keeps_all=stage.keeps_all,
         )
-        pipeline.append(_Stage(k, chosen))
+        pipeline.append(_Stage(k, chosen, stage))
     _connect(pipeline, costs, micro_batches, seed)
     _run(pipeline)
     for stuck in pipeline:
@@ -74,18 +76,21 @@ class _Stage:
         "activations",
         "activations_in",
         "busy_until_s",
+        "ends_s",
+        "forwards",
         "gradients",
         "gradients_in",
         "idle",
         "index",
+        "keeps_differ",
+        "kinds",
         "policy",
         "record_s",
-        "recording",
-        "row",
+        "starts_s",
         "work",
     )
 
-    def __init__(self, index: int, policy: Policy) -> None:
+    def __init__(self, index: int, policy: Policy, costs: StageCosts) -> None:
         self.index = index
         self.policy = policy
         self.activations: list[float] = []
@@ -94,54 +99,76 @@ class _Stage:
         self.activations_in = self.gradients_in = 0  # how many of them are here
         self.busy_until_s = 0.0
         self.idle = False
-        self.record_s = 0.0
-        self.recording = False  # the action under way is an F that keeps everything
+        self.record_s = costs.record_s
+        self.keeps_differ = costs.record_s != costs.forward_s  # an F that keeps everything takes longer
+        self.forwards = 0
         self.work: dict[Kind, tuple[float, _Channel | None]] = {}
         """how long a kind of action takes, and where its result goes"""
-        self.row = Row(index)
+        self.kinds: list[Kind] = []
+        self.starts_s: list[float] = []
+        self.ends_s: list[float] = []
+
+    @property
+    def row(self) -> Row:
+        """What it ran."""
+        return Row(self.index, self.policy.backward_order, self.kinds, self.starts_s, self.ends_s)
 
 
 class _Channel:
     """A directed FIFO link."""
 
-    __slots__ = ("arrivals", "free_s", "last_s", "receiver", "serialisation_s", "travel_s")
+    __slots__ = ("arrivals", "delay_s", "delays_s", "free_s", "last_s", "receiver", "serialisation_s")
 
-    def __init__(self, receiver: _Stage, arrivals: list[float], serialisation_s: float, travel_s: list[float]) -> None:
+    def __init__(
+        self,
+        receiver: _Stage,
+        arrivals: list[float],
+        serialisation_s: float,
+        link: LinkCosts,
+        delays_s: list[float] | None,
+    ) -> None:
         self.receiver = receiver
         self.arrivals = arrivals
         self.serialisation_s = serialisation_s
-        self.travel_s = iter(travel_s)
+        self.delay_s = mean_travel_s(link)
+        self.delays_s = None if delays_s is None else iter(delays_s)
         self.free_s = self.last_s = 0.0
 
     def send(self, ready_s: float) -> float:
         """Put a message on the link as soon as it is ready and the link free; returns its arrival."""
         free_s = self.free_s
-        self.free_s = free_s = (ready_s if ready_s > free_s else free_s) + self.serialisation_s
-        arrival_s = free_s + next(self.travel_s)
-        if arrival_s < self.last_s:  # messages of a link stay in order
-            arrival_s = self.last_s
-        self.last_s = arrival_s
+        if ready_s > free_s:
+            free_s = ready_s
+        self.free_s = free_s = free_s + self.serialisation_s
+        if self.delays_s is None:
+            arrival_s = free_s + self.delay_s
+        else:
+            arrival_s = free_s + next(self.delays_s)
+            if arrival_s < self.last_s:  # messages of a link stay in order
+                arrival_s = self.last_s
+            self.last_s = arrival_s
         self.arrivals.append(arrival_s)
         return arrival_s
 
 
 def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, seed: int | None) -> None:
     """Say what each action takes and to whom its result goes."""
+
+    def weather(link: LinkCosts, name: str) -> list[float] | None:
+        return None if seed is None else travel_times_s(link, micro_batches, random.Random(f"{seed} {name}"))
+
     for k, (stage, stage_costs) in enumerate(zip(pipeline, costs.stages, strict=True)):
         downstream = upstream = None
         if k + 1 < len(pipeline):
             link, receiver = costs.links[k], pipeline[k + 1]
-            travel_s = travel_times_s(link, micro_batches, None if seed is None else random.Random(f"{seed} {k} down"))
-            downstream = _Channel(receiver, receiver.activations, link.activation_s, travel_s)
+            downstream = _Channel(receiver, receiver.activations, link.activation_s, link, weather(link, f"{k} down"))
         else:  # the loss's gradients are there from the start, like the dataset's inputs
             stage.gradients, stage.gradients_in = [0.0] * micro_batches, micro_batches
         if k:
             link, receiver = costs.links[k - 1], pipeline[k - 1]
-            travel_s = travel_times_s(link, micro_batches, None if seed is None else random.Random(f"{seed} {k} up"))
-            upstream = _Channel(receiver, receiver.gradients, link.gradient_s, travel_s)
+            upstream = _Channel(receiver, receiver.gradients, link.gradient_s, link, weather(link, f"{k} up"))
         else:
             stage.activations, stage.activations_in = [0.0] * micro_batches, micro_batches
-        stage.record_s = stage_costs.record_s
         stage.work = {
             Kind.FORWARD: (stage_costs.forward_s, downstream),
             Kind.RECOMPUTE: (stage_costs.recompute_s, None),
@@ -160,49 +187,41 @@ def _run(pipeline: list[_Stage]) -> None:
         if stage.busy_until_s > now_s:
             heappop(events)
             continue
-        action = _next(stage, now_s)
-        if action is None:
+        activations, activations_in, count = stage.activations, stage.activations_in, len(stage.activations)
+        while activations_in < count and activations[activations_in] <= now_s:
+            activations_in += 1
+        stage.activations_in = activations_in
+        gradients, gradients_in, count = stage.gradients, stage.gradients_in, len(stage.gradients)
+        while gradients_in < count and gradients[gradients_in] <= now_s:
+            gradients_in += 1
+        stage.gradients_in = gradients_in
+        policy = stage.policy
+        kind = policy.choose(activations_in, gradients_in)
+        if kind is None:
+            stage.idle = True
             heappop(events)
-            for arrivals, seen in ((stage.activations, stage.activations_in), (stage.gradients, stage.gradients_in)):
-                if seen < len(arrivals):
-                    heappush(events, (arrivals[seen], index, stage))
+            if activations_in < len(activations):
+                heappush(events, (activations[activations_in], index, stage))
+            if gradients_in < count:
+                heappush(events, (gradients[gradients_in], index, stage))
             continue
-        _, kind, micro_batch = action
+        stage.idle = False
         seconds, channel = stage.work[kind]
-        if stage.recording:
-            seconds = stage.record_s
+        if kind is _FORWARD:
+            if stage.keeps_differ and policy.keeps(stage.forwards):
+                seconds = stage.record_s
+            stage.forwards += 1
+        policy.count(kind)  # nobody asks it again before the end
         end_s = stage.busy_until_s = now_s + seconds
-        row = stage.row
-        row.kinds.append(kind)
-        row.micro_batches.append(micro_batch)
-        row.starts_s.append(now_s)
-        row.ends_s.append(end_s)
+        stage.kinds.append(kind)
+        stage.starts_s.append(now_s)
+        stage.ends_s.append(end_s)
         heapreplace(events, (end_s, index, stage))
         if channel is not None:
             arrival_s = channel.send(end_s)
             receiver = channel.receiver
             if receiver.idle:
                 heappush(events, (arrival_s, receiver.index, receiver))
-
-
-def _next(stage: _Stage, now_s: float) -> Action | None:
-    """What the policy makes of the messages that are here; None leaves the stage idle."""
-    arrivals, seen = stage.activations, stage.activations_in
-    while seen < len(arrivals) and arrivals[seen] <= now_s:
-        seen += 1
-    stage.activations_in = activations_in = seen
-    arrivals, seen = stage.gradients, stage.gradients_in
-    while seen < len(arrivals) and arrivals[seen] <= now_s:
-        seen += 1
-    stage.gradients_in = seen
-    action = stage.policy.next(activations_in, seen)
-    if action is None:
-        stage.idle = True
-    else:
-        stage.idle = False
-        stage.recording = action.kind is Kind.FORWARD and stage.policy.keeps(action.micro_batch)
-        stage.policy.done(action)  # nobody asks it again before the end
-    return action
 
 
 def _reduced_s(costs: PipelineCosts, ends_s: Sequence[float]) -> list[float]:

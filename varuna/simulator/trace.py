@@ -1,6 +1,6 @@
 """What a simulated step looked like: times, shares, memory. Everything beyond the rows is derived when asked for."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,7 @@ from varuna.schedule.validate import Usage, usage
 from varuna.simulator.costs import PipelineCosts
 
 _MAKES_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
+_ENDS_BACKWARD = (Kind.BACKWARD, Kind.WEIGHT)
 
 
 class Executed(NamedTuple):
@@ -26,14 +27,34 @@ class Row:
     the simulation takes.
     """
 
-    __slots__ = ("ends_s", "kinds", "micro_batches", "stage", "starts_s")
+    __slots__ = ("backward_order", "ends_s", "kinds", "stage", "starts_s")
 
-    def __init__(self, stage: int) -> None:
+    def __init__(
+        self,
+        stage: int,
+        backward_order: Sequence[int],
+        kinds: Sequence[Kind],
+        starts_s: Sequence[float],
+        ends_s: Sequence[float],
+    ) -> None:
         self.stage = stage
-        self.kinds: list[Kind] = []
-        self.micro_batches: list[int] = []
-        self.starts_s: list[float] = []
-        self.ends_s: list[float] = []
+        self.backward_order = backward_order
+        self.kinds = kinds
+        self.starts_s = starts_s
+        self.ends_s = ends_s
+
+    @property
+    def micro_batches(self) -> Iterator[int]:
+        """Of each action: forwards run in order, and an R is that of the next backward."""
+        forwards = begun = ended = 0
+        for kind in self.kinds:
+            if kind is Kind.FORWARD:
+                yield forwards
+                forwards += 1
+            else:
+                yield self.backward_order[ended if kind is Kind.WEIGHT else begun]
+                begun += kind in _MAKES_GRADIENT
+                ended += kind in _ENDS_BACKWARD
 
     def __iter__(self) -> Iterator[Executed]:
         columns = zip(self.kinds, self.micro_batches, self.starts_s, self.ends_s, strict=True)
