@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from varuna.cli import options
 from varuna.core.errors import UsageError
-from varuna.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from varuna.fleet.provider.grower import Grower
@@ -47,23 +47,15 @@ def manager(
     workers: Annotated[
         int, typer.Option("--workers", "-n", min=1, help="Workers to wait for before the first step (a minute).")
     ] = 1,
-    stages: Annotated[
-        int | None,
-        typer.Option(min=1, envvar="VARUNA_STAGES", help="Pipeline stages P, instead of the planner's choice."),
-    ] = None,
-    memory_per_worker: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Plans must fit in this, such as 2GiB."),
-    ] = None,
+    stages: options.Stages = None,
+    memory_per_worker: options.MemoryPerWorker = None,
     asg: Annotated[
         str, typer.Option(metavar="GROUP", help="AWS Auto Scaling group to ask for machines; its VMs start agents.")
     ] = "",
     nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="With --asg: how many machines.")] = "",
-    json_log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")
-    ] = None,
-    new: Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from the checkpoints.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --new: replace existing checkpoints.")] = False,
+    json_log: options.JsonLog = None,
+    new: options.New = False,
+    overwrite: options.Overwrite = False,
 ) -> None:
     """Manage a run on other machines: each runs `varuna agent`.
 
@@ -71,9 +63,8 @@ def manager(
     Training goes on while the manager is away (SIGTERM sends it away), and the
     same command takes it up again. Ctrl-C ends the run behind the step in flight.
     """
-    if overwrite and not new:
-        raise UsageError("--overwrite says what --new may replace. Give both: --new --overwrite")
-    memory_bytes = parse_bytes(memory_per_worker, "--memory-per-worker") if memory_per_worker else None
+    options.check_replacing(new, overwrite)
+    memory_bytes = options.memory_bytes_of(memory_per_worker)
 
     grow = _grower(asg, nodes, run_dir)
 
@@ -129,7 +120,7 @@ def _grower(asg: str, nodes: str, run_dir: Path) -> "Callable[[Callable[[str], N
 def agent(
     join: Annotated[str, typer.Argument(metavar="JOIN", help="What `varuna manager` printed, in quotes.")],
     script: Annotated[Path, typer.Argument(help="Training script, behind `--`.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    args: options.ScriptArguments = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", min=1, help="Workers; by default one per GPU, or one.")
     ] = None,

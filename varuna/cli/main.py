@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli import checkpoints, cluster, people
+from varuna.cli import checkpoints, cluster, options, people
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.units import parse_bytes
 
@@ -87,21 +87,13 @@ def _root(
 @app.command(epilog=RUN_EXAMPLES, context_settings={"allow_interspersed_args": False})
 def run(
     script: Annotated[Path, typer.Argument(help="Training script; the same file that runs as `python train.py`.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    args: options.ScriptArguments = None,
     workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Worker processes to keep alive.")] = 1,
-    stages: Annotated[
-        int | None,
-        typer.Option(min=1, envvar="VARUNA_STAGES", help="Pipeline stages P, instead of the planner's choice."),
-    ] = None,
-    memory_per_worker: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Plans must fit in this, such as 2GiB."),
-    ] = None,
-    json_log: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")
-    ] = None,
-    new: Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from the checkpoints.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="With --new: replace existing checkpoints.")] = False,
+    stages: options.Stages = None,
+    memory_per_worker: options.MemoryPerWorker = None,
+    json_log: options.JsonLog = None,
+    new: options.New = False,
+    overwrite: options.Overwrite = False,
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="Port of the manager on loopback; 0 picks a free one.")
     ] = 0,
@@ -113,9 +105,8 @@ def run(
     """
     if not script.is_file():
         raise UsageError(f"no script at {script}. Name a Python file: varuna run --workers {workers} train.py")
-    if overwrite and not new:
-        raise UsageError("--overwrite says what --new may replace. Give both: --new --overwrite")
-    memory_bytes = parse_bytes(memory_per_worker, "--memory-per-worker") if memory_per_worker else None
+    options.check_replacing(new, overwrite)
+    memory_bytes = options.memory_bytes_of(memory_per_worker)
 
     from rich.console import Console
 
@@ -140,14 +131,14 @@ def run(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def inspect(
-    script: Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    script: options.JobScript,
+    args: options.ScriptArguments = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Group the sections into P stages.")] = None,
     verify: Annotated[bool, typer.Option("--verify", help="Run split against unsplit; print the errors.")] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Dry-run a whole step; print what crosses stages unseen.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show where Varuna cuts the model of SCRIPT, and what crosses each cut."""
     from varuna.cli.inspect import inspect_job
@@ -157,8 +148,8 @@ def inspect(
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def calibrate(
-    script: Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")],
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
+    script: options.JobScript,
+    args: options.ScriptArguments = None,
     workers: Annotated[
         int, typer.Option("--workers", "-n", min=1, help="Measure with so many processes at once; 1 has no network.")
     ] = 2,
@@ -210,7 +201,7 @@ def plan(
     offload_optimizer: Annotated[
         bool, typer.Option("--offload-optimizer", help="Optimizer state in host memory, as with Trainer's option.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Rank every pipeline depth for N GPUs, and say what each step is spent on.
 
@@ -268,7 +259,7 @@ def simulate(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the jitter.")] = 0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Simulate one step of one pipeline, with the policies that the engine runs.
 
@@ -276,7 +267,7 @@ def simulate(
     """
     from varuna.cli.simulate import Options, simulate_command
 
-    options = Options(
+    chosen = Options(
         unit=unit,
         calibration=calibration,
         stages=stages,
@@ -290,7 +281,7 @@ def simulate(
         split_last=split_last,
         seed=seed,
     )
-    simulate_command(options, as_json=as_json, svg=svg)
+    simulate_command(chosen, as_json=as_json, svg=svg)
 
 
 @app.command()
@@ -305,7 +296,7 @@ def replay(
         typer.Option(help="morph, or restart: kill all and read the last checkpoint, with morph beside it."),
     ] = ReplayPolicy.MORPH,
     notice: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Warning before a node goes.")] = 0.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw examples/s over time, with the plans.")] = None,
 ) -> None:
     """Replay a recorded cluster in virtual time, with the real state machine and planner.

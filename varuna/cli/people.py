@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from varuna.cli import options
 from varuna.core.errors import FleetError, UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _TAIL_BYTES = 64 * 1024
 def status(
     run: RunDir = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.AsJson = False,
 ) -> None:
     """Show what a run does: plan, steps, machines, workers."""
     from varuna.fleet.access import find

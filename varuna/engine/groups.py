@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from varuna.core.threads import start
@@ -46,13 +47,22 @@ class Groups:
         if exiting:
             _kept.append(self)
             return
-        start("reaper", lambda: _drop(self))
+        start("reaper", partial(_drop, [self]))
 
 
-def _drop(groups: Groups) -> None:
+def _drop(abandoned: list[Groups]) -> None:
     """Destructors of groups may join threads of theirs: let this thread wait for them."""
-    groups.vote = groups.stage = None
-    vars(groups).pop("world", None)
+    for groups in abandoned:
+        groups.vote = groups.stage = None
+        vars(groups).pop("world", None)
+
+
+def _drop_kept() -> None:
+    """Groups of sessions that have ended, in a process that went on: each has threads that wake 100 times a second."""
+    abandoned = list(_kept)
+    del _kept[: len(abandoned)]
+    if abandoned:
+        start("reaper", partial(_drop, abandoned))
 
 
 def form(
@@ -78,6 +88,7 @@ def form(
         interface_host: address of the private interface to bind to.
         store_port: port of the store, whose connections are not the groups'.
     """
+    _drop_kept()
     with _watched(store_port) as own_sockets:
         world = Group(store, f"g{generation}/world", rank, members, interface_host)
         groups = Groups(world)

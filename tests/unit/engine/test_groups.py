@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.engine.ranks import run_all
+from varuna.core.threads import join_all
 from varuna.engine.forming import InterruptibleStore
 from varuna.engine.groups import Groups, _watched, form
 from varuna.engine.transport import Group, local_store
@@ -174,3 +176,14 @@ def test_gloo_still_marks_its_sockets() -> None:
     assert len(found) >= 2  # both ends of the pair
     for connection in found:
         connection.close()
+
+
+def test_groups_of_a_session_that_ended_go_when_the_next_one_forms() -> None:
+    first = form_here(local_store(), 0, members=1, stages=1, replicas=1)
+    world = weakref.ref(first.world)
+    first.abandon(exiting=True)
+    join_all(5.0)
+    assert world() is not None  # the process may be about to end
+    form_here(local_store(), 0, members=1, stages=1, replicas=1)
+    join_all(5.0)
+    assert world() is None

@@ -1,0 +1,43 @@
+"""Options that several commands share, so that they mean and say the same everywhere."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from varuna.core.errors import UsageError
+from varuna.core.units import parse_bytes
+
+Stages = Annotated[
+    int | None,
+    typer.Option(min=1, envvar="VARUNA_STAGES", help="Pipeline stages P, instead of the planner's choice."),
+]
+MemoryPerWorker = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Plans must fit in this, such as 2GiB."),
+]
+JsonLog = Annotated[Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")]
+New = Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from the checkpoints.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --new: replace existing checkpoints.")]
+JobScript = Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")]
+ScriptArguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def memory_bytes_of(memory_per_worker: str | None) -> int | None:
+    """Bytes of ``--memory-per-worker``; None without it.
+
+    Raises:
+        UsageError: not a size.
+    """
+    return parse_bytes(memory_per_worker, "--memory-per-worker") if memory_per_worker else None
+
+
+def check_replacing(new: bool, overwrite: bool) -> None:
+    """``--overwrite`` alone would be ignored.
+
+    Raises:
+        UsageError: it was given without ``--new``.
+    """
+    if overwrite and not new:
+        raise UsageError("--overwrite says what --new may replace. Give both: --new --overwrite")
