@@ -18,15 +18,18 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 
 from varuna import __version__
 from varuna.core.messages import Beat, Finish
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
 from varuna.fleet.authority import SERVER_NAME, client_context
 from varuna.fleet.cluster import Cluster, ManagerConfig
 from varuna.fleet.manage import cluster_config
@@ -52,13 +55,13 @@ JOB = JobIdentity(version=__version__, script="train.py", script_sha256="0" * 64
 def manage(run_dir: Path, pipe: Connection) -> None:
     """The manager's process; ``tell`` on the pipe sends an instruction to every worker."""
 
-    def no_plan(*args: object) -> None:
+    def no_plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         raise AssertionError("no worker ever says Hello here")
 
     cluster = Cluster(
         ManagerConfig(run_dir=run_dir),
         config=cluster_config(10**6),
-        planner=no_plan,  # type: ignore[arg-type]  # never called
+        planner=no_plan,
         store=lambda address: lambda: (address, 1),
         on_event=lambda event: None,
         on_past=lambda event: None,
@@ -225,7 +228,16 @@ def manager(run_dir: Path) -> Iterator[tuple[Connection, int]]:
         yield ours, ours.recv()
     finally:
         process.kill()
-        process.join()
+        process.join(10)
+
+
+def event_loop() -> Callable[[Coroutine[Any, Any, dict[str, float]]], dict[str, float]]:
+    """uvloop's, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run
+    return uvloop.run
 
 
 def main() -> None:
@@ -235,19 +247,13 @@ def main() -> None:
     parser.add_argument("--stalled", type=int, default=5)
     args = parser.parse_args()
     raise_open_files()
-    try:
-        import uvloop
-
-        run = uvloop.run
-    except ImportError:
-        run = asyncio.run  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder, manager(Path(folder)) as (pipe, port):
         registry = Registry(Path(folder))
         token = registry.mint(uses=args.agents)
         identities = [registry.join(token, f"vm{number}") for number in range(args.agents)]
         registry.close()
         crowd = Crowd(port, (Path(folder) / "tls" / "ca.pem").read_text(), identities)
-        print(json.dumps(run(measure(args, pipe, crowd)), indent=1))
+        print(json.dumps(event_loop()(measure(args, pipe, crowd)), indent=1))
 
 
 if __name__ == "__main__":
