@@ -156,7 +156,8 @@ class Agent:
                     if not self._run and time.monotonic() > begin_s + _FIRST_WELCOME_S:
                         raise FleetError(f"no manager answered at {self._place} for {_FIRST_WELCOME_S:.0f} s")
         finally:
-            self._launcher.stop_all(0.0)
+            if left := self._launcher.stop_all(0.0):
+                self._tell(left)
             self._last_words()
             self._uplink.stop(_FLUSH_S if self._connected else 0.0)
             self._server.stop()

@@ -15,6 +15,7 @@ from typing import IO
 from varuna.fleet.events import WorkerExited
 
 _TAIL_LINES = 200
+_KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
 _DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
 
 
@@ -122,8 +123,11 @@ class Launcher:
         for line in lines:
             self._write(line)
 
-    def stop_all(self, grace_s: float) -> None:
-        """Wait ``grace_s`` for all workers to end, then kill the rest; returns when no process is left."""
+    def stop_all(self, grace_s: float) -> str:
+        """Wait ``grace_s`` for all workers to end, then kill the rest, and see that no process is left.
+
+        Returns a complaint that names those that do not end within 10 s of SIGKILL; empty if there are none.
+        """
         with self._lock:
             processes = list(self._processes.values())
         deadline_s = time.monotonic() + grace_s
@@ -134,10 +138,18 @@ class Launcher:
         finally:  # also when the user is impatient: a second Ctrl-C ends the grace
             for process in processes:
                 process.kill()
+            deadline_s = time.monotonic() + _KILL_S
             for process in processes:
                 if process.waiter is not None:
-                    process.waiter.join()
+                    process.waiter.join(max(0.0, deadline_s - time.monotonic()))
             self._show_first()
+        left = [f"{p.name} (process {p.popen.pid})" for p in processes if p.waiter is not None and p.waiter.is_alive()]
+        if not left:
+            return ""
+        return (
+            f"{', '.join(left)} did not end within {_KILL_S:.0f} s of SIGKILL: stuck in the kernel, as with a failing "
+            "GPU or network drive. See `ps -o pid,stat,wchan`; only a reboot ends what stays in state D."
+        )
 
     def _show_first(self) -> None:
         """No worker became the main one: show what the first one said, such as a script's ``--help``."""

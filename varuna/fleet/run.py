@@ -139,7 +139,8 @@ class Run:
                         self._calibrator.finish(self.manager.fleet.record.plan)
                     return ended
                 finally:
-                    self.launcher.stop_all(_STOP_GRACE_S)
+                    if left := self.launcher.stop_all(_STOP_GRACE_S):
+                        self._observe(Notice(text=left, warning=True))
         finally:
             self.server.stop()
             self._journal.close()

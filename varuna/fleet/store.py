@@ -3,10 +3,14 @@
 import threading
 from typing import TYPE_CHECKING
 
+from varuna.core.errors import FleetError
 from varuna.fleet.serving import bind
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+
+_START_S = 300.0
+"""Importing torch takes seconds, on a cold network drive minutes."""
 
 
 class StoreHost:
@@ -20,10 +24,22 @@ class StoreHost:
         self._thread.start()
 
     def address(self) -> tuple[str, int]:
-        """Host and port, once it listens."""
-        self._thread.join()
+        """Host and port, once it listens.
+
+        Raises:
+            FleetError: it cannot be started, or does not start within five minutes.
+        """
+        self._thread.join(_START_S)
+        if self._error is not None:
+            raise FleetError(
+                f"the store where workers meet cannot start on {self._host}: {self._error}. It needs torch and "
+                "an address of this machine."
+            ) from self._error
         if self._store is None:
-            raise RuntimeError("the rendezvous store did not start") from self._error
+            raise FleetError(
+                f"the store where workers meet did not start within {_START_S:.0f} s. `python -c 'import torch'` on "
+                "this machine shows whether it is the import that hangs."
+            )
         return self._host, self._store.port
 
     def _start(self) -> None:

@@ -2,12 +2,14 @@
 
 import os
 import queue
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from varuna.fleet import launcher as module
 from varuna.fleet.events import WorkerExited
 from varuna.fleet.launcher import Launcher
 
@@ -89,12 +91,27 @@ def test_no_child_of_a_worker_survives_it(bench: Bench) -> None:
 def test_stopping_waits_for_the_willing_and_kills_the_rest(bench: Bench) -> None:
     launcher = bench.launcher("import time; time.sleep(60)")
     pids = [launcher.pid(launcher.spawn()) for _ in range(2)]
-    launcher.stop_all(0.1)
+    assert launcher.stop_all(0.1) == ""
     assert {bench.exit().code for _ in range(2)} == {-9}
     for pid in pids:
         assert pid is not None
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_stopping_has_a_bound_and_names_whom_it_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = threading.Event()
+
+    def deaf(exited: WorkerExited) -> None:
+        heard.wait(10)
+
+    launcher = Launcher(["-c", "pass"], environment={}, run_dir=bench.folder, on_exit=deaf, write=bench.lines.append)
+    monkeypatch.setattr(module, "_KILL_S", 0.05)
+    name = launcher.spawn()
+    assert launcher.stop_all(0.0).startswith(f"{name} (process {launcher.pid(name)}) did not end within")
+    heard.set()
+    monkeypatch.undo()
+    assert launcher.stop_all(0.0) == ""
 
 
 def test_workers_use_one_thread_unless_told_otherwise(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
