@@ -109,6 +109,9 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
 
 
+_sessions: list[tuple[Session, Any]] = []
+"""What runs, or ran, in the present test."""
+
 _captured: dict[object, PartitionedModel] = {}
 """By what decides on the graph (an optimizer only adds bytes to it); all datasets here give batches of one form."""
 
@@ -192,7 +195,7 @@ class Setup:
         return self.beginning.parameters(names)
 
     def session(self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0) -> Session:
-        return Session(
+        session = Session(
             self.job(),
             self.facts(steps),
             membership,
@@ -203,6 +206,8 @@ class Setup:
             connect=lambda _assignment: store,
             interface_host="127.0.0.1",
         )
+        _sessions.append((session, saver))
+        return session
 
     def run(self, stages: int, replicas: int, steps: int = 4) -> list[list[Committed]]:
         """Train on ``stages * replicas`` threads; what each rank committed."""
@@ -242,6 +247,17 @@ class Setup:
     def times(self) -> list[StepTimes | None]:
         """What each rank did in the last step of the last run."""
         return [session.current.runtime.times for session in self.finished if session.current is not None]
+
+
+def close_sessions() -> None:
+    """End the threads and sockets of all sessions: else gloo wakes up a hundred times a second for each of them."""
+    while _sessions:
+        session, saver = _sessions.pop()
+        if session.current is not None:
+            session.current.close()
+            session.current = None
+        if saver is not None:
+            saver.close()
 
 
 def connected(size: int) -> list[Group]:
