@@ -26,7 +26,8 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
     """The best plan, or the closest miss; memory in bytes, by stage."""
     begin_s = time.process_time()
     calibration = read_calibration(FOLDER / f"{name}.json")
-    ranking = rank_plans(PlanRequest(calibration=calibration, workers=gpus, global_batch=BATCHES[name]))
+    request = PlanRequest(calibration=calibration, workers=gpus, global_batch=BATCHES[name], stash_moves=True)
+    ranking = rank_plans(request)
     found: dict[str, Any] = {"model": name, "gpus": gpus, "cpu_s": round(time.process_time() - begin_s, 2)}
     if not ranking.plans:
         return {**found, "reason": min(ranking.rejected, key=lambda each: each.missing_bytes or 0).reason}
@@ -39,6 +40,8 @@ def planned(name: str, gpus: int) -> dict[str, Any]:
         "step_time_s": round(plan.step_s, 2),
         "memory_bytes": plan.memory_bytes,
         "host_bytes": plan.host_bytes,
+        "in_flight": plan.stash_limits,
+        "stash_on_device": plan.stash_on_device or plan.stash_limits,
     }
 
 

@@ -235,8 +235,13 @@ class Trainer:
     @property
     def offload(self) -> Offload:
         """Where the optimizer's state lives."""
-        apart: Offload = "same memory" if self._device.type == "cpu" else "host"
+        apart: Offload = "host" if self.memory_apart else "same memory"
         return apart if self._offloads else "none"
+
+    @property
+    def memory_apart(self) -> bool:
+        """Whether the device has memory of its own, beside the host's."""
+        return self._device.type != "cpu"
 
     @property
     def global_batch(self) -> int:
@@ -338,6 +343,7 @@ class Trainer:
             precision=self._precision,
             compiled=self.compiled,
             offload_optimizer=self.offload,
+            memory_apart=self.memory_apart,
         )
         buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
         return Session(

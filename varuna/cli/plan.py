@@ -49,7 +49,7 @@ def plan_command(
     """
     if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
         raise UsageError(f"--price {price_per_hour} is no price. Give dollars per GPU and hour, such as 0.61")
-    known, job_batch, job_micro_batch = _calibration(script, args, calibration)
+    known, job_batch, job_micro_batch, apart = _calibration(script, args, calibration)
     if offload_optimizer:
         known = known.offloaded()
     request = PlanRequest(
@@ -60,6 +60,7 @@ def plan_command(
         memory_bytes=memory_bytes,
         gpus_per_vm=gpus_per_vm,
         stages=stages,
+        stash_moves=apart,
         objective=objective,
         wanted=_SHOWN,
     )
@@ -94,13 +95,13 @@ def calibration_of_run(run_dir: Path) -> Path:
 
 def _calibration(
     script: Path | None, args: Sequence[str], file: Path | None
-) -> tuple[Calibration, int | None, int | None]:
-    """The calibration, and the job's global batch and m, if there is a job."""
+) -> tuple[Calibration, int | None, int | None, bool]:
+    """The calibration; the job's global batch and m, if there is a job; whether GPUs have memory of their own."""
     given = None if file is None else read_calibration(file)
     if script is None:
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
-        return given, None, None
+        return given, None, None, True
     from varuna.intercept import take_trainer
 
     trainer = take_trainer(script, args).trainer
@@ -110,7 +111,8 @@ def _calibration(
     known = given or nominal_calibration(facts)
     if trainer.offload != "none":
         known = known.offloaded(apart=trainer.offload == "host")
-    return known.without_halves() if trainer.compiled else known, trainer.global_batch, trainer.micro_batch
+    known = known.without_halves() if trainer.compiled else known
+    return known, trainer.global_batch, trainer.micro_batch, trainer.memory_apart
 
 
 def show(console: Console, found: RankingReport) -> None:
@@ -174,9 +176,13 @@ def _show_best(console: Console, found: RankingReport) -> None:
         kept = " ".join(map(str, best.kept[:_STAGES_SHOWN]))
         more = " ..." if len(best.kept) > _STAGES_SHOWN else ""
         lines.append(f"sections whose activations are kept, by stage: {kept}{more}")
+    if best.stash_on_device != best.in_flight:
+        stay = " ".join(map(str, best.stash_on_device[:_STAGES_SHOWN]))
+        more = " ..." if len(best.stash_on_device) > _STAGES_SHOWN else ""
+        lines.append(f"of those in flight, inputs that stay on the GPU, by stage: {stay}{more}; others in host memory")
     if best.host_bytes:
         least, most = (format_bytes(extreme(best.host_bytes)) for extreme in (min, max))
-        lines.append(f"host memory of a stage for optimizer state: {least} to {most}")
+        lines.append(f"host memory of a stage: {least} to {most}")
     if best.split_last:
         lines.append(f"the last {best.split_last} backwards of a replica are split in two")
     if best.dollars_per_hour is not None:

@@ -34,7 +34,7 @@ class Hardware(Finite):
     memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of one GPU; None: unlimited")
     reserved_bytes: Bytes = Field(default=0, description="of it, what the job never gets: context, allocator, links")
     host_memory_bytes: Annotated[int, Field(gt=0)] | None = Field(
-        default=None, description="of one VM, for the optimizer state of its GPUs; None: unlimited"
+        default=None, description="of one VM, for what its GPUs keep there; None: unlimited"
     )
     gpus_per_vm: int = Field(default=1, ge=1, description="neighbouring ranks that share a VM and its network card")
     price_per_hour: Dollars | None = Field(default=None, description="of one GPU, in dollars")
@@ -239,6 +239,11 @@ class Calibration(Finite):
     def section_count(self) -> int:
         """Sections of the model."""
         return sum(len(run.kinds) * run.count for run in self.sections)
+
+    @property
+    def crossing_bytes_per_s(self) -> float:
+        """Between a GPU and host memory, one way at a time."""
+        return self.optimizer.host_bytes_per_s or _PCIE_BYTES_PER_S
 
     def without_halves(self) -> "Calibration":
         """The same for a job whose sections always run B whole."""

@@ -83,3 +83,4 @@ class JobFacts(Value):
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
     compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")
     offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")
+    memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")

@@ -10,6 +10,9 @@ from varuna.core.value import Value
 SAMPLES_AHEAD = 4
 """Micro-batches whose samples a rank reads ahead of their F."""
 
+STASH_IN_TRANSIT = 3
+"""Stash entries on the device beside those that stay: the newest, on its way out; the next one; and the one at work."""
+
 
 class Place(NamedTuple):
     """A rank's seat in the grid."""
@@ -36,11 +39,16 @@ class Plan(Value):
     kept: tuple[int, ...] = Field(
         default=(), description="by stage: how many of its last sections keep their activations; () for none"
     )
+    stash_on_device: tuple[int, ...] = Field(
+        default=(),
+        description="by stage: of the stash_limits inputs that wait for R, how many stay on the device, while the "
+        "others wait in host memory; () for all",
+    )
     split_last: int = Field(default=0, ge=0, description="backwards at a replica's end that run as I and W")
     step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
     memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
     host_bytes: tuple[int, ...] = Field(
-        default=(), description="predicted peak of offloaded optimizer state, by stage; () for none"
+        default=(), description="predicted peak of host memory: optimizer state and stash, by stage; () for none"
     )
 
     @model_validator(mode="after")
@@ -57,6 +65,13 @@ class Plan(Value):
         for stage, kept in enumerate(self.kept):
             if not 0 <= kept <= len(self.sections_of(stage)):
                 raise ValueError(f"stage {stage} has {len(self.sections_of(stage))} sections and cannot keep {kept}")
+        if self.stash_on_device and len(self.stash_on_device) != self.stages:
+            raise ValueError(
+                f"stash_on_device {self.stash_on_device} must give a number for each of {self.stages} stages, or none"
+            )
+        for stage, (stay, limit) in enumerate(zip(self.stash_on_device, self.stash_limits, strict=False)):
+            if not 0 <= stay <= limit:
+                raise ValueError(f"stage {stage} has a stash of {limit} and cannot leave {stay} of it on the device")
         return self
 
     @property

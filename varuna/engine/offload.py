@@ -34,6 +34,7 @@ class Ferry:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._fetched: torch.cuda.Event | None = None
+        self._left: torch.cuda.Event | None = None
 
     def room_for(self, value: Tensor) -> Tensor:
         """Host memory of the form of ``value``."""
@@ -48,7 +49,10 @@ class Ferry:
         """Copies on the device, to be used behind ``meet``."""
         with self._queue():
             fetched = [value.to(self._device, non_blocking=True, copy=True) for value in values]
-        self._fetched = None if self._stream is None else self._stream.record_event()
+        if self._stream is not None:
+            self._fetched = self._stream.record_event()
+            for value in fetched:  # its memory is not used again before what is computed from it is through
+                value.record_stream(torch.cuda.current_stream(self._device))
         return fetched
 
     def meet(self) -> None:
@@ -65,6 +69,12 @@ class Ferry:
                 target.copy_(source, non_blocking=True)
                 if self._stream is not None:
                     source.record_stream(self._stream)  # its memory is not used again before it is copied
+        self._left = None if self._stream is None else self._stream.record_event()
+
+    def settle(self) -> None:
+        """Return once what was brought back needs its device memory no more."""
+        if self._left is not None:
+            self._left.synchronize()
 
     def wait(self) -> None:
         """Return once host memory holds all that was brought back."""

@@ -18,9 +18,11 @@ from varuna.engine.lengths import Variants
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.losses import WeightFunction, sums_of
 from varuna.engine.message import Layout
+from varuna.engine.offload import Ferry
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import Examples, Tape
 from varuna.engine.stage import Left, Stage
+from varuna.engine.stash import Stash, Waiting
 from varuna.engine.timing import StepTimes, Took
 from varuna.observe.bus import span
 from varuna.partition.conditions import check_conditions
@@ -34,8 +36,9 @@ _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
 class _Flight:
     """A micro-batch between its F and its B, or its W, on this stage."""
 
-    values: dict[str, Tensor]
-    examples: Examples
+    size: int
+    """examples"""
+    variant: int
     weight: float = 0.0
     tapes: list[Tape] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
@@ -76,6 +79,7 @@ class Runtime:
         self._mine = plan.micro_batches_of(self._replica)
         self._graphs = stage.job.model.graphs
         self._variants = Variants(stage.job.model, inbox)
+        self._stash, self._ferry = Stash(()), Ferry(stage.job.device) if plan.stash_on_device else None
         self._keys = self._input_keys()
         self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD) if self._reads_inputs else None
         self._requested = stage.next_step
@@ -135,6 +139,13 @@ class Runtime:
             keeps_all=plan.keeps_all(stage),
         )
 
+    def _new_stash(self, policy: Policy) -> Stash:
+        """Empty, for one step; keyed by global micro-batch."""
+        order = [self._mine[local] for local in policy.backward_order]
+        if self._ferry is None:
+            return Stash(order)
+        return Stash(order, places=self._plan.stash_on_device[self._stage.index], ferry=self._ferry)
+
     # -- layouts of messages, by step and global micro-batch --------------------------------------------
 
     def _into_layout(self, step: int, micro_batch: int) -> Layout:
@@ -167,6 +178,7 @@ class Runtime:
         self.losses = []
         self._inputs_in = self._gradients_in = 0
         policy = self._policy()
+        self._stash = self._new_stash(policy)
         flights: dict[int, _Flight] = {}
         actions: list[Took] = []
         waits: list[Took] = []
@@ -269,6 +281,7 @@ class Runtime:
 
     def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool) -> _Flight:
         stage, digests = self._stage, None
+        self._stash.settle()
         batch = self._take_batch(step, micro_batch)
         values: dict[str, Tensor] = {}
         if stage.index > 0:
@@ -278,24 +291,27 @@ class Runtime:
             self._compare(batch, digests)
         if batch is not None:
             digests = list(batch.digests)
-        flight = _Flight({}, self._examples(step, micro_batch, batch))
-        out, results, flight.tapes, flight.values = stage.forward(
-            values, flight.examples, step, micro_batch, keep=keep, split=split
+        examples = self._examples(step, micro_batch, batch)
+        flight = _Flight(examples.size, examples.variant)
+        out, results, flight.tapes, begin = stage.forward(
+            values, examples, step, micro_batch, keep=keep, split=split
         )  # fmt: skip
+        if keep < len(stage.sections):
+            self._stash.put(micro_batch, Waiting(begin, dict(examples.inputs)))
         if self._downstream is not None:
             self._downstream.send(self._out_layout(step, micro_batch).pack(out, digests or []))
         else:
             model = stage.job.model
-            sums = sums_of(model, self._weight, micro_batch, results, flight.examples, batch)
+            sums = sums_of(model, self._weight, micro_batch, results, examples, batch)
             self.losses.append((micro_batch, sums))
             flight.weight = sums[1]
         return flight
 
     def _recompute(self, step: int, micro_batch: int, flight: _Flight, *, split: bool) -> None:
-        kept = len(flight.tapes)
+        kept, waiting = len(flight.tapes), self._stash.take(micro_batch)
         recomputed = self._stage.record(
-            flight.values,
-            flight.examples,
+            waiting.values,
+            Examples(waiting.samples, flight.size, flight.variant),
             step,
             micro_batch,
             keep=kept,
@@ -303,7 +319,6 @@ class Runtime:
             split=split,
         )  # fmt: skip
         flight.tapes = [*recomputed, *flight.tapes]
-        flight.values = {}
 
     def _backward(self, step: int, micro_batch: int, flight: _Flight, *, is_final: bool) -> None:
         gradients = self._gradients(step, micro_batch, flight)
@@ -329,7 +344,7 @@ class Runtime:
         if stage.is_last:
             if not flight.tapes:
                 return {}  # nothing in the whole model is trained
-            loss = self._graphs[flight.examples.variant].sections[-1].makes[0]
+            loss = self._graphs[flight.variant].sections[-1].makes[0]
             scaled = flight.weight * stage.gradient_scale
             seed = torch.tensor(scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}

@@ -12,7 +12,7 @@ from varuna.planner.costs import pipeline_costs
 from varuna.planner.estimate import Guess, Shape, is_short, longest_run
 from varuna.planner.profile import Profile
 from varuna.planner.request import PlanRequest
-from varuna.planner.sizing import Size, Sizer
+from varuna.planner.sizing import Size, Sizer, entry_bytes
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.bounds import lower_bound_s
 from varuna.simulator.costs import PipelineCosts
@@ -22,6 +22,7 @@ _FLEXIBLE = ("varuna", "adaptive")  # policies that keep any in-flight limit
 _EXCESS = {2: (0.02, 0.1), 3: (0.005, 0.05), 1: (0.03, 0.3)}  # the likely best first
 _PRECISION = 1e-3  # of balancing
 _DEEP = 16  # stages
+_MUCH = 0.1  # of a worker's memory: a smaller stash is not worth a look at plans that move it away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class Built:
     costs: PipelineCosts
     factor: int
     """Of its wanted depths."""
+    stash_moves: bool
+    """Whether its stash was allowed to wait in host memory."""
     promise_s: float
     """What it will probably take at least: shallow flight never reaches its bound, least of all in short steps."""
     is_short: bool
@@ -61,20 +64,35 @@ class Builder:
         return self.request.policy == "adaptive"
 
     def first(self, guess: Guess) -> Built | Misfit:
-        """The plan of a shape with the in-flight depths that are most often best."""
-        built = self._build(guess.shape, self._factors[0], guess.bottleneck_s * 1.05)
-        return self.misfit(guess.shape) if built is None else built
+        """The plan of a shape with the in-flight depths that are most often best; shallower ones if it does not fit."""
+        likely, shallowest = self._factors[0], min(self._factors)
+        for moves in (False, True)[: 1 + self.request.stash_moves]:
+            for factor in dict.fromkeys((likely, shallowest)):
+                built = self._build(guess.shape, factor, guess.bottleneck_s * 1.05, stash_moves=moves)
+                if built is not None:
+                    return built
+        return self.misfit(guess.shape)
 
     def others(self, built: Built) -> Iterator[Built]:
-        """Plans of the same shape with other depths, where they differ."""
+        """Plans of the same shape with other depths, and with the stash in host memory, where they differ."""
         shape = Shape(built.plan.stages, built.plan.replicas, built.plan.micro_batch)
         pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
         seen = {_kind(built.plan)}
-        for factor in self._factors[1:]:
-            other = self._build(shape, factor, pace_s)
+        ways = [(factor, built.stash_moves) for factor in self._factors if factor != built.factor]
+        if self.request.stash_moves and not built.stash_moves and self._has_large_stash(built.plan):
+            ways += [(factor, True) for factor in self._factors]
+        for factor, moves in ways:
+            other = self._build(shape, factor, pace_s, stash_moves=moves)
             if other is not None and _kind(other.plan) not in seen:
                 seen.add(_kind(other.plan))
                 yield other
+
+    def _has_large_stash(self, plan: Plan) -> bool:
+        limit_bytes = self.request.limit_bytes
+        return limit_bytes is not None and any(
+            depth * entry_bytes(self.profile, plan.sections_of(k)) > _MUCH * limit_bytes
+            for k, depth in enumerate(plan.stash_limits)
+        )
 
     @cached_property
     def _cuts_s(self) -> tuple[float, ...]:
@@ -88,8 +106,8 @@ class Builder:
     def _factors(self) -> tuple[int, ...]:
         return tuple(_EXCESS) if self.may_keep and self.request.limit_bytes is not None else (3,)
 
-    def _build(self, shape: Shape, factor: int, hint_s: float) -> Built | None:
-        sizer = self._sizer(self._depths(shape, factor))
+    def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool) -> Built | None:
+        sizer = self._sizer(self._depths(shape, factor), stash_moves=stash_moves)
         starts = balance_stages(
             sizer.seconds,
             sections=self.profile.sections,
@@ -98,21 +116,21 @@ class Builder:
             hint_s=hint_s,
             precision=_PRECISION,
         )
-        return self._bounded(self._plan(shape, starts, sizer), factor) if starts else None
+        return self._bounded(self._plan(shape, starts, sizer), factor, stash_moves) if starts else None
 
     def moved(self, built: Built, starts: tuple[int, ...], factor: int) -> Built | None:
         """The plan with other boundaries or in-flight depths; None if it does not fit."""
         plan = built.plan
         shape = Shape(plan.stages, plan.replicas, plan.micro_batch)
-        sizer = self._sizer(self._depths(shape, factor))
+        sizer = self._sizer(self._depths(shape, factor), stash_moves=built.stash_moves)
         ends = (*starts[1:], plan.sections)
         if any(sizer.size(k, starts[k], ends[k]) is None for k in range(plan.stages)):
             return None
-        return self._bounded(self._plan(shape, starts, sizer), factor)
+        return self._bounded(self._plan(shape, starts, sizer), factor, built.stash_moves)
 
     def misfit(self, shape: Shape) -> Misfit:
         """How much a shape lacks, balanced as if there were memory enough."""
-        sizer = self._sizer(self._depths(shape, 1), unlimited=True)
+        sizer = self._sizer(self._depths(shape, 1), unlimited=True, stash_moves=self.request.stash_moves)
         starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages)
         spans = list(pairwise((*starts, self.profile.sections)))
         needs = [sizer.least_bytes(k, start, stop) for k, (start, stop) in enumerate(spans)]
@@ -148,12 +166,15 @@ class Builder:
             policy=self.request.policy,
             stash_limits=tuple(size.depth for size in sizes),
             kept=tuple(size.kept for size in sizes) if any(size.kept for size in sizes) else (),
+            stash_on_device=tuple(size.depth - size.moved for size in sizes)
+            if any(size.moved for size in sizes)
+            else (),
             split_last=self._split_last(shape),
             memory_bytes=tuple(detail.total for detail in details),
             host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
         )
 
-    def _bounded(self, plan: Plan, factor: int) -> Built:
+    def _bounded(self, plan: Plan, factor: int, stash_moves: bool) -> Built:
         costs = pipeline_costs(self.profile, plan, gpus_per_vm=self.request.vm_size)
         longest = len(plan.micro_batches_of(0))
         bound_s, unlimited_s = (
@@ -174,6 +195,7 @@ class Builder:
             plan=plan.model_copy(update={"step_s": bound_s}),
             costs=costs,
             factor=factor,
+            stash_moves=stash_moves,
             promise_s=bound_s if short else bound_s * (1 + excess),
             is_short=short,
             unlimited_s=unlimited_s,
@@ -198,7 +220,7 @@ class Builder:
         depths[-1] = 1  # its gradients are always there: a second micro-batch in flight would never be used
         return tuple(depths)
 
-    def _sizer(self, wanted: tuple[int, ...], *, unlimited: bool = False) -> Sizer:
+    def _sizer(self, wanted: tuple[int, ...], *, stash_moves: bool, unlimited: bool = False) -> Sizer:
         flexible = self.request.policy in _FLEXIBLE
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
@@ -209,8 +231,9 @@ class Builder:
             wanted=wanted,
             least=least,
             may_keep=self.may_keep,
+            stash_moves=stash_moves,
         )
 
 
 def _kind(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    return plan.starts, plan.stash_limits, plan.kept
+    return plan.starts, plan.stash_limits, plan.kept, plan.stash_on_device

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from varuna.core.plan import Plan
 from varuna.planner.network import crossings, link_of, reduce_s
 from varuna.planner.profile import Profile
+from varuna.planner.sizing import crossing_time_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
 
 
@@ -27,10 +28,17 @@ def _stage_costs(profile: Profile, plan: Plan, stage: int, gpus_per_vm: int) -> 
     moved_s = action_s + (profile.calibration.hand_over_s if plan.stages > 1 else 0.0)
     recomputed = range(span.start, kept.start)
     kept_bytes = int(profile.activation_bytes.over(kept))
+    forward_s = profile.forward_s.over(recomputed) + profile.record_s.over(kept) + moved_s
+    recompute_s = profile.recompute_s.over(recomputed) + action_s
+    backward_s = profile.backward_s.over(span) + moved_s
+    if plan.stash_on_device:  # copies hide behind computation; where they take longer, R waits for its input
+        depth = plan.stash_limits[stage]
+        crossing_s = crossing_time_s(profile, span, moved=depth - plan.stash_on_device[stage], depth=depth)
+        recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
     return StageCosts(
-        forward_s=profile.forward_s.over(recomputed) + profile.record_s.over(kept) + moved_s,
-        recompute_s=profile.recompute_s.over(recomputed) + action_s,
-        backward_s=profile.backward_s.over(span) + moved_s,
+        forward_s=forward_s,
+        recompute_s=recompute_s,
+        backward_s=backward_s,
         input_s=profile.input_s.over(span) + moved_s,
         weight_s=profile.weight_s.over(span) + action_s,
         record_s=profile.record_s.over(span) + moved_s,

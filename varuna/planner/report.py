@@ -41,7 +41,7 @@ class PlanReport(Value):
     examples_per_s: float
     bubble: float = Field(description="share of the pipeline's time in which the average GPU does not compute")
     memory_bytes: tuple[int, ...] = Field(description="peak, by stage")
-    host_bytes: tuple[int, ...] = Field(description="optimizer state in host memory, by stage; empty: none is there")
+    host_bytes: tuple[int, ...] = Field(description="of state and inputs in host memory, by stage; empty: none")
     breakdown: BreakdownReport
     gpus_used: int
     gpus_idle: int
@@ -54,6 +54,7 @@ class PlanReport(Value):
     starts: tuple[int, ...] = Field(description="first section of each stage")
     in_flight: tuple[int, ...] = Field(description="most micro-batches in flight, by stage")
     kept: tuple[int, ...] = Field(description="sections that keep their activations, by stage")
+    stash_on_device: tuple[int, ...] = Field(description="of those in flight, whose inputs stay on the GPU, by stage")
     split_last: int = Field(description="backwards at the end that run as I and W")
     snapshot_s: float | None = Field(description="copying the largest stage out for a checkpoint")
 
@@ -165,6 +166,7 @@ def _plan_report(
         starts=plan.starts,
         in_flight=plan.stash_limits,
         kept=plan.kept or (0,) * plan.stages,
+        stash_on_device=plan.stash_on_device or plan.stash_limits,
         split_last=plan.split_last,
         snapshot_s=_snapshot_s(request, plan),
     )

@@ -2,6 +2,8 @@
 
 Depth beats keeping on slow links (reference/pipelines.md §2), and each kept section costs its activations once
 per micro-batch in flight. So later stages, which hold fewer in flight, keep more, and get more sections.
+
+Where the stash may move to host memory, activations are kept first, and entries of the stash stay in what is left.
 """
 
 from bisect import bisect_left
@@ -10,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from varuna.core.plan import SAMPLES_AHEAD
+from varuna.core.plan import SAMPLES_AHEAD, STASH_IN_TRANSIT
 from varuna.planner.profile import Profile
 
 
@@ -21,6 +23,13 @@ class Size(NamedTuple):
     """n_k, micro-batches in flight."""
     kept: int
     """Its last sections that keep their activations."""
+    moved: int = 0
+    """Of the inputs in flight, those that wait in host memory."""
+
+    @property
+    def on_device(self) -> int:
+        """Inputs that are on the device at once."""
+        return self.depth - self.moved + (STASH_IN_TRANSIT if self.moved else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +43,10 @@ class StageBytes:
     reserved: int
     """What the job never gets."""
     stash: int
-    """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait."""
+    """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait.
+
+    Of those in host memory, the few that are on their way.
+    """
     kept: int
     """Activations of kept sections, of all micro-batches in flight."""
     live: int
@@ -47,7 +59,7 @@ class StageBytes:
     Offloaded state is copied in host memory: here is what of it is on its way through the GPU.
     """
     host: int = 0
-    """Offloaded optimizer state, and its copy: in host memory, no part of ``total``."""
+    """Offloaded optimizer state, its copy, and inputs that wait there: in host memory, no part of ``total``."""
 
     @property
     def state(self) -> int:
@@ -72,6 +84,7 @@ class Sizer:
         least: Sequence[int],
         may_keep: bool,
         host_limit_bytes: int | None = None,
+        stash_moves: bool = False,
     ) -> None:
         """Prepare for the probes of a balancing.
 
@@ -82,6 +95,7 @@ class Sizer:
             least: depth below which a stage does not fit.
             may_keep: whether activations of some sections may be kept, and others not.
             host_limit_bytes: of a worker's share of host memory; None: unlimited.
+            stash_moves: inputs in flight may wait in host memory.
         """
         self._profile = profile
         self._limit_bytes = limit_bytes
@@ -92,6 +106,7 @@ class Sizer:
         self._adaptive = may_keep
         self._may_keep = may_keep and limit_bytes is not None
         self._last = len(wanted) - 1
+        self._stash_moves = stash_moves
         # What the stage before has sent and this one has not run yet waits here.
         self.waiting = (0, *(max(0, before - own) for before, own in pairwise(wanted)))
         self._reserved = profile.calibration.hardware.reserved_bytes
@@ -127,6 +142,9 @@ class Sizer:
             if size is None:
                 return float("inf")
             first_kept = stop - size.kept
+            if size.moved:
+                crossing_s = crossing_time_s(self._profile, range(start, stop), moved=size.moved, depth=size.depth)
+                return max(whole_s + self._recompute[first_kept] - self._recompute[start], crossing_s)
         if stage == self._last or self._wanted[stage] == 1:
             return whole_s
         return whole_s + self._recompute[first_kept] - self._recompute[start]
@@ -150,17 +168,36 @@ class Sizer:
         depth = wanted
         read_bytes, incoming = self._inputs[stop] - self._inputs[start], self._incoming[start]
         waiting_bytes = self.waiting[stage] * incoming + SAMPLES_AHEAD * read_bytes
-        each = incoming + read_bytes
+        each, moved = incoming + read_bytes, 0
         if each:
-            if wanted * each + waiting_bytes > room:
-                depth = int((room - waiting_bytes) // each)
+            room -= waiting_bytes
+            places = int(room // each)
+            most_moved = self._most_moved(stage, start, stop, each) if places >= STASH_IN_TRANSIT else 0
+            if places < wanted:
+                depth = min(wanted, max(places, places - STASH_IN_TRANSIT + most_moved))
             if depth < min(wanted, self._least[stage]):
                 return None
-            room -= depth * each + waiting_bytes
+            moved = min(depth, most_moved) if depth > STASH_IN_TRANSIT else 0
+            moved = moved if moved > STASH_IN_TRANSIT else 0
+            room -= Size(depth, 0, moved).on_device * each
         if not self._may_keep or stage == self._last or depth == 1:
-            return Size(depth, 0)
-        first_kept = bisect_left(activations, activations[stop] - room / (depth - 1), start, stop)
-        return Size(depth, stop - first_kept)
+            first_kept = stop
+        else:
+            first_kept = bisect_left(activations, activations[stop] - room / (depth - 1), start, stop)
+        if moved:
+            first_kept = max(first_kept, start + 1)  # a stage without R has nothing that waits for it
+            room -= (activations[stop] - activations[first_kept]) * (depth - 1)
+            moved = max(0, moved - int(room // each))
+            moved = moved if moved > STASH_IN_TRANSIT else 0
+        return Size(depth, stop - first_kept, moved)
+
+    def _most_moved(self, stage: int, start: int, stop: int, each: float) -> int:
+        """Inputs of a stage that host memory has room for."""
+        if not self._stash_moves or stage == self._last:
+            return 0
+        if self._host_limit_bytes is None:
+            return self._wanted[stage]
+        return int((self._host_limit_bytes - self.host_bytes(start, stop)) // each)
 
     def detail(self, stage: int, start: int, stop: int, size: Size) -> StageBytes:
         """Where the bytes go."""
@@ -174,18 +211,20 @@ class Sizer:
             gradients=int(profile.gradient_bytes.over(span)),
             optimizer=optimizer,
             reserved=self._reserved,
-            stash=(size.depth + self.waiting[stage]) * self._incoming[start]
-            + (size.depth + SAMPLES_AHEAD) * int(profile.input_bytes.over(span)),
+            stash=(size.on_device + self.waiting[stage]) * self._incoming[start]
+            + (size.on_device + SAMPLES_AHEAD) * int(profile.input_bytes.over(span)),
             kept=size.depth * kept,
             live=int(self._live(stage, start, stop)) - kept,
             messages=self._front[start] + self._rear[stop],
             copy=int(self._copy(start, stop)),
-            host=self.host_bytes(start, stop),
+            host=self.host_bytes(start, stop) + size.moved * entry_bytes(profile, span),
         )
 
     def least_bytes(self, stage: int, start: int, stop: int) -> int:
         """Peak at the least depth, keeping nothing."""
-        return self.detail(stage, start, stop, Size(self._least[stage], 0)).total
+        least = self._least[stage]
+        moves = self._stash_moves and stage < self._last and least > STASH_IN_TRANSIT
+        return self.detail(stage, start, stop, Size(least, 0, least if moves else 0)).total
 
     def host_bytes(self, start: int, stop: int) -> int:
         """Offloaded state of sections [start, stop), and the copy that a tentative step makes of it."""
@@ -235,3 +274,14 @@ class Sizer:
                     state = int(profile.optimizer_bytes.values[index])
                     optimizer += state * tied.size_bytes // profile.trainable_bytes[index]
         return parameters, optimizer
+
+
+def entry_bytes(profile: Profile, span: range) -> int:
+    """One input of a stage: what crosses into it, and the samples that it reads."""
+    incoming = profile.boundary_bytes[span.start - 1] if span.start else 0
+    return incoming + int(profile.input_bytes.over(span))
+
+
+def crossing_time_s(profile: Profile, span: range, *, moved: int, depth: int) -> float:
+    """What the way between the memories is busy for per micro-batch: so many of ``depth`` inputs go there and back."""
+    return 2 * entry_bytes(profile, span) * moved / depth / profile.calibration.crossing_bytes_per_s

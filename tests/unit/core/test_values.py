@@ -58,6 +58,10 @@ def test_a_plan_that_contradicts_itself_is_refused() -> None:
         Plan(stages=2, replicas=1, micro_batch=1, global_batch=4, starts=(0, 0), sections=3, stash_limits=(1, 1))
     with pytest.raises(ValidationError, match="cannot share"):
         Plan(stages=1, replicas=5, micro_batch=1, global_batch=4, starts=(0,), sections=3, stash_limits=(1,))
+    given = {"stages": 2, "replicas": 1, "micro_batch": 1, "global_batch": 4, "starts": (0, 1), "sections": 2}
+    for stay in [(1,), (4, 1), (-1, 1)]:
+        with pytest.raises(ValidationError, match=r"stash_on_device|on the device"):
+            Plan.model_validate({**given, "stash_limits": (3, 1), "stash_on_device": stay})
 
 
 def test_a_stage_keeps_its_last_sections_and_has_nothing_to_recompute_if_those_are_all() -> None:
