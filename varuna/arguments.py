@@ -6,7 +6,7 @@ from datetime import timedelta
 import torch
 
 from varuna.core.errors import UsageError
-from varuna.core.precision import PRECISIONS
+from varuna.core.precision import PRECISIONS, REDUCTIONS
 
 
 def check_arguments(
@@ -15,6 +15,7 @@ def check_arguments(
     clip_grad_norm: float | None,
     cut_points: int | None,
     precision: str,
+    reduction: str,
 ) -> None:
     """Refuse arguments that can be seen to be wrong before anything is built."""
     if global_batch < 1:
@@ -29,6 +30,30 @@ def check_arguments(
         raise UsageError(f"cut_points={cut_points} must be at least 1; leave it out for all good places")
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
+    if reduction not in REDUCTIONS:
+        raise UsageError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}")
+
+
+def check_normalisation(micro_batch: int | None, *, batch_dependent: bool) -> None:
+    """A model with batch normalisation needs an m of the user's."""
+    if batch_dependent and micro_batch is None:
+        raise UsageError(
+            "the model normalises over the examples of a micro-batch, so what it learns depends on their number. "
+            "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes it."
+        )
+
+
+def check_examples(examples: int | None, size: int | None) -> int:
+    """How many examples of a dataset to evaluate.
+
+    Args:
+        examples: asked for; None: all.
+        size: of the dataset, if it has one.
+    """
+    count = size if examples is None else examples
+    if count is None or count < 1 or (size is not None and count > size):
+        raise UsageError(f"examples={examples}: the dataset has {size or 'no length'}. Say how many to use.")
+    return count
 
 
 def check_offload(offload_optimizer: bool, precision: str, *, sees_gradients: bool) -> None:

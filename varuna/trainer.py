@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.arguments import check_arguments, check_checkpoint_arguments, check_offload, default_device
+from varuna import arguments
 from varuna.configured import Configured
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts, Offload
-from varuna.core.precision import Precision
+from varuna.core.precision import Precision, Reduction
 from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
 from varuna.engine.compiled import compiler_of
@@ -26,7 +26,7 @@ from varuna.engine.evaluate import Work
 from varuna.engine.export import export_model
 from varuna.engine.job import Job
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
-from varuna.engine.precision import DTYPES, cast
+from varuna.engine.precision import DTYPES, cast, unit_near
 from varuna.engine.saving import Saver, check_writable
 from varuna.engine.session import Session
 from varuna.intercept import offer
@@ -79,6 +79,7 @@ class Trainer:
         upload_bytes_per_s: float | None = None,
         device: str | torch.device | None = None,
         precision: Precision = "fp32",
+        reduction: Reduction = "fp32",
         compile: bool | str = False,
         offload_optimizer: bool = False,
     ) -> None:
@@ -118,6 +119,8 @@ class Trainer:
             device: default: this worker's GPU if there is one, else the CPU.
             precision: ``"bf16"`` or ``"fp16"``: compute and send in it, as ``model.to(dtype)`` does, over parameters,
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
+            reduction: ``"bf16"``: replicas send their gradients, summed in fp32, as bf16: half the bytes. Losses then
+                depend on the number of replicas by that rounding.
             compile: compile every section once per process with inductor, or with another backend of
                 ``torch.compile``, by its name. Backwards then never run in halves.
             offload_optimizer: keep optimizer state, and with half precision the fp32 parameters, in host memory; at the
@@ -128,12 +131,14 @@ class Trainer:
             DataError: the dataset cannot be read by index.
         """
         watch_exceptions()
-        check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision)
-        check_offload(offload_optimizer, precision, sees_gradients=before_step is not None)
-        check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)
+        arguments.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction)
+        arguments.check_offload(offload_optimizer, precision, sees_gradients=before_step is not None)
+        arguments.check_checkpoint_arguments(
+            checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s
+        )
         check_beginning(init, weights)
-        self._precision, self._offloads = precision, offload_optimizer
-        self._device = torch.device(device) if device is not None else default_device()
+        self._precision, self.reduction, self._offloads = precision, reduction, offload_optimizer
+        self._device = torch.device(device) if device is not None else arguments.default_device()
         self._compiler = compiler_of(compile, self._device)
         self._build = Configured(model)
         self.recipe = Recipe(self._build, loss, metrics, DTYPES[precision])
@@ -197,9 +202,7 @@ class Trainer:
         if self._session is None or self._model is None:
             raise UsageError("trainer.evaluate(dataset) works in the loop over trainer.steps(n), and behind it")
         source = SampleSource(dataset, seed=self._seed, collate=self._collate)
-        count = source.size if examples is None else examples
-        if count is None or count < 1 or (source.size is not None and count > source.size):
-            raise UsageError(f"examples={examples}: the dataset has {source.size or 'no length'}. Say how many to use.")
+        count = arguments.check_examples(examples, source.size)
         if self._evaluated is None:
             model = for_evaluation(self._model, self.recipe, self.batch(_CAPTURED_SAMPLES))
             needed = needed_buffers(model) - needed_buffers(self._model)
@@ -309,6 +312,7 @@ class Trainer:
             device=self._device,
             dtype=self.recipe.dtype,
             unit=self._unit(model, buffers) if self._precision == "fp16" else 1.0,
+            rounds=self.reduction == "bf16",
             compiler=self._compiler,
             offload=self._offloads,
         )
@@ -341,6 +345,7 @@ class Trainer:
             keep_every=self._keep_every,
             threads=torch.get_num_threads(),
             precision=self._precision,
+            reduction=self.reduction,
             compiled=self.compiled,
             offload_optimizer=self.offload,
             memory_apart=self.memory_apart,
@@ -368,11 +373,7 @@ class Trainer:
             check_writable(store)
             saver = Saver(store, self._every, membership.saved, device=self._device)
         model = self.partition()
-        if model.facts.batch_dependent and self._micro_batch is None:
-            raise UsageError(
-                "the model normalises over the examples of a micro-batch, so what it learns depends on their number. "
-                "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes it."
-            )
+        arguments.check_normalisation(self._micro_batch, batch_dependent=model.facts.batch_dependent)
         self._session = self.session(n, membership, model, self.beginning(model), saver=saver)
         atexit.register(self._session.close)
         return self._session
@@ -383,7 +384,7 @@ class Trainer:
     def _unit(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> float:
         """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
         counted = weight_of(model, self._weight, self.batch(_CAPTURED_SAMPLES), buffers) or _CAPTURED_SAMPLES
-        return 2.0 ** round(math.log2(counted * self._global_batch / _CAPTURED_SAMPLES))
+        return unit_near(counted * self._global_batch / _CAPTURED_SAMPLES)
 
     def _check_weighing(self, initial: Initial) -> None:
         assert self._model is not None

@@ -111,6 +111,7 @@ def _calibration(
     known = given or nominal_calibration(facts)
     if trainer.offload != "none":
         known = known.offloaded(apart=trainer.offload == "host")
+    known = known.rounded() if trainer.reduction == "bf16" else known
     known = known.without_halves() if trainer.compiled else known
     return known, trainer.global_batch, trainer.micro_batch, trainer.memory_apart
 

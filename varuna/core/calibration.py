@@ -75,9 +75,8 @@ class SectionKind(Finite):
     )
     parameter_bytes: Bytes = Field(description="parameters that the section uses, tied ones included")
     trainable_bytes: Bytes = Field(description="those of them that get gradients")
-    gradient_bytes: Bytes | None = Field(
-        default=None, description="accumulated and all-reduced; left out: as trainable_bytes"
-    )
+    gradient_bytes: Bytes | None = Field(default=None, description="accumulated; left out: as trainable_bytes")
+    reduced_bytes: Bytes | None = Field(default=None, description="all-reduced; left out: as gradient_bytes")
     optimizer_bytes: Bytes = Field(description="optimizer state, master copies of parameters included")
 
     @model_validator(mode="after")
@@ -91,6 +90,11 @@ class SectionKind(Finite):
         if bool(self.input_s) != bool(self.weight_s):
             raise ValueError("input_s and weight_s are halves of B: give both, or none")
         return self
+
+    @property
+    def summed_bytes(self) -> int:
+        """Of gradients, accumulated."""
+        return self.trainable_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def splits(self) -> bool:
@@ -240,6 +244,13 @@ class Calibration(Finite):
         """Sections of the model."""
         return sum(len(run.kinds) * run.count for run in self.sections)
 
+    def rounded(self) -> "Calibration":
+        """The same for a job whose fp32 gradients are all-reduced as bf16."""
+        kinds = {
+            name: kind.model_copy(update={"reduced_bytes": kind.summed_bytes // 2}) for name, kind in self.kinds.items()
+        }
+        return self.model_copy(update={"kinds": kinds})
+
     @property
     def crossing_bytes_per_s(self) -> float:
         """Between a GPU and host memory, one way at a time."""
@@ -261,9 +272,7 @@ class Calibration(Finite):
         if self.optimizer.host_bytes_per_s is not None:
             return self
         streamed_bytes = max(
-            STREAMED_SECTIONS * kind.optimizer_bytes
-            + _INTERMEDIATE * (kind.trainable_bytes if kind.gradient_bytes is None else kind.gradient_bytes)
-            for kind in self.kinds.values()
+            STREAMED_SECTIONS * kind.optimizer_bytes + _INTERMEDIATE * kind.summed_bytes for kind in self.kinds.values()
         )
         rate = _PCIE_BYTES_PER_S if apart else None
         streamed = self.optimizer.model_copy(update={"host_bytes_per_s": rate, "streamed_bytes": streamed_bytes})

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from varuna.core.precision import Precision
+from varuna.core.precision import Precision, Reduction
 from varuna.core.value import Value
 
 Offload = Literal["none", "host", "same memory"]
@@ -81,6 +81,7 @@ class JobFacts(Value):
     keep_every: int | None = Field(default=None, ge=1, description="also keep those of each so many steps")
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
+    reduction: Reduction = Field(default="fp32", description="of gradients between replicas")
     compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")
     offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")

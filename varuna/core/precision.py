@@ -6,6 +6,11 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
+Reduction = Literal["fp32", "bf16"]
+"""What of gradients crosses between replicas; they are summed up in fp32 all the same."""
+
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
 _GROWTH_STEPS = 2000
 _LARGEST = 2.0**24
 _SMALLEST = 2.0**-14

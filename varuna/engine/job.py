@@ -28,6 +28,8 @@ class Job:
     """of computation and of what crosses links; sums of gradients, optimizer state and parameters are fp32"""
     unit: float = 1.0
     """fp16 only: a power of two near the weight of a global batch, by which seeds of B are divided"""
+    rounds: bool = False
+    """gradients cross between replicas as bf16"""
     halves: Halves = field(default_factory=Halves)
     compiler: Compiler | None = None
     """of sections in training; evaluation runs them as captured"""

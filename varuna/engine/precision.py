@@ -5,6 +5,7 @@ with is a copy in the compute dtype, as ``model.to(dtype)`` would make it (param
 autocast), written anew behind each optimizer step.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -18,6 +19,11 @@ DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
     """``value`` in the compute dtype, if it is floating; fp32 runs leave every dtype as the model has it."""
     return value.to(dtype) if dtype is not torch.float32 and value.is_floating_point() else value
+
+
+def unit_near(weight: float) -> float:
+    """The power of two next to the weight of a global batch: fp16 gradients are divided by it."""
+    return 2.0 ** round(math.log2(weight))
 
 
 class ComputeCopies:

@@ -14,6 +14,7 @@ from varuna.core.vote import VoteLayout
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.links import Courier
+from varuna.engine.rounded import all_reduce_rounded
 from varuna.engine.shared import StageExchange
 from varuna.engine.stage import Stage
 from varuna.engine.transport import Group
@@ -49,8 +50,12 @@ class Reducer:
 
     def _reduce(self, group: Group, flat: Tensor) -> None:
         begin_s = time.monotonic()
-        group.all_reduce(flat)
-        self.reductions.append((flat.nbytes, time.monotonic() - begin_s))
+        rounds = self._stage.job.rounds
+        if rounds:
+            all_reduce_rounded(group, flat)
+        else:
+            group.all_reduce(flat)
+        self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, time.monotonic() - begin_s))
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""

@@ -100,8 +100,8 @@ class Solo:
         elif self.world.store.get("job").decode() != mine:
             raise FleetError(
                 f"rank {self.world.rank} runs another job than rank 0: model, weights, init, global_batch, seed, "
-                "steps, metrics, precision, compile and checkpoint_dir must be equal on all ranks. Start the same "
-                "script everywhere."
+                "steps, metrics, precision, reduction, compile and checkpoint_dir must be equal on all ranks. Start "
+                "the same script everywhere."
             )
 
     def next_directive(self) -> Directive:

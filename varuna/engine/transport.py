@@ -6,6 +6,7 @@ Typed here once, since torch's own annotations leave these calls out.
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -74,6 +75,34 @@ class Group:
         options = c10d.AllreduceOptions()
         options.timeout = timedelta(seconds=OPERATION_BOUND_S)
         self._group.allreduce([values], options).wait()
+
+    def exchange(self, values: Tensor) -> Tensor:
+        """Cut ``values`` into as many equal parts as there are members; this member's part of everyone's, in order.
+
+        Raises:
+            RuntimeError: as ``Work.wait``.
+        """
+        options, theirs = c10d.AllToAllOptions(), torch.empty_like(values)
+        options.timeout = timedelta(seconds=OPERATION_BOUND_S)
+        self._group.alltoall_base(_bytes(theirs), _bytes(values), [], [], options).wait()
+        return theirs
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All members' flat parts, which are of one size, in order.
+
+        Raises:
+            RuntimeError: as ``Work.wait``.
+        """
+        options = c10d.distributed_c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=OPERATION_BOUND_S)
+        whole = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
+        self._group.allgather([list(_bytes(whole).chunk(self.size))], [_bytes(part)], options).wait()
+        return whole
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """The same memory: gloo does not know every dtype."""
+    return values.view(torch.uint8)
 
 
 def connect_store(host: str, port: int, *, hosts: bool = False, bound_s: float = 60.0) -> Any:

@@ -54,6 +54,8 @@ def plan_run(
     known = calibration or nominal_calibration(job.model)
     if job.offload_optimizer != "none":
         known = known.offloaded(apart=job.offload_optimizer == "host")
+    if job.reduction == "bf16":
+        known = known.rounded()
     request = PlanRequest(
         calibration=known.without_halves() if job.compiled else known,
         workers=workers,

@@ -60,7 +60,7 @@ def _exposed_reduce_s(profile: Profile, plan: Plan, span: range, gpus_per_vm: in
     rings_s: dict[float, float] = {}
     done_s = reduced_s = 0.0
     for section in reversed(span):
-        size_bytes = profile.gradient_bytes.values[section]
+        size_bytes = profile.reduced_bytes.values[section]
         if size_bytes not in rings_s:
             rings_s[size_bytes] = reduce_s(
                 profile.calibration,

@@ -95,7 +95,7 @@ class Guesser:
         profile, request = self.profile, self.request
         micro_batches = -(-request.global_batch // profile.micro_batch)
         bottleneck_s, way_s = self._bottleneck_s(stages), self._way_s(stages)
-        gradient_bytes = profile.gradient_bytes.before[-1] / stages
+        reduced_bytes = profile.reduced_bytes.before[-1] / stages
         backward_s = profile.backward_s.before[-1] / stages  # of the last micro-batch, which hides reductions
         best_score = float("inf")
         most = min(request.workers // stages, micro_batches)
@@ -103,7 +103,7 @@ class Guesser:
         while request.score(stages, each * bottleneck_s) < best_score * _NEAR_IF_SHORT:
             replicas = -(-micro_batches // each) if request.leaves_idle else most
             step_s = each * bottleneck_s + way_s
-            step_s += max(0.0, self._ring_s(gradient_bytes, stages, replicas, replicas) - backward_s)
+            step_s += max(0.0, self._ring_s(reduced_bytes, stages, replicas, replicas) - backward_s)
             step_s += self._ring_s(_VOTE_BYTES, stages, replicas, stages * replicas)
             score = request.score(stages * replicas, step_s)
             best_score = min(best_score, score)

@@ -72,6 +72,8 @@ class Profile:
     """Kept between I and W."""
     parameter_bytes: Sums
     gradient_bytes: Sums
+    reduced_bytes: Sums
+    """Of gradients, what an all-reduce sums."""
     optimizer_bytes: Sums
     """On the GPU: none where the state lives in host memory."""
     state_bytes: Sums
@@ -143,11 +145,12 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         input_bytes=Sums.of(lay(lambda kind: kind.input_bytes * m)),
         queued_bytes=Sums.of(lay(lambda kind: _queued_bytes(kind) * m)),
         parameter_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes)),
-        gradient_bytes=Sums.of(lay(_gradient_bytes)),
+        gradient_bytes=Sums.of(lay(lambda kind: kind.summed_bytes)),
+        reduced_bytes=Sums.of(lay(_reduced_bytes)),
         optimizer_bytes=Sums.of(lay(optimizer_bytes)),
         state_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes)),
         work_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m) + trained(kind, kind.backward_s))),
-        resident_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + _gradient_bytes(kind) + optimizer_bytes(kind))),
+        resident_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.summed_bytes + optimizer_bytes(kind))),
         own_bytes=Sums.of(lay(lambda kind: 0 if on_host else kind.parameter_bytes + kind.optimizer_bytes)),
         host_bytes=Sums.of(lay(lambda kind: kind.optimizer_bytes if on_host else 0)),
         host_copy_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes if on_host else 0)),
@@ -158,8 +161,8 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
     )
 
 
-def _gradient_bytes(kind: SectionKind) -> int:
-    return kind.trainable_bytes if kind.gradient_bytes is None else kind.gradient_bytes
+def _reduced_bytes(kind: SectionKind) -> int:
+    return kind.summed_bytes if kind.reduced_bytes is None else kind.reduced_bytes
 
 
 def _queued_bytes(kind: SectionKind) -> int:

@@ -143,6 +143,7 @@ class Setup:
     unit: float = 1.0
     compiler: Compiler | None = None
     offload: bool = False
+    rounds: bool = False
 
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
@@ -189,6 +190,7 @@ class Setup:
             unit=self.unit,
             compiler=self.compiler,
             offload=self.offload,
+            rounds=self.rounds,
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:

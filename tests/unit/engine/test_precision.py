@@ -143,6 +143,11 @@ def test_half_precision_halves_parameters_and_messages_and_counts_fp32_copies() 
         assert low.optimizer_bytes == full.optimizer_bytes + full.trainable_bytes
 
 
+def test_an_unknown_reduction_is_refused() -> None:
+    with pytest.raises(UsageError, match="fp32, bf16"):
+        Trainer(tiny_gpt2, Tokens(), adamw, 8, reduction="fp16")  # type: ignore[arg-type]
+
+
 def test_an_unknown_precision_is_refused() -> None:
     with pytest.raises(UsageError, match="fp32, bf16, fp16"):
         Trainer(tiny_gpt2, Tokens(), adamw, 8, precision="fp8")  # type: ignore[arg-type]

@@ -5,8 +5,9 @@ import pytest
 
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.core.calibration import Jitter, Link, Network, OptimizerCosts, Ring
-from varuna.core.model import ModelFacts, TiedParameter
+from varuna.core.model import JobFacts, ModelFacts, TiedParameter
 from varuna.core.plan import Plan
+from varuna.planner.choose import plan_run
 from varuna.planner.costs import pipeline_costs
 from varuna.planner.predict import predict
 from varuna.planner.profile import Profile, profile
@@ -148,3 +149,19 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
         assert [parts.reduce_s, parts.optimizer_s] == pytest.approx([7, 3])
         assert parts.transfer_s > 0
         assert 0 < parts.bubble < 1
+
+
+def test_gradients_that_cross_as_bf16_take_half_as_long_and_as_much_memory() -> None:
+    facts = model([section()] * 4)
+    network = Network(link=Link(latency_s=0, bytes_per_s=1e15), rings=(Ring(latency_s=0, bytes_per_s=1200 * MB),))
+    known = calibrated(facts, across_vms=network)
+    two = plan((0,), 4, replicas=2)
+    reduce_s = [
+        pipeline_costs(profile(each, 1), two, gpus_per_vm=1).stages[0].allreduce_s for each in (known, known.rounded())
+    ]
+    assert reduce_s[0] - reduce_s[1] == pytest.approx(200 * MB / (1200 * MB), rel=0.1)  # 200 of 400 MB less
+    job = JobFacts(model=facts, global_batch=8, micro_batch=1, seed=0, steps=1)
+    whole = plan_run(job, workers=2, stages=1, calibration=known)
+    less = plan_run(job.model_copy(update={"reduction": "bf16"}), workers=2, stages=1, calibration=known)
+    assert (whole.replicas, less.replicas) == (1, 2)  # now a second worker is worth its ring
+    assert less.memory_bytes == whole.memory_bytes
