@@ -13,6 +13,7 @@ from varuna.planner.network import network_of, reduce_s
 from varuna.planner.predict import predict
 from varuna.planner.profile import profile
 from varuna.planner.sizing import Size, Sizer
+from varuna.planner.spans import Spans
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.costs import PipelineCosts
 
@@ -60,7 +61,7 @@ def configured(
     micro_batches = -(-global_batch // micro_batch)
     longest = -(-micro_batches // replicas)
     limits = tuple(stash_limit(stages, k, longest, policy) for k in range(stages))
-    sizer = Sizer(at, limit_bytes=None, wanted=limits, least=limits, may_keep=False)
+    sizer = Sizer(Spans(at), wanted=limits, least=limits, may_keep=False)
     ends = (*starts[1:], at.sections)
     plan = Plan(
         stages=stages,

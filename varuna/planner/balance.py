@@ -1,10 +1,14 @@
 """Sections into stages: the contiguous partition with the smallest bottleneck."""
 
+import sys
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
 _NOTHING = 1e-12  # share of the sum that a section counts at least, so that those without cost spread out
+_STRIDE, _GROWTH = 0.02, 3  # of the first stride away from a guess; of each further one
+_FAR = 0.5  # strides beyond which anything goes
+_MOST_S = sys.float_info.max
 
 Weigh = Callable[[int, int, int], float]
 """Seconds of a stage that runs sections [start, stop): ``weigh(stage, start, stop)``; infinite if it does not fit.
@@ -54,17 +58,23 @@ def balance_stages(
         precision: of the bottleneck, relative.
     """
     cuts = cuts_s or (0.0,) * sections
-    low = 0.0
-    best = _fill(weigh, cuts, stages, hint_s) if hint_s else _Probe((), 0.0)
-    if not best.starts:
-        low = best.bottleneck_s
-        best = _fill(weigh, cuts, stages, float("inf"))
-    while best.starts and low < best.bottleneck_s * (1 - precision):
-        probe = _fill(weigh, cuts, stages, (low + best.bottleneck_s) / 2)
+    low, best = 0.0, _Probe((), float("inf"))
+    stride = _STRIDE
+    bound_s = hint_s or float("inf")
+    while low < best.bottleneck_s * (1 - precision):
+        probe = _fill(weigh, cuts, stages, bound_s)
         if probe.starts:
             best = probe
+        elif bound_s == float("inf"):
+            break
         else:
             low = probe.bottleneck_s
+        # A guess is near: stride away from it until the answer lies between, then halve.
+        if best.starts:
+            bound_s = max((low + best.bottleneck_s) / 2, best.bottleneck_s * (1 - stride))
+        else:
+            bound_s = low * (1 + stride) if stride < _FAR else float("inf")
+        stride *= _GROWTH
     return best.starts
 
 
@@ -77,41 +87,49 @@ class _Probe(NamedTuple):
 
 def _fill(weigh: Weigh, cuts_s: Sequence[float], stages: int, bound_s: float) -> _Probe:
     """Give each stage, from the last, as many sections as the bound and the stages before it leave."""
+    bound_s = min(bound_s, _MOST_S)  # what does not fit weighs more
     end = len(cuts_s)
-    length = max(1, end // stages)
+    length = max(1, end // stages)  # about as many sections as in the stage before
     starts: list[int] = []
     bottleneck_s, retry_s = 0.0, float("inf")
     for stage in range(stages - 1, -1, -1):
-        start, beyond_s = _furthest(weigh, stage, end, length, bound_s)
-        retry_s = min(retry_s, beyond_s)
-        while stage and start < end - 1 and cuts_s[start] > bound_s:
-            retry_s = min(retry_s, cuts_s[start])
-            start += 1
-        weight_s = max(weigh(stage, start, end), cuts_s[start] if stage else 0.0)
-        if weight_s > bound_s or weight_s == float("inf"):
+        start = max(stage, end - length) if stage else 0
+        weight_s = weigh(stage, start, end)
+        if stage:
+            start, weight_s, beyond_s = _furthest(weigh, stage, start, end, weight_s, bound_s)
+            if beyond_s < retry_s:
+                retry_s = beyond_s
+            if cuts_s[start] > bound_s:
+                while start < end - 1 and cuts_s[start] > bound_s:
+                    retry_s = min(retry_s, cuts_s[start])
+                    start += 1
+                weight_s = weigh(stage, start, end)
+            if cuts_s[start] > weight_s:
+                weight_s = cuts_s[start]
+        if weight_s > bound_s:
             return _Probe((), min(retry_s, weight_s))
-        bottleneck_s = max(bottleneck_s, weight_s)
+        if weight_s > bottleneck_s:
+            bottleneck_s = weight_s
         starts.append(start)
         length, end = end - start, start
     return _Probe(tuple(reversed(starts)), bottleneck_s)
 
 
-def _furthest(weigh: Weigh, stage: int, end: int, length: int, bound_s: float) -> tuple[int, float]:
-    """First section of the largest stage below the bound, sought from ``length``; and what one more would weigh."""
-    if stage == 0:
-        return 0, float("inf")
-    start = max(stage, end - length)
+def _furthest(
+    weigh: Weigh, stage: int, start: int, end: int, weight_s: float, bound_s: float
+) -> tuple[int, float, float]:
+    """First section of the largest stage below the bound, sought from ``start``; its weight, and one section more's."""
     beyond_s = float("inf")
-    weight_s = weigh(stage, start, end)
-    while start < end - 1 and (weight_s > bound_s or weight_s == float("inf")):
-        beyond_s = weight_s
-        start += 1
-        weight_s = weigh(stage, start, end)
-    if beyond_s < float("inf"):
-        return start, beyond_s
+    if weight_s > bound_s:
+        while start < end - 1 and weight_s > bound_s:
+            beyond_s = weight_s
+            start += 1
+            weight_s = weigh(stage, start, end)
+        return start, weight_s, beyond_s
     while start > stage:
-        more_s = weigh(stage, start - 1, end)
-        if more_s > bound_s or more_s == float("inf"):
-            return start, more_s
+        beyond_s = weigh(stage, start - 1, end)
+        if beyond_s > bound_s:
+            return start, weight_s, beyond_s
         start -= 1
-    return start, float("inf")
+        weight_s = beyond_s
+    return start, weight_s, float("inf")

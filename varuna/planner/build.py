@@ -8,13 +8,14 @@ from itertools import pairwise
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
 from varuna.planner.balance import balance_stages
-from varuna.planner.costs import pipeline_costs
+from varuna.planner.costs import Pricer
 from varuna.planner.estimate import Guess, Shape, is_short, longest_run
 from varuna.planner.profile import Profile
 from varuna.planner.request import PlanRequest
 from varuna.planner.sizing import Size, Sizer, entry_bytes
+from varuna.planner.spans import Spans
 from varuna.schedule.policy import stash_limit
-from varuna.simulator.bounds import lower_bound_s
+from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import PipelineCosts
 
 _FLEXIBLE = ("varuna", "adaptive")  # policies that keep any in-flight limit
@@ -27,14 +28,18 @@ _MUCH = 0.1  # of a worker's memory: a smaller stash is not worth a look at plan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
-    """A plan that fits, its costs, and its bound as ``plan.step_s``."""
+    """Stages that fit, their costs, and their bound; ``Builder.plan`` makes a plan of it."""
 
-    plan: Plan
+    shape: Shape
+    starts: tuple[int, ...]
+    sizes: tuple[Size, ...]
+    split_last: int
     costs: PipelineCosts
     factor: int
     """Of its wanted depths."""
     stash_moves: bool
     """Whether its stash was allowed to wait in host memory."""
+    bound_s: float
     promise_s: float
     """What it will probably take at least: shallow flight never reaches its bound, least of all in short steps."""
     is_short: bool
@@ -57,6 +62,8 @@ class Builder:
 
     def __init__(self, request: PlanRequest, profile: Profile) -> None:
         self.request, self.profile = request, profile
+        self._spans = Spans(profile, limit_bytes=request.limit_bytes, host_limit_bytes=request.host_limit_bytes)
+        self._pricer = Pricer(profile, gpus_per_vm=request.vm_size)
 
     @property
     def may_keep(self) -> bool:
@@ -74,24 +81,24 @@ class Builder:
         return self.misfit(guess.shape)
 
     def others(self, built: Built) -> Iterator[Built]:
-        """Plans of the same shape with other depths, and with the stash in host memory, where they differ."""
-        shape = Shape(built.plan.stages, built.plan.replicas, built.plan.micro_batch)
+        """The same shape with other depths, and with the stash in host memory, where they differ."""
         pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
-        seen = {_kind(built.plan)}
+        seen = {(built.starts, built.sizes)}
         ways = [(factor, built.stash_moves) for factor in self._factors if factor != built.factor]
-        if self.request.stash_moves and not built.stash_moves and self._has_large_stash(built.plan):
+        if self.request.stash_moves and not built.stash_moves and self._has_large_stash(built):
             ways += [(factor, True) for factor in self._factors]
         for factor, moves in ways:
-            other = self._build(shape, factor, pace_s, stash_moves=moves)
-            if other is not None and _kind(other.plan) not in seen:
-                seen.add(_kind(other.plan))
+            other = self._build(built.shape, factor, pace_s, stash_moves=moves)
+            if other is not None and (other.starts, other.sizes) not in seen:
+                seen.add((other.starts, other.sizes))
                 yield other
 
-    def _has_large_stash(self, plan: Plan) -> bool:
+    def _has_large_stash(self, built: Built) -> bool:
         limit_bytes = self.request.limit_bytes
+        ends = (*built.starts[1:], self.profile.sections)
         return limit_bytes is not None and any(
-            depth * entry_bytes(self.profile, plan.sections_of(k)) > _MUCH * limit_bytes
-            for k, depth in enumerate(plan.stash_limits)
+            size.depth * entry_bytes(self.profile, range(start, stop)) > _MUCH * limit_bytes
+            for start, stop, size in zip(built.starts, ends, built.sizes, strict=True)
         )
 
     @cached_property
@@ -116,17 +123,15 @@ class Builder:
             hint_s=hint_s,
             precision=_PRECISION,
         )
-        return self._bounded(self._plan(shape, starts, sizer), factor, stash_moves) if starts else None
+        return self._bounded(shape, starts, sizer, factor, stash_moves) if starts else None
 
     def moved(self, built: Built, starts: tuple[int, ...], factor: int) -> Built | None:
-        """The plan with other boundaries or in-flight depths; None if it does not fit."""
-        plan = built.plan
-        shape = Shape(plan.stages, plan.replicas, plan.micro_batch)
-        sizer = self._sizer(self._depths(shape, factor), stash_moves=built.stash_moves)
-        ends = (*starts[1:], plan.sections)
-        if any(sizer.size(k, starts[k], ends[k]) is None for k in range(plan.stages)):
+        """The same shape with other boundaries or in-flight depths; None if it does not fit."""
+        sizer = self._sizer(self._depths(built.shape, factor), stash_moves=built.stash_moves)
+        ends = (*starts[1:], self.profile.sections)
+        if any(sizer.size(k, starts[k], ends[k]) is None for k in range(built.shape.stages)):
             return None
-        return self._bounded(self._plan(shape, starts, sizer), factor, built.stash_moves)
+        return self._bounded(built.shape, starts, sizer, factor, built.stash_moves)
 
     def misfit(self, shape: Shape) -> Misfit:
         """How much a shape lacks, balanced as if there were memory enough."""
@@ -146,15 +151,11 @@ class Builder:
             missing_bytes=worst - found,
         )
 
-    def _plan(self, shape: Shape, starts: tuple[int, ...], sizer: Sizer) -> Plan:
+    def plan(self, built: Built) -> Plan:
+        """With its bound as ``step_s``."""
+        shape, sizes, starts = built.shape, built.sizes, built.starts
+        sizer = self._sizer(self._depths(shape, built.factor), stash_moves=built.stash_moves)
         ends = (*starts[1:], self.profile.sections)
-        sizes: list[Size] = []
-        most = None
-        for k in reversed(range(shape.stages)):
-            size = sizer.size(k, starts[k], ends[k], most=most)
-            assert size is not None, "the balance fits"
-            sizes.insert(0, size)
-            most = size.depth + sizer.waiting[k]  # more than that would pile up here
         details = [sizer.detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
         return Plan(
             stages=shape.stages,
@@ -169,33 +170,43 @@ class Builder:
             stash_on_device=tuple(size.depth - size.moved for size in sizes)
             if any(size.moved for size in sizes)
             else (),
-            split_last=self._split_last(shape),
+            split_last=built.split_last,
+            step_s=built.bound_s,
             memory_bytes=tuple(detail.total for detail in details),
             host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
         )
 
-    def _bounded(self, plan: Plan, factor: int, stash_moves: bool) -> Built:
-        costs = pipeline_costs(self.profile, plan, gpus_per_vm=self.request.vm_size)
-        longest = len(plan.micro_batches_of(0))
-        bound_s, unlimited_s = (
-            lower_bound_s(
-                costs,
-                micro_batches=longest,
-                stash_limits=limits,
-                policy=plan.policy,
-                split_last=plan.split_last,
-            )
-            for limits in (plan.stash_limits, (longest,) * plan.stages)
+    def _bounded(self, shape: Shape, starts: tuple[int, ...], sizer: Sizer, factor: int, stash_moves: bool) -> Built:
+        sizes = _sizes(sizer, starts, (*starts[1:], self.profile.sections))
+        split_last = self._split_last(shape)
+        costs = self._pricer.costs(
+            starts,
+            sizes,
+            replicas=shape.replicas,
+            micro_batches=-(-self.request.global_batch // shape.micro_batch),
+            splits=split_last > 0,
+        )
+        longest = longest_run(shape, self.request.global_batch)
+        bound_s, unlimited_s = lower_bounds_s(
+            costs,
+            micro_batches=longest,
+            stash_limits=[[size.depth for size in sizes], [longest] * shape.stages],
+            policy=self.request.policy,
+            split_last=split_last,
         )
         share, short_share = _EXCESS.get(factor, (0.0, 0.0))
-        excess = share + short_share * plan.stages / longest
-        excess *= min(1.0, (plan.stages - 1) / _DEEP)
-        short = is_short(Shape(plan.stages, plan.replicas, plan.micro_batch), plan.global_batch)
+        excess = share + short_share * shape.stages / longest
+        excess *= min(1.0, (shape.stages - 1) / _DEEP)
+        short = is_short(shape, self.request.global_batch)
         return Built(
-            plan=plan.model_copy(update={"step_s": bound_s}),
+            shape=shape,
+            starts=starts,
+            sizes=sizes,
+            split_last=split_last,
             costs=costs,
             factor=factor,
             stash_moves=stash_moves,
+            bound_s=bound_s,
             promise_s=bound_s if short else bound_s * (1 + excess),
             is_short=short,
             unlimited_s=unlimited_s,
@@ -225,9 +236,7 @@ class Builder:
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
         return Sizer(
-            self.profile,
-            limit_bytes=None if unlimited else self.request.limit_bytes,
-            host_limit_bytes=None if unlimited else self.request.host_limit_bytes,
+            Spans(self.profile) if unlimited else self._spans,
             wanted=wanted,
             least=least,
             may_keep=self.may_keep,
@@ -235,5 +244,13 @@ class Builder:
         )
 
 
-def _kind(plan: Plan) -> tuple[tuple[int, ...], ...]:
-    return plan.starts, plan.stash_limits, plan.kept, plan.stash_on_device
+def _sizes(sizer: Sizer, starts: tuple[int, ...], ends: tuple[int, ...]) -> tuple[Size, ...]:
+    """Of stages that fit, none deeper than what the one behind it lets through."""
+    sizes: list[Size] = []
+    most = None
+    for k in reversed(range(len(starts))):
+        size = sizer.size(k, starts[k], ends[k], most=most)
+        assert size is not None, "the balance fits"
+        sizes.append(size)
+        most = size.depth + sizer.waiting[k]  # more than that would pile up here
+    return tuple(reversed(sizes))

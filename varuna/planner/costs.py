@@ -1,127 +1,160 @@
 """What the simulator is told about a plan: seconds and bytes of its stages and links."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
+from operator import sub
 
 from varuna.core.plan import Plan
 from varuna.planner.network import crossings, link_of, reduce_s
 from varuna.planner.profile import Profile
-from varuna.planner.sizing import crossing_time_s
+from varuna.planner.sizing import Size, crossing_time_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
 
 
 def pipeline_costs(profile: Profile, plan: Plan, *, gpus_per_vm: int) -> PipelineCosts:
     """Costs of one replica of ``plan``, whose micro-batches have the profile's size."""
-    spans = [plan.sections_of(k) for k in range(plan.stages)]
-    return PipelineCosts(
-        stages=tuple(_stage_costs(profile, plan, k, gpus_per_vm) for k in range(plan.stages)),
-        links=tuple(
-            _link_costs(profile, span.start - 1, crosses)
-            for span, crosses in zip(spans[1:], crossings(plan.stages, plan.replicas, gpus_per_vm), strict=True)
-        ),
-        tied=_tied_costs(profile, plan, spans, gpus_per_vm),
-        optimizer_s=max(_optimizer_s(profile, span) for span in spans) + _vote_s(profile, plan, gpus_per_vm),
-    )
-
-
-def _stage_costs(profile: Profile, plan: Plan, stage: int, gpus_per_vm: int) -> StageCosts:
-    span, kept, action_s = plan.sections_of(stage), plan.kept_sections_of(stage), profile.calibration.action_s
-    moved_s = action_s + (profile.calibration.hand_over_s if plan.stages > 1 else 0.0)
-    recomputed = range(span.start, kept.start)
-    kept_bytes = int(profile.activation_bytes.over(kept))
-    forward_s = profile.forward_s.over(recomputed) + profile.record_s.over(kept) + moved_s
-    recompute_s = profile.recompute_s.over(recomputed) + action_s
-    backward_s = profile.backward_s.over(span) + moved_s
-    if plan.stash_on_device:  # copies hide behind computation; where they take longer, R waits for its input
-        depth = plan.stash_limits[stage]
-        crossing_s = crossing_time_s(profile, span, moved=depth - plan.stash_on_device[stage], depth=depth)
-        recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
-    return StageCosts(
-        forward_s=forward_s,
-        recompute_s=recompute_s,
-        backward_s=backward_s,
-        input_s=profile.input_s.over(span) + moved_s,
-        weight_s=profile.weight_s.over(span) + action_s,
-        record_s=profile.record_s.over(span) + moved_s,
-        allreduce_s=_exposed_reduce_s(profile, plan, span, gpus_per_vm),
-        keeps_all=plan.keeps_all(stage),
-        stash_bytes=kept_bytes + (profile.boundary_bytes[span.start - 1] if span.start else 0),
-        live_bytes=int(profile.activation_bytes.over(span)) - kept_bytes,
-    )
-
-
-def _exposed_reduce_s(profile: Profile, plan: Plan, span: range, gpus_per_vm: int) -> float:
-    """From the end of the stage's last backward to the end of its last all-reduce.
-
-    Sections are reduced one after another, the last one first, each as soon as its last backward is through.
-    """
-    if plan.replicas == 1:
-        return 0.0
-    backward = profile.weight_s if plan.split_last else profile.backward_s
-    rings_s: dict[float, float] = {}
-    done_s = reduced_s = 0.0
-    for section in reversed(span):
-        size_bytes = profile.reduced_bytes.values[section]
-        if size_bytes not in rings_s:
-            rings_s[size_bytes] = reduce_s(
-                profile.calibration,
-                size_bytes,
-                stages=plan.stages,
-                replicas=plan.replicas,
-                gpus_per_vm=gpus_per_vm,
-                members=plan.replicas,
-            )
-        done_s += backward.values[section]
-        reduced_s = max(reduced_s, done_s) + rings_s[size_bytes]
-    return reduced_s - done_s
-
-
-def _vote_s(profile: Profile, plan: Plan, gpus_per_vm: int) -> float:
-    """The all-reduce over all ranks that ends a step: norms by section, loss and weight by micro-batch."""
-    return reduce_s(
-        profile.calibration,
-        8 * (profile.sections + 2 * plan.micro_batches),
-        stages=plan.stages,
+    limits, none = plan.stash_limits, (0,) * plan.stages
+    sizes = map(Size, limits, plan.kept or none, map(sub, limits, plan.stash_on_device or limits))
+    return Pricer(profile, gpus_per_vm=gpus_per_vm).costs(
+        plan.starts,
+        tuple(sizes),
         replicas=plan.replicas,
-        gpus_per_vm=gpus_per_vm,
-        members=plan.workers,
+        micro_batches=plan.micro_batches,
+        splits=plan.split_last > 0,
     )
 
 
-def _link_costs(profile: Profile, section: int, crosses: bool) -> LinkCosts:
-    link = link_of(profile.calibration, crosses=crosses)
-    return LinkCosts(
-        latency_s=link.latency_s,
-        activation_s=profile.boundary_bytes[section] / link.bytes_per_s,
-        gradient_s=profile.gradient_boundary_bytes[section] / link.bytes_per_s,
-        jitter=link.jitter,
-    )
+class Pricer:
+    """Costs of many plans of one profile: what they share is looked up once."""
 
+    def __init__(self, profile: Profile, *, gpus_per_vm: int) -> None:
+        self._profile, self._gpus_per_vm = profile, gpus_per_vm
+        self._links: dict[tuple[int, bool], LinkCosts] = {}
 
-def _optimizer_s(profile: Profile, span: range) -> float:
-    optimizer = profile.calibration.optimizer
-    state_bytes = profile.state_bytes.over(span)
-    seconds = optimizer.fixed_s
-    if optimizer.bytes_per_s is not None:
-        seconds += (state_bytes + profile.gradient_bytes.over(span)) / optimizer.bytes_per_s
-    if optimizer.host_bytes_per_s is not None:
-        there_and_back = 2 * (state_bytes - profile.parameter_bytes.over(span))
-        seconds += there_and_back / optimizer.host_bytes_per_s
-    return seconds
+    def costs(
+        self, starts: Sequence[int], sizes: Sequence[Size], *, replicas: int, micro_batches: int, splits: bool
+    ) -> PipelineCosts:
+        """Costs of one replica.
 
+        Args:
+            starts: first section of each stage.
+            sizes: of each stage.
+            replicas: D.
+            micro_batches: of a step over all replicas.
+            splits: some backwards run as I and W.
+        """
+        profile, stages = self._profile, len(starts)
+        ends = (*starts[1:], profile.sections)
+        rings_s = self._rings_s(stages, replicas) if replicas > 1 else []
+        crossed = crossings(stages, replicas, self._gpus_per_vm)
+        return PipelineCosts(
+            stages=tuple(
+                self._stage(start, stop, size, stages > 1, rings_s, splits)
+                for start, stop, size in zip(starts, ends, sizes, strict=True)
+            ),
+            links=tuple(self._link(start - 1, crosses) for start, crosses in zip(starts[1:], crossed, strict=True)),
+            tied=self._tied(starts, replicas),
+            optimizer_s=self._optimizer_s(starts, ends) + self._vote_s(stages, replicas, micro_batches),
+        )
 
-def _tied_costs(profile: Profile, plan: Plan, spans: Sequence[range], gpus_per_vm: int) -> tuple[TiedCosts, ...]:
-    """Exchanges of the gradients of tied parameters between the stages that hold them."""
-    found = []
-    for tied in profile.calibration.tied:
-        holders = tuple(k for k, span in enumerate(spans) if any(section in span for section in tied.sections))
-        if len(holders) > 1:
-            exchange_s = reduce_s(
-                profile.calibration,
-                tied.size_bytes,
-                stages=plan.stages,
-                replicas=plan.replicas,
-                gpus_per_vm=gpus_per_vm,
-                members=len(holders),
+    def _stage(
+        self, start: int, stop: int, size: Size, is_one_of_many: bool, rings_s: Sequence[float], splits: bool
+    ) -> StageCosts:
+        profile, action_s = self._profile, self._profile.calibration.action_s
+        moved_s = action_s + (profile.calibration.hand_over_s if is_one_of_many else 0.0)
+        forward, record, recompute = profile.forward_s.before, profile.record_s.before, profile.recompute_s.before
+        backward, inputs, weights = profile.backward_s.before, profile.input_s.before, profile.weight_s.before
+        activations = profile.activation_bytes.before
+        first_kept = stop - size.kept
+        forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + moved_s
+        recompute_s = recompute[first_kept] - recompute[start] + action_s
+        backward_s = backward[stop] - backward[start] + moved_s
+        if size.moved:  # copies hide behind computation; where they take longer, R waits for its input
+            crossing_s = crossing_time_s(profile, range(start, stop), moved=size.moved, depth=size.depth)
+            recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
+        return StageCosts(
+            forward_s=forward_s,
+            recompute_s=recompute_s,
+            backward_s=backward_s,
+            input_s=inputs[stop] - inputs[start] + moved_s,
+            weight_s=weights[stop] - weights[start] + action_s,
+            record_s=record[stop] - record[start] + moved_s,
+            allreduce_s=self._exposed_reduce_s(start, stop, rings_s, splits) if rings_s else 0.0,
+            keeps_all=first_kept == start,
+            stash_bytes=int(activations[stop] - activations[first_kept])
+            + (profile.boundary_bytes[start - 1] if start else 0),
+            live_bytes=int(activations[first_kept] - activations[start]),
+        )
+
+    def _exposed_reduce_s(self, start: int, stop: int, rings_s: Sequence[float], splits: bool) -> float:
+        """From the end of the stage's last backward to the end of its last all-reduce.
+
+        Sections are reduced one after another, the last one first, each as soon as its last backward is through.
+        """
+        backward = (self._profile.weight_s if splits else self._profile.backward_s).values
+        done_s = reduced_s = 0.0
+        for section in range(stop - 1, start - 1, -1):
+            done_s += backward[section]
+            reduced_s = (done_s if done_s > reduced_s else reduced_s) + rings_s[section]
+        return reduced_s - done_s
+
+    def _rings_s(self, stages: int, replicas: int) -> list[float]:
+        """All-reduce of each section."""
+        sizes = self._profile.reduced_bytes.values
+        by_size = {size: self._reduce_s(size, stages, replicas, members=replicas) for size in set(sizes)}
+        return [by_size[size] for size in sizes]
+
+    def _vote_s(self, stages: int, replicas: int, micro_batches: int) -> float:
+        """The all-reduce over all ranks that ends a step: norms by section, loss and weight by micro-batch."""
+        size_bytes = 8 * (self._profile.sections + 2 * micro_batches)
+        return self._reduce_s(size_bytes, stages, replicas, members=stages * replicas)
+
+    def _reduce_s(self, size_bytes: float, stages: int, replicas: int, *, members: int) -> float:
+        return reduce_s(
+            self._profile.calibration,
+            size_bytes,
+            stages=stages,
+            replicas=replicas,
+            gpus_per_vm=self._gpus_per_vm,
+            members=members,
+        )
+
+    def _link(self, section: int, crosses: bool) -> LinkCosts:
+        """Behind a section."""
+        known = self._links.get((section, crosses))
+        if known is None:
+            profile = self._profile
+            link = link_of(profile.calibration, crosses=crosses)
+            known = self._links[section, crosses] = LinkCosts(
+                latency_s=link.latency_s,
+                activation_s=profile.boundary_bytes[section] / link.bytes_per_s,
+                gradient_s=profile.gradient_boundary_bytes[section] / link.bytes_per_s,
+                jitter=link.jitter,
             )
-            found.append(TiedCosts(stages=holders, exchange_s=exchange_s))
-    return tuple(found)
+        return known
+
+    def _optimizer_s(self, starts: Sequence[int], ends: Sequence[int]) -> float:
+        """Of the slowest stage."""
+        optimizer, profile = self._profile.calibration.optimizer, self._profile
+        state, gradients, parameters = (
+            sums.before for sums in (profile.state_bytes, profile.gradient_bytes, profile.parameter_bytes)
+        )
+        spans = list(zip(starts, ends, strict=True))
+        here_s, streamed_s = [0.0] * len(spans), [0.0] * len(spans)
+        if optimizer.bytes_per_s is not None:
+            rate = optimizer.bytes_per_s
+            here_s = [(state[b] - state[a] + (gradients[b] - gradients[a])) / rate for a, b in spans]
+        if optimizer.host_bytes_per_s is not None:
+            rate = optimizer.host_bytes_per_s
+            streamed_s = [2 * (state[b] - state[a] - (parameters[b] - parameters[a])) / rate for a, b in spans]
+        return max(optimizer.fixed_s + here + streamed for here, streamed in zip(here_s, streamed_s, strict=True))
+
+    def _tied(self, starts: Sequence[int], replicas: int) -> tuple[TiedCosts, ...]:
+        """Exchanges of the gradients of tied parameters between the stages that hold them."""
+        found = []
+        for tied in self._profile.calibration.tied:
+            holders = tuple(sorted({bisect_right(starts, section) - 1 for section in tied.sections}))
+            if len(holders) > 1:
+                exchange_s = self._reduce_s(tied.size_bytes, len(starts), replicas, members=len(holders))
+                found.append(TiedCosts(stages=holders, exchange_s=exchange_s))
+        return tuple(found)

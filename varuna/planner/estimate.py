@@ -1,5 +1,6 @@
 """A first guess at every shape P x D, in a few microseconds: which ones are worth a closer look."""
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from operator import sub
@@ -26,6 +27,13 @@ class Shape(NamedTuple):
 
     stages: int
     replicas: int
+    micro_batch: int
+
+
+class Depth(NamedTuple):
+    """P stages with any number of replicas."""
+
+    stages: int
     micro_batch: int
 
 
@@ -71,7 +79,17 @@ class Guesser:
         )
         pairs = zip(profile.resident_bytes.values, profile.own_bytes.values, strict=True)
         needs = [resident + own for resident, own in pairs]
+        self._odd = list(accumulate((1 / (_DEPTH_FACTOR * b + 1) for b in range(profile.sections + 1)), initial=0.0))
         self._needs = list(accumulate((needs[i] for i in _heavy(needs)), initial=0.0))
+
+    def least_score(self, stages: int) -> float:
+        """Below that of any guess: all workers in use, and rings that take no time."""
+        request = self.request
+        micro_batches = -(-request.global_batch // self.profile.micro_batch)
+        bottleneck_s, way_s = self._bottleneck_s(stages), self._way_s(stages)
+        if request.objective == "dollar":
+            return stages * (micro_batches * bottleneck_s + way_s)
+        return -(-micro_batches // min(request.workers // stages, micro_batches)) * bottleneck_s + way_s
 
     def guesses(self, stages: int) -> list[Guess]:
         """P stages that are perfectly balanced, and keep what memory could hold: the best D, and others near it.
@@ -136,12 +154,12 @@ class Guesser:
 
     def _bottleneck_s(self, stages: int) -> float:
         """At least one stage has S / P sections or more, and the mean stage has 1 / P of the work."""
-        profile, share = self.profile, self._recomputed(stages)
+        profile, share = self.profile, self.recomputed(stages)
         mean_s = (profile.work_s.before[-1] + share * profile.recompute_s.before[-1]) / stages
         window_s = _least_window(self._work, stages) + share * _least_window(self._recompute, stages)
         return max(window_s, mean_s) + 2 * profile.calibration.action_s
 
-    def _recomputed(self, stages: int) -> float:
+    def recomputed(self, stages: int) -> float:
         """Share of the work that is recomputed, if all stages were average."""
         limit_bytes = self.request.limit_bytes
         if not self.may_keep or limit_bytes is None:
@@ -151,11 +169,18 @@ class Guesser:
         activations = profile.activation_bytes.before[-1] / stages
         room = limit_bytes - profile.calibration.hardware.reserved_bytes - state / stages - activations
         boundary = min(profile.boundary_bytes[:-1], default=0)
-        share = 0.0
-        for behind in range(2, stages + 1):  # stages from here to the last
-            depth = _DEPTH_FACTOR * behind + 2
-            spare = max(0.0, room - depth * boundary)
-            share += max(0.0, 1.0 - spare / ((depth - 1) * activations)) if activations else 0.0
+        if not activations:
+            return 0.0
+        # Of b stages from here to the last, 2 b + 2 boundaries are held, and 2 b + 1 sets of activations may be kept:
+        # the share recomputed is 1 - (room - (2 b + 2) boundary) / ((2 b + 1) activations), within 0 and 1.
+        rest = room - boundary
+        none_from = stages + 1 if room <= 0 or not boundary else int((room / boundary - _DEPTH_FACTOR) / _DEPTH_FACTOR)
+        none_from = min(max(2, none_from + 1), stages + 1) if room > 0 else 2  # first b for which nothing is kept
+        all_below = (rest / (activations + boundary) - 1) / _DEPTH_FACTOR  # all is kept up to there
+        some_from = min(max(2, math.ceil(all_below)), none_from)
+        share = stages + 1.0 - none_from
+        share += (none_from - some_from) * (1 + boundary / activations)
+        share -= (self._odd[none_from] - self._odd[some_from]) * rest / activations
         return share / stages
 
     def _way_s(self, stages: int) -> float:

@@ -6,7 +6,7 @@ from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.value import Value
 from varuna.planner.build import Builder, Misfit
-from varuna.planner.estimate import Guess, Guesser
+from varuna.planner.estimate import Depth, Guesser
 from varuna.planner.micro_batch import candidate_sizes
 from varuna.planner.profile import profile
 from varuna.planner.request import PlanRequest
@@ -25,11 +25,20 @@ class Rejection(Value):
     missing_bytes: int | None = Field(default=None, description="at the worst stage; None if memory is not why")
 
 
+class Outpaced(Value):
+    """A plan that was not simulated: its bound cannot win."""
+
+    stages: int
+    replicas: int
+    micro_batch: int
+    at_least_s: float
+
+
 class Ranking(Value):
     """What the sweep found."""
 
     plans: tuple[Plan, ...] = Field(description="simulated, best first")
-    outpaced: tuple[Plan, ...] = Field(description="not simulated: their step_s is a lower bound")
+    outpaced: tuple[Outpaced, ...]
     rejected: tuple[Rejection, ...]
 
 
@@ -53,39 +62,41 @@ def rank_plans(request: PlanRequest) -> Ranking:
 
 def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...]) -> Ranking:
     builders: dict[int, Builder] = {}
-    guesses: list[Guess] = []
+    guessers: dict[int, Guesser] = {}
+    possible: list[Depth] = []
     misfits: list[Misfit] = []
     for m in sizes:
         builder = builders[m] = Builder(request, profile(request.calibration, m))
-        guesser = Guesser(request, builder.profile, may_keep=builder.may_keep)
+        guesser = guessers[m] = Guesser(request, builder.profile, may_keep=builder.may_keep)
         for stages in depths:
             if guesser.fits(stages):
-                guesses.extend(guesser.guesses(stages))
+                possible.append(Depth(stages, m))
             elif m == sizes[0]:  # the closest miss
                 misfits.append(builder.misfit(guesser.guesses(stages)[0].shape))
-    found = search(request, builders, guesses)
+    found = search(request, builders, guessers, possible)
     shown = min(request.wanted, len(found.plans))
     plans = [*(with_best_split(builders[plan.micro_batch], plan) for plan in found.plans[:shown]), *found.plans[shown:]]
-    fitting = {plan.stages for plan in (*plans, *found.bounded)}
-    possible = fitting | {guess.shape.stages for guess in found.guessed}
-    shallow = _shallow(builders, found.guessed, min(fitting, default=0))
-    possible -= {misfit.shape.stages for misfit in shallow} - fitting
+    fitting = {plan.stages for plan in plans} | {built.shape.stages for built in found.bounded}
+    shallow = _shallow(builders, guessers, found.guessed, min(fitting, default=0))
+    unseen = {depth.stages for depth in found.guessed} - {misfit.shape.stages for misfit in shallow}
     return Ranking(
         plans=_best_first(request, plans),
-        outpaced=found.bounded,
-        rejected=_rejections([*misfits, *found.misfits, *shallow], possible),
+        outpaced=tuple(Outpaced(**built.shape._asdict(), at_least_s=built.bound_s) for built in found.bounded),
+        rejected=_rejections([*misfits, *found.misfits, *shallow], fitting | unseen),
     )
 
 
-def _shallow(builders: dict[int, Builder], guessed: tuple[Guess, ...], deepest: int) -> list[Misfit]:
+def _shallow(
+    builders: dict[int, Builder], guessers: dict[int, Guesser], guessed: frozenset[Depth], deepest: int
+) -> list[Misfit]:
     """Why depths below all that fit are not among them: the search passed them over, but people ask."""
     smallest = min(builders)
-    found = []
-    for guess in sorted(guessed, key=lambda guess: guess.shape.stages):
-        if guess.shape.stages < deepest and guess.shape.micro_batch == smallest:
+    found: list[Misfit] = []
+    for stages in sorted(depth.stages for depth in guessed if depth.micro_batch == smallest):
+        for guess in guessers[smallest].guesses(stages) if stages < deepest else ():
             outcome = builders[smallest].first(guess)
             if not isinstance(outcome, Misfit):
-                break
+                return found
             found.append(outcome)
     return found
 

@@ -6,7 +6,6 @@ Other depths, one section moved over a boundary and another drain split find bac
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from varuna.core.plan import Plan
@@ -38,46 +37,46 @@ def polished(builder: Builder, built: Built, plan: Plan) -> Walk:
         plan: with its simulated ``step_s``.
     """
     first = with_best_split(builder, plan)
-    walker = _Walker(builder, replace(built, plan=first))
+    walker = _Walker(builder, built, first)
     while walker.step():
         pass
-    found = walker.here.plan
+    found = walker.plan
     return Walk(first if found is first else with_best_split(builder, found), walker.forwards)
 
 
 class _Walker:
-    def __init__(self, builder: Builder, here: Built) -> None:
-        self.here = here
-        """With its simulated ``step_s``."""
-        self.forwards = 4 * here.plan.stages * len(here.plan.micro_batches_of(0))  # for the drain split before it
-        self._builder = builder
-        self._tried = {(here.plan.starts, here.factor)}
+    def __init__(self, builder: Builder, here: Built, plan: Plan) -> None:
+        self.plan = plan
+        """Here, with its simulated ``step_s``."""
+        self.forwards = 4 * plan.stages * len(plan.micro_batches_of(0))  # for the drain split before it
+        self._builder, self._here = builder, here
+        self._tried = {(here.starts, here.factor)}
 
     def step(self) -> bool:
         """Go to the first neighbour that is better, if there is one within reach."""
-        for move in _moves(self.here, deepens=self._builder.may_keep):
-            near = None if move in self._tried else self._builder.moved(self.here, *move)
+        for move in _moves(self._here, sections=self.plan.sections, deepens=self._builder.may_keep):
+            near = None if move in self._tried else self._builder.moved(self._here, *move)
             self._tried.add(move)
-            if near is None or near.plan.step_s >= self.here.plan.step_s:
+            if near is None or near.bound_s >= self.plan.step_s:
                 continue
             if self.forwards > _FORWARDS:
                 return False
-            plan = near.plan.model_copy(update={"split_last": self.here.plan.split_last})
+            plan = self._builder.plan(near).model_copy(update={"split_last": self.plan.split_last})
             self.forwards += plan.stages * len(plan.micro_batches_of(0))
             plan = plan.model_copy(update={"step_s": predict(near.costs, plan).step_s})
-            if plan.step_s < self.here.plan.step_s:
-                self.here = replace(near, plan=plan)
+            if plan.step_s < self.plan.step_s:
+                self._here, self.plan = near, plan
                 return True
         return False
 
 
-def _moves(here: Built, *, deepens: bool) -> Iterator[_Move]:
+def _moves(here: Built, *, sections: int, deepens: bool) -> Iterator[_Move]:
     """Other depths; then one boundary moved by one section."""
-    plan, factor = here.plan, here.factor
+    starts, factor = here.starts, here.factor
     if deepens:
-        yield from ((plan.starts, other) for other in _FACTORS if other != factor)
-    ends = (*plan.starts[1:], plan.sections)
-    for k in range(1, plan.stages):
-        for start in (plan.starts[k] - 1, plan.starts[k] + 1):
-            if plan.starts[k - 1] < start < ends[k]:
-                yield (*plan.starts[:k], start, *plan.starts[k + 1 :]), factor
+        yield from ((starts, other) for other in _FACTORS if other != factor)
+    ends = (*starts[1:], sections)
+    for k in range(1, len(starts)):
+        for start in (starts[k] - 1, starts[k] + 1):
+            if starts[k - 1] < start < ends[k]:
+                yield (*starts[:k], start, *starts[k + 1 :]), factor

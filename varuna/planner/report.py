@@ -1,12 +1,13 @@
 """A ranking as people and programs read it: what each plan takes, holds and costs, and why the others lost."""
 
+from operator import attrgetter
+
 from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
 from varuna.planner.costs import pipeline_costs
-from varuna.planner.estimate import Shape
-from varuna.planner.plans import Ranking, Rejection
+from varuna.planner.plans import Outpaced, Ranking, Rejection
 from varuna.planner.predict import Breakdown, predict
 from varuna.planner.profile import profile
 from varuna.planner.request import PlanRequest
@@ -59,15 +60,6 @@ class PlanReport(Value):
     snapshot_s: float | None = Field(description="copying the largest stage out for a checkpoint")
 
 
-class OutpacedReport(Value):
-    """A plan that was not simulated: its bound cannot win."""
-
-    stages: int
-    replicas: int
-    micro_batch: int
-    at_least_s: float
-
-
 class RankingReport(Value):
     """Everything that ``varuna plan`` prints."""
 
@@ -80,7 +72,7 @@ class RankingReport(Value):
     memory_bytes: int | None = Field(description="of a GPU; null: unlimited")
     objective: str
     plans: tuple[PlanReport, ...] = Field(description="best first")
-    outpaced: tuple[OutpacedReport, ...]
+    outpaced: tuple[Outpaced, ...]
     rejected: tuple[Rejection, ...]
 
 
@@ -109,24 +101,23 @@ def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | No
         memory_bytes=request.limit_bytes,
         objective=request.objective,
         plans=tuple(plans),
-        outpaced=tuple(
-            OutpacedReport(
-                stages=shape.stages, replicas=shape.replicas, micro_batch=shape.micro_batch, at_least_s=at_least_s
-            )
-            for shape, at_least_s in _outpaced(request, ranking)
-        ),
+        outpaced=_outpaced(request, ranking),
         rejected=ranking.rejected,
     )
 
 
-def _outpaced(request: PlanRequest, ranking: Ranking) -> list[tuple[Shape, float]]:
+def _outpaced(request: PlanRequest, ranking: Ranking) -> tuple[Outpaced, ...]:
     """Best entry of each depth that is not among the plans shown, by bound."""
     known = {plan.stages for plan in ranking.plans[: request.wanted]}
-    best: dict[int, tuple[Shape, float]] = {}
-    for plan in (*ranking.plans[request.wanted :], *ranking.outpaced):
-        if plan.stages not in known and plan.step_s < best.get(plan.stages, (None, float("inf")))[1]:
-            best[plan.stages] = (Shape(plan.stages, plan.replicas, plan.micro_batch), plan.step_s)
-    return sorted(best.values(), key=lambda entry: entry[1])
+    slower = [
+        Outpaced(stages=plan.stages, replicas=plan.replicas, micro_batch=plan.micro_batch, at_least_s=plan.step_s)
+        for plan in ranking.plans[request.wanted :]
+    ]
+    best: dict[int, Outpaced] = {}
+    for entry in sorted((*slower, *ranking.outpaced), key=attrgetter("at_least_s")):
+        if entry.stages not in known:
+            best.setdefault(entry.stages, entry)
+    return tuple(best.values())
 
 
 def _breakdown(request: PlanRequest, plan: Plan) -> Breakdown:

@@ -1,6 +1,6 @@
 """Best first: a guess at every shape is refined into a plan with a bound, and then simulated, only while it may win."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -8,7 +8,7 @@ from operator import itemgetter
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder, Built, Misfit
-from varuna.planner.estimate import Guess
+from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
 from varuna.planner.predict import predict
 from varuna.planner.request import PlanRequest
@@ -29,22 +29,25 @@ class Found:
 
     plans: tuple[Plan, ...]
     """Simulated, best first, one for each depth."""
-    bounded: tuple[Plan, ...]
-    """Built, but their bounds cannot win."""
-    guessed: tuple[Guess, ...]
-    """Not even built."""
+    bounded: tuple[Built, ...]
+    """Their bounds cannot win; one for each shape."""
+    guessed: frozenset[Depth]
+    """Not even built, with some D at least."""
     misfits: tuple[Misfit, ...]
 
 
-def search(request: PlanRequest, builders: dict[int, Builder], guesses: list[Guess]) -> Found:
+def search(
+    request: PlanRequest, builders: dict[int, Builder], guessers: dict[int, Guesser], depths: Sequence[Depth]
+) -> Found:
     """Refine until the best plans of ``request.wanted`` depths are known.
 
     Args:
         request: what is asked for.
         builders: by micro-batch size.
-        guesses: one for each shape worth a thought.
+        guessers: likewise.
+        depths: all that may fit.
     """
-    return _Search(request, builders, guesses).run()
+    return _Search(request, builders, guessers, depths).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,21 +57,27 @@ class _Others:
     built: Built
 
 
-_Entry = Guess | Built | _Others | Plan
+_Entry = Depth | Guess | Built | _Others | Plan
 
 
 class _Search:
-    def __init__(self, request: PlanRequest, builders: dict[int, Builder], guesses: list[Guess]) -> None:
+    def __init__(
+        self,
+        request: PlanRequest,
+        builders: dict[int, Builder],
+        guessers: dict[int, Guesser],
+        depths: Sequence[Depth],
+    ) -> None:
         self._request = request
-        self._builders = builders
+        self._builders, self._guessers = builders, guessers
         self._order = count()
         self._queue: list[tuple[float, int, _Entry]] = [
-            (self._score(guess.shape.stages * guess.shape.replicas, guess.step_s * _OPTIMISM), next(self._order), guess)
-            for guess in guesses
+            (guessers[depth.micro_batch].least_score(depth.stages) * _OPTIMISM, next(self._order), depth)
+            for depth in depths
         ]
         heapify(self._queue)
-        self._best: dict[tuple[int, int, int], Plan] = {}  # simulated, by shape
-        self._origins: dict[tuple[int, int, int], Built] = {}  # of those plans
+        self._best: dict[Shape, Plan] = {}  # simulated, by shape
+        self._origins: dict[Shape, Built] = {}  # of those plans
         self._misfits: list[Misfit] = []
         self._spent = 0  # forwards simulated
 
@@ -83,11 +92,14 @@ class _Search:
                 break
             if _depth(entry) in ranked and not is_enough:  # with another D or m it is slower
                 continue
-            if isinstance(entry, Guess):
+            if isinstance(entry, Depth):
+                for guess in self._guessers[entry.micro_batch].guesses(entry.stages):
+                    self._push(guess.shape, guess.step_s * _OPTIMISM, guess)
+            elif isinstance(entry, Guess):
                 self._build(entry)
             elif isinstance(entry, _Others):
-                for other in self._builders[entry.built.plan.micro_batch].others(entry.built):
-                    self._push(other.plan, other.promise_s, other)
+                for other in self._builders[entry.built.shape.micro_batch].others(entry.built):
+                    self._push(other.shape, other.promise_s, other)
             elif isinstance(entry, Built):
                 self._simulate(entry, score)
             elif self._best[_shape(entry)] is entry:
@@ -103,7 +115,7 @@ class _Search:
         for shape, score in sorted(scores.items(), key=itemgetter(1)):
             built = self._origins[shape]
             if score <= near and built.is_short and left > 0:
-                walk = polished(self._builders[shape[2]], built, self._best[shape])
+                walk = polished(self._builders[shape.micro_batch], built, self._best[shape])
                 self._best[shape] = walk.plan
                 left -= walk.forwards
 
@@ -115,8 +127,12 @@ class _Search:
         rest = [entry for entry in queued if _depth(entry) not in plans]
         return Found(
             plans=tuple(plans.values()),
-            bounded=tuple(self._unseen(entry.plan for entry in rest if isinstance(entry, Built))),
-            guessed=tuple(entry for entry in rest if isinstance(entry, Guess)),
+            bounded=tuple(self._unseen(entry for entry in rest if isinstance(entry, Built))),
+            guessed=frozenset(
+                Depth(entry.shape.stages, entry.shape.micro_batch) if isinstance(entry, Guess) else entry
+                for entry in rest
+                if isinstance(entry, Guess | Depth)
+            ),
             misfits=tuple(self._misfits),
         )
 
@@ -125,45 +141,45 @@ class _Search:
         if isinstance(outcome, Misfit):
             self._misfits.append(outcome)
         else:
-            self._push(outcome.plan, outcome.promise_s, outcome)
+            self._push(outcome.shape, outcome.promise_s, outcome)
             others_s = outcome.unlimited_s
             if not outcome.is_short:
                 others_s = min(outcome.promise_s * _OTHERS, others_s)
-            self._push(outcome.plan, others_s, _Others(outcome))
+            self._push(outcome.shape, others_s, _Others(outcome))
 
     def _simulate(self, built: Built, score: float) -> None:
-        known = self._best.get(_shape(built.plan))
+        known = self._best.get(built.shape)
         slack = 1.0 if built.is_short else _ANOMALY
         if known is not None and score > slack * self._score(known.workers, known.step_s):
             return
-        self._spent += built.plan.stages * min(len(built.plan.micro_batches_of(0)), 4 * built.plan.stages)
-        plan = built.plan.model_copy(update={"step_s": predict(built.costs, built.plan).step_s})
+        plan = self._builders[built.shape.micro_batch].plan(built)
+        self._spent += plan.stages * min(len(plan.micro_batches_of(0)), 4 * plan.stages)
+        plan = plan.model_copy(update={"step_s": predict(built.costs, plan).step_s})
         if known is None or plan.step_s < known.step_s:
-            self._best[_shape(plan)] = plan
-            self._origins[_shape(plan)] = built
-            self._push(plan, plan.step_s, plan)
+            self._best[built.shape] = plan
+            self._origins[built.shape] = built
+            self._push(built.shape, plan.step_s, plan)
 
-    def _unseen(self, plans: Iterator[Plan]) -> Iterator[Plan]:
-        """One plan for each shape that has none."""
+    def _unseen(self, entries: Iterator[Built]) -> Iterator[Built]:
+        """One for each shape that has no plan."""
         seen = set(self._best)
-        for plan in plans:
-            if _shape(plan) not in seen:
-                seen.add(_shape(plan))
-                yield plan
+        for built in entries:
+            if built.shape not in seen:
+                seen.add(built.shape)
+                yield built
 
-    def _push(self, plan: Plan, step_s: float, entry: _Entry) -> None:
-        heappush(self._queue, (self._score(plan.workers, step_s), next(self._order), entry))
+    def _push(self, shape: Shape, step_s: float, entry: _Entry) -> None:
+        heappush(self._queue, (self._score(shape.stages * shape.replicas, step_s), next(self._order), entry))
 
     def _score(self, workers: int, step_s: float) -> float:
         return self._request.score(workers, step_s)
 
 
 def _depth(entry: _Entry) -> int:
-    if isinstance(entry, Guess):
-        return entry.shape.stages
-    plan = entry if isinstance(entry, Plan) else entry.built.plan if isinstance(entry, _Others) else entry.plan
-    return plan.stages
+    if isinstance(entry, Depth | Plan):
+        return entry.stages
+    return (entry.built if isinstance(entry, _Others) else entry).shape.stages
 
 
-def _shape(plan: Plan) -> tuple[int, int, int]:
-    return plan.stages, plan.replicas, plan.micro_batch
+def _shape(plan: Plan) -> Shape:
+    return Shape(plan.stages, plan.replicas, plan.micro_batch)

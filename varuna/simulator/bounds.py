@@ -14,28 +14,44 @@ def lower_bound_s(
     way out of the last; and the round trips that a stage's in-flight limit forces one after the other.
     Exchanges of tied parameters are left out.
     """
+    bounds = lower_bounds_s(
+        costs, micro_batches=micro_batches, stash_limits=[stash_limits], policy=policy, split_last=split_last
+    )
+    return bounds[0]
+
+
+def lower_bounds_s(
+    costs: PipelineCosts,
+    *,
+    micro_batches: int,
+    stash_limits: Sequence[Sequence[int]],
+    policy: str,
+    split_last: int = 0,
+) -> list[float]:
+    """``lower_bound_s`` under each of some in-flight limits."""
     stages, links, n = costs.stages, costs.links, micro_batches
     paths = _Paths(costs, splits=split_last > 0)
     bound = 0.0
+    limited = [0.0] * len(stash_limits)
     for k, stage in enumerate(stages):
-        lead_s, limit = paths.leads_s[k], stash_limits[k]
+        lead_s, tail_s, trip_s = paths.leads_s[k], paths.tails_s[k], paths.trips_s[k]
         halves = min(split_last, n) if k else 0  # stage 0 has nobody to send to and splits nothing
-        work_s = n * stage.forward_s + (n - halves) * stage.backward_s + halves * (stage.input_s + stage.weight_s)
-        if policy == "adaptive":
-            work_s += paths.recomputes(k, n, work_s) * stage.recompute_s
-        else:
-            work_s += _recomputes(costs, k, n, limit) * stage.recompute_s
-        put_off_s = min(halves, limit if stage.keeps_all else 1) * stage.weight_s  # at the result of the last I
-        trips_s = -(-n // limit) * paths.trips_s[k]
-        bound = max(bound, lead_s + work_s + stage.allreduce_s)
-        bound = max(bound, lead_s + max(work_s - put_off_s, trips_s) + paths.tails_s[k])
+        whole_s = n * stage.forward_s + (n - halves) * stage.backward_s + halves * (stage.input_s + stage.weight_s)
+        spares = policy == "adaptive"
+        most_s = whole_s + paths.recomputes(k, n, whole_s) * stage.recompute_s if spares else 0.0
+        for i, limits in enumerate(stash_limits):
+            limit = limits[k]
+            work_s = most_s if spares else whole_s + _recomputes(costs, k, n, limit) * stage.recompute_s
+            put_off_s = min(halves, limit if stage.keeps_all else 1) * stage.weight_s  # at the result of the last I
+            through_s = lead_s + max(work_s - put_off_s, -(-n // limit) * trip_s) + tail_s
+            limited[i] = max(limited[i], lead_s + work_s + stage.allreduce_s, through_s)
     for k, link in enumerate(links):
         travel_s, beyond_s = mean_travel_s(link), paths.trips_s[k + 1]
         there_s = paths.leads_s[k] + stages[k].forward_s + n * link.activation_s + travel_s
         back_s = n * link.gradient_s + travel_s + paths.backwards_s[k]
         bound = max(bound, there_s + beyond_s + paths.tails_s[k + 1])
         bound = max(bound, paths.leads_s[k + 1] + beyond_s + back_s + paths.tails_s[k])
-    return bound + costs.optimizer_s
+    return [max(bound, each) + costs.optimizer_s for each in limited]
 
 
 def bottleneck_s(costs: PipelineCosts, *, stash_limits: Sequence[int]) -> float:

@@ -13,6 +13,7 @@ from varuna.fleet.joining import _first_difference
 from varuna.planner.choose import plan_run
 from varuna.planner.profile import profile
 from varuna.planner.sizing import Size, Sizer
+from varuna.planner.spans import Spans
 
 FOUR = model([section()] * 4)  # of each 100 MB of parameters and of gradients, and 200 MB of state
 
@@ -28,8 +29,7 @@ def planned(offload: Offload, stages: int = 2, **hardware: Any) -> Plan:
 
 
 def sizer(calibration: Calibration, stages: int) -> Sizer:
-    given: dict[str, Any] = {"limit_bytes": None, "wanted": [1] * stages, "least": [1] * stages, "may_keep": False}
-    return Sizer(profile(calibration, 1), **given)
+    return Sizer(Spans(profile(calibration, 1)), wanted=[1] * stages, least=[1] * stages, may_keep=False)
 
 
 STREAMED = (2 * 200 + 2 * 100) * MB  # two sections' state, and what is in the middle of an update of one

@@ -10,6 +10,7 @@ from varuna.core.model import ModelFacts, TiedParameter
 from varuna.core.plan import SAMPLES_AHEAD
 from varuna.planner.profile import Peaks, profile
 from varuna.planner.sizing import Size, Sizer, StageBytes
+from varuna.planner.spans import Spans
 
 FOUR = model([section()] * 4)
 
@@ -24,13 +25,8 @@ def sizer(
     may_keep: bool = True,
 ) -> Sizer:
     hardware = Hardware(name="test", reserved_bytes=reserved_bytes)
-    return Sizer(
-        profile(calibrated(facts, hardware=hardware), micro_batch),
-        limit_bytes=limit_bytes,
-        wanted=wanted,
-        least=[1] * len(wanted),
-        may_keep=may_keep,
-    )
+    spans = Spans(profile(calibrated(facts, hardware=hardware), micro_batch), limit_bytes=limit_bytes)
+    return Sizer(spans, wanted=wanted, least=[1] * len(wanted), may_keep=may_keep)
 
 
 def test_a_stage_needs_state_stash_activations_and_messages() -> None:

@@ -13,6 +13,7 @@ from varuna.planner.costs import pipeline_costs
 from varuna.planner.profile import profile
 from varuna.planner.request import PlanRequest
 from varuna.planner.sizing import Size, Sizer
+from varuna.planner.spans import Spans
 
 LARGE = model([section(boundary_bytes=200 * MB, activation_bytes=300 * MB)] * 8)  # inputs as heavy as state
 TIGHT, ROOMY = 3_200 * MB, 3_800 * MB
@@ -20,15 +21,8 @@ HARDWARE = Hardware(name="test")
 
 
 def sizer(limit_bytes: int, *, moves: bool = True, host_limit_bytes: int | None = None) -> Sizer:
-    return Sizer(
-        profile(calibrated(LARGE), 1),
-        limit_bytes=limit_bytes,
-        host_limit_bytes=host_limit_bytes,
-        wanted=(10, 10, 10, 1),
-        least=(3, 3, 2, 1),
-        may_keep=True,
-        stash_moves=moves,
-    )
+    spans = Spans(profile(calibrated(LARGE), 1), limit_bytes=limit_bytes, host_limit_bytes=host_limit_bytes)
+    return Sizer(spans, wanted=(10, 10, 10, 1), least=(3, 3, 2, 1), may_keep=True, stash_moves=moves)
 
 
 def planned(memory_bytes: int, *, moves: bool = True, **changes: Any) -> Plan:

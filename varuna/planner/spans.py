@@ -1,0 +1,111 @@
+"""What consecutive sections need on any stage: a balance asks a hundred thousand times for a few hundred of them."""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+from varuna.core.plan import SAMPLES_AHEAD
+from varuna.planner.profile import Profile
+
+
+class Room(NamedTuple):
+    """What a span leaves for micro-batches in flight."""
+
+    free_bytes: float
+    """Beside its state, messages, live activations and the samples that are read ahead; negative: it does not fit."""
+    incoming_bytes: int
+    """Of a micro-batch that waits in front of it."""
+    each_bytes: float
+    """Of a micro-batch in flight: what came in, and its samples."""
+
+
+_NONE = Room(-1.0, 0, 0)
+
+
+class Spans:
+    """Bytes of sections [start, stop) at one micro-batch size, within the memory of one worker."""
+
+    def __init__(
+        self, profile: Profile, *, limit_bytes: int | None = None, host_limit_bytes: int | None = None
+    ) -> None:
+        """Prepare prefix sums.
+
+        Args:
+            profile: of the sections.
+            limit_bytes: of a worker; None: unlimited, and unknown, so that nothing is kept.
+            host_limit_bytes: of a worker's share of host memory; None: unlimited.
+        """
+        self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
+        self.reserved = profile.calibration.hardware.reserved_bytes
+        self._streamed_bytes = profile.calibration.optimizer.streamed_bytes
+        self._tied = profile.calibration.tied
+        gaps = [b - a for tied in self._tied for a, b in pairwise(tied.sections)]
+        self._tied_span = min(gaps, default=profile.sections)  # shorter stages hold no parameter twice
+        self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
+        self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
+        self._working, self._forward = profile.working_bytes.over, profile.forward_bytes.over
+        self.incoming = (0, *profile.boundary_bytes[: profile.sections - 1])
+        """By first section."""
+        self._front = [cut + posted for cut, posted in zip(profile.cut_bytes, self.incoming, strict=False)]
+        posted_behind = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
+        self._rear = [cut + posted for cut, posted in zip(profile.cut_bytes, posted_behind, strict=True)]
+        self._rooms: dict[tuple[int, int, bool, bool], Room] = {}
+
+    def room(self, start: int, stop: int, recomputes: bool, alone: bool) -> Room:
+        """What is left for micro-batches in flight."""
+        key = (start, stop, recomputes, alone)
+        known = self._rooms.get(key)
+        if known is None:
+            known = self._rooms[key] = self._room(*key)
+        return known
+
+    def _room(self, start: int, stop: int, recomputes: bool, alone: bool) -> Room:
+        limit = float("inf") if self.limit_bytes is None else self.limit_bytes
+        host_limit = float("inf") if self.host_limit_bytes is None else self.host_limit_bytes
+        state = self._resident[stop] - self._resident[start] + self.reserved
+        if stop - start > self._tied_span:
+            state -= sum(self.counted_twice(start, stop))
+        free = limit - state - self.messages(start, stop) - self.live(start, stop, recomputes)
+        is_over = free < 0 or state + self.copy(start, stop, alone) > limit
+        if is_over or self.host_bytes(start, stop, alone) > host_limit:
+            return _NONE
+        read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
+        ahead = SAMPLES_AHEAD * read
+        return Room(free - ahead, incoming, incoming + read)
+
+    def messages(self, start: int, stop: int) -> int:
+        """At each end a message that leaves, and places for the next two that come."""
+        return self._front[start] + self._rear[stop]
+
+    def live(self, start: int, stop: int, recomputes: bool) -> float:
+        """Activations of a micro-batch and what a section at work needs; another's F may run beside an R."""
+        activations = self._activations
+        working = self._working(start, stop) - activations[start]
+        if not recomputes:
+            return working
+        return max(working, activations[stop] - activations[start] + self._forward(start, stop))
+
+    def copy(self, start: int, stop: int, alone: bool) -> float:
+        """What a tentative step copies (a lone stage applies none), and what is streamed meanwhile."""
+        streamed = self._streamed_bytes and min(self._streamed_bytes, self.profile.state_bytes.over(range(start, stop)))
+        own = self._own[stop] - self._own[start]
+        if alone or not own:
+            return streamed
+        return streamed + (own - sum(self.counted_twice(start, stop)) if stop - start > self._tied_span else own)
+
+    def host_bytes(self, start: int, stop: int, alone: bool) -> int:
+        """Offloaded state, and the copy that a tentative step makes of it."""
+        span = range(start, stop)
+        copied = 0 if alone else self.profile.host_copy_bytes.over(span)
+        return int(self.profile.host_bytes.over(span) + copied)
+
+    def counted_twice(self, start: int, stop: int) -> tuple[int, int]:
+        """Parameter and optimizer bytes of tied parameters beyond their first section in the span."""
+        parameters = optimizer = 0
+        profile = self.profile
+        for tied in self._tied:
+            for index in [section for section in tied.sections if start <= section < stop][1:]:
+                parameters += tied.size_bytes
+                if profile.trainable_bytes[index]:  # its share of the section's optimizer state
+                    state = int(profile.optimizer_bytes.values[index])
+                    optimizer += state * tied.size_bytes // profile.trainable_bytes[index]
+        return parameters, optimizer
