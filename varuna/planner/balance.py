@@ -41,6 +41,7 @@ def balance_stages(
     stages: int,
     cuts_s: Sequence[float] = (),
     hint_s: float = 0.0,
+    least_s: float = 0.0,
     precision: float = 1e-9,
 ) -> tuple[int, ...]:
     """First section of each stage; empty if no partition fits.
@@ -55,10 +56,11 @@ def balance_stages(
         stages: P, at most ``sections``.
         cuts_s: what a message over the cut before each section keeps its link busy for: a bottleneck like any stage.
         hint_s: a guess at the bottleneck, tried first.
+        least_s: what the bottleneck is at least.
         precision: of the bottleneck, relative.
     """
     cuts = cuts_s or (0.0,) * sections
-    low, best = 0.0, _Probe((), float("inf"))
+    low, best = least_s * (1 - precision), _Probe((), float("inf"))
     stride = _STRIDE
     bound_s = hint_s or float("inf")
     while low < best.bottleneck_s * (1 - precision):

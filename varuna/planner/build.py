@@ -26,6 +26,10 @@ _DEEP = 16  # stages
 _MUCH = 0.1  # of a worker's memory: a smaller stash is not worth a look at plans that move it away
 
 
+_Way = tuple[tuple[int, ...], bool]
+"""Wanted depths, and whether the stash may move."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """Stages that fit, their costs, and their bound; ``Builder.plan`` makes a plan of it."""
@@ -64,6 +68,7 @@ class Builder:
         self.request, self.profile = request, profile
         self._spans = Spans(profile, limit_bytes=request.limit_bytes, host_limit_bytes=request.host_limit_bytes)
         self._pricer = Pricer(profile, gpus_per_vm=request.vm_size)
+        self._balanced: dict[_Way, tuple[tuple[int, ...], tuple[Size, ...]] | None] = {}
 
     @property
     def may_keep(self) -> bool:
@@ -114,29 +119,35 @@ class Builder:
         return tuple(_EXCESS) if self.may_keep and self.request.limit_bytes is not None else (3,)
 
     def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool) -> Built | None:
-        sizer = self._sizer(self._depths(shape, factor), stash_moves=stash_moves)
-        starts = balance_stages(
-            sizer.seconds,
-            sections=self.profile.sections,
-            stages=shape.stages,
-            cuts_s=self._cuts_s,
-            hint_s=hint_s,
-            precision=_PRECISION,
-        )
-        return self._bounded(shape, starts, sizer, factor, stash_moves) if starts else None
+        way = (self._depths(shape, factor), stash_moves)
+        if way not in self._balanced:  # with another D it is mostly the same
+            sizer = self._sizer(*way)
+            starts = balance_stages(
+                sizer.seconds,
+                sections=self.profile.sections,
+                stages=shape.stages,
+                cuts_s=self._cuts_s,
+                hint_s=hint_s,
+                least_s=self.profile.work_s.before[-1] / shape.stages,
+                precision=_PRECISION,
+            )
+            self._balanced[way] = (starts, self._sizes(sizer, starts)) if starts else None
+        balanced = self._balanced[way]
+        return None if balanced is None else self._bounded(shape, *balanced, factor, stash_moves)
 
     def moved(self, built: Built, starts: tuple[int, ...], factor: int) -> Built | None:
         """The same shape with other boundaries or in-flight depths; None if it does not fit."""
-        sizer = self._sizer(self._depths(built.shape, factor), stash_moves=built.stash_moves)
+        sizer = self._sizer(self._depths(built.shape, factor), built.stash_moves)
         ends = (*starts[1:], self.profile.sections)
         if any(sizer.size(k, starts[k], ends[k]) is None for k in range(built.shape.stages)):
             return None
-        return self._bounded(built.shape, starts, sizer, factor, built.stash_moves)
+        return self._bounded(built.shape, starts, self._sizes(sizer, starts), factor, built.stash_moves)
 
     def misfit(self, shape: Shape) -> Misfit:
         """How much a shape lacks, balanced as if there were memory enough."""
-        sizer = self._sizer(self._depths(shape, 1), unlimited=True, stash_moves=self.request.stash_moves)
-        starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages)
+        sizer = self._sizer(self._depths(shape, 1), self.request.stash_moves, unlimited=True)
+        mean_s = (self.profile.work_s.before[-1] + self.profile.recompute_s.before[-1]) / shape.stages
+        starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages, hint_s=mean_s)
         spans = list(pairwise((*starts, self.profile.sections)))
         needs = [sizer.least_bytes(k, start, stop) for k, (start, stop) in enumerate(spans)]
         found, where = self.request.limit_bytes or 0, ""
@@ -154,7 +165,7 @@ class Builder:
     def plan(self, built: Built) -> Plan:
         """With its bound as ``step_s``."""
         shape, sizes, starts = built.shape, built.sizes, built.starts
-        sizer = self._sizer(self._depths(shape, built.factor), stash_moves=built.stash_moves)
+        sizer = self._sizer(self._depths(shape, built.factor), built.stash_moves)
         ends = (*starts[1:], self.profile.sections)
         details = [sizer.detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
         return Plan(
@@ -176,8 +187,21 @@ class Builder:
             host_bytes=tuple(detail.host for detail in details) if any(detail.host for detail in details) else (),
         )
 
-    def _bounded(self, shape: Shape, starts: tuple[int, ...], sizer: Sizer, factor: int, stash_moves: bool) -> Built:
-        sizes = _sizes(sizer, starts, (*starts[1:], self.profile.sections))
+    def _sizes(self, sizer: Sizer, starts: tuple[int, ...]) -> tuple[Size, ...]:
+        """Of stages that fit, none deeper than what the one behind it lets through."""
+        ends = (*starts[1:], self.profile.sections)
+        sizes: list[Size] = []
+        most = None
+        for k in reversed(range(len(starts))):
+            size = sizer.size(k, starts[k], ends[k], most=most)
+            assert size is not None, "the balance fits"
+            sizes.append(size)
+            most = size.depth + sizer.waiting[k]  # more than that would pile up here
+        return tuple(reversed(sizes))
+
+    def _bounded(
+        self, shape: Shape, starts: tuple[int, ...], sizes: tuple[Size, ...], factor: int, stash_moves: bool
+    ) -> Built:
         split_last = self._split_last(shape)
         costs = self._pricer.costs(
             starts,
@@ -231,7 +255,7 @@ class Builder:
         depths[-1] = 1  # its gradients are always there: a second micro-batch in flight would never be used
         return tuple(depths)
 
-    def _sizer(self, wanted: tuple[int, ...], *, stash_moves: bool, unlimited: bool = False) -> Sizer:
+    def _sizer(self, wanted: tuple[int, ...], stash_moves: bool, *, unlimited: bool = False) -> Sizer:
         flexible = self.request.policy in _FLEXIBLE
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
@@ -242,15 +266,3 @@ class Builder:
             may_keep=self.may_keep,
             stash_moves=stash_moves,
         )
-
-
-def _sizes(sizer: Sizer, starts: tuple[int, ...], ends: tuple[int, ...]) -> tuple[Size, ...]:
-    """Of stages that fit, none deeper than what the one behind it lets through."""
-    sizes: list[Size] = []
-    most = None
-    for k in reversed(range(len(starts))):
-        size = sizer.size(k, starts[k], ends[k], most=most)
-        assert size is not None, "the balance fits"
-        sizes.append(size)
-        most = size.depth + sizer.waiting[k]  # more than that would pile up here
-    return tuple(reversed(sizes))

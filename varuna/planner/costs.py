@@ -29,6 +29,10 @@ class Pricer:
 
     def __init__(self, profile: Profile, *, gpus_per_vm: int) -> None:
         self._profile, self._gpus_per_vm = profile, gpus_per_vm
+        self._forward, self._record = profile.forward_s.before, profile.record_s.before
+        self._recompute, self._backward = profile.recompute_s.before, profile.backward_s.before
+        self._input, self._weight = profile.input_s.before, profile.weight_s.before
+        self._activations = profile.activation_bytes.before
         self._links: dict[tuple[int, bool], LinkCosts] = {}
 
     def costs(
@@ -62,13 +66,11 @@ class Pricer:
     ) -> StageCosts:
         profile, action_s = self._profile, self._profile.calibration.action_s
         moved_s = action_s + (profile.calibration.hand_over_s if is_one_of_many else 0.0)
-        forward, record, recompute = profile.forward_s.before, profile.record_s.before, profile.recompute_s.before
-        backward, inputs, weights = profile.backward_s.before, profile.input_s.before, profile.weight_s.before
-        activations = profile.activation_bytes.before
+        forward, record, activations = self._forward, self._record, self._activations
         first_kept = stop - size.kept
         forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + moved_s
-        recompute_s = recompute[first_kept] - recompute[start] + action_s
-        backward_s = backward[stop] - backward[start] + moved_s
+        recompute_s = self._recompute[first_kept] - self._recompute[start] + action_s
+        backward_s = self._backward[stop] - self._backward[start] + moved_s
         if size.moved:  # copies hide behind computation; where they take longer, R waits for its input
             crossing_s = crossing_time_s(profile, range(start, stop), moved=size.moved, depth=size.depth)
             recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
@@ -76,8 +78,8 @@ class Pricer:
             forward_s=forward_s,
             recompute_s=recompute_s,
             backward_s=backward_s,
-            input_s=inputs[stop] - inputs[start] + moved_s,
-            weight_s=weights[stop] - weights[start] + action_s,
+            input_s=self._input[stop] - self._input[start] + moved_s,
+            weight_s=self._weight[stop] - self._weight[start] + action_s,
             record_s=record[stop] - record[start] + moved_s,
             allreduce_s=self._exposed_reduce_s(start, stop, rings_s, splits) if rings_s else 0.0,
             keeps_all=first_kept == start,

@@ -74,13 +74,12 @@ class Guesser:
         self._mean_bytes = all_bytes / max(1, profile.sections - 1)
         heavy = _heavy(profile.work_s.values)
         self._work, self._recompute = (
-            list(accumulate((sums.values[i] for i in heavy), initial=0.0))
-            for sums in (profile.work_s, profile.recompute_s)
+            _Windows([sums.values[i] for i in heavy]) for sums in (profile.work_s, profile.recompute_s)
         )
         pairs = zip(profile.resident_bytes.values, profile.own_bytes.values, strict=True)
         needs = [resident + own for resident, own in pairs]
         self._odd = list(accumulate((1 / (_DEPTH_FACTOR * b + 1) for b in range(profile.sections + 1)), initial=0.0))
-        self._needs = list(accumulate((needs[i] for i in _heavy(needs)), initial=0.0))
+        self._needs = _Windows([needs[i] for i in _heavy(needs)])
 
     def least_score(self, stages: int) -> float:
         """Below that of any guess: all workers in use, and rings that take no time."""
@@ -150,13 +149,13 @@ class Guesser:
         tied_bytes = sum(tied.size_bytes for tied in profile.calibration.tied)
         if profile.resident_bytes.before[-1] - _STATE_SHARE * tied_bytes > stages * room:
             return False
-        return stages == 1 or _least_window(self._needs, stages) <= room
+        return stages == 1 or self._needs.fullest(stages) <= room
 
     def _bottleneck_s(self, stages: int) -> float:
         """At least one stage has S / P sections or more, and the mean stage has 1 / P of the work."""
         profile, share = self.profile, self.recomputed(stages)
         mean_s = (profile.work_s.before[-1] + share * profile.recompute_s.before[-1]) / stages
-        window_s = _least_window(self._work, stages) + share * _least_window(self._recompute, stages)
+        window_s = self._work.fullest(stages) + share * self._recompute.fullest(stages)
         return max(window_s, mean_s) + 2 * profile.calibration.action_s
 
     def recomputed(self, stages: int) -> float:
@@ -201,8 +200,17 @@ def _heavy(figures: Sequence[float]) -> list[int]:
     return [i for i, figure in enumerate(figures) if figure >= least]
 
 
-def _least_window(sums: list[float], stages: int) -> float:
-    """What the fullest stage has at least: one of P holds S / P consecutive sections or more."""
-    length = -(-(len(sums) - 1) // stages)
-    least: float = min(map(sub, sums[length:], sums))
-    return least
+class _Windows:
+    """Sums over so many consecutive sections, where they are least."""
+
+    def __init__(self, figures: Sequence[float]) -> None:
+        self._sums = list(accumulate(figures, initial=0.0))
+        self._known: dict[int, float] = {}
+
+    def fullest(self, stages: int) -> float:
+        """What the fullest stage has at least: one of P holds S / P consecutive sections or more."""
+        length = -(-(len(self._sums) - 1) // stages)
+        least = self._known.get(length)
+        if least is None:
+            least = self._known[length] = min(map(sub, self._sums[length:], self._sums))
+        return least

@@ -108,15 +108,18 @@ class Sizer:
         self.waiting = (0, *(max(0, before - own) for before, own in pairwise(wanted)))
         self._activations = profile.activation_bytes.before
         self._work, self._recompute = profile.work_s.before, profile.recompute_s.before
-        self._known_s: dict[tuple[int, int, int], float] = {}  # half of what a balance asks it has asked before
+        roles = zip(wanted, self.waiting, least, self._recomputes, strict=True)
+        shared = (may_keep, stash_moves, self._last == 0)
+        self._known_s = [spans.known_s((*role, k == self._last, *shared)) for k, role in enumerate(roles)]
 
     def seconds(self, stage: int, start: int, stop: int) -> float:
         """Work for one micro-batch on a stage of sections [start, stop); infinite if they do not fit."""
-        key = (stage, start, stop)
-        known_s = self._known_s.get(key)
-        if known_s is None:
-            known_s = self._known_s[key] = self._seconds(stage, start, stop)
-        return known_s
+        known_s = self._known_s[stage]
+        try:
+            return known_s[start, stop]
+        except KeyError:
+            seconds = known_s[start, stop] = self._seconds(stage, start, stop)
+            return seconds
 
     def _seconds(self, stage: int, start: int, stop: int) -> float:
         first_kept, depth, moved = stop, 0, 0

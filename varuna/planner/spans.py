@@ -49,6 +49,11 @@ class Spans:
         posted_behind = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
         self._rear = [cut + posted for cut, posted in zip(profile.cut_bytes, posted_behind, strict=True)]
         self._rooms: dict[tuple[int, int, bool, bool], Room] = {}
+        self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
+
+    def known_s(self, role: tuple[int, ...]) -> dict[tuple[int, int], float]:
+        """Where seconds of spans may be noted, for all stages of whatever depth P whose role is the same."""
+        return self._known_s.setdefault(role, {})
 
     def room(self, start: int, stop: int, recomputes: bool, alone: bool) -> Room:
         """What is left for micro-batches in flight."""

@@ -46,7 +46,7 @@ def lower_bounds_s(
             through_s = lead_s + max(work_s - put_off_s, -(-n // limit) * trip_s) + tail_s
             limited[i] = max(limited[i], lead_s + work_s + stage.allreduce_s, through_s)
     for k, link in enumerate(links):
-        travel_s, beyond_s = mean_travel_s(link), paths.trips_s[k + 1]
+        travel_s, beyond_s = paths.travels_s[k], paths.trips_s[k + 1]
         there_s = paths.leads_s[k] + stages[k].forward_s + n * link.activation_s + travel_s
         back_s = n * link.gradient_s + travel_s + paths.backwards_s[k]
         bound = max(bound, there_s + beyond_s + paths.tails_s[k + 1])
@@ -76,7 +76,7 @@ class _Paths:
     def __init__(self, costs: PipelineCosts, *, splits: bool) -> None:
         self._costs = costs
         stages, links = costs.stages, costs.links
-        travels_s = [mean_travel_s(link) for link in links]
+        self.travels_s = travels_s = [mean_travel_s(link) for link in links]
         self.backwards_s = [
             min(stage.backward_s, stage.input_s) if splits and k else stage.backward_s for k, stage in enumerate(stages)
         ]

@@ -1,16 +1,20 @@
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.core.calibration import Jitter, Link, Network, OptimizerCosts, Ring
+from varuna.core.calibration_file import read_calibration
 from varuna.core.model import JobFacts, ModelFacts, TiedParameter
 from varuna.core.plan import Plan
 from varuna.planner.choose import plan_run
 from varuna.planner.costs import pipeline_costs
+from varuna.planner.plans import rank_plans
 from varuna.planner.predict import predict
 from varuna.planner.profile import Profile, profile
+from varuna.planner.request import PlanRequest
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts, uniform
 from varuna.simulator.step import simulate
@@ -134,6 +138,20 @@ def test_long_steps_are_extrapolated_within_two_percent(policy: str, link: LinkC
         split_last=split.split_last,
     )
     assert predict(costs, split).step_s == pytest.approx(full.step_s, rel=0.02)
+
+
+def test_waves_of_micro_batches_do_not_hide_the_pace_of_a_deep_pipeline() -> None:
+    calibration = read_calibration(Path("examples/calibrations/gpt2-8.3b-v100.json"))
+    request = PlanRequest(calibration=calibration, workers=25 * 163, global_batch=65536, stages=25, micro_batch=1)
+    chosen = rank_plans(request).plans[0]
+    full = simulate(
+        pipeline_costs(profile(calibration, 1), chosen, gpus_per_vm=request.vm_size),
+        micro_batches=len(chosen.micro_batches_of(0)),
+        policy=chosen.policy,
+        stash_limits=chosen.stash_limits,
+        split_last=chosen.split_last,
+    )
+    assert chosen.step_s == pytest.approx(full.step_s, rel=0.01)
 
 
 def test_the_parts_of_a_step_add_up_to_it() -> None:
