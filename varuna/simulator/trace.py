@@ -8,6 +8,7 @@ from varuna.schedule.actions import Action, Kind, Orders
 from varuna.schedule.validate import Usage, usage
 from varuna.simulator.costs import PipelineCosts
 
+_FORWARD, _WEIGHT = Kind.FORWARD, Kind.WEIGHT  # enum members are looked up slowly
 _MAKES_GRADIENT = (Kind.BACKWARD, Kind.INPUT)
 _ENDS_BACKWARD = (Kind.BACKWARD, Kind.WEIGHT)
 
@@ -55,6 +56,10 @@ class Row:
                 yield self.backward_order[ended if kind is Kind.WEIGHT else begun]
                 begun += kind in _MAKES_GRADIENT
                 ended += kind in _ENDS_BACKWARD
+
+    def made_s(self, kinds: Sequence[Kind]) -> list[float]:
+        """Ends of what it made of these kinds, in order: stages run forwards in one order, and backwards in one."""
+        return [end_s for kind, end_s in zip(self.kinds, self.ends_s, strict=True) if kind in kinds]
 
     def __iter__(self) -> Iterator[Executed]:
         columns = zip(self.kinds, self.micro_batches, self.starts_s, self.ends_s, strict=True)
@@ -133,14 +138,20 @@ class StepTrace:
         return tuple(self._times(k) for k in range(len(self.rows)))
 
     def _times(self, stage: int) -> StageTimes:
-        row = self.rows[stage]
-        activations_s = self._made_s(stage - 1, (Kind.FORWARD,))
-        gradients_s = self._made_s(stage + 1, _MAKES_GRADIENT)
+        row, last = self.rows[stage], len(self.rows) - 1
+        activations_s = self.rows[stage - 1].made_s((Kind.FORWARD,)) if stage else ()
+        gradients_s = self.rows[stage + 1].made_s(_MAKES_GRADIENT) if stage < last else ()
         compute_s = transfer_s = before_s = 0.0
-        for (_, kind, micro_batch), start_s, end_s in row:
-            if start_s > before_s and kind is not Kind.WEIGHT:
-                made_s = (activations_s if kind is Kind.FORWARD else gradients_s).get(micro_batch, start_s)
+        forwards = backwards = 0
+        for kind, start_s, end_s in zip(row.kinds, row.starts_s, row.ends_s, strict=True):
+            if start_s > before_s and kind is not _WEIGHT:
+                arrived, number = (activations_s, forwards) if kind is _FORWARD else (gradients_s, backwards)
+                made_s = arrived[number] if arrived else start_s
                 transfer_s += max(0.0, start_s - max(before_s, made_s))
+            if kind is _FORWARD:
+                forwards += 1
+            elif kind in _MAKES_GRADIENT:
+                backwards += 1
             compute_s += end_s - start_s
             before_s = end_s
         optimizer_s = self.costs.optimizer_s
@@ -148,11 +159,3 @@ class StepTrace:
         reduce_s = self.costs.stages[stage].allreduce_s + exchanges_s
         idle_s = max(0.0, self.step_s - compute_s - transfer_s - reduce_s - optimizer_s)
         return StageTimes(compute_s, transfer_s, idle_s, reduce_s, optimizer_s)
-
-    def _made_s(self, stage: int, kinds: tuple[Kind, ...]) -> dict[int, float]:
-        """When a neighbour had made what it sends, by micro-batch."""
-        if not 0 <= stage < len(self.rows):
-            return {}
-        row = self.rows[stage]
-        columns = zip(row.kinds, row.micro_batches, row.ends_s, strict=True)
-        return {micro_batch: end_s for kind, micro_batch, end_s in columns if kind in kinds}
