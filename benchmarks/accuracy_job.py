@@ -1,7 +1,8 @@
 """The jobs of ``simulator_accuracy.py``: real compute, or compute that sleeps; with or without an emulated network.
 
 As a training script it is what ``varuna calibrate`` measures. With ``--plan`` it runs that plan as one rank of many
-(torchrun's variables) and prints, as JSON, each step's seconds and the mean seconds of each kind of action.
+(torchrun's variables) and prints, as JSON, each step's seconds, and medians: of each kind of action, of waits, of what
+lies between two steps.
 """
 
 import argparse
@@ -21,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 
 import varuna  # noqa: E402
 from benchmarks.engine_overhead import Tokens, build  # noqa: E402
-from benchmarks.slept.network import NETWORKS, delay_sends  # noqa: E402
+from benchmarks.slept.network import NETWORKS, delay_sends, run_on_time  # noqa: E402
 from varuna.core.model import JobFacts  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.engine.solo import Solo, world_from_environment  # noqa: E402
@@ -129,6 +130,7 @@ def run(trainer: varuna.Trainer, plan: Plan, steps: int) -> None:
     times: list[float] = []
     actions: dict[str, list[float]] = {}
     waited: list[float] = []
+    rest: list[float] = []
     last_s = time.perf_counter()
     for _ in session.steps():
         now_s = time.perf_counter()
@@ -138,9 +140,10 @@ def run(trainer: varuna.Trainer, plan: Plan, steps: int) -> None:
         taken = session.current.runtime.times
         assert taken is not None
         waited.append(taken.waited_s)
+        rest.append(times[-1] - (taken.end_s - taken.begin_s))
         for took in taken.actions:
             actions.setdefault(took.action.kind.value, []).append(took.seconds)
-    told = {"rank": world.rank, "times": times, "waited": median(waited)}
+    told = {"rank": world.rank, "times": times, "waited": median(waited), "rest": median(rest)}
     print("told", json.dumps({**told, "actions": {k: median(v) for k, v in actions.items()}}), flush=True)
 
 
@@ -153,6 +156,8 @@ def main() -> None:
     parser.add_argument("--plan", help="a plan as JSON")
     parser.add_argument("--steps", type=int, default=22)
     args = parser.parse_args()
+    if args.model == "slept":
+        run_on_time()
     delay_sends(
         c10d.ProcessGroupGloo,
         NETWORKS[args.network],

@@ -240,9 +240,9 @@ def _compare(case: Case, plan: Plan, calibration: Calibration, told: list[dict[s
         guess |= {"I": stage.input_s, "W": stage.weight_s}
         shown = " ".join(f"{k} {1000 * guess[k]:.2f}/{1000 * v:.2f}" for k, v in each["actions"].items())
         print(f"    rank {each['rank']}: predicted/measured {shown}; keeping F {1000 * stage.record_s:.2f}", flush=True)
-    print(
-        f"    optimizer and vote {1000 * costs.optimizer_s:.2f}, action {1000 * calibration.action_s:.2f}", flush=True
-    )
+    rest = "/".join(f"{1000 * value:.2f}" for value in (costs.optimizer_s, min(each["rest"] for each in told)))
+    around = f"action {1000 * calibration.action_s:.2f}, hand-over {1000 * calibration.hand_over_s:.2f}"
+    print(f"    optimizer and vote {rest}, {around}", flush=True)
 
 
 def _order(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from varuna.engine.export import export_model
 from varuna.engine.job import Job
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.precision import DTYPES, cast, unit_near
+from varuna.engine.process import settle
 from varuna.engine.saving import Saver, check_writable
 from varuna.engine.session import Session
 from varuna.intercept import offer
@@ -366,7 +367,7 @@ class Trainer:
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _start(self, n: int, membership: Membership) -> Session:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+        settle(self._device)
         saver = None
         if self._directory is not None:
             store = opening.open_store(self._directory, upload_bytes_per_s=self._upload_bytes_per_s)

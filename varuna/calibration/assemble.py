@@ -49,8 +49,8 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
     network = _network(measured)
     if network is None:
         notes.append("the network is assumed to be 10 Gb/s Ethernet: it takes two workers to measure one")
-    actions = _deepest_pilot(measured)
-    if actions is None:
+    action_s = _action_s(measured)
+    if action_s is None:
         notes.append("the cost of an action is assumed: the whole model does not fit the workers that measured")
     order = [names[key] for key in _keys(facts, measured[0].kinds)]
     by_name = {names[key]: kind for key, kind in kinds.items()}
@@ -63,8 +63,8 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         sections=runs,
         tied=facts.tied,
         across_vms=network or ETHERNET,
-        action_s=ACTION_S if actions is None else max(0.0, median(actions)),
-        hand_over_s=_hand_over_s(measured, [by_name[name] for name in order]),
+        action_s=ACTION_S if action_s is None else action_s,
+        hand_over_s=_hand_over_s(measured, [by_name[name] for name in order], action_s or 0.0),
         optimizer=_optimizer(measured),
         snapshot_bytes_per_s=_rate(fit_line(sample for each in measured for sample in each.snapshots)),
     )
@@ -170,17 +170,27 @@ def _ring(rings: Sequence[RingSamples]) -> Ring:
 # -- what is around the sections ---------------------------------------------------------------------------
 
 
-def _deepest_pilot(measured: Sequence[Measured]) -> list[float] | None:
+def _action_s(measured: Sequence[Measured]) -> float | None:
+    """What an action that moves no message takes beyond its sections: an R, or a B of one stage alone.
+
+    Of the deepest pipeline, whose threads share the core with the one that computes.
+    """
     pilots = [pilot for each in measured for pilot in each.pilots]
     deepest = max((pilot.stages for pilot in pilots), default=0)
-    found = [seconds for pilot in pilots if pilot.stages == deepest for seconds in pilot.action_s]
-    return found or None
+    plain = "B" if deepest == 1 else "R"
+    found = [
+        pilot.whole_s[plain] - pilot.inside_s[plain]
+        for pilot in pilots
+        if pilot.stages == deepest and plain in pilot.whole_s and plain in pilot.inside_s
+    ]
+    return max(0.0, median(found)) if found else None
 
 
-def _hand_over_s(measured: Sequence[Measured], sections: Sequence[SectionKind]) -> float:
+def _hand_over_s(measured: Sequence[Measured], sections: Sequence[SectionKind], action_s: float) -> float:
     """What F and B of a real pipeline take longer than its R, which has no message, by the relations in place.
 
-    Only relations count, so that a machine that was busier meanwhile spoils nothing.
+    Only relations count, so that a machine that was busier meanwhile spoils nothing. What any action takes beyond its
+    sections is not a matter of relations, and is set aside.
     """
     found = []
     for pilot in (pilot for each in measured for pilot in each.pilots if pilot.stages > 1):
@@ -188,9 +198,9 @@ def _hand_over_s(measured: Sequence[Measured], sections: Sequence[SectionKind]) 
         recompute_s = sum(kind.at(kind.recompute_s, m) for kind in own)
         if not {"F", "R", "B"} <= set(whole_s) or recompute_s <= 0:
             continue
-        pace = whole_s["R"] / recompute_s
-        found.append(whole_s["F"] - pace * sum(kind.at(kind.forward_s, m) for kind in own))
-        found.append(whole_s["B"] - pace * sum(kind.at(kind.backward_s, m) for kind in own))
+        pace = max(0.0, whole_s["R"] - action_s) / recompute_s
+        for action, times in (("F", "forward_s"), ("B", "backward_s")):
+            found.append(whole_s[action] - action_s - pace * sum(kind.at(getattr(kind, times), m) for kind in own))
     return max(0.0, median(found)) if found else 0.0
 
 

@@ -44,7 +44,7 @@ class PilotSamples(Value):
     stop: int = Field(default=0, description="the section behind its highest")
     micro_batch: int = Field(default=1, description="m, examples")
     whole_s: dict[str, float] = Field(default={}, description="F, R and B as they were, with all that is around them")
-    action_s: tuple[float, ...] = Field(description="by step: what an action costs beyond its sections, on average")
+    inside_s: dict[str, float] = Field(default={}, description="of that, what their sections took")
     step_s: tuple[float, ...] = Field(
         description="from the last action of each step to the first of the next; stage 0 only"
     )

@@ -75,16 +75,15 @@ def run_pilot(
     """
     meter: _Meter | None = None
     steps: list[StepTimes] = []
-    inside_s: list[float] = []
     with closing(open_session(WARM_STEPS + STEPS, Solo(world, lambda job, workers, micro_batch: plan))) as session:
         for committed in session.steps():
             assert session.current is not None
             meter = meter or _Meter(session.current.stage)
-            if committed.step >= WARM_STEPS and session.current.runtime.times is not None:
+            if committed.step < WARM_STEPS:
+                meter.seconds.clear()
+            elif session.current.runtime.times is not None:
                 steps.append(session.current.runtime.times)
-                inside_s.append(meter.seconds)
-            meter.seconds = 0.0
-    if world.rank >= plan.workers:
+    if world.rank >= plan.workers or meter is None:
         return None
     stage = plan.place_of(world.rank).stage
     own = [facts.sections[section] for section in plan.sections_of(stage)]
@@ -99,14 +98,9 @@ def run_pilot(
             for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
             if (seconds := [each for step in steps for each in step.seconds_of(kind)])
         },
-        action_s=tuple(around_sections(each, seconds) for each, seconds in zip(steps, inside_s, strict=True)),
+        inside_s={kind.value: median(seconds) for kind, seconds in meter.seconds.items()},
         step_s=tuple(between(before, after) for before, after in pairwise(steps)) if stage == 0 else (),
     )
-
-
-def around_sections(step: StepTimes, sections_s: float) -> float:
-    """Mean cost of an action of ``step`` beyond the ``sections_s`` that its sections took; waits do not count."""
-    return (step.compute_s - sections_s) / len(step.actions)
 
 
 def between(before: StepTimes, after: StepTimes) -> float:
@@ -115,19 +109,19 @@ def between(before: StepTimes, after: StepTimes) -> float:
 
 
 class _Meter:
-    """Adds up the time that a stage spends in its sections."""
+    """Notes the time that a stage spends in its sections, by kind of action."""
 
     def __init__(self, stage: Stage) -> None:
-        self.seconds = 0.0
-        for name in ("forward", "record", "backward", "input_backward", "weight_backward"):
-            setattr(stage, name, self._timed(getattr(stage, name)))
+        self.seconds: dict[Kind, list[float]] = {}
+        for name, kind in (("forward", Kind.FORWARD), ("record", Kind.RECOMPUTE), ("backward", Kind.BACKWARD)):
+            setattr(stage, name, self._timed(getattr(stage, name), kind))
 
-    def _timed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed(self, work: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         @wraps(work)
         def timed(*arguments: Any, **options: Any) -> Any:
             begin_s = time.monotonic()
             result = work(*arguments, **options)
-            self.seconds += time.monotonic() - begin_s
+            self.seconds.setdefault(kind, []).append(time.monotonic() - begin_s)
             return result
 
         return timed

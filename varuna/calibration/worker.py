@@ -12,8 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from varuna.calibration.compute import measure_window
 from varuna.calibration.device import device_bytes, hardware_name, usable_bytes
 from varuna.calibration.kinds import section_kinds
@@ -26,6 +24,7 @@ from varuna.core.errors import VarunaError
 from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
 from varuna.core.threads import join_all
+from varuna.engine.process import settle
 from varuna.engine.session import Session
 from varuna.engine.solo import Solo, World
 from varuna.engine.transport import connect_store, prefixed
@@ -45,7 +44,7 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     Raises:
         VarunaError: the model cannot be captured, or a section does not fit.
     """
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or 1))
+    settle(trainer.device)
     model = trainer.partition()
     facts, kinds = model.facts, section_kinds(model)
     beginning = StandIns(model.shapes, trainer.beginning(model))

@@ -65,10 +65,19 @@ def test_what_was_not_measured_is_assumed_and_said() -> None:
 
 
 def test_real_steps_say_what_an_action_and_a_step_cost_beyond_their_sections() -> None:
-    alone = PilotSamples(stages=1, state_bytes=100, action_s=(0.5, 0.5), step_s=(1.1, 1.1, 9.0))
-    deep = PilotSamples(stages=2, state_bytes=50, action_s=(0.2, 0.3, 0.4), step_s=())
-    calibration = assemble([measured(pilots=(alone, deep))], name="tiny")
-    assert calibration.action_s == 0.3, "of the deepest pipeline, where messages are packed too"
+    alone = PilotSamples(
+        stages=1,
+        state_bytes=100,
+        whole_s={"F": 9.0, "B": 5.5},
+        inside_s={"F": 5.0, "B": 5.0},
+        step_s=(1.1, 1.1, 9.0),
+    )
+    taken_s = {"F": 9.0, "R": 5.3, "B": 9.0}
+    deep = alone.model_copy(update={"stages": 2, "whole_s": taken_s, "inside_s": dict.fromkeys("FRB", 5.0)})
+    last = deep.model_copy(update={"whole_s": {"F": 9.0, "B": 9.0}, "step_s": ()})
+    assert assemble([measured(pilots=(alone,))], name="tiny").action_s == pytest.approx(0.5)
+    calibration = assemble([measured(pilots=(alone, deep, last))], name="tiny")
+    assert calibration.action_s == pytest.approx(0.3), "of the deepest pipeline, and of what moves no message"
     assert calibration.optimizer.bytes_per_s == pytest.approx(1000)
     assert calibration.optimizer.fixed_s == pytest.approx(1.0), "1.1 s without the 0.1 s for its bytes"
 
@@ -80,12 +89,14 @@ def test_messages_cost_what_forwards_and_backwards_of_a_pipeline_take_beyond_its
         state_bytes=0,
         first=1,
         stop=3,
-        whole_s={"F": 4.0 + 0.3, "R": 6.0, "B": 8.0 + 0.3},
-        action_s=(0.1,),
+        whole_s={"F": 4.0 + 0.1 + 0.3, "R": 6.0 + 0.1, "B": 8.0 + 0.1 + 0.3},
+        inside_s={"F": 4.2, "R": 6.0, "B": 8.2},
         step_s=(),
     )
     last = busy.model_copy(update={"whole_s": {"F": 9.0, "B": 9.0}})
-    assert assemble([measured(pilots=(busy, last))], name="tiny").hand_over_s == pytest.approx(0.3)
+    calibration = assemble([measured(pilots=(busy, last))], name="tiny")
+    assert calibration.action_s == pytest.approx(0.1)
+    assert calibration.hand_over_s == pytest.approx(0.3), "beyond what every action takes: counted once"
     assert assemble([measured()], name="tiny").hand_over_s == 0
 
 
