@@ -178,7 +178,7 @@ def nearly_nothing(steps: int) -> dict[str, Any] | None:
 def ideal_s(plan: Plan, calibration: Calibration) -> float:
     """A step of ``plan`` where only sections and the optimizer take time."""
     instant = Network(link=Link(latency_s=0.0, bytes_per_s=1e15), rings=(Ring(latency_s=0.0, bytes_per_s=1e15),))
-    free = {"action_s": 0.0, "hand_over_s": 0.0, "across_vms": instant, "within_vm": None}
+    free = {"action_s": 0.0, "hand_over_s": 0.0, "samples_s": 0.0, "across_vms": instant, "within_vm": None}
     costs = pipeline_costs(profile(calibration.model_copy(update=free), plan.micro_batch), plan, gpus_per_vm=1)
     return simulate(
         costs,

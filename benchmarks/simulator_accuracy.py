@@ -242,6 +242,7 @@ def _compare(case: Case, plan: Plan, calibration: Calibration, told: list[dict[s
         print(f"    rank {each['rank']}: predicted/measured {shown}; keeping F {1000 * stage.record_s:.2f}", flush=True)
     rest = "/".join(f"{1000 * value:.2f}" for value in (costs.optimizer_s, min(each["rest"] for each in told)))
     around = f"action {1000 * calibration.action_s:.2f}, hand-over {1000 * calibration.hand_over_s:.2f}"
+    around += f", samples {1000 * calibration.samples_s:.2f}"
     print(f"    optimizer and vote {rest}, {around}", flush=True)
 
 

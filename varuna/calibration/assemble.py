@@ -1,10 +1,10 @@
 """From the samples of all workers to one calibration: medians, and lines through medians. No torch."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from statistics import median
 
-from varuna.calibration.measured import Measured, RingSamples, SectionSamples, Sized
+from varuna.calibration.measured import Measured, PilotSamples, RingSamples, SectionSamples, Sized
 from varuna.calibration.statistics import Line, fit_line, quantiles
 from varuna.core.calibration import (
     Calibration,
@@ -52,8 +52,8 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
     action_s = _action_s(measured)
     if action_s is None:
         notes.append("the cost of an action is assumed: the whole model does not fit the workers that measured")
-    order = [names[key] for key in _keys(facts, measured[0].kinds)]
-    by_name = {names[key]: kind for key, kind in kinds.items()}
+    order = [kinds[key] for key in _keys(facts, measured[0].kinds)]
+    samples_s = _samples_s(measured, order, action_s or 0.0)
     return Calibration(
         created=created,
         notes=tuple(notes),
@@ -64,7 +64,8 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         tied=facts.tied,
         across_vms=network or ETHERNET,
         action_s=ACTION_S if action_s is None else action_s,
-        hand_over_s=_hand_over_s(measured, [by_name[name] for name in order], action_s or 0.0),
+        hand_over_s=_hand_over_s(measured, order, action_s or 0.0, samples_s),
+        samples_s=samples_s,
         optimizer=_optimizer(measured),
         snapshot_bytes_per_s=_rate(fit_line(sample for each in measured for sample in each.snapshots)),
     )
@@ -186,22 +187,53 @@ def _action_s(measured: Sequence[Measured]) -> float | None:
     return max(0.0, median(found)) if found else None
 
 
-def _hand_over_s(measured: Sequence[Measured], sections: Sequence[SectionKind], action_s: float) -> float:
-    """What F and B of a real pipeline take longer than its R, which has no message, by the relations in place.
-
-    Only relations count, so that a machine that was busier meanwhile spoils nothing. What any action takes beyond its
-    sections is not a matter of relations, and is set aside.
-    """
+def _hand_over_s(
+    measured: Sequence[Measured], sections: Sequence[SectionKind], action_s: float, samples_s: float
+) -> float:
+    """What F and B of a real pipeline take longer than its R, which has no message, by the relations in place."""
     found = []
     for pilot in (pilot for each in measured for pilot in each.pilots if pilot.stages > 1):
-        whole_s, own, m = pilot.whole_s, sections[pilot.first : pilot.stop], pilot.micro_batch
-        recompute_s = sum(kind.at(kind.recompute_s, m) for kind in own)
-        if not {"F", "R", "B"} <= set(whole_s) or recompute_s <= 0:
-            continue
-        pace = max(0.0, whole_s["R"] - action_s) / recompute_s
-        for action, times in (("F", "forward_s"), ("B", "backward_s")):
-            found.append(whole_s[action] - action_s - pace * sum(kind.at(getattr(kind, times), m) for kind in own))
+        own = sections[pilot.first : pilot.stop]
+        reads_s = samples_s if any(kind.input_bytes for kind in own) else 0.0
+        found += _beyond(pilot, own, action_s, "R", {"F": "forward_s", "B": "backward_s"}, {"F": reads_s})
     return max(0.0, median(found)) if found else 0.0
+
+
+def _samples_s(measured: Sequence[Measured], sections: Sequence[SectionKind], action_s: float) -> float:
+    """What an F of one stage alone takes longer than its B, by the relations in place: it keeps all, and reads."""
+    found = []
+    for pilot in (pilot for each in measured for pilot in each.pilots if pilot.stages == 1):
+        found += _beyond(pilot, sections[pilot.first : pilot.stop], action_s, "B", {"F": "recompute_s"}, {})
+    return max(0.0, median(found)) if found else 0.0
+
+
+_TIMES = {"R": "recompute_s", "B": "backward_s"}
+
+
+def _beyond(
+    pilot: PilotSamples,
+    own: Sequence[SectionKind],
+    action_s: float,
+    plain: str,
+    others: Mapping[str, str],
+    known: Mapping[str, float],
+) -> list[float]:
+    """What ``others`` (an action, and what its sections take) take beyond what ``plain`` makes one expect of them.
+
+    Only relations count, so that a machine that was busier meanwhile spoils nothing. What any action takes beyond its
+    sections is not a matter of relations, and is set aside, as is what is ``known`` of an action.
+    """
+    m, whole_s = pilot.micro_batch, pilot.whole_s
+
+    def inside_s(times: str) -> float:
+        return sum(kind.at(getattr(kind, times), m) for kind in own)
+
+    if not {plain, *others} <= set(whole_s) or inside_s(_TIMES[plain]) <= 0:
+        return []
+    pace = max(0.0, whole_s[plain] - action_s) / inside_s(_TIMES[plain])
+    return [
+        whole_s[action] - action_s - known.get(action, 0.0) - pace * inside_s(times) for action, times in others.items()
+    ]
 
 
 def _optimizer(measured: Sequence[Measured]) -> OptimizerCosts:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from varuna.core.calibration import Calibration, Network, OptimizerCosts, SectionKind
 from varuna.core.plan import Plan
 from varuna.core.times import Carried, RankTimes
-from varuna.planner.costs import pipeline_costs
+from varuna.planner.costs import Around, around_sections, pipeline_costs
 from varuna.planner.profile import profile
 from varuna.simulator.costs import PipelineCosts
 
@@ -13,6 +13,8 @@ _ROUNDS = 25
 """Of spreading the stages' factors over the kinds of sections that they share."""
 _LARGEST_FACTOR = 1000.0
 """FLOPs under a roofline may be that far off; anything beyond is a mistake."""
+_OVERHEADS = {"action_s": ("FRBIW", 0.5), "hand_over_s": ("FBI", 0.2), "samples_s": ("F", 0.2)}
+"""What actions take beyond their sections: in which, and the most that it may be of the shortest of them."""
 _RUN_NOTE = "refined by a run"
 
 
@@ -28,21 +30,27 @@ def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) ->
         stages: what its stages took.
     """
     m = plan.micro_batch
-    slowest_s = [seconds for stage in stages for _, seconds in stage.actions.values()]
-    action_s = min(calibration.action_s, 0.5 * min(slowest_s, default=0.0))
+    overheads = {
+        name: min(getattr(calibration, name), share * _least_s(stages, letters))
+        for name, (letters, share) in _OVERHEADS.items()
+    }
+    calibration = calibration.model_copy(update=overheads)
+    known = profile(calibration, m)
+    around = [
+        around_sections(known, span.start, span.stop, is_one_of_many=plan.stages > 1)
+        for span in map(plan.sections_of, range(plan.stages))
+    ]
     kinds = dict(calibration.kinds)
     order = calibration.kind_names
     spans = [[order[section] for section in plan.sections_of(k)] for k in range(plan.stages)]
     for letters, names in _COLUMNS:
-        wanted = [_seconds(stage, letters) for stage in stages]
-        wanted = [None if seconds is None else max(0.0, seconds - action_s) for seconds in wanted]
+        wanted = [_inside_s(stage, letters, beyond) for stage, beyond in zip(stages, around, strict=True)]
         kinds = _scaled(kinds, spans, wanted, m, names)
     across = _network(calibration.across_vms, plan, stages)
     notes = tuple(note for note in calibration.notes if not note.startswith(_RUN_NOTE))
     return calibration.model_copy(
         update={
             "kinds": kinds,
-            "action_s": action_s,
             "optimizer": _optimizer(calibration, plan, stages),
             "across_vms": across,
             "notes": (*notes, f"{_RUN_NOTE}: {plan.shape}, m = {m}, {min(each.steps for each in stages)} steps"),
@@ -60,8 +68,18 @@ _COLUMNS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 
-def _seconds(stage: RankTimes, letters: Sequence[str]) -> float | None:
-    return next((stage.actions[letter].seconds for letter in letters if letter in stage.actions), None)
+def _least_s(stages: Sequence[RankTimes], letters: str) -> float:
+    found = [seconds for stage in stages for letter, (_, seconds) in stage.actions.items() if letter in letters]
+    return min(found, default=0.0)
+
+
+def _inside_s(stage: RankTimes, letters: Sequence[str], around: Around) -> float | None:
+    """What the sections of an action took; None if no such action was seen."""
+    letter = next((letter for letter in letters if letter in stage.actions), None)
+    if letter is None:
+        return None
+    beyond_s = {"F": around.forward_s, "B": around.moved_s, "I": around.moved_s}.get(letter, around.plain_s)
+    return max(0.0, stage.actions[letter].seconds - beyond_s)
 
 
 def _scaled(

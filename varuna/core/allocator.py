@@ -23,7 +23,7 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether that was done: not without glibc, and not where the environment chooses an allocator or its thresholds.
     """
-    if platform.libc_ver()[0] != "glibc" or any(name in os.environ for name in _USERS_OWN):
+    if platform.libc_ver()[0] != "glibc" or any(map(os.environ.get, _USERS_OWN)):
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_MMAP_THRESHOLD, _LARGE_BYTES) and mallopt(_TRIM_THRESHOLD, _NEVER))

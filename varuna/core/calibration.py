@@ -209,6 +209,9 @@ class Calibration(Finite):
         default=0.0,
         description="further cost of an action that takes or gives a message, in a pipeline of several stages",
     )
+    samples_s: Seconds = Field(
+        default=0.0, description="further cost of an F that reads samples, whose loader shares the interpreter with it"
+    )
     optimizer: OptimizerCosts = OptimizerCosts()
     snapshot_bytes_per_s: Rate | None = Field(default=None, description="copying state out for a checkpoint")
 

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from operator import sub
+from typing import NamedTuple
 
 from varuna.core.plan import Plan
 from varuna.planner.network import crossings, link_of, reduce_s
@@ -22,6 +23,25 @@ def pipeline_costs(profile: Profile, plan: Plan, *, gpus_per_vm: int) -> Pipelin
         micro_batches=plan.micro_batches,
         splits=plan.split_last > 0,
     )
+
+
+class Around(NamedTuple):
+    """What a stage's actions take beyond their sections."""
+
+    plain_s: float
+    """R and W"""
+    moved_s: float
+    """B and I, which take or give messages where there are several stages"""
+    forward_s: float
+    """F, which may read samples besides"""
+
+
+def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: bool) -> Around:
+    """Of a stage, alone or in a pipeline of several."""
+    known = profile.calibration
+    moved_s = known.action_s + (known.hand_over_s if is_one_of_many else 0.0)
+    reads = profile.input_bytes.before[stop] > profile.input_bytes.before[start]
+    return Around(known.action_s, moved_s, moved_s + (known.samples_s if reads else 0.0))
 
 
 class Pricer:
@@ -64,13 +84,13 @@ class Pricer:
     def _stage(
         self, start: int, stop: int, size: Size, is_one_of_many: bool, rings_s: Sequence[float], splits: bool
     ) -> StageCosts:
-        profile, action_s = self._profile, self._profile.calibration.action_s
-        moved_s = action_s + (profile.calibration.hand_over_s if is_one_of_many else 0.0)
+        profile = self._profile
+        around = around_sections(profile, start, stop, is_one_of_many=is_one_of_many)
         forward, record, activations = self._forward, self._record, self._activations
         first_kept = stop - size.kept
-        forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + moved_s
-        recompute_s = self._recompute[first_kept] - self._recompute[start] + action_s
-        backward_s = self._backward[stop] - self._backward[start] + moved_s
+        forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + around.forward_s
+        recompute_s = self._recompute[first_kept] - self._recompute[start] + around.plain_s
+        backward_s = self._backward[stop] - self._backward[start] + around.moved_s
         if size.moved:  # copies hide behind computation; where they take longer, R waits for its input
             crossing_s = crossing_time_s(profile, range(start, stop), moved=size.moved, depth=size.depth)
             recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
@@ -78,9 +98,9 @@ class Pricer:
             forward_s=forward_s,
             recompute_s=recompute_s,
             backward_s=backward_s,
-            input_s=self._input[stop] - self._input[start] + moved_s,
-            weight_s=self._weight[stop] - self._weight[start] + action_s,
-            record_s=record[stop] - record[start] + moved_s,
+            input_s=self._input[stop] - self._input[start] + around.moved_s,
+            weight_s=self._weight[stop] - self._weight[start] + around.plain_s,
+            record_s=record[stop] - record[start] + around.forward_s,
             allreduce_s=self._exposed_reduce_s(start, stop, rings_s, splits) if rings_s else 0.0,
             keeps_all=first_kept == start,
             stash_bytes=int(activations[stop] - activations[first_kept])

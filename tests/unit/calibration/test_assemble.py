@@ -100,6 +100,22 @@ def test_messages_cost_what_forwards_and_backwards_of_a_pipeline_take_beyond_its
     assert assemble([measured()], name="tiny").hand_over_s == 0
 
 
+def test_reading_samples_costs_what_forwards_of_one_stage_take_beyond_its_backwards() -> None:
+    # In place: R 1.5, B 2 for each of two sections; the machine was twice as busy while the worker was alone.
+    alone = PilotSamples(
+        stages=1,
+        state_bytes=0,
+        first=1,
+        stop=3,
+        whole_s={"F": 6.0 + 0.1 + 0.4, "B": 8.0 + 0.1},
+        inside_s={"F": 6.4, "B": 8.0},
+        step_s=(),
+    )
+    calibration = assemble([measured(pilots=(alone,))], name="tiny")
+    assert calibration.samples_s == pytest.approx(0.4)
+    assert calibration.hand_over_s == 0
+
+
 def test_a_ring_is_read_as_rounds_of_latency_and_rate() -> None:
     ring = RingSamples(ranks=4, in_flight=1, samples=tuple(Sized(size, 0.6 + size * 0.003) for size in (0, 1000, 4000)))
     calibration = assemble([measured(rings=(ring,), messages=(Sized(64, 0.1), Sized(1064, 1.1)))], name="tiny")

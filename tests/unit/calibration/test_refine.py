@@ -53,7 +53,7 @@ def changed(times: RankTimes, by_s: float, *kinds: str) -> RankTimes:
 
 
 def test_a_run_that_goes_as_predicted_changes_nothing() -> None:
-    before = calibrated(FACTS)
+    before = calibrated(FACTS, action_s=0.01, hand_over_s=0.02, samples_s=0.005)
     after = refine(before, plan(), as_predicted(before, plan()))
     for name, kind in before.kinds.items():
         assert after.kinds[name].forward_s == pytest.approx(kind.forward_s)

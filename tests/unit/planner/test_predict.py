@@ -59,6 +59,15 @@ def test_actions_with_messages_cost_more_where_there_are_messages() -> None:
     assert alone.backward_s == 2 * 2.0 + 1.0
 
 
+def test_forwards_that_read_samples_cost_more() -> None:
+    facts = model([section(1.0).model_copy(update={"input_bytes": 8}), section(1.0)])
+    plain, reading = (pipeline_costs(of(facts, 1, samples_s=s), plan((0, 1), 2), gpus_per_vm=1) for s in (0.0, 0.5))
+    first, last = zip(plain.stages, reading.stages, strict=True)
+    assert first[1].forward_s - first[0].forward_s == first[1].record_s - first[0].record_s == 0.5
+    assert first[1].backward_s == first[0].backward_s
+    assert last[0] == last[1], "it reads none"
+
+
 def test_kept_sections_move_from_the_recompute_to_the_stash() -> None:
     profiled = of(model([section(0.5)] * 4), 2)
     some, all_kept = (pipeline_costs(profiled, plan((0, 3), 4, kept=(kept, 0)), gpus_per_vm=1) for kept in (2, 3))
