@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import wraps
 from itertools import pairwise
-from statistics import median
 from typing import Any, NamedTuple
 
 from varuna.calibration.measured import PilotSamples
+from varuna.calibration.statistics import mean_time
 from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
 from varuna.engine.session import Session
@@ -27,7 +27,7 @@ _POLICY = "varuna"
 
 WARM_STEPS = 2
 """The first is applied before its vote, and the optimizer builds its state."""
-STEPS = 6
+STEPS = 12
 
 
 class StageTimes(NamedTuple):
@@ -94,11 +94,11 @@ def run_pilot(
         stop=plan.sections_of(stage).stop,
         micro_batch=plan.micro_batch,
         whole_s={
-            kind.value: median(seconds)
+            kind.value: mean_time(seconds)
             for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
             if (seconds := [each for step in steps for each in step.seconds_of(kind)])
         },
-        inside_s={kind.value: median(seconds) for kind, seconds in meter.seconds.items()},
+        inside_s={kind.value: mean_time(seconds) for kind, seconds in meter.seconds.items()},
         step_s=tuple(between(before, after) for before, after in pairwise(steps)) if stage == 0 else (),
     )
 

@@ -43,6 +43,23 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
     return Line(fixed, slope)
 
 
+_HICCUP = 1.5
+"""Times the median: beyond it, something else ran."""
+
+
+def mean_time(values: Sequence[float]) -> float:
+    """Mean of repeated times, without hiccups.
+
+    A step is a sum of many actions. Its median is near the sum of their means, and beyond the sum of their medians,
+    since times have a tail on one side only.
+
+    Raises:
+        ValueError: there is no value.
+    """
+    bound = _HICCUP * statistics.median(values)
+    return statistics.fmean(value for value in values if value <= bound)
+
+
 def quantiles(values: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
     """Quantiles by linear interpolation between the sorted values.
 

@@ -6,7 +6,7 @@ from operator import sub
 from typing import NamedTuple
 
 from varuna.core.plan import Plan
-from varuna.planner.network import crossings, link_of, reduce_s
+from varuna.planner.network import crossings, exchange_s, link_of, reduce_s
 from varuna.planner.profile import Profile
 from varuna.planner.sizing import Size, crossing_time_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
@@ -177,6 +177,11 @@ class Pricer:
         for tied in self._profile.calibration.tied:
             holders = tuple(sorted({bisect_right(starts, section) - 1 for section in tied.sections}))
             if len(holders) > 1:
-                exchange_s = self._reduce_s(tied.size_bytes, len(starts), replicas, members=len(holders))
-                found.append(TiedCosts(stages=holders, exchange_s=exchange_s))
+                seconds = exchange_s(
+                    self._profile.calibration,
+                    tied.size_bytes,
+                    crosses=len(starts) * replicas > self._gpus_per_vm,
+                    members=len(holders),
+                )
+                found.append(TiedCosts(stages=holders, exchange_s=seconds))
         return tuple(found)

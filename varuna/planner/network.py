@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from varuna.core.calibration import Calibration, Link, Network, Ring
+from varuna.simulator.costs import mean_delay_s
 
 
 def crossings(stages: int, replicas: int, gpus_per_vm: int) -> tuple[bool, ...]:
@@ -39,6 +40,12 @@ def reduce_s(
     crosses = stages * replicas > gpus_per_vm
     in_flight = min(stages, gpus_per_vm)
     return ring_s(network_of(calibration, crosses=crosses).rings, size_bytes, ranks=members, in_flight=in_flight)
+
+
+def exchange_s(calibration: Calibration, size_bytes: float, *, crosses: bool, members: int) -> float:
+    """Seconds in which each of the ``members`` sends its gradient of a tied parameter to every other one, by itself."""
+    link = link_of(calibration, crosses=crosses)
+    return link.latency_s + mean_delay_s(link.jitter) + (members - 1) * size_bytes / link.bytes_per_s
 
 
 def ring_s(rings: Sequence[Ring], size_bytes: float, *, ranks: int, in_flight: int) -> float:

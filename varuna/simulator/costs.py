@@ -101,10 +101,10 @@ def travel_times_s(link: LinkCosts, count: int, chance: random.Random | None) ->
 
 def mean_travel_s(link: LinkCosts) -> float:
     """Latency and the mean of the jitter."""
-    return link.latency_s + _mean_s(link.jitter)
+    return link.latency_s + mean_delay_s(link.jitter)
 
 
-def _mean_s(jitter: Jitter) -> float:
+def mean_delay_s(jitter: Jitter) -> float:
     """Mean delay: of the quantiles, if there are any."""
     quantiles = jitter.quantiles_s
     if not quantiles:

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.calibration.statistics import Line, best_size, fit_line, quantiles, spread
+from varuna.calibration.statistics import Line, best_size, fit_line, mean_time, quantiles, spread
 
 
 def test_a_line_is_found_through_wild_points() -> None:
@@ -19,6 +19,12 @@ def test_costs_are_never_negative() -> None:
     assert fit_line([(7, 2.0)]) == Line(2.0, 0.0)
     with pytest.raises(ValueError, match="at least one"):
         fit_line([])
+
+
+def test_a_mean_time_counts_the_tail_and_no_hiccup() -> None:
+    assert mean_time([1.0, 1.0, 1.3]) == pytest.approx(1.1)
+    assert mean_time([1.0, 1.0, 1.3, 9.0]) == pytest.approx(1.1)
+    assert mean_time([4.0]) == 4.0
 
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(0, 1e3)), min_size=1, max_size=12))
