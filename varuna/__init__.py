@@ -1,5 +1,6 @@
 """Varuna trains massive PyTorch models on whatever GPUs you can get."""
 
+import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,9 +46,20 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Load torch only for what needs it: planning and the command line run without."""
     if name == "Trainer":
-        return import_module("varuna.trainer").Trainer
+        return _load_trainer()
     if name == "Step":
         return import_module("varuna.results").Step
     if name in ("all_reduce_shared", "owned"):
         return getattr(import_module("varuna.engine.shared"), name)
     raise AttributeError(f"module 'varuna' has no attribute {name!r}")
+
+
+def _load_trainer() -> Any:
+    """A few thousand modules come with torch.export; garbage collections while they load take a quarter of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module("varuna.trainer").Trainer
+    finally:
+        if was_enabled:
+            gc.enable()

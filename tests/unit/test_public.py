@@ -1,7 +1,9 @@
 """The public surface is small, and planning needs no torch."""
 
+import gc
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,3 +44,23 @@ for name in {PURE}:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_what_training_needs_is_imported_without_collections_in_between(
+    monkeypatch: pytest.MonkeyPatch, enabled: bool
+) -> None:
+    seen: list[bool] = []
+
+    def trainer(name: str) -> SimpleNamespace:
+        seen.append(gc.isenabled())
+        return SimpleNamespace(Trainer=name)
+
+    monkeypatch.setattr(varuna, "import_module", trainer)
+    (gc.enable if enabled else gc.disable)()
+    try:
+        loaded: object = varuna.Trainer
+        assert loaded == "varuna.trainer"
+        assert (seen, gc.isenabled()) == ([False], enabled)
+    finally:
+        gc.enable()
