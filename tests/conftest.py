@@ -3,12 +3,13 @@ import tempfile
 from uuid import uuid4
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-# What lands is judged by examples that anyone can run again; elsewhere hypothesis goes on looking for new ones.
-settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
+# No test is timed: the machine may be busy. What lands is judged by examples that anyone can run again; elsewhere
+# hypothesis goes on looking for new ones.
+settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
+settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.unit.engine.ranks import Setup, single_threaded, tiny_gpt2
+from tests.unit.engine.ranks import Setup, dropping, single_threaded
 from varuna.engine.compiled import Compiler
 from varuna.partition.split import SectionGraph
 
@@ -22,10 +21,6 @@ def given_to(section: SectionGraph, setup: Setup) -> list[Any]:
     taken = [torch.randn(into[name].shape(3), generator=generator).requires_grad_() for name in section.takes]
     assert section.needs_batch_size
     return [*taken, 3, *(parameters[name].clone().requires_grad_() for name in section.parameters)]
-
-
-def dropping() -> nn.Module:
-    return tiny_gpt2(dropout=0.1)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")

@@ -50,6 +50,11 @@ def tiny_gpt2(dropout: float = 0.0, layers: int = 3) -> nn.Module:
     )
 
 
+def dropping() -> nn.Module:
+    """GPT-2 with dropout, as it comes."""
+    return tiny_gpt2(dropout=0.1)
+
+
 def tiny_llama() -> nn.Module:
     """Llama with rotary embeddings and an untied head."""
     from transformers import LlamaConfig, LlamaForCausalLM

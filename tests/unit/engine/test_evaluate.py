@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, run_all, single_threaded, tiny_gpt2
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, dropping, run_all, single_threaded
 from tests.unit.engine.test_batch_norm import Normalised, Points, buffers_of, sgd
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
@@ -34,10 +33,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def one_thread() -> Iterator[None]:
     with single_threaded():
         yield
-
-
-def dropping() -> nn.Module:
-    return tiny_gpt2(dropout=0.1)
 
 
 def train(setup: Setup, stages: int, replicas: int, validation: Any, examples: int) -> tuple[list[float], list[Sums]]:

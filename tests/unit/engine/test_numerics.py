@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, Tokens, reference, single_threaded, tiny_gpt2, tiny_llama, worst
+from tests.unit.engine.ranks import Setup, Tokens, dropping, reference, single_threaded, tiny_gpt2, tiny_llama, worst
 from varuna.core.plan import Plan
 from varuna.engine.optimizer import NamedParameters
 from varuna.schedule.actions import Kind
@@ -19,10 +19,6 @@ GRIDS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 3), (1, 4)]
 def one_thread() -> Iterator[None]:
     with single_threaded():
         yield
-
-
-def dropping() -> nn.Module:
-    return tiny_gpt2(dropout=0.1)
 
 
 def test_every_plan_matches_a_plain_eager_loop_over_20_steps() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Tokens, adamw, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, tiny_gpt2, tiny_llama
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
@@ -60,15 +60,15 @@ def test_two_captures_agree_to_the_digest(gpt2: PartitionedModel) -> None:
 
 
 def test_a_wished_number_of_cut_points_is_kept_or_refused() -> None:
-    assert len(partition(Recipe(tiny_gpt2), batch_of(Tokens()), cut_points=3).sections) == 4
+    assert len(partition(Recipe(SmallLanguage), batch_of(Tokens()), cut_points=3).sections) == 4
     with pytest.raises(ModelError, match="can be cut in"):
-        partition(Recipe(tiny_gpt2), batch_of(Tokens()), cut_points=10_000)
+        partition(Recipe(SmallLanguage), batch_of(Tokens()), cut_points=10_000)
 
 
 def test_optimizer_state_is_counted_without_allocating_it(gpt2: PartitionedModel) -> None:
     section = gpt2.facts.sections[1]
     assert 2 * section.trainable_bytes <= section.optimizer_bytes < 2.2 * section.trainable_bytes
-    plain = partition(Recipe(tiny_gpt2), batch_of(Tokens()), optimizer=lambda n: torch.optim.SGD([p for _, p in n]))
+    plain = partition(Recipe(SmallLanguage), batch_of(Tokens()), optimizer=lambda n: torch.optim.SGD([p for _, p in n]))
     assert plain.facts.sections[1].optimizer_bytes == 0
 
 

@@ -1,5 +1,6 @@
 """The user names the modules at which sections begin."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from tests.unit.partition.families import NAMED, Samples
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
+from varuna.partition.costs import Cost
+from varuna.partition.flow import Flow
 from varuna.partition.initialise import materialise
-from varuna.partition.model import PartitionedModel, partition
+from varuna.partition.model import CutChooser, PartitionedModel, partition
 from varuna.partition.modules import chooser
 from varuna.partition.verify import verify
 
@@ -53,6 +56,26 @@ def test_models_of_many_kinds_still_compute_the_same(family: str, cut_at: list[s
     assert len(model.sections) == len(cut_at) * calls + 1
 
 
+def choose_at(*names: str) -> CutChooser:
+    choose = chooser(list(names), None)
+    assert choose is not None
+    return choose
+
+
+@pytest.fixture(scope="module")
+def flow() -> Flow:
+    """Of GPT-2, as it is when the cuts are chosen."""
+    seen: list[Flow] = []
+
+    def look(flow: Flow, costs: Sequence[Cost]) -> list[int]:
+        seen.append(flow)
+        return choose(flow, costs)
+
+    choose = choose_at("transformer.h.1")
+    partition(Recipe(tiny_gpt2), SampleSource(Tokens(), seed=0).micro_batch([0, 1]).tensors, choose=look)
+    return seen[0]
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -63,9 +86,9 @@ def test_models_of_many_kinds_still_compute_the_same(family: str, cut_at: list[s
         ("model.transformer.h.1", r"no module of this name\. Near names .*: transformer\.h\.1"),
     ],
 )
-def test_wrong_names_are_refused_with_near_ones(path: str, message: str) -> None:
+def test_wrong_names_are_refused_with_near_ones(flow: Flow, path: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        cut(Recipe(tiny_gpt2), ["transformer.h.1", path])
+        choose_at("transformer.h.1", path)(flow, [])
 
 
 class Written(nn.Module):
