@@ -22,8 +22,9 @@ _DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep it
 class _Process:
     """One worker's process, with the threads that read and await it."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], place: int) -> None:
         self.name = name
+        self.place = place
         self.popen = popen
         self.stderr_tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self.readers: list[threading.Thread] = []
@@ -69,20 +70,26 @@ class Launcher:
         self._early: dict[str, deque[bytes]] = {}
 
     def spawn(self, name: str = "", environment: Mapping[str, str] | None = None) -> str:
-        """Start one worker, with more variables if given; returns its name."""
+        """Start one worker, with more variables if given; returns its name.
+
+        ``LOCAL_RANK``, by which it chooses its GPU, is the lowest number that no living worker has.
+        """
         with self._lock:
             name = name or f"w{self._names}"
             self._names += 1
             self._early[name] = deque(maxlen=1000)
+            taken = {process.place for process in self._processes.values() if not process.reaped}
+        place = min(set(range(len(taken) + 1)) - taken)
+        more = {"LOCAL_RANK": str(place), **(environment or {}), "VARUNA_WORKER": name}
         popen = subprocess.Popen(
             self._command,
-            env={**self._environment, **(environment or {}), "VARUNA_WORKER": name},
+            env={**self._environment, **more},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        process = _Process(name, popen)
+        process = _Process(name, popen, place)
         log = _Log(self._run_dir / f"{name}.log")
         assert popen.stdout is not None
         assert popen.stderr is not None

@@ -56,6 +56,22 @@ def test_names_are_never_used_twice_and_exits_are_reported(bench: Bench) -> None
     launcher.stop_all(5)
 
 
+def test_a_worker_takes_the_lowest_place_that_nobody_living_has(bench: Bench) -> None:
+    launcher = bench.launcher("import os, sys, time; print(os.environ['LOCAL_RANK'], file=sys.stderr); time.sleep(30)")
+
+    def place(name: str) -> str:
+        until(lambda: (bench.folder / f"{name}.log").read_text().strip() != "")
+        return (bench.folder / f"{name}.log").read_text().strip()
+
+    names = [launcher.spawn() for _ in range(3)]
+    assert [place(name) for name in names] == ["0", "1", "2"]
+    launcher.kill("w1")
+    bench.exit()
+    assert place(launcher.spawn()) == "1"
+    assert place(launcher.spawn(environment={"LOCAL_RANK": "7"})) == "7"
+    launcher.stop_all(0)
+
+
 def test_only_complete_lines_of_the_main_worker_are_passed_on_even_early_ones(bench: Bench) -> None:
     launcher = bench.launcher("import os; print('I am', os.environ['VARUNA_WORKER']); print('half', end='')")
     for _ in range(2):
