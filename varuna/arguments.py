@@ -86,8 +86,17 @@ def check_checkpoint_arguments(
         raise UsageError(f"upload_bytes_per_s={upload_bytes_per_s} must be above 0; leave it out for no bound")
 
 
-def default_device() -> torch.device:
-    """This worker's GPU if there is one, else the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+def choose_device(wished: str | torch.device | None) -> torch.device:
+    """The wished device, by default this worker's GPU if there is one; a GPU has its number. Nothing uses it yet.
+
+    Raises:
+        UsageError: a GPU is wished, and torch sees none.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if wished is None else torch.device(wished)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count()
+    number = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0")) % max(1, count)
+    if number >= count:
+        raise UsageError(f"device={str(wished)!r}: torch sees {count} GPUs here. Leave device= out for what there is.")
+    return torch.device("cuda", number)

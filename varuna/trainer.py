@@ -25,6 +25,7 @@ from varuna.engine.connect import open_store, solo_from_environment
 from varuna.engine.evaluate import Work
 from varuna.engine.export import export_model
 from varuna.engine.job import Job
+from varuna.engine.lanes import lanes_of
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.precision import DTYPES, cast, unit_near
 from varuna.engine.process import settle
@@ -139,12 +140,12 @@ class Trainer:
         )
         check_beginning(init, weights)
         self._precision, self.reduction, self._offloads = precision, reduction, offload_optimizer
-        self._device = torch.device(device) if device is not None else arguments.default_device()
+        self._device = arguments.choose_device(device)
         self._compiler = compiler_of(compile, self._device)
         self._build = Configured(model)
         self.recipe = Recipe(self._build, loss, metrics, DTYPES[precision])
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
-        self._source = SampleSource(dataset, seed=seed, collate=collate)
+        self._source, self._collate = SampleSource(dataset, seed=seed, collate=collate), collate
         self._optimizer, self._scheduler, self._weight = optimizer, lr_scheduler, weight
         self._global_batch, self._micro_batch, self._cut_points = global_batch, micro_batch, cut_points
         self._choose, self._lengths = chooser(cut_at, cut_points), check_lengths(lengths)
@@ -154,7 +155,6 @@ class Trainer:
         self._every = checkpoint_every if checkpoint_every is not None else _DEFAULT_EVERY
         self._session: Session | None = None
         self._model: PartitionedModel | None = None
-        self._collate = collate
         self._evaluated: tuple[PartitionedModel, dict[str, Tensor]] | None = None  # in evaluation mode; its own buffers
         self._evaluations = 0
 
@@ -316,6 +316,7 @@ class Trainer:
             rounds=self.reduction == "bf16",
             compiler=self._compiler,
             offload=self._offloads,
+            lanes=lanes_of(self._device),
         )
 
     def session(

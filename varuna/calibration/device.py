@@ -15,16 +15,24 @@ def hardware_name(device: torch.device) -> str:
     return f"{_cpu_name()}, {threads} thread{'s' * (threads > 1)} a worker"
 
 
-def device_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None for a CPU, whose memory belongs to all workers of a machine."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
+def device_bytes(device: torch.device, workers: int) -> int | None:
+    """Memory of a GPU, or a worker's part of it; None for a CPU, whose memory belongs to all workers of a machine."""
+    if device.type != "cuda":
+        return None
+    total_bytes = int(torch.cuda.get_device_properties(device).total_memory)
+    return total_bytes // sharers(workers, torch.cuda.device_count())
+
+
+def sharers(workers: int, gpus: int) -> int:
+    """How many of a machine's workers use one GPU, at most: they are dealt out in turn."""
+    return -(-workers // gpus)
 
 
 def usable_bytes(device: torch.device, workers: int) -> int | None:
     """Most of what is free, shared fairly by the ``workers`` of this machine; None where nobody knows."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _SHARE)
+        return int(free * _SHARE / sharers(workers, torch.cuda.device_count()))
     try:
         rows = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return int(int(rows["MemAvailable"].split()[0]) * 1024 * _SHARE / workers)

@@ -8,7 +8,9 @@ import torch
 
 from varuna.calibration.measured import RingSamples, Sized
 from varuna.engine.inbox import Inbox
+from varuna.engine.lanes import DONE
 from varuna.engine.links import Receiver, Sender
+from varuna.engine.message import Packed
 from varuna.engine.transport import Group
 
 _ROUNDS = 100
@@ -123,7 +125,7 @@ def _swap_many(group: Group, peer: int, tag: int, size_bytes: int, rounds: int) 
     for number in range(rounds):
         buffer = torch.zeros(size_bytes, dtype=torch.uint8)
         buffer[:8].view(torch.float64)[0] = time.monotonic()
-        sender.send(buffer)
+        sender.send(Packed(buffer, DONE))
         received: torch.Tensor = inbox.take(number, lambda: "a message of the calibration")
         taken_s.append(time.monotonic() - float(received[:8].view(torch.float64)[0]))
     sender.close()

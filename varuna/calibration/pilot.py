@@ -4,13 +4,13 @@ Policies, inboxes, messages packed and unpacked, threads that share a core with 
 is small, and missing it makes every prediction too short.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import wraps
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from varuna.calibration.clock import clock_over
 from varuna.calibration.measured import PilotSamples
 from varuna.calibration.statistics import mean_time
 from varuna.core.model import ModelFacts
@@ -80,7 +80,7 @@ def run_pilot(
             assert session.current is not None
             meter = meter or _Meter(session.current.stage)
             if committed.step < WARM_STEPS:
-                meter.seconds.clear()
+                meter.forget()
             elif session.current.runtime.times is not None:
                 steps.append(session.current.runtime.times)
     if world.rank >= plan.workers or meter is None:
@@ -112,16 +112,26 @@ class _Meter:
     """Notes the time that a stage spends in its sections, by kind of action."""
 
     def __init__(self, stage: Stage) -> None:
-        self.seconds: dict[Kind, list[float]] = {}
+        self._clock = clock_over(stage.job.lanes.streams)
+        self._spans: dict[Kind, list[tuple[Any, Any]]] = {}
         for name, kind in (("forward", Kind.FORWARD), ("record", Kind.RECOMPUTE), ("backward", Kind.BACKWARD)):
             setattr(stage, name, self._timed(getattr(stage, name), kind))
+
+    def forget(self) -> None:
+        """What was so far does not count."""
+        self._spans.clear()
+
+    @property
+    def seconds(self) -> dict[Kind, list[float]]:
+        """Of each action, by kind."""
+        return {kind: [self._clock.seconds(*span) for span in spans] for kind, spans in self._spans.items()}
 
     def _timed(self, work: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         @wraps(work)
         def timed(*arguments: Any, **options: Any) -> Any:
-            begin_s = time.monotonic()
+            begin = self._clock.mark()
             result = work(*arguments, **options)
-            self.seconds.setdefault(kind, []).append(time.monotonic() - begin_s)
+            self._spans.setdefault(kind, []).append((begin, self._clock.mark()))
             return result
 
         return timed

@@ -7,11 +7,12 @@ passes between two marks within the pass.
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from varuna.calibration.clock import clock_over
 from varuna.core.plan import Plan
 from varuna.engine.forming import initial_states
 from varuna.engine.job import Job
@@ -20,7 +21,6 @@ from varuna.engine.stage import Left, Stage
 from varuna.partition.beginning import Beginning
 from varuna.partition.split import Crossing
 
-Clock = Callable[[], float]
 Times = dict[int, float]
 """By section: seconds."""
 
@@ -34,18 +34,6 @@ class Pass(NamedTuple):
     input_s: Times
     """of sections whose B can be split"""
     weight_s: Times
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Seconds; on a GPU, once everything launched before is done."""
-    if device.type != "cuda":
-        return time.perf_counter
-
-    def synchronised() -> float:
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    return synchronised
 
 
 class Window:
@@ -74,8 +62,8 @@ class Window:
         states = initial_states(job.model, range(first, stop), beginning.parameters, job.buffers)
         self.job = job
         self.first, self.stop = first, stop
-        self._clock = clock_of(job.device)
-        self._marks: list[tuple[int, float]] = []
+        self._clock = clock_over(job.lanes.streams)
+        self._marks: list[tuple[int, Any]] = []
         self.stage = Stage(job, plan, starts.index(first), states, 0)
         timed = [_Timed(runner, self._mark) for runner in self.stage.variants[0]]
         self.stage.variants[0] = cast(list[SectionRunner], timed)
@@ -83,14 +71,15 @@ class Window:
     def round(self, batch: Mapping[str, Tensor], examples: int) -> Pass:
         """F, then R and B, then R, I and W, of one micro-batch, as a stage in the middle of a run does them."""
         split, device = self.job.model.split, self.job.device
+        inputs = Examples(self.job.lanes.links.up(batch), examples)
         out = () if self.stage.is_last else split.crossings[self.stop]
         behind = [crossing for crossing in out if crossing.differentiable]
         values = _made_up(split.crossings[self.first], examples, device)
-        forward = self._timed(lambda: self.stage.forward(values, Examples(batch, examples), 0, 0))
-        tapes, recompute = self._recomputed(values, Examples(batch, examples), split=False)
+        forward = self._timed(lambda: self.stage.forward(values, inputs, 0, 0))
+        tapes, recompute = self._recomputed(values, inputs, split=False)
         gradients = _made_up(behind, examples, device) if out else self._loss_gradient()
         backward = self._timed(lambda: self.stage.backward(tapes, gradients, self._mark))
-        tapes, _ = self._recomputed(values, Examples(batch, examples), split=True)
+        tapes, _ = self._recomputed(values, inputs, split=True)
         splits = {tape.section.index for tape in tapes if tape.pending is not None}
         left: list[Left] = []
         gradients = _made_up(behind, examples, device) if out else self._loss_gradient()
@@ -121,40 +110,42 @@ class Window:
 
         The sums are not zeros by then, as they never are: of zeros AdamW makes numbers that take it twice as long.
         """
-        begin_s = self._clock()
+        begin = self._clock.mark()
         self.stage.clear_gradients()
-        cleared_s = self._clock() - begin_s
+        cleared = self._clock.mark()
         for bucket in self.stage.buckets.values():
             bucket.flat.normal_()
-        begin_s = self._clock() - cleared_s
-        for section in self.stage.sections:
-            self.stage.squared_norm(section)
+        resumed = self._clock.mark()
+        self.stage.squared_norms()
         self.stage.apply(self.stage.next_step, 0.5)
-        return self._clock() - begin_s
+        applied = self._clock.mark()
+        return self._clock.seconds(begin, cleared) + self._clock.seconds(resumed, applied)
 
     def snapshot(self) -> float:
-        """Seconds to clone the stage's state at a step boundary."""
-        begin_s = self._clock()
+        """Seconds to copy the stage's state into host memory at a step boundary."""
+        lane = self.job.lanes.sums
+        begin_s = time.perf_counter()
         for section in self.stage.sections:
             for tensor in self.stage.state_of(section).tensors.values():
-                tensor.detach().cpu().clone()
-        return self._clock() - begin_s
+                room = lane.room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+                lane.down([(tensor.detach(), room)]).wait()
+        return time.perf_counter() - begin_s
 
     def _loss_gradient(self) -> dict[str, Tensor]:
         loss = self.job.model.sections[-1].makes[0]
         return {loss: torch.tensor(1.0, dtype=self.job.dtype, device=self.job.device)}
 
     def _mark(self, section: int) -> None:
-        self._marks.append((section, self._clock()))
+        self._marks.append((section, self._clock.mark()))
 
     def _timed(self, work: Callable[[], object]) -> Times:
         self._marks.clear()
-        last_s = self._clock()
+        last = self._clock.mark()
         work()
         times: Times = {}
-        for section, mark_s in self._marks:
-            times[section] = mark_s - last_s
-            last_s = mark_s
+        for section, mark in self._marks:
+            times[section] = self._clock.seconds(last, mark)
+            last = mark
         return times
 
 

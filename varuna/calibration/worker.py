@@ -29,6 +29,7 @@ from varuna.engine.session import Session
 from varuna.engine.solo import Solo, World
 from varuna.engine.transport import connect_store, prefixed
 from varuna.intercept import take_trainer
+from varuna.partition.devices import on_device
 from varuna.partition.initialise import needed_buffers
 from varuna.trainer import Trainer
 
@@ -49,7 +50,8 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     facts, kinds = model.facts, section_kinds(model)
     beginning = StandIns(model.shapes, trainer.beginning(model))
     buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
-    job = replace(trainer.job(model, buffers), offload=False)  # the planner adds what streaming takes
+    moved = on_device(model, trainer.device)
+    job = replace(trainer.job(moved, buffers), offload=False)  # the planner adds what streaming takes
     memory_bytes = usable_bytes(trainer.device, peers.size)
     windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
     whole = len(windows) == 1
@@ -84,7 +86,7 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     return Measured(
         worker=peers.rank,
         hardware=hardware_name(trainer.device),
-        device_bytes=device_bytes(trainer.device),
+        device_bytes=device_bytes(trainer.device, peers.size),
         facts=facts,
         kinds=kinds,
         sections=tuple(sections),

@@ -1,9 +1,11 @@
 """Sums of gradients, one flat fp32 buffer for each section."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from varuna.core.model import TiedParameter
 
 _NORM_RUN = 4096
 
@@ -35,10 +37,34 @@ class Bucket:
                 leaf.grad = None
 
 
-def squared(values: Tensor) -> float:
+def squared_norms(
+    buckets: Mapping[int, Bucket], tied: Sequence[TiedParameter], totals: Mapping[str, Tensor]
+) -> dict[int, float]:
+    """Squared L2 norm by section, float64; the device is waited for once.
+
+    Args:
+        buckets: by section, reduced.
+        tied: parameters whose gradients are summed over sections; they count at their owner only.
+        totals: those sums.
+    """
+    norms = [_of_section(section, bucket, tied, totals) for section, bucket in buckets.items()]
+    return dict(zip(buckets, torch.stack(norms).tolist(), strict=True)) if norms else {}
+
+
+def _of_section(section: int, bucket: Bucket, tied: Sequence[TiedParameter], totals: Mapping[str, Tensor]) -> Tensor:
+    names = {p.name for p in tied}
+    if names.isdisjoint(bucket.names):
+        return _squared(bucket.flat)
+    none = torch.zeros((), dtype=torch.float64, device=bucket.flat.device)
+    own = sum((_squared(bucket.views[name]) for name in bucket.names if name not in names), none)
+    return own + sum((_squared(totals[p.name]) for p in tied if p.owner == section), none)
+
+
+def _squared(values: Tensor) -> Tensor:
     """Squared L2 norm: fp32 within short runs, float64 over them (float64 throughout costs 2 % of a step)."""
     flat = values.reshape(-1)
     whole = flat.numel() // _NORM_RUN * _NORM_RUN
     runs = torch.linalg.vector_norm(flat[:whole].view(-1, _NORM_RUN), dim=1).double()
     rest = torch.linalg.vector_norm(flat[whole:]).double()
-    return float(runs.square().sum() + rest.square())
+    both: Tensor = runs.square().sum() + rest.square()
+    return both

@@ -114,17 +114,18 @@ class _Pipeline:
         ]
         layout = Layout(tuple(crossings), 1, digests=False)
         speaks = self._generation.replica == 0  # one writer for each byte: adding words is exact
-        table = layout.pack({name: stage.buffers[name] for name in shared if speaks and name in stage.buffers})
+        own = {name: stage.buffers[name] for name in shared if speaks and name in stage.buffers}
+        table = layout.pack(own, lane=stage.job.lanes.links).whole()
         key = ("evaluation's buffers", self._work.number)
         self._courier.submit(key, lambda: group.all_reduce(table.view(torch.int64)))
         self._inbox.take(key, lambda: "the other stages' running statistics for an evaluation")
-        return layout.unpack(table, stage.job.device)
+        return layout.unpack(table, stage.job.lanes.links)
 
     def _open_links(self) -> Sender | None:
         rank, world = self._rank, self._generation.groups.world
         if self._stage.index > 0:
             name = f"of rank {rank} with rank {rank - 1} (stage {self._stage.index - 1}) in an evaluation"
-            Receiver(world, rank - 1, _TAG, self._inbox, name, self._expected())
+            Receiver(world, rank - 1, _TAG, self._inbox, name, self._expected(), self._stage.job.lanes.links)
         if self._stage.is_last:
             return None
         name = f"of rank {rank} with rank {rank + 1} (stage {self._stage.index + 1}) in an evaluation"
@@ -167,6 +168,7 @@ class _Pipeline:
     def _forward(self, micro_batch: int) -> list[float]:
         """One micro-batch through this stage; its sums, on the last one."""
         work, stage, digests = self._work, self._stage, list[int]()
+        lane = stage.job.lanes.links
         batch: MicroBatch | None = None
         if self._loader is not None:
             batch = self._inbox.take(self._key("samples", micro_batch), lambda: f"the samples of {micro_batch}")
@@ -179,22 +181,21 @@ class _Pipeline:
                 self._key("activation", micro_batch), lambda: f"activation {micro_batch} of an evaluation"
             )
             layout = self._layout(micro_batch, stage.sections.start)
-            flowing, digests = layout.unpack(buffer, stage.job.device), layout.digests_of(buffer)
+            flowing, digests = layout.unpack(buffer, lane), layout.digests_of(buffer)
             if batch is not None and any(digests):
                 verify_digests(batch, digests, who=f"an earlier stage (below stage {stage.index})")
         if batch is not None and stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, {**stage.job.buffers, **work.buffers})
         size = len(self._plan.samples_of(micro_batch))
-        examples = examples_of(batch, size, graph.inputs, stage.job.device, variant)
+        examples = examples_of(batch, size, graph.inputs, lane, variant)
         made: tuple[Tensor, ...] = ()
         for runner in self._runners[variant]:
             made = runner.forward(flowing, examples, 0, micro_batch)
             flowing = flow_on(graph, flowing, runner, made)
         if self._downstream is None:
             return sums_of(work.model, work.weigh, micro_batch, made, examples, batch)
-        self._downstream.send(
-            self._layout(micro_batch, stage.sections.stop).pack(flowing, list(batch.digests) if batch else digests)
-        )
+        out = self._layout(micro_batch, stage.sections.stop)
+        self._downstream.send(out.pack(flowing, list(batch.digests) if batch else digests, lane))
         return []
 
     def _meet(self, first: int, found: Sequence[Sequence[float]]) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from varuna.engine.compiled import Compiler
 from varuna.engine.halves import Halves
+from varuna.engine.lanes import Lanes
 from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.partition.model import PartitionedModel
 
@@ -35,6 +36,8 @@ class Job:
     """of sections in training; evaluation runs them as captured"""
     offload: bool = False
     """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
+    lanes: Lanes = field(default_factory=Lanes)
+    """between the device and host memory"""
 
     @property
     def masters_away(self) -> bool:

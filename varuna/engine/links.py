@@ -11,12 +11,13 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from itertools import islice
 
-import torch
 from torch import Tensor
 
 from varuna.core.errors import LinkError
 from varuna.core.threads import start
 from varuna.engine.inbox import Inbox
+from varuna.engine.lanes import DONE, HostLane, Lane
+from varuna.engine.message import Packed
 from varuna.engine.transport import Group, Work
 
 _REMEMBERED = 256
@@ -27,26 +28,49 @@ _POSTED = 2
 class Sender:
     """Sends buffers to one peer in the order given.
 
-    Every message is on its way as soon as it is given; a thread waits for each to be through, and keeps it until
-    then. Were the next one only started behind that wait, each would pay the link's latency again.
+    Every message is on its way as soon as it is ready; a thread waits for each to be through, and keeps it until
+    then. Were the next one only started behind that wait, each would pay the link's latency again. Messages that a
+    GPU is still writing are waited for by a thread of their own, for the same reason.
     """
 
     def __init__(self, group: Group, peer: int, tag: int, inbox: Inbox, name: str) -> None:
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
         self._under_way: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
+        self._unready: queue.SimpleQueue[Packed | None] | None = None  # once there was such a message
         self.sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         """bytes and seconds of the newest messages, until the transport was through with them"""
         start(f"send-{name}", self._run)
 
-    def send(self, buffer: Tensor) -> None:
-        """Start to send; returns at once. ``buffer`` must not be written any more."""
+    def send(self, message: Packed) -> None:
+        """Start to send; returns at once. The buffer must not be written any more."""
+        if self._unready is None and message.ready is not DONE:
+            self._unready = queue.SimpleQueue()
+            start(f"ready-{self._name}", self._start_when_ready)
+        if self._unready is None:
+            self._start(message.buffer)
+        else:
+            self._unready.put(message)
+
+    def close(self) -> None:
+        """Let the threads end once everything is through or its group is abandoned."""
+        (self._under_way if self._unready is None else self._unready).put(None)
+
+    def _start(self, buffer: Tensor) -> None:
         try:
             self._under_way.put((self._group.send(buffer, self._peer, self._tag), time.monotonic()))
         except RuntimeError as error:
             self._broke(error)
 
-    def close(self) -> None:
-        """Let the thread end once everything is through or its group is abandoned."""
+    def _start_when_ready(self) -> None:
+        assert self._unready is not None
+        while (message := self._unready.get()) is not None and not self._inbox.ended:
+            try:
+                buffer = message.whole()
+            except RuntimeError as error:
+                self._broke(error)
+                break
+            self._start(buffer)
+            del message, buffer  # the thread that waits for it to be through keeps it as long as it must
         self._under_way.put(None)
 
     def _run(self) -> None:
@@ -74,6 +98,7 @@ class Receiver:
         inbox: Inbox,
         name: str,
         expected: Iterable[tuple[Hashable, int]],
+        lane: Lane | None = None,
     ) -> None:
         """Start receiving.
 
@@ -84,9 +109,10 @@ class Receiver:
             inbox: where messages go.
             name: for errors.
             expected: key and size in bytes of every message of the generation, in order; may be endless.
+            lane: gives the memory that messages come into; plain by default.
         """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
-        self._expected = expected
+        self._expected, self._lane = expected, lane or HostLane()
         start(f"receive-{name}", self._run)
 
     def _run(self) -> None:
@@ -95,7 +121,7 @@ class Receiver:
         try:
             while not self._inbox.ended:
                 for key, size_bytes in islice(expected, _POSTED - len(posted)):
-                    buffer = torch.empty(size_bytes, dtype=torch.uint8)
+                    buffer = self._lane.room(size_bytes)
                     posted.append((key, self._group.receive(buffer, self._peer, self._tag)))
                 if not posted:
                     return

@@ -6,14 +6,30 @@ Both ends know the layout from the plan and the number of examples, so nothing i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from varuna.engine.lanes import HostLane, Lane, Ready
 from varuna.partition.split import Crossing
 
 _ALIGNMENT_BYTES = 64
 _DIGEST_BYTES = 8
+_HOST = HostLane()
+
+
+class Packed(NamedTuple):
+    """A message in host memory."""
+
+    buffer: Tensor
+    """bytes; nobody looks at them before they are ready"""
+    ready: Ready
+
+    def whole(self) -> Tensor:
+        """The buffer; blocks until it is ready."""
+        self.ready.wait()
+        return self.buffer
 
 
 @dataclass(frozen=True)
@@ -39,9 +55,10 @@ class Layout:
         """Length of the message; never 0, which gloo would not send."""
         return max(self.offsets_bytes[-1], _DIGEST_BYTES)
 
-    def pack(self, values: Mapping[str, Tensor], digests: Sequence[int] = ()) -> Tensor:
-        """Copy ``values`` (by crossing name) into one host buffer; a missing one is sent as zeros."""
-        buffer = torch.empty(self.size_bytes, dtype=torch.uint8)
+    def pack(self, values: Mapping[str, Tensor], digests: Sequence[int] = (), lane: Lane = _HOST) -> Packed:
+        """Copy ``values`` (by crossing name) into one host buffer, by ``lane``; a missing one is sent as zeros."""
+        buffer = lane.room(self.size_bytes)
+        pairs: list[tuple[Tensor, Tensor]] = []
         for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False):
             target = self._view(buffer, crossing, start)
             value = values.get(crossing.name)
@@ -49,17 +66,19 @@ class Layout:
                 target.zero_()
             else:
                 assert value.shape == target.shape, f"{crossing.name} crosses as {target.shape}, it is {value.shape}"
-                target.copy_(value)
+                pairs.append((value, target))
         if self.digests:
             self._digest_view(buffer).copy_(torch.tensor(digests or [0] * self.examples, dtype=torch.int64))
-        return buffer
+        return Packed(buffer, lane.down(pairs))
 
-    def unpack(self, buffer: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """Views into ``buffer`` (copies on another device), by crossing name."""
-        return {
-            crossing.name: self._view(buffer, crossing, start).to(device)
-            for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False)
-        }
+    def unpack(self, buffer: Tensor, lane: Lane = _HOST) -> dict[str, Tensor]:
+        """What ``lane`` makes of views into ``buffer``, by crossing name: themselves on a CPU, copies on a GPU."""
+        return lane.up(
+            {
+                crossing.name: self._view(buffer, crossing, start)
+                for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False)
+            }
+        )
 
     def digests_of(self, buffer: Tensor) -> list[int]:
         """The digests that ``pack`` was given; all 0 if the sender reads no inputs."""

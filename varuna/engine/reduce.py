@@ -13,6 +13,7 @@ from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
+from varuna.engine.lanes import Ready
 from varuna.engine.links import Courier
 from varuna.engine.rounded import all_reduce_rounded
 from varuna.engine.shared import StageExchange
@@ -32,6 +33,7 @@ class Reducer:
         self._rank = rank
         self._groups = groups
         self._inbox = inbox
+        self._lane = stage.job.lanes.sums
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
         self.reductions: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
@@ -42,20 +44,23 @@ class Reducer:
         flat = self._stage.buckets[section].flat
         group = self._groups.stage
         if group is not None and flat.numel():
-            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, flat))
+            point = self._lane.point()  # what the device is given from now on need not be waited for
+            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, flat, point))
         else:
             self._inbox.put(("reduced", step, section), None)
         if self._stage.statistics.has(section):
             self._courier.submit(("statistics", step, section), lambda: self._gather(section))
 
-    def _reduce(self, group: Group, flat: Tensor) -> None:
-        begin_s = time.monotonic()
+    def _reduce(self, group: Group, flat: Tensor, point: Ready) -> None:
         rounds = self._stage.job.rounds
-        if rounds:
-            all_reduce_rounded(group, flat)
-        else:
-            group.all_reduce(flat)
-        self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, time.monotonic() - begin_s))
+        with self._lane.at_host(flat, point) as values:
+            begin_s = time.monotonic()
+            if rounds:
+                all_reduce_rounded(group, values)
+            else:
+                group.all_reduce(values)
+            taken_s = time.monotonic() - begin_s
+        self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, taken_s))
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""
@@ -169,8 +174,8 @@ def cast_vote(
     """
     vector = torch.zeros(layout.size, dtype=torch.float64)
     if replica == 0:
-        for section in stage.sections:
-            vector[layout.squared_norm(section)] = stage.squared_norm(section)
+        for section, norm in stage.squared_norms().items():
+            vector[layout.squared_norm(section)] = norm
     for micro_batch, values in losses:
         first = layout.micro_batch(micro_batch)
         vector[first : first + len(values)] = torch.tensor(values, dtype=torch.float64)

@@ -19,11 +19,12 @@ from varuna.engine.links import Receiver, Sender
 from varuna.engine.losses import WeightFunction, sums_of
 from varuna.engine.message import Layout
 from varuna.engine.offload import Ferry
+from varuna.engine.pace import pace_of
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import Examples, Tape
 from varuna.engine.stage import Left, Stage
 from varuna.engine.stash import Stash, Waiting
-from varuna.engine.timing import StepTimes, Took
+from varuna.engine.timing import StepTimes
 from varuna.observe.bus import span
 from varuna.partition.conditions import check_conditions
 from varuna.schedule.actions import Action, Kind
@@ -87,6 +88,7 @@ class Runtime:
         self._kept = len(plan.kept_sections_of(stage.index))
         last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
         self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
+        self._lane, self._pace = stage.job.lanes.links, pace_of(stage.job.lanes.streams, inbox)
         self._open_links(groups)
         self.activity = "starting"
         self.losses: list[tuple[int, list[float]]] = []
@@ -111,12 +113,12 @@ class Runtime:
             name = f"of rank {rank} with rank {rank - 1} (stage {stage.index - 1})"
             self._upstream = Sender(groups.world, rank - 1, _GRADIENT_TAG, self._inbox, name)
             expected = self._expected("activation", self._into_layout, range(len(self._mine)))
-            Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected)
+            Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected, self._lane)
         if not stage.is_last:
             name = f"of rank {rank} with rank {rank + 1} (stage {stage.index + 1})"
             self._downstream = Sender(groups.world, rank + 1, _ACTIVATION_TAG, self._inbox, name)
             expected = self._expected("gradient", self._gradient_layout, self._policy().backward_order)
-            Receiver(groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name, expected)
+            Receiver(groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name, expected, self._lane)
 
     def _expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: range | tuple[int, ...]
@@ -180,28 +182,25 @@ class Runtime:
         policy = self._policy()
         self._stash = self._new_stash(policy)
         flights: dict[int, _Flight] = {}
-        actions: list[Took] = []
-        waits: list[Took] = []
-        now_s = time.monotonic()
+        pace = self._pace
+        pace.begin(step, begin_s)
         while not policy.finished:
             self._inbox.check()
             arrived = self._arrived(step, policy)
             action = policy.next(*arrived)
-            since_s = now_s
             if action is None:
                 awaited = policy.awaited()
                 self._wait(step, policy, arrived, awaited)
-                now_s = time.monotonic()
-                waits.append(Took(awaited, since_s, now_s))
+                pace.waited(awaited)
                 continue
+            pace.acting()
             self.activity = f"step {step}: {action}"
             name, micro_batch = action.kind.value, self._mine[action.micro_batch]
             with span(name, rank=self._rank, stage=self._stage.index, step=step, index=micro_batch):
                 self._act(step, action, policy, flights)
             policy.done(action)
-            now_s = time.monotonic()
-            actions.append(Took(action, since_s, now_s))
-        self.times = StepTimes(step, begin_s, now_s, tuple(actions), tuple(waits))
+            pace.acted(action)
+        self.times = pace.finish()
 
     def take_sent(self) -> list[tuple[int, float]]:
         """Bytes and seconds of messages sent since the last call."""
@@ -218,6 +217,7 @@ class Runtime:
                 sender.close()
         if self._loader is not None:
             self._loader.close(timeout_s=0.0)
+        self._pace.close()
 
     def _request(self, step: int) -> None:
         """Read this step's micro-batches, and the next step's behind them."""
@@ -287,7 +287,7 @@ class Runtime:
         if stage.index > 0:
             buffer = self._inbox.take(("activation", step, micro_batch), lambda: f"activation {micro_batch}")
             layout = self._into_layout(step, micro_batch)
-            values, digests = layout.unpack(buffer, stage.job.device), layout.digests_of(buffer)
+            values, digests = layout.unpack(buffer, self._lane), layout.digests_of(buffer)
             self._compare(batch, digests)
         if batch is not None:
             digests = list(batch.digests)
@@ -299,7 +299,7 @@ class Runtime:
         if keep < len(stage.sections):
             self._stash.put(micro_batch, Waiting(begin, dict(examples.inputs)))
         if self._downstream is not None:
-            self._downstream.send(self._out_layout(step, micro_batch).pack(out, digests or []))
+            self._downstream.send(self._out_layout(step, micro_batch).pack(out, digests or [], self._lane))
         else:
             model = stage.job.model
             sums = sums_of(model, self._weight, micro_batch, results, examples, batch)
@@ -346,14 +346,14 @@ class Runtime:
                 return {}  # nothing in the whole model is trained
             loss = self._graphs[flight.variant].sections[-1].makes[0]
             scaled = flight.weight * stage.gradient_scale
-            seed = torch.tensor(scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
+            seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}
         buffer = self._inbox.take(("gradient", step, micro_batch), lambda: f"gradient {micro_batch}")
-        return self._gradient_layout(step, micro_batch).unpack(buffer, stage.job.device)
+        return self._gradient_layout(step, micro_batch).unpack(buffer, self._lane)
 
     def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
-            self._upstream.send(_differentiable(self._into_layout(step, micro_batch)).pack(gradients))
+            self._upstream.send(_differentiable(self._into_layout(step, micro_batch)).pack(gradients, lane=self._lane))
 
     # -- inputs and losses -------------------------------------------------------------------------------
 
@@ -373,7 +373,7 @@ class Runtime:
         graph, job = self._graphs[variant], self._stage.job
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, job.buffers)
-        return examples_of(batch, size, graph.inputs, job.device, variant)
+        return examples_of(batch, size, graph.inputs, self._lane, variant)
 
 
 def _differentiable(layout: Layout) -> Layout:

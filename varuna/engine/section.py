@@ -157,7 +157,7 @@ class _Seeded(AbstractContextManager[object]):
     def __enter__(self) -> object:
         generator_lock.acquire()
         torch.default_generator.manual_seed(self._key)
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # this process computes on a GPU, its current one
             torch.cuda.manual_seed(self._key)
         return None
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from varuna.checkpoint.shards import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
-from varuna.engine.bucket import Bucket, squared
+from varuna.engine.bucket import Bucket, squared_norms
 from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
 from varuna.engine.job import Job
@@ -60,7 +60,7 @@ class Stage:
             masters_at=HOST if job.masters_away else job.device,
         )
         self.buffers = buffers_of(graphs, states, job.dtype, job.device)
-        self.statistics = Statistics(graphs, plan, job.device)
+        self.statistics = Statistics(graphs, plan, job.lanes.sums)
         self.buckets: dict[int, Bucket] = {}
         self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
         held: dict[int, dict[str, Tensor]] = {}
@@ -263,17 +263,10 @@ class Stage:
         """Gradients are kept times this power of two; 1 but in fp16."""
         return self.loss_scale.value / self.job.unit if self.loss_scale is not None else 1.0
 
-    def squared_norm(self, section: int) -> float:
-        """Squared L2 norm of the section's reduced gradients, float64; a tied parameter counts at its owner only."""
-        return self._scaled_squared_norm(section) / self.gradient_scale**2
-
-    def _scaled_squared_norm(self, section: int) -> float:
-        bucket = self.buckets[section]
-        tied = {p.name: p for p in self.tied}
-        if not tied.keys() & set(bucket.names):
-            return squared(bucket.flat)
-        own = sum(squared(bucket.views[name]) for name in bucket.names if name not in tied)
-        return own + sum(squared(self.totals[p.name]) for p in self.tied if p.owner == section)
+    def squared_norms(self) -> dict[int, float]:
+        """Squared L2 norm of each section's reduced gradients, float64; a tied parameter counts at its owner only."""
+        scale = self.gradient_scale**2
+        return {s: norm / scale for s, norm in squared_norms(self.buckets, self.tied, self.totals).items()}
 
     def apply(self, step: int, scale: float, exchange: Exchange | None = None, *, overflowed: bool = False) -> None:
         """Scale the reduced gradients and step the optimizer: once per step, whatever is asked again.

@@ -90,7 +90,7 @@ def check_conditions(
     if conditions is None:
         return
     given = [batch[key] for key in conditions.inputs]
-    held = [buffers[name] for name in conditions.buffers]
+    held = [buffers[name].cpu() for name in conditions.buffers]  # samples are looked at before they go to a device
     truths = conditions.module(*given, *held, *conditions.constants)
     for place, truth in zip(conditions.places, truths, strict=True):
         if not truth:

@@ -21,6 +21,7 @@ from varuna.core.plan import Plan
 from varuna.data.randomness import generator_lock
 from varuna.engine.forming import initial_states
 from varuna.engine.job import Job
+from varuna.engine.lanes import lanes_of
 from varuna.engine.section import Examples, Tape, backward
 from varuna.engine.stage import Stage
 from varuna.partition.blame import Place, place_of
@@ -51,7 +52,8 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
         WorkerError: the user's code raised an exception.
     """
     cpu = torch.device("cpu")
-    job = replace(job, device=cpu, buffers={name: value.to(cpu) for name, value in job.buffers.items()})
+    buffers = {name: value.to(cpu) for name, value in job.buffers.items()}
+    job = replace(job, device=cpu, lanes=lanes_of(cpu), buffers=buffers)
     ledger = Ledger()
     try:
         with generator_lock, torch.random.fork_rng(devices=[]):

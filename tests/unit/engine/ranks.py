@@ -17,6 +17,7 @@ from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
 from varuna.engine.compiled import Compiler
 from varuna.engine.job import Job
+from varuna.engine.lanes import Lanes, lanes_of
 from varuna.engine.precision import DTYPES, cast
 from varuna.engine.session import Committed, Session
 from varuna.engine.solo import Solo, World
@@ -24,6 +25,7 @@ from varuna.engine.timing import StepTimes
 from varuna.engine.transport import Group, local_store
 from varuna.partition.beginning import Init, begin_with
 from varuna.partition.capture import Recipe
+from varuna.partition.devices import on_device
 from varuna.partition.initialise import needed_buffers
 from varuna.partition.lengths import partition_lengths
 from varuna.partition.model import PartitionedModel
@@ -149,6 +151,9 @@ class Setup:
     compiler: Compiler | None = None
     offload: bool = False
     rounds: bool = False
+    device: str = "cpu"
+    lanes: Callable[[], Lanes] | None = None
+    """of each rank; the device's by default"""
 
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
@@ -182,20 +187,23 @@ class Setup:
         )
 
     def job(self) -> Job:
+        device = torch.device(self.device)
         buffers = self.beginning.buffers(needed_buffers(self.model))
         return Job(
-            model=self.model,
+            model=on_device(self.model, device),
             optimizer=self.optimizer,
             scheduler=self.scheduler,
             seed=self.seed,
             clip_grad_norm=self.clip,
             before_step=self.before_step,
-            buffers={name: cast(value, self.recipe.dtype) for name, value in buffers.items()},
+            buffers={name: cast(value.to(device), self.recipe.dtype) for name, value in buffers.items()},
+            device=device,
             dtype=self.recipe.dtype,
             unit=self.unit,
             compiler=self.compiler,
             offload=self.offload,
             rounds=self.rounds,
+            lanes=self.lanes() if self.lanes else lanes_of(device),
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
 from varuna.core.nominal import nominal_calibration
 from varuna.core.plan import Plan
+from varuna.engine.lanes import Ready
 from varuna.engine.links import Sender
+from varuna.engine.message import Packed
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import SectionRunner
 from varuna.engine.transport import Group
@@ -114,18 +116,18 @@ def test_frozen_sections_are_never_recorded_and_send_and_reduce_nothing(
     sent: set[int] = set()
     send = Sender.send
 
-    def weighed(sender: Sender, buffer: Tensor) -> None:
+    def weighed(sender: Sender, message: Packed) -> None:
         if "(stage 0)" in sender._name:
-            sent.add(buffer.nbytes)
-        send(sender, buffer)
+            sent.add(message.buffer.nbytes)
+        send(sender, message)
 
     monkeypatch.setattr(SectionRunner, "record", noted)
     reduced: list[int] = []
     reduce = Reducer._reduce
 
-    def summed(reducer: Reducer, group: Group, flat: Tensor) -> None:
+    def summed(reducer: Reducer, group: Group, flat: Tensor, point: Ready) -> None:
         reduced.append(reducer._stage.index)
-        reduce(reducer, group, flat)
+        reduce(reducer, group, flat, point)
 
     monkeypatch.setattr(Sender, "send", weighed)
     monkeypatch.setattr(Reducer, "_reduce", summed)

@@ -9,7 +9,9 @@ import torch
 from tests.unit.engine.ranks import connected
 from varuna.core.errors import CheckpointError, LinkError
 from varuna.engine.inbox import GenerationEnded, Inbox
+from varuna.engine.lanes import DONE
 from varuna.engine.links import Courier, Receiver, Sender
+from varuna.engine.message import Packed
 
 SIZES = [1, 8, 100_003, 64, 4096, 7] * 5
 
@@ -32,7 +34,7 @@ def test_messages_of_any_size_keep_their_order_in_both_directions_at_once() -> N
         senders.append(Sender(groups[rank], 1 - rank, 2 - rank, inboxes[rank], f"out of {rank}"))
     for number, size in enumerate(SIZES):
         for rank in range(2):
-            senders[rank].send(torch.full((size,), (3 * number + rank) % 251, dtype=torch.uint8))
+            senders[rank].send(Packed(torch.full((size,), (3 * number + rank) % 251, dtype=torch.uint8), DONE))
     for number in reversed(range(len(SIZES))):  # whatever the order of use
         for rank in range(2):
             message = inboxes[rank].take(("message", number), nothing)
@@ -47,7 +49,7 @@ def test_sending_never_blocks_and_a_peer_that_is_gone_is_named_by_the_sender() -
     inbox = Inbox(bound_s=10)
     sender = Sender(groups[0], 1, 1, inbox, "of rank 0 with rank 1 (stage 1)")
     for _ in range(20):
-        sender.send(torch.zeros(1_000_000, dtype=torch.uint8))  # nobody receives
+        sender.send(Packed(torch.zeros(1_000_000, dtype=torch.uint8), DONE))  # nobody receives
     assert not inbox.ended
     del groups[1]
     with pytest.raises(LinkError, match=r"the link of rank 0 with rank 1 \(stage 1\) broke while sending: \S"):
@@ -78,7 +80,7 @@ def test_a_broken_link_does_not_hide_the_managers_word() -> None:
     groups = connected(2)
     inbox = Inbox(bound_s=10)
     inbox.abort(GenerationEnded(3))
-    Sender(groups[0], 1, 1, inbox, "x").send(torch.zeros(8, dtype=torch.uint8))
+    Sender(groups[0], 1, 1, inbox, "x").send(Packed(torch.zeros(8, dtype=torch.uint8), DONE))
     del groups[1]
     with pytest.raises(GenerationEnded):
         inbox.take("never", nothing)
@@ -144,3 +146,43 @@ def test_a_courier_drops_its_work_when_the_generation_is_over() -> None:
     inbox.abort(GenerationEnded(0))
     go.set()
     assert not ran.wait(0.05)
+
+
+class Later:
+    """A message that a device is still writing."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        if not self.done.wait(10):
+            raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_messages_that_are_not_ready_are_sent_in_order_once_they_are() -> None:
+    groups = connected(2)
+    inbox = Inbox(bound_s=10)
+    Receiver(groups[1], 0, 1, inbox, "in", ((number, 4) for number in range(3)))
+    sender = Sender(groups[0], 1, 1, Inbox(bound_s=10), "out")
+    pending = [Later(), Later(), Later()]
+    buffers = [torch.zeros(4, dtype=torch.uint8) for _ in pending]
+    for buffer, ready in zip(buffers, pending, strict=True):
+        sender.send(Packed(buffer, ready))
+    for number in (2, 0, 1):
+        buffers[number].fill_(number + 1)
+        pending[number].done.set()
+    assert [inbox.take(number, nothing).tolist() for number in range(3)] == [[1] * 4, [2] * 4, [3] * 4]
+    sender.close()
+
+
+def test_a_device_that_fails_under_a_message_breaks_the_link() -> None:
+    class Failed:
+        def wait(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
+
+    inbox = Inbox(bound_s=10)
+    sender = Sender(connected(2)[0], 1, 1, inbox, "out")
+    sender.send(Packed(torch.zeros(4, dtype=torch.uint8), Failed()))
+    with pytest.raises(LinkError, match="the link out broke while sending: CUDA error: an illegal memory access"):
+        inbox.take("never", nothing)
+    sender.close()

@@ -10,7 +10,6 @@ from varuna.engine.message import Layout
 from varuna.partition.split import Crossing
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
-CPU = torch.device("cpu")
 
 dimension = st.one_of(st.tuples(st.integers(0, 5), st.just(0)), st.tuples(st.integers(0, 2), st.integers(1, 3)))
 parts = st.tuples(st.sampled_from(DTYPES), st.lists(dimension, max_size=3), st.booleans())
@@ -47,9 +46,9 @@ def test_values_and_digests_come_back_bit_for_bit(
     values = {c.name: random_bits(c, examples, number) for number, c in enumerate(layout.crossings)}
     signed = st.integers(-(2**63), 2**63 - 1)
     digests = data.draw(st.lists(signed, min_size=examples, max_size=examples))
-    buffer = layout.pack(values, digests)
+    buffer = layout.pack(values, digests).whole()
     assert (buffer.dtype, buffer.numel()) == (torch.uint8, layout.size_bytes)
-    found = layout.unpack(buffer.clone(), CPU)
+    found = layout.unpack(buffer.clone())
     assert list(found) == [c.name for c in layout.crossings]
     assert all(same_bits(found[name], value) for name, value in values.items())
     assert layout.digests_of(buffer) == digests
@@ -72,7 +71,7 @@ MASK = Crossing("mask", torch.bool, (0,), (1,), differentiable=False)
 
 def test_a_missing_gradient_travels_as_zeros() -> None:
     layout = Layout((HIDDEN, MASK), 2, digests=False)
-    found = layout.unpack(layout.pack({"mask": torch.tensor([True, False])}), CPU)
+    found = layout.unpack(layout.pack({"mask": torch.tensor([True, False])}).whole())
     assert found["hidden"].tolist() == [[0.0] * 3] * 2
     assert found["mask"].tolist() == [True, False]
 
@@ -81,25 +80,25 @@ def test_a_short_micro_batch_has_a_layout_of_its_own() -> None:
     whole, short = (Layout((HIDDEN, MASK), examples, digests=True) for examples in (64, 1))
     assert short.size_bytes < whole.size_bytes
     values = {"hidden": torch.ones(1, 3, dtype=torch.bfloat16), "mask": torch.tensor([True])}
-    assert short.unpack(short.pack(values, [-1]), CPU)["hidden"].shape == (1, 3)
-    assert short.digests_of(short.pack(values, [-1])) == [-1]
+    assert short.unpack(short.pack(values, [-1]).whole())["hidden"].shape == (1, 3)
+    assert short.digests_of(short.pack(values, [-1]).whole()) == [-1]
 
 
 def test_a_sender_that_reads_no_inputs_sends_digests_of_zero() -> None:
     layout = Layout((), 3, digests=True)
-    assert layout.digests_of(layout.pack({})) == [0, 0, 0]
+    assert layout.digests_of(layout.pack({}).whole()) == [0, 0, 0]
 
 
 def test_no_message_is_empty() -> None:
     assert Layout((), 3, digests=False).size_bytes > 0
-    assert Layout((), 3, digests=False).pack({}).numel() > 0
+    assert Layout((), 3, digests=False).pack({}).whole().numel() > 0
 
 
 def test_values_of_any_strides_are_packed_in_their_logical_order() -> None:
     crossing = Crossing("x", torch.float32, (2, 3), (0, 0), differentiable=True)
     layout = Layout((crossing,), 1, digests=False)
     value = torch.arange(6.0).view(3, 2).t()
-    assert torch.equal(layout.unpack(layout.pack({"x": value}), CPU)["x"], value)
+    assert torch.equal(layout.unpack(layout.pack({"x": value}).whole())["x"], value)
 
 
 def test_digests_that_do_not_match_the_examples_are_no_message() -> None:

@@ -1,6 +1,7 @@
 """Any plan gives the losses of one process (DESIGN §6, invariants 1-3)."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +92,16 @@ def test_gpipe_and_1f1b_may_keep_everything() -> None:
         for times in setup.times():
             assert times is not None
             assert not times.seconds_of(Kind.RECOMPUTE)
+
+
+def test_a_fused_optimizer_is_the_same_in_any_plan() -> None:
+    def fused(named: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3, fused=True)
+
+    setup = Setup(optimizer=fused)
+    expected = setup.losses(1, 1)
+    assert setup.losses(3, 1) == expected
+    assert Setup(optimizer=fused, offload=True).losses(2, 1) == expected
 
 
 def test_llama_with_rotary_buffers_matches_the_eager_loop() -> None:

@@ -174,4 +174,4 @@ def test_the_norm_counts_a_tied_parameter_once_and_is_that_of_the_whole_model(se
     for first in (0, 2):
         model(**setup.source.micro_batch([first, first + 1]).tensors).backward()
     expected = sum(float(p.grad.double().square().sum()) for p in model.parameters() if p.grad is not None)
-    assert sum(stage.squared_norm(section) for section in stage.sections) == pytest.approx(expected, rel=1e-5)
+    assert sum(stage.squared_norms().values()) == pytest.approx(expected, rel=1e-5)

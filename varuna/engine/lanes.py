@@ -1,0 +1,161 @@
+"""How values pass between the device and host memory: what crosses links, samples, sums of gradients.
+
+Gloo takes host memory. On a GPU each kind of traffic has a lane of its own, two streams, so that neither way waits for
+the other nor for another kind; on a CPU there is nothing to pass, and nothing is copied that was not before.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from varuna.engine.device import Event, Streams, streams_of
+
+
+class Ready(Protocol):
+    """Something that will be done; on a GPU, a point of a stream."""
+
+    def wait(self) -> None:
+        """Block this thread until it is."""
+
+
+class Done:
+    """It is."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = Done()
+
+
+class Lane(Protocol):
+    """A way to host memory and back."""
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Host memory that this lane copies from and to, as bytes."""
+
+    def point(self) -> Ready:
+        """Behind what this thread has had computed so far."""
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], behind: Ready | None = None) -> Ready:
+        """Copy values (first) into host memory (second), as they are behind a ``point``; by default that of now.
+
+        Until the result is done the host memory may be neither read nor written. The values may be freed at once.
+        """
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values of host memory, for what this thread computes from now on; they may not be written any more."""
+
+    def at_host(self, value: Tensor, behind: Ready) -> AbstractContextManager[Tensor]:
+        """``value`` in host memory, as it is behind a ``point``; what is written there is in ``value`` at the end.
+
+        Blocks this thread at both ends. ``value`` belongs to the block meanwhile.
+        """
+
+
+class HostLane:
+    """Of a CPU: values are in host memory."""
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Plain memory."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def point(self) -> Ready:
+        """All is computed when a call returns."""
+        return DONE
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], behind: Ready | None = None) -> Ready:
+        """Copy at once."""
+        for value, target in pairs:
+            target.copy_(value)
+        return DONE
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors."""
+        return dict(values)
+
+    def at_host(self, value: Tensor, behind: Ready) -> AbstractContextManager[Tensor]:
+        """The same tensor."""
+        return nullcontext(value)
+
+
+class StagedLane:
+    """Of a GPU: through pinned memory, on two streams.
+
+    Down follows the computation, up follows nothing: what has arrived crosses while the device still computes.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._down, self._up = streams.stream(), streams.stream()
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Pinned memory."""
+        return self._streams.room(size_bytes)
+
+    def point(self) -> Event:
+        """Behind what this thread has queued so far."""
+        return self._streams.mark(self._streams.computing())
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], behind: Ready | None = None) -> Event:
+        """Queue the copies; see ``Lane.down``."""
+        streams = self._streams
+        streams.follow(self._down, self.point() if behind is None else _event(behind))
+        for value, target in pairs:
+            streams.copy(self._down, target, value)
+            streams.keep(value, self._down)
+        return streams.mark(self._down)
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Queue the copies, and let the computation follow them; see ``Lane.up``.
+
+        Each value gets memory of its own: kernels may be chosen by alignment, which must not depend on the message.
+        """
+        streams = self._streams
+        fetched = {name: streams.fetch(self._up, value) for name, value in values.items()}
+        computing = streams.computing()
+        streams.follow(computing, streams.mark(self._up))
+        for value in fetched.values():
+            streams.keep(value, computing)
+        return fetched
+
+    @contextmanager
+    def at_host(self, value: Tensor, behind: Ready) -> Iterator[Tensor]:
+        """See ``Lane.at_host``."""
+        streams = self._streams
+        host = self.room(value.nbytes).view(value.dtype).view(value.shape)
+        self.down([(value, host)], behind).wait()
+        yield host
+        streams.copy(self._up, value, host)
+        streams.keep(value, self._up)
+        streams.mark(self._up).wait()
+
+
+def _event(ready: Ready) -> Event:
+    assert not isinstance(ready, Done), "a point of another lane's device"
+    event: Event = ready  # type: ignore[assignment]
+    return event
+
+
+class Lanes(NamedTuple):
+    """Those of a rank."""
+
+    links: Lane = HostLane()
+    """samples, activations and their gradients"""
+    sums: Lane = HostLane()
+    """sums of gradients on their way to other ranks"""
+    streams: Streams | None = None
+    """None: the training thread itself computes"""
+
+
+def lanes_of(device: torch.device) -> Lanes:
+    """Those of ``device``."""
+    return lanes_over(streams_of(device))
+
+
+def lanes_over(streams: Streams | None) -> Lanes:
+    """Those over ``streams``."""
+    return Lanes() if streams is None else Lanes(StagedLane(streams), StagedLane(streams), streams)
