@@ -274,6 +274,9 @@ def main() -> None:
     parser.add_argument("--device", help="default: a GPU if there is one")
     options = parser.parse_args()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # looking for a GPU must not begin to use it: ranks fork
     worst: dict[str, float] = {}
     for model in options.model or MODELS:
         for case in CASES:

@@ -1,20 +1,26 @@
 """Throughput of real model sizes against a plain PyTorch loop of the same precision, with the utilisation (MFU).
 
-    python benchmarks/real_sizes.py --model gpt2-1.5b --device cuda          # on a GPU
-    python benchmarks/real_sizes.py --model tiny --device cpu --rounds 1     # checks the command itself
+    python benchmarks/real_sizes.py --model gpt2-1.5b --modes plain 1 plain-recompute 1-recompute 1-offload
+    python benchmarks/real_sizes.py --model llama-1b --modes plain 1 2 4            # processes that share one GPU
+    python benchmarks/real_sizes.py --model tiny --device cpu --rounds 1            # checks the command itself
 
-Rounds of "plain", "ours" (P = D = 1) and, with --stages, pipelines of several processes that share the device through
-host-staged links are interleaved, each in fresh processes. Losses must agree. FLOPs of a token are 6 x parameters, as
-in the paper's TFlops column (its 200B row: 0.022 examples/s/GPU are 27.3 TFlops); recomputation is not counted.
+A mode is `plain`, an ordinary loop, or a number of stages: 1 is one process under Varuna, more are pipelines of so many
+processes, which share the device (or have one each, where there are as many) through staged links. `-recompute` runs
+every forward twice: the plain loop with its layers' checkpointing, ours with all F's of a step before the first B.
+`-offload` keeps optimizer state in host memory. Rounds of all modes are interleaved, each in fresh processes; losses
+must agree. FLOPs of a token are 6 x parameters, as in the paper's TFlops column (its 200B row: 0.022 examples/s/GPU are
+27.3 TFlops); recomputation is not counted. Peak bytes are those of torch's allocator on the first rank, on a GPU.
 """
 
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +97,8 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
     dtype = DTYPES[options.precision]
     data = Tokens(LENGTH.get(options.model, 1024))
     model = build(options.model).to(options.device).train()
+    if options.mode.endswith("-recompute"):
+        model.gradient_checkpointing_enable()
     masters = [parameter.detach().clone() for parameter in model.parameters()]
     model.to(dtype)
     optimizer = adamw(masters, options.device)
@@ -118,13 +126,22 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
                 parameter.copy_(master)
         losses.append(float(total))  # waits for the device
         times.append(time.perf_counter() - begin_s)
-    return {"step_s": statistics.median(times[1:]), "losses": losses, "parameters": sum(m.numel() for m in masters)}
+    return {
+        "step_s": statistics.median(times[1:]),
+        "losses": losses,
+        "parameters": sum(m.numel() for m in masters),
+        "peak_bytes": _peak_bytes(options.device),
+    }
 
 
 def ours(options: argparse.Namespace) -> dict[str, Any] | None:
     """The same job under Varuna; None on all ranks but the main one."""
     import varuna
+    from varuna.engine.solo import Solo, world_from_environment
+    from varuna.planner.choose import plan_run
 
+    stages, _, variant = options.mode.partition("-")
+    policy = "gpipe" if variant == "recompute" else "adaptive"  # one stage has B behind F otherwise, and no R
     trainer = varuna.Trainer(
         lambda: build(options.model),
         Tokens(LENGTH.get(options.model, 1024)),
@@ -133,24 +150,34 @@ def ours(options: argparse.Namespace) -> dict[str, Any] | None:
         micro_batch=options.micro_batch,
         precision=options.precision,
         device=options.device,
+        offload_optimizer=variant == "offload",
     )
+    model = trainer.partition()
+    solo = Solo(
+        world_from_environment(),
+        lambda job, workers, m: plan_run(job, workers=workers, stages=int(stages), micro_batch=m, policy=policy),
+    )
+    session = trainer.session(options.steps, solo, model, trainer.beginning(model))
     times, losses, last_s, is_main = [], [], time.perf_counter(), False
-    for step in trainer.steps(options.steps):
-        losses.append(step.loss)
-        times.append(time.perf_counter() - last_s)
-        last_s, is_main = time.perf_counter(), step.is_main
-    return {"step_s": statistics.median(times[1:]), "losses": losses} if is_main else None
+    with closing(session):
+        for step in session.steps():
+            losses.append(step.totals.loss)
+            times.append(time.perf_counter() - last_s)
+            last_s, is_main = time.perf_counter(), step.is_main
+    if not is_main:
+        return None
+    return {"step_s": statistics.median(times[1:]), "losses": losses, "peak_bytes": _peak_bytes(options.device)}
 
 
 def measure(mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one mode in fresh processes: ``plain``, or a number of stages."""
+    """Run one mode in fresh processes."""
     script = str(Path(__file__).resolve())
     same = [f"--{name.replace('_', '-')}={getattr(options, name)}" for name in _PASSED]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, script, f"--mode={'plain' if mode == 'plain' else 'ours'}", *same]
-    if mode not in ("plain", "1"):
-        environment["VARUNA_STAGES"] = mode
-        command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", mode]
+    command = [sys.executable, script, f"--mode={mode}", *same]
+    stages = mode.partition("-")[0]
+    if stages not in ("plain", "1"):
+        command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node", stages]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3600, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not lines:
@@ -172,15 +199,15 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--stages", type=int, nargs="*", default=[], help="also as pipelines of so many processes")
-    parser.add_argument("--mode", choices=("plain", "ours"), help=argparse.SUPPRESS)
+    parser.add_argument("--modes", nargs="+", default=["plain", "1"], type=_mode, help="plain, and numbers of stages")
+    parser.add_argument("--mode", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.mode:
-        outcome = plain(options) if options.mode == "plain" else ours(options)
+        outcome = plain(options) if options.mode.startswith("plain") else ours(options)
         if outcome is not None:
             print(json.dumps(outcome), flush=True)
         return
-    modes = ["plain", "1", *map(str, options.stages)]
+    modes = list(dict.fromkeys(["plain", *options.modes]))
     rounds = [{mode: measure(mode, options) for mode in modes} for _ in range(options.rounds)]
     tokens = options.micro_batch * options.micro_batches * LENGTH.get(options.model, 1024)
     flops = 6 * rounds[0]["plain"]["parameters"] * tokens
@@ -194,10 +221,23 @@ def main() -> None:
             "tflops": round(flops / step_s / 1e12, 2),
             "mfu": _utilisation(flops / step_s / 1e12, result["device"]),
             "speed_over_plain": round(ratio, 4),
+            "peak_bytes": rounds[0][mode]["peak_bytes"],
             "largest_loss_difference": max(abs(a - b) / abs(b) for a, b in losses),
         }
         print(mode, result[mode])
     print(json.dumps(result))
+
+
+def _mode(text: str) -> str:
+    if not re.fullmatch(r"plain(-recompute)?|[1-9]\d*(-recompute|-offload)?", text):
+        raise argparse.ArgumentTypeError(f"{text} is none of plain, plain-recompute, 1, 1-recompute, 1-offload, 2, ...")
+    return text
+
+
+def _peak_bytes(device: str) -> int | None:
+    import torch
+
+    return int(torch.cuda.max_memory_allocated()) if device == "cuda" else None
 
 
 def _device(device: str) -> str:

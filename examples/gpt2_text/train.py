@@ -27,7 +27,9 @@ def main() -> None:
     trainer = varuna.Trainer(
         model=lambda: build_model(args),
         dataset=TextDataset(args.length),
-        optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=args.learning_rate),
+        optimizer=lambda named: torch.optim.AdamW(
+            [p for _, p in named], lr=args.learning_rate, fused=torch.cuda.is_available()
+        ),
         global_batch=args.global_batch,
         seed=args.seed,
         checkpoint_dir=args.checkpoint_dir,
