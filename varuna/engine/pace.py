@@ -94,7 +94,8 @@ class DevicePace:
         self._noted: list[Noted] = []
         self._started = self._mark()
         if self._origin is None:
-            self._started.wait()
+            self._watch.submit(("started", step), self._started.wait)
+            self._inbox.take(("started", step), lambda: "the device to finish what came before the first step")
             self._origin = self._started, time.monotonic()
 
     def waited(self, awaited: Action) -> None:
@@ -116,10 +117,7 @@ class DevicePace:
 
     def finish(self) -> StepTimes:
         """Wait for the last action."""
-        if self._noted:
-            self._pass(len(self._noted) - 1)
-        else:
-            self._started.wait()
+        self._pass(len(self._noted) - 1)
         assert self._origin is not None
         origin, origin_s = self._origin
         start_s = origin_s + (self._started.seconds_since(origin) if origin is not self._started else 0.0)

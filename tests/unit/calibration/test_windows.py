@@ -1,3 +1,4 @@
+from varuna.calibration.device import sharers
 from varuna.calibration.windows import choose_windows, sizes_to_measure, window_bytes
 from varuna.core.model import ModelFacts, SectionFacts
 
@@ -43,3 +44,7 @@ def test_sizes_are_powers_of_two_or_around_the_users_own() -> None:
     assert sizes_to_measure(1, None) == (1,)
     assert sizes_to_measure(20, 6) == (3, 6)
     assert sizes_to_measure(20, 1) == (1,)
+
+
+def test_a_gpu_is_shared_by_the_workers_that_are_dealt_to_it() -> None:
+    assert [sharers(workers, 4) for workers in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
 from varuna import CheckpointError, DataError, ModelError, Trainer, UsageError
+from varuna.arguments import choose_device
 
 
 @pytest.fixture(autouse=True)
@@ -125,3 +126,20 @@ def test_compiling_needs_a_compiler_before_anything_is_built(monkeypatch: pytest
     with pytest.raises(UsageError, match=r"compile=True needs a C\+\+ compiler \(no-such-compiler.*Leave it out"):
         trainer(compile=True)
     assert trainer(compile="aot_eager").compiled == "aot_eager"
+
+
+@pytest.mark.parametrize(("wished", "rank", "found"), [(None, "3", 1), ("cuda", "2", 0), ("cuda:1", "2", 1)])
+def test_workers_of_a_machine_take_its_gpus_in_turn_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, wished: str | None, rank: str, found: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert choose_device(wished) == torch.device("cuda", found)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for wished in ("cuda", "cuda:0"):
+        with pytest.raises(UsageError, match=rf"device='{wished}': torch sees 0 GPUs here. Leave device= out"):
+            trainer(device=wished)
