@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.scenarios.launch import JOB, environment, json_log, wait_for
+from tests.scenarios.warm import Process
 from varuna.fleet.access import find
 from varuna.fleet.journal import read_events
 from varuna.fleet.story import RunEvent
@@ -53,7 +54,7 @@ class Cluster:
 
     def _start(self, arguments: list[str], out: Path) -> subprocess.Popen[bytes]:
         with out.with_suffix(".out").open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
-            process = subprocess.Popen(
+            process = Process(
                 [*CLI, *arguments], env=self.environment, stdout=stdout, stderr=stderr, start_new_session=True
             )
         self.processes.append(process)

@@ -5,13 +5,18 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from tests.scenarios.warm import Process
 
 JOB = str(Path(__file__).with_name("job.py"))
 BOUND_S = 100
+"""Of silence: main workers say something at every step."""
 
 
 @dataclass
@@ -34,11 +39,31 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def run(command: list[str], **more: str) -> Done:
-    """Run to the end; a command that does not end is a failure."""
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=BOUND_S, env=environment(**more), check=False
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
+    """Run to the end; a command that says nothing for long hangs, while a slow one on a busy machine does not."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        with Process(command, stdout=out, stderr=err, env=environment(**more)) as process:
+            try:
+                _follow(process, (out, err))
+            except BaseException:
+                process.kill()
+                raise
+        return Done(process.returncode, _all_of(out), _all_of(err))
+
+
+def _follow(process: "subprocess.Popen[bytes]", files: Sequence[IO[bytes]]) -> None:
+    said, since_s = -1, time.monotonic()
+    while process.poll() is None:
+        if (now := sum(os.fstat(file.fileno()).st_size for file in files)) > said:
+            said, since_s = now, time.monotonic()
+        if time.monotonic() > since_s + BOUND_S:
+            last = "\n".join(_all_of(file)[-2000:] for file in files)
+            raise AssertionError(f"{process.args!r} says nothing for {BOUND_S} s; its last words:\n{last}")
+        time.sleep(0.02)
+
+
+def _all_of(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode().replace("\r\n", "\n")
 
 
 def python(*args: str, **more: str) -> Done:

@@ -31,6 +31,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
+@pytest.mark.usefixtures("cold_start")
 def test_training_goes_on_while_the_manager_is_away_and_when_a_machine_dies(
     cluster: Cluster, undisturbed: dict[int, float]
 ) -> None:

@@ -22,6 +22,7 @@ from tests.scenarios.launch import (
     varuna_command,
     wait_for,
 )
+from tests.scenarios.warm import Process
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 150
@@ -160,6 +161,7 @@ def test_a_frozen_worker_is_killed_and_replaced(tmp_path: Path, undisturbed: dic
     assert "froze" in done.err
 
 
+@pytest.mark.usefixtures("cold_start")
 def test_a_lost_parent_takes_its_workers_along_and_the_same_command_resumes(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
@@ -167,7 +169,7 @@ def test_a_lost_parent_takes_its_workers_along_and_the_same_command_resumes(
     args = ["--steps", str(STEPS), "--dropout", "0.1", "--slow", "0.05", "--checkpoint-dir", str(tmp_path / "c")]
     args += ["--checkpoint-every", "4", "--folder", str(tmp_path)]
     command = varuna_command(2, ["--json-log", str(log)], *args)
-    parent = subprocess.Popen(
+    parent = Process(
         command, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 10)
@@ -181,9 +183,10 @@ def test_a_lost_parent_takes_its_workers_along_and_the_same_command_resumes(
     assert all(loss == pytest.approx(undisturbed[step], rel=1e-5) for step, loss in done.losses.items())
 
 
+@pytest.mark.usefixtures("cold_start")
 def test_each_workers_command_line_shows_the_script(tmp_path: Path) -> None:
     command = varuna_command(2, [], "--steps", "400", "--slow", "0.2", "--folder", str(tmp_path))
-    parent = subprocess.Popen(
+    parent = Process(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
     )
     assert parent.stdout is not None

@@ -8,7 +8,7 @@ import pytest
 
 from tests.scenarios.launch import json_log, python, torchrun, varuna
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("cold_start")]
 
 
 def test_the_same_file_trains_the_same_in_every_way(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from varuna.fleet.story import GenerationStarted, Notice, RunEvent
 from varuna.planner.choose import plan_run
 
 E = TypeVar("E", bound=RunEvent)
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("warm_start")]
 
 
 class Play:

@@ -1,0 +1,255 @@
+"""Processes that start in milliseconds, forked from one that has imported everything already.
+
+Python's start with torch and its export costs three seconds of a core, and scenarios start hundreds of workers. What a
+nursery forks is a process like any other: a child of who asked for it, with its own session, environment and command
+line (``ps`` shows it), and no thread before its script. Two things are not real: the start of Python itself, and that
+every process has another hash seed. Tests of the start itself ask for the fixture ``cold_start``.
+"""
+
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, NamedTuple
+
+CLI = "varuna.cli.main"
+COLD = "COLD_START"
+"""In the environment of a process that is to start for real, as all that it starts."""
+
+_BOUND_S = 200.0
+_ORDER_BYTES = 2**17
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_ROOM = "x" * 4096  # of the nursery's own command line, where those of its children are written
+_prctl: Callable[..., int] = ctypes.CDLL(None).prctl
+_cold_popen = subprocess.Popen
+_asking = threading.Lock()
+_nursery: "socket.socket | None" = None
+_process: "subprocess.Popen[bytes] | None" = None  # the nursery's, where it is one of its own
+
+
+class Order(NamedTuple):
+    """What to start, and for whom."""
+
+    command: list[str]
+    environment: dict[str, str]
+    folder: str
+    own_session: bool
+    parent: int
+
+
+# -- who asks --------------------------------------------------------------------------------------------------
+
+
+class Process(subprocess.Popen[Any]):
+    """A ``Popen``; scripts of this Python and its own command line are forked from the nursery."""
+
+    def _execute_child(self, args: Any, *rest: Any) -> None:
+        command = [os.fspath(part) for part in args] if isinstance(args, list | tuple) else []
+        cwd, environment, own_session = rest[4], rest[5], rest[20]
+        environment = dict(os.environ if environment is None else environment)
+        if COLD in environment or not _can_fork(command):
+            super()._execute_child(args, *rest)  # type: ignore[misc]
+            return
+        ends = rest[9:15]  # of the three pipes: read by, written by
+        fds = [ours if theirs < 0 else theirs for ours, theirs in enumerate((ends[0], ends[3], ends[5]))]
+        order = Order(command, environment, cwd or os.getcwd(), own_session, os.getpid())
+        try:
+            self.pid = _ask(order, fds)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+
+
+def _can_fork(command: list[str]) -> bool:
+    is_ours = command[1:2] != [] and (command[1].endswith(".py") or command[1:3] == ["-m", CLI])
+    return is_ours and command[0] == sys.executable
+
+
+def _ask(order: Order, fds: list[int]) -> int:
+    with _asking:
+        nursery = _nursery or _open()
+        socket.send_fds(nursery, [json.dumps(order).encode()], fds)
+        answer = nursery.recv(64)
+    if not answer:
+        raise RuntimeError("the nursery of warm processes is gone; what it said is on standard error")
+    return int(answer)
+
+
+def _open() -> socket.socket:
+    """Start the first nursery: for real."""
+    global _nursery, _process
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(_BOUND_S)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    with theirs:
+        _process = _cold_popen(
+            [sys.executable, __file__, str(theirs.fileno()), _ROOM],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    assert ours.recv(16) == b"ready"
+    _nursery = ours
+    return ours
+
+
+def close() -> None:
+    """End the first nursery, if there is one; what it forked lives on."""
+    global _nursery, _process
+    if _nursery is not None and _process is not None:
+        _nursery.close()
+        _process.wait(_BOUND_S)
+        _nursery = _process = None
+
+
+# -- the nursery -----------------------------------------------------------------------------------------------
+
+
+def _import_everything() -> None:
+    """What workers and the command line import, and a first capture, which imports more."""
+    for name in (
+        "cli.cluster",
+        "cli.people",
+        "fleet.agent",
+        "fleet.manage",
+        "fleet.run",
+        "observe.progress",
+        "trainer",
+    ):
+        importlib.import_module(f"varuna.{name}")
+
+    import torch
+    from torch import nn
+
+    from varuna.partition.capture import Recipe
+    from varuna.partition.model import partition
+
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(
+                nn.Embedding(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(self.layers(x).flatten(0, 1), x.flatten())
+
+    partition(Recipe(Small), {"x": torch.zeros(2, 4, dtype=torch.int64)})
+
+
+def _serve(orders: socket.socket) -> Order | None:
+    """Fork a process per order. Returns its order in each of them, and None once nobody can ask any more."""
+    gc.collect()
+    gc.freeze()
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, "what is imported starts a thread, which no fork would have"
+    while True:
+        data, fds, _, _ = socket.recv_fds(orders, _ORDER_BYTES, 3)
+        if not data:
+            return None
+        order = Order(*json.loads(data))
+        if between := os.fork():
+            for fd in fds:
+                os.close(fd)
+            os.waitpid(between, 0)
+        elif os.fork():
+            os._exit(0)  # so that the newborn becomes a child of the next subreaper above: of who asked
+        else:
+            _be_born(order, fds, orders)
+            return order
+
+
+def _be_born(order: Order, fds: list[int], orders: socket.socket) -> None:
+    """All that makes this process the one that was ordered."""
+    deadline_s = time.monotonic() + _BOUND_S
+    while os.getppid() != order.parent:
+        if time.monotonic() > deadline_s:
+            os._exit(99)
+        time.sleep(0.001)
+    if order.own_session:
+        os.setsid()
+    for number, fd in enumerate(fds):
+        os.dup2(fd, number)
+        os.close(fd)
+    os.environ.clear()
+    os.environ.update(order.environment)
+    os.chdir(order.folder)
+    random.seed()
+    _show(order.command)
+    orders.send(str(os.getpid()).encode())
+    orders.close()
+
+
+def _show(command: list[str]) -> None:
+    """Write the command line where ``ps`` reads it, as setproctitle does."""
+    fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
+    start, end = int(fields[45]), int(fields[46])
+    text = b"\0".join(os.fsencode(part) for part in command)[: end - start - 1]
+    ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+def _program(command: list[str]) -> tuple[CodeType, ModuleType]:
+    """What ``python COMMAND`` runs as ``__main__``."""
+    main = ModuleType("__main__")
+    vars(main)["__builtins__"] = __builtins__
+    if command[1] == "-m":
+        spec = importlib.util.find_spec(command[2])
+        assert spec is not None
+        assert spec.origin is not None
+        sys.argv, path = [spec.origin, *command[3:]], spec.origin
+        main.__spec__, sys.path[0] = spec, os.getcwd()
+    else:
+        sys.argv, path = command[1:], command[1]
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    main.__file__ = path
+    sys.modules["__main__"] = main
+    return compile(Path(path).read_bytes(), path, "exec"), main
+
+
+def _have_a_nursery() -> Order | None:
+    """This process starts workers: in a fork of it, as it is now, they begin. Returns as ``_serve`` does, in those."""
+    global _nursery
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.setsid()
+        _show(["nursery"])
+        ours.close()
+        order = _serve(theirs)
+        if order is None:
+            os._exit(0)
+        return order
+    theirs.close()
+    ours.settimeout(_BOUND_S)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    _nursery, subprocess.Popen = ours, Process  # type: ignore[misc]
+    return None
+
+
+def _live(order: Order | None) -> None:
+    if order is None:
+        os._exit(0)
+    starts_workers = order.command[1:4] in (["-m", CLI, "run"], ["-m", CLI, "agent"])
+    if starts_workers and (newborn := _have_a_nursery()) is not None:
+        order = newborn
+    code, main = _program(order.command)
+    exec(code, vars(main))
+
+
+if __name__ == "__main__":
+    with socket.socket(fileno=int(sys.argv[1])) as asked:
+        _import_everything()
+        asked.send(b"ready")
+        mine = _serve(asked)
+    _live(mine)
