@@ -69,7 +69,7 @@ class Ours:
         self.writer = BackgroundWriter(self.store, on_saved=self.saved.append, on_error=_fail)
 
     def shares(self) -> Any:
-        return shares_of(list(self.states.values()), replica=0, replicas=1, generation=0)
+        return shares_of(list(self.states.values()), replica=0, holders=dict.fromkeys(self.states, (0,)), generation=0)
 
     def save(self, step: int) -> tuple[float, float]:
         """Seconds of stall, and from there until all shards are durable."""

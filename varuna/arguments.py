@@ -56,9 +56,16 @@ def check_examples(examples: int | None, size: int | None) -> int:
     return count
 
 
-def check_offload(offload_optimizer: bool, precision: str, *, sees_gradients: bool) -> None:
-    """Refuse ``before_step`` where a parameter and its gradient are apart."""
-    if offload_optimizer and precision != "fp32" and sees_gradients:
+def check_state(offload_optimizer: bool, shard_optimizer: bool, precision: str, *, sees_gradients: bool) -> None:
+    """Refuse ``before_step`` where parameters and their gradients are apart, or fp32 parameters elsewhere."""
+    if precision == "fp32" or not sees_gradients:
+        return
+    if shard_optimizer:
+        raise UsageError(
+            f"before_step= cannot be given with shard_optimizer=True and precision={precision!r}: most fp32 parameters "
+            "are with other replicas then. Leave out one of the three."
+        )
+    if offload_optimizer:
         raise UsageError(
             f"before_step= cannot be given with offload_optimizer=True and precision={precision!r}: parameters are in "
             "host memory then, and their gradients on the device. Leave out one of the three."

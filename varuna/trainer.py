@@ -84,6 +84,7 @@ class Trainer:
         reduction: Reduction = "fp32",
         compile: bool | str = False,
         offload_optimizer: bool = False,
+        shard_optimizer: bool = False,
     ) -> None:
         """Describe the job; nothing is built before ``steps``.
 
@@ -127,6 +128,8 @@ class Trainer:
                 ``torch.compile``, by its name. Backwards then never run in halves.
             offload_optimizer: keep optimizer state, and with half precision the fp32 parameters, in host memory; at the
                 end of a step they pass through the device section by section. Same numbers.
+            shard_optimizer: share the optimizer's state, and with half precision the fp32 parameters, out over the
+                replicas of a stage; every part is held twice, so that a lost VM costs no step. Same numbers.
 
         Raises:
             UsageError: an argument is out of range, or inductor lacks a compiler on this machine.
@@ -134,15 +137,15 @@ class Trainer:
         """
         watch_exceptions()
         arguments.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction)
-        arguments.check_offload(offload_optimizer, precision, sees_gradients=before_step is not None)
+        arguments.check_state(offload_optimizer, shard_optimizer, precision, sees_gradients=before_step is not None)
         arguments.check_checkpoint_arguments(
             checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s
         )
         check_beginning(init, weights)
         self._precision, self.reduction, self._offloads = precision, reduction, offload_optimizer
+        self.shares_state = shard_optimizer
         self._device = arguments.choose_device(device)
-        self._compiler = compiler_of(compile, self._device)
-        self._build = Configured(model)
+        self._compiler, self._build = compiler_of(compile, self._device), Configured(model)
         self.recipe = Recipe(self._build, loss, metrics, DTYPES[precision])
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
         self._source, self._collate = SampleSource(dataset, seed=seed, collate=collate), collate
@@ -317,6 +320,7 @@ class Trainer:
             compiler=self._compiler,
             offload=self._offloads,
             lanes=lanes_of(self._device),
+            share=self.shares_state,
         )
 
     def session(
@@ -351,6 +355,7 @@ class Trainer:
             compiled=self.compiled,
             offload_optimizer=self.offload,
             memory_apart=self.memory_apart,
+            shard_optimizer=self.shares_state,
         )
         buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
         return Session(
@@ -391,11 +396,5 @@ class Trainer:
     def _check_weighing(self, initial: Initial) -> None:
         assert self._model is not None
         check_assumptions(self._model, self.recipe, initial, self._source)
-        check_weighing(
-            self._model,
-            self.recipe,
-            initial,
-            self._source,
-            self._weight,
-            fixed=self._micro_batch is not None,
-        )
+        fixed = self._micro_batch is not None
+        check_weighing(self._model, self.recipe, initial, self._source, self._weight, fixed=fixed)

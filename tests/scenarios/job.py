@@ -137,6 +137,8 @@ def main() -> None:
     parser.add_argument("--differs", action="store_true", help="the model is another one in each process")
     parser.add_argument("--batch-norm", action="store_true")
     parser.add_argument("--normed", action="store_true", help="an optimizer that needs a global norm")
+    parser.add_argument("--share", action="store_true", help="optimizer state shared out among replicas")
+    parser.add_argument("--precision", default="fp32")
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     args = parser.parse_args()
     seen: list[varuna.Step] = []
@@ -164,6 +166,8 @@ def main() -> None:
         checkpoint_every=args.checkpoint_every,
         init=args.init,
         offload_optimizer=args.offload,
+        shard_optimizer=args.share,
+        precision=args.precision,
     )
     for step in trainer.steps(args.steps):
         if step.is_main:

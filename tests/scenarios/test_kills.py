@@ -198,3 +198,42 @@ def test_each_workers_command_line_shows_the_script(tmp_path: Path) -> None:
     parent.send_signal(signal.SIGINT)
     parent.communicate(timeout=20)
     wait_for(lambda: not processes_with(str(tmp_path)), 10)
+
+
+SHARING: dict[str, Any] = {"more": ("--spare-state", "--share"), "slow": "0.4", "flags": ("--stages", "1")}
+"""Three replicas of one stage that share optimizer state out: each section is with two of them."""
+
+
+@pytest.mark.parametrize(
+    "around", ["gather:begin:3:0,vote:end:12:0", "gather:end:3:0,gather:begin:12:0", "apply:begin:3:0,F:begin:12:0"]
+)
+def test_shared_out_state_survives_the_loss_of_any_worker(
+    around: str, tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    done = disturbed(tmp_path, around, workers=3, **SHARING)
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))  # no committed step was redone
+    assert "ROLLBACK" not in done.err
+    assert len(list(tmp_path.glob("done-*"))) == 2
+
+
+def test_shared_out_state_moves_when_the_depth_changes(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    more = ("--spare-state", "--share", "--offload")
+    done = disturbed(tmp_path, "gather:begin:5:1,gather:end:14:0", workers=6, more=more, slow="0.4")
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))
+    assert len({line["plan"]["stages"] * 10 + line["plan"]["replicas"] for line in log}) > 1
+
+
+def test_losing_both_holders_of_shared_out_state_falls_back_to_the_checkpoint(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "5")
+    both = "F:begin:13:0,F:begin:13:0"  # two of three replicas, in the same step
+    done = disturbed(tmp_path, both, workers=3, flags=("--stages", "1"), more=("--share", *checkpoints))
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert "ROLLBACK" in done.err
+    assert len([line for line in log if line["step"] == 12]) == 2

@@ -1,6 +1,6 @@
 """How a section is divided among its holders: equal bytes, cut anywhere in the sequence of its tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -64,11 +64,13 @@ def divide(tensors: Iterable[TensorFacts], parts: int) -> list[list[Piece]]:
     return divided
 
 
-def writer_of(section: int, part: int, replicas: int) -> int:
-    """The replica that writes a part; sections begin with different replicas, so that small ones spread."""
-    return (section + part) % replicas
+def writer_of(section: int, part: int, holders: Sequence[int]) -> int:
+    """Of the replicas that hold a section, the one that writes a part; sections begin with different ones, so that
+    small ones spread.
+    """
+    return holders[(section + part) % len(holders)]
 
 
-def understudy_of(section: int, part: int, replicas: int) -> int:
+def understudy_of(section: int, part: int, holders: Sequence[int]) -> int:
     """The replica that copies a part too, and writes it if the writer dies; the writer itself if it is alone."""
-    return (section + part + 1) % replicas
+    return holders[(section + part + 1) % len(holders)]

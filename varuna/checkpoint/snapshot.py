@@ -44,11 +44,18 @@ def shares_of(
     states: Sequence[SectionState],
     *,
     replica: int,
-    replicas: int,
+    holders: Mapping[int, Sequence[int]],
     generation: int,
     smallest_bytes: int = SMALLEST_PART_BYTES,
 ) -> list[Share]:
-    """What one replica copies of its stage's sections: the parts that it writes, and those it is understudy for.
+    """What one replica copies of the sections that it holds: the parts that it writes, and those it is understudy for.
+
+    Args:
+        states: of sections that ``replica`` holds.
+        replica: who copies.
+        holders: of each section: all replicas of the stage, or those who have its optimizer state.
+        generation: in which this happens.
+        smallest_bytes: of a part, if there are to be several.
 
     Raises:
         CheckpointError: a tensor's dtype has no place in safetensors, or a scalar none in JSON.
@@ -56,11 +63,12 @@ def shares_of(
     shares: list[Share] = []
     for state in states:
         tensors = [_facts(state, name, value) for name, value in state.tensors.items()]
-        parts = count_parts(sum(tensor.size_bytes for tensor in tensors), replicas, smallest_bytes)
+        among = holders[state.section]
+        parts = count_parts(sum(tensor.size_bytes for tensor in tensors), len(among), smallest_bytes)
         scalars = scalars_as_json(state)
         for part, pieces in enumerate(divide(tensors, parts)):
-            writer = writer_of(state.section, part, replicas)
-            if replica in (writer, understudy_of(state.section, part, replicas)):
+            writer = writer_of(state.section, part, among)
+            if replica in (writer, understudy_of(state.section, part, among)):
                 name = ShardName(state.section, part, parts, generation)
                 shares.append(Share(name, writer, tuple(pieces), scalars if part == 0 else "{}"))
     return sorted(shares, key=lambda share: share.writer != replica)  # what this replica writes comes first

@@ -201,6 +201,10 @@ def plan(
     offload_optimizer: Annotated[
         bool, typer.Option("--offload-optimizer", help="Optimizer state in host memory, as with Trainer's option.")
     ] = False,
+    shard_optimizer: Annotated[
+        bool,
+        typer.Option("--shard-optimizer", help="Optimizer state shared out among replicas, as with Trainer's option."),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Rank every pipeline depth for N GPUs, and say what each step is spent on.
@@ -227,6 +231,7 @@ def plan(
         price_per_hour=price,
         objective="dollar" if objective == "dollar" else "time",
         offload_optimizer=offload_optimizer,
+        shard_optimizer=shard_optimizer,
         as_json=as_json,
     )
 

@@ -39,6 +39,7 @@ def plan_command(
     price_per_hour: float | None,
     objective: Objective,
     offload_optimizer: bool,
+    shard_optimizer: bool,
     as_json: bool,
 ) -> None:
     """Rank the plans and print them.
@@ -50,6 +51,8 @@ def plan_command(
     if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
         raise UsageError(f"--price {price_per_hour} is no price. Give dollars per GPU and hour, such as 0.61")
     known, job_batch, job_micro_batch, apart = _calibration(script, args, calibration)
+    if shard_optimizer:
+        known = known.shared_out()
     if offload_optimizer:
         known = known.offloaded()
     request = PlanRequest(
@@ -109,6 +112,8 @@ def _calibration(
     if given is not None:
         check_matches(given, facts)
     known = given or nominal_calibration(facts)
+    if trainer.shares_state:
+        known = known.shared_out()
     if trainer.offload != "none":
         known = known.offloaded(apart=trainer.offload == "host")
     known = known.rounded() if trainer.reduction == "bf16" else known

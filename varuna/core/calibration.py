@@ -180,6 +180,7 @@ class OptimizerCosts(Finite):
         default=None, description="state lives in host memory, and crosses to the GPU and back at this rate"
     )
     streamed_bytes: Bytes = Field(default=0, description="of such state, what is on the GPU at once, at most")
+    shared_out: bool = Field(default=False, description="replicas of a stage share the state out by section")
 
 
 STREAMED_SECTIONS = 2
@@ -263,6 +264,10 @@ class Calibration(Finite):
         """The same for a job whose sections always run B whole."""
         kinds = {name: kind.model_copy(update={"input_s": (), "weight_s": ()}) for name, kind in self.kinds.items()}
         return self.model_copy(update={"kinds": kinds})
+
+    def shared_out(self) -> "Calibration":
+        """The same for a job whose replicas share optimizer state out."""
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"shared_out": True})})
 
     def offloaded(self, *, apart: bool = True) -> "Calibration":
         """The same for a job whose optimizer state lives in host memory, and is streamed by section.

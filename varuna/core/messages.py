@@ -28,6 +28,7 @@ class Transfer(Value):
     section: int
     source_rank: int
     target_rank: int
+    lent: bool = Field(default=False, description="without its optimizer state, which other ranks will hold")
 
 
 class Assignment(Value):
@@ -78,14 +79,16 @@ class Beat(Value):
 class Held(Value):
     """The worker stopped generation ``generation`` and says what it holds.
 
-    ``next_step`` counts the steps that its parameters contain (None: it has no state); ``votes`` are the
-    newest vote results that it knows, so that no committed step goes unrecorded.
+    ``next_step`` counts the steps that its parameters contain (None: it has no state); ``sections`` are those that
+    it holds whole, ``lent`` those whose optimizer state is with other replicas; ``votes`` are the newest vote results
+    that it knows, so that no committed step goes unrecorded.
     """
 
     kind: Literal["held"] = "held"
     generation: int
     next_step: int | None
     sections: tuple[int, ...] = ()
+    lent: tuple[int, ...] = ()
     votes: tuple[Vote, ...] = ()
 
 

@@ -83,5 +83,6 @@ class JobFacts(Value):
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
     reduction: Reduction = Field(default="fp32", description="of gradients between replicas")
     compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")
+    shard_optimizer: bool = Field(default=False, description="replicas of a stage share its state out by section")
     offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")

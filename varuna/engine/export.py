@@ -32,12 +32,12 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
     """
     if generation is None:
         return
-    plan, rank = generation.assignment.plan, generation.assignment.rank
-    homes = {section: plan.rank_of(0, plan.stage_of(section)) for section in range(plan.sections)}
+    plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
+    speakers = enumerate(stage.shares.holders)
+    homes = {section: plan.rank_of(holders[0], plan.stage_of(section)) for section, holders in speakers}
     transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
-    stage = generation.stage
     states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
-    if plan.stages > 1 and any(rank in (t.source_rank, t.target_rank) for t in transfers):
+    if any(rank in (t.source_rank, t.target_rank) for t in transfers):
         # Not the generation's inbox: ranks that have nothing to export may be gone, and their links broken.
         inbox = Inbox(_BOUND_S)
         courier = Courier(inbox, "export")

@@ -4,7 +4,7 @@ All of it runs on a disposable thread, since every part of it may block on a pee
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,8 +18,10 @@ from varuna.checkpoint.restore import Wanted, everything, read_states
 from varuna.checkpoint.shards import SectionState
 from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
+from varuna.core.shares import held_by, holders_of
 from varuna.engine.agreement import check_agreement
 from varuna.engine.groups import Groups, form
+from varuna.engine.takeover import is_lent_along
 from varuna.engine.transfer import exchange
 from varuna.engine.transport import Store
 from varuna.partition.model import PartitionedModel
@@ -92,6 +94,7 @@ def form_generation(
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
     shares: bool | None,
+    lends: bool,
     interface_host: str,
     made: list[Groups],
 ) -> Formed:
@@ -124,7 +127,7 @@ def form_generation(
     states: dict[int, SectionState] = {}
     damage: DamagedCheckpoint | None = None
     try:
-        states = _states(assignment, groups, held, model, initial, buffers)
+        states = _states(assignment, groups, held, model, initial, buffers, lends=lends)
     except DamagedCheckpoint as error:
         damage = error
     known = torch.tensor([float(shares is True), float(shares is False), float(damage is not None)])
@@ -142,16 +145,20 @@ def _states(
     model: PartitionedModel,
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
+    *,
+    lends: bool,
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
     plan, rank = assignment.plan, assignment.rank
-    wanted = () if assignment.is_spare else plan.sections_of(plan.place_of(rank).stage)
+    replica, stage = plan.place_of(rank)
+    wanted = range(0) if assignment.is_spare else plan.sections_of(stage)
     received = exchange(groups.world, assignment.transfers, rank, held) if assignment.transfers else {}
     states: dict[int, SectionState] = {}
     if assignment.fresh:
         states = initial_states(model, wanted, initial, buffers) if wanted else {}
     elif assignment.checkpoint is not None:
-        states = stored_states(model, wanted, assignment.checkpoint)
+        whole = held_by(holders_of(plan, model.facts.sections, shared=lends), wanted, replica)
+        states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole))
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
     if len(assignment.members) > 1 and assignment.fresh:
@@ -178,8 +185,12 @@ def initial_states(
     }
 
 
-def stored_states(model: PartitionedModel, sections: Sequence[int], place: str) -> dict[int, SectionState]:
+def stored_states(
+    model: PartitionedModel, sections: Sequence[int], place: str, *, lent: Collection[int] = ()
+) -> dict[int, SectionState]:
     """State of ``sections`` from a checkpoint; tied parameters come from their owner's shards.
+
+    Of ``lent`` ones optimizer state is left out.
 
     Raises:
         DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
@@ -189,10 +200,11 @@ def stored_states(model: PartitionedModel, sections: Sequence[int], place: str) 
     store = open_store(directory)
     borrowed: dict[int, list[str]] = {}  # owner -> tied parameters that our sections use
     for tied in model.facts.tied:
-        if tied.owner not in sections and any(section in sections for section in tied.sections):
+        if any(section in sections for section in tied.sections):
             borrowed.setdefault(tied.owner, []).append(tied.name)
-    wanted: dict[int, Wanted] = dict.fromkeys(sections, everything)
-    wanted |= {owner: partial(_belongs, tuple(names)) for owner, names in borrowed.items()}
+    wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
+    for section, tied_names in borrowed.items():
+        wanted[section] = partial(_either, wanted.get(section), partial(_belongs, tuple(tied_names)))
     read = read_states(store, read_manifest(store, step), wanted)
     for tied in model.facts.tied:
         for section in tied.sections:
@@ -201,6 +213,10 @@ def stored_states(model: PartitionedModel, sections: Sequence[int], place: str) 
                 read[section].tensors.update({k: v for k, v in owner.tensors.items() if _belongs(names, k)})
                 read[section].scalars.update({k: v for k, v in owner.scalars.items() if _belongs(names, k)})
     return {section: read[section] for section in sections}
+
+
+def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
+    return (one is not None and one(name)) or other(name)
 
 
 def _belongs(parameters: tuple[str, ...], name: str) -> bool:

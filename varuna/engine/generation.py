@@ -67,7 +67,8 @@ class Generation:
         """Whether this rank says the learning rate in votes: the first whose optimizer has parameters."""
         model = self.stage.job.model
         trained = (s.index for s in model.sections if not model.trainable.isdisjoint(s.parameters))
-        return self.assignment.rank == self.plan.rank_of(0, self.plan.stage_of(next(trained, 0)))
+        first = next(trained, 0)
+        return self.assignment.rank == self.plan.rank_of(self.stage.shares.holders[first][0], self.plan.stage_of(first))
 
     def span(self, name: str, step: int) -> AbstractContextManager[None]:
         """Time a part of a step."""
@@ -112,6 +113,7 @@ def form(
             initial=lambda names: setting.initial(names, assignment.rank == 0),
             buffers=setting.job.buffers,
             shares=shares,
+            lends=setting.job.share,
             interface_host=setting.interface_host,
             made=made,
         )
@@ -132,7 +134,8 @@ def form(
 def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
     """This rank's stage with its state."""
     plan = assignment.plan
-    return Stage(setting.job, plan, plan.place_of(assignment.rank).stage, states, assignment.next_step)
+    place = plan.place_of(assignment.rank)
+    return Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica)
 
 
 def open_generation(setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage) -> Generation:

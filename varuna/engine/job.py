@@ -39,6 +39,10 @@ class Job:
     lanes: Lanes = field(default_factory=Lanes)
     """between the device and host memory"""
 
+    share: bool = False
+    """the replicas of a stage share its optimizer state out by section, and fp32 parameters too unless sections compute
+    with them"""
+
     @property
     def masters_away(self) -> bool:
         """Parameters that the optimizer updates live in host memory; copies of them are on the device."""

@@ -105,6 +105,15 @@ class Reducer:
         self._inbox.take(("vote", step), lambda: f"the vote on step {step}")
         return tuple(vector.tolist())
 
+    def gather(self, step: int) -> None:
+        """Wait until the parameters that other replicas have updated are here too."""
+        stage, group = self._stage, self._groups.stage
+        assert group is not None
+        values = stage.lendable()
+        self._courier.submit(("gathered", step), lambda: stage.shares.gather(values, group))
+        self._inbox.take(("gathered", step), lambda: f"new parameters from the other replicas (step {step})")
+        stage.shares.complete = True
+
     def farewell(self) -> None:
         """Wait until every rank of the grid has the result of its last vote."""
         group = self._groups.vote

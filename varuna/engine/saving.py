@@ -79,8 +79,8 @@ class Saver:
             if forsaken:
                 self._writer.submit(self._snapshot.step, forsaken)
         self._snapshot, self._asked = None, (-2, 0.0)  # a morph is no step
-        expected = {section: _expected_state(stage, section) for section in stage.sections}
-        size_bytes = needed_bytes(self._shares(assignment, expected))
+        expected = {section: _expected_state(stage, section) for section in stage.shares.held}
+        size_bytes = needed_bytes(self._shares(stage, assignment, expected))
         self._writer.do(lambda: self._buffer.reserve(size_bytes))
 
     def save(self, stage: Stage, assignment: Assignment) -> None:
@@ -90,12 +90,11 @@ class Saver:
             _warn(f"the checkpoint of step {stage.next_step} is skipped: the one before is still being written")
             return
         self.flush()  # memory for it may still be made ready
-        states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
-        shares = self._shares(assignment, states)
+        states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
+        shares = self._shares(stage, assignment, states)
         parts = self._buffer.copy(shares, states)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts)
-        replica = assignment.plan.place_of(assignment.rank).replica
-        mine = [copied for copied in parts if copied.share.writer == replica]
+        mine = [copied for copied in parts if copied.share.writer == stage.shares.replica]
         if mine:
             self._writer.submit(stage.next_step, mine, self._buffer.wait)
 
@@ -108,11 +107,11 @@ class Saver:
         """The process ends: let the writer finish what it can in a moment."""
         self._writer.close()
 
-    def _shares(self, assignment: Assignment, states: Mapping[int, SectionState]) -> list[Share]:
+    def _shares(self, stage: Stage, assignment: Assignment, states: Mapping[int, SectionState]) -> list[Share]:
         return shares_of(
             list(states.values()),
-            replica=assignment.plan.place_of(assignment.rank).replica,
-            replicas=assignment.plan.replicas,
+            replica=stage.shares.replica,
+            holders={section: stage.shares.holders[section] for section in states},
             generation=assignment.generation,
             smallest_bytes=self._smallest_bytes,
         )

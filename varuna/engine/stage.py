@@ -14,6 +14,7 @@ from varuna.engine.bucket import Bucket, squared_norms
 from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
 from varuna.engine.job import Job
+from varuna.engine.lending import Shares
 from varuna.engine.offload import HOST, OffloadedOptimizer
 from varuna.engine.optimizer import StageOptimizer
 from varuna.engine.precision import ComputeCopies
@@ -32,7 +33,9 @@ Left = tuple[int, Pending | None]
 class Stage:
     """Sections ``plan.sections_of(stage)`` on this rank's device."""
 
-    def __init__(self, job: Job, plan: Plan, stage: int, states: Mapping[int, SectionState], next_step: int) -> None:
+    def __init__(
+        self, job: Job, plan: Plan, stage: int, states: Mapping[int, SectionState], next_step: int, *, replica: int = 0
+    ) -> None:
         """Take over the state of every section of the stage.
 
         Args:
@@ -41,6 +44,7 @@ class Stage:
             stage: which stage of it.
             states: at least one state for each of its sections; storages are taken over, not copied.
             next_step: steps that the states contain.
+            replica: which replica of the stage; decides what of shared optimizer state is here.
         """
         self.job = job
         self.plan = plan
@@ -48,6 +52,7 @@ class Stage:
         self.sections = plan.sections_of(stage)
         self.is_last = stage == plan.stages - 1
         self.next_step = next_step
+        self.shares = Shares(plan, job, stage, replica)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """so many of its first sections have nothing to train and nobody below that has: F only, never R or B"""
         graphs = [job.model.sections[section] for section in self.sections]
@@ -55,6 +60,7 @@ class Stage:
             graphs,
             states,
             trainable=job.model.trainable,
+            held=self.shares.held,
             dtype=job.dtype,
             device=job.device,
             masters_at=HOST if job.masters_away else job.device,
@@ -85,10 +91,8 @@ class Stage:
         self.totals = {p.name: self._home_of(p).views[p.name] for p in self.tied}
         """summed gradients of tied parameters, in place of those of the first section here that uses them"""
         self._gradients |= self.totals
-        self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.sections))
-        if not job.masters_away:
-            for name, gradient in self._gradients.items():
-                self.parameters[name].grad = gradient
+        self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.shares.held))
+        self._show(self._gradients)
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         known = (*self.parameters.items(), *self.optimizer.parameters.items())
         self.owned = frozenset(id(value) for name, value in known if name not in foreign)
@@ -103,7 +107,8 @@ class Stage:
     def _built_optimizer(
         self, graphs: Sequence[SectionGraph], state: Mapping[str, Mapping[str, Any]]
     ) -> StageOptimizer | OffloadedOptimizer:
-        job, named, start = self.job, self.named_parameters(), self.next_step
+        job, start = self.job, self.next_step
+        named = [(name, value) for name, value in self.named_parameters() if name in self.shares.updated]
         if not job.offload:
             return StageOptimizer(job.optimizer, job.scheduler, named, state, start)
         first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
@@ -291,6 +296,7 @@ class Stage:
             self.loss_scale = self.loss_scale.after(overflowed)
         self.statistics.apply(self.buffers)
         self.optimizer.advance()
+        self.shares.applied(overflowed=overflowed)
         self.next_step = step + 1
 
     def apply_tentatively(self, scale: float, exchange: StageExchange) -> None:
@@ -320,17 +326,34 @@ class Stage:
         scale /= self.gradient_scale
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
-        for name, total in self.totals.items():
-            if not self.job.masters_away:
-                self.parameters[name].grad = total
+        self._show(self.totals)
         if self.job.before_step is not None:
             self.job.before_step(self.named_parameters())
-        self.optimizer.update(self._compute.refresh)
+        with self.shares.alone():
+            self.optimizer.update(self._compute.refresh)
+
+    def _show(self, gradients: Mapping[str, Tensor]) -> None:
+        """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
+        if not self.job.masters_away:
+            for name, gradient in gradients.items():
+                if self.parameters[name].dtype is gradient.dtype:
+                    self.parameters[name].grad = gradient
+
+    def lendable(self) -> dict[int, list[Tensor]]:
+        """By section that only some replicas update: what it computes with, and they write."""
+        sections, trainable = self.job.model.sections, self.job.model.trainable
+        return {
+            section: [self._compute[name] for name in dict.fromkeys(sections[section].parameters) if name in trainable]
+            for section in self.shares.sends
+        }
 
     # -- state ---------------------------------------------------------------------------------------
 
     def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
-        """A section's state as references (not copies); ``owned_only`` leaves out tied copies of another section."""
+        """A section's state as references (not copies); without optimizer state where other replicas have it.
+
+        ``owned_only`` leaves out tied copies of another section.
+        """
         tensors: dict[str, Tensor] = {}
         scalars: dict[str, Any] = {}
         foreign = {p.name for p in self.job.model.facts.tied if p.owner != section} if owned_only else set()
@@ -338,6 +361,8 @@ class Stage:
             if name in foreign:
                 continue
             tensors[f"parameters/{name}"] = self.parameters[name].detach()
+            if section in self.shares.lent:
+                continue
             state, rest = self.optimizer.state_of(name)
             tensors.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
             scalars.update({f"optimizer/{name}/{key}": value for key, value in rest.items()})

@@ -42,9 +42,11 @@ class Standing:
         return self.stage.next_step if self.stage is not None else None
 
     def states(self) -> dict[int, SectionState]:
-        """State of every section held, as references."""
+        """State of every section held, as references; of lent ones without optimizer state, unless they are behind."""
         stage = self.stage
-        return {} if stage is None else {section: stage.state_of(section) for section in stage.sections}
+        if stage is None:
+            return {}
+        return {section: stage.state_of(section) for section in (*stage.shares.held, *stage.shares.at_hand)}
 
     # -- into a generation -----------------------------------------------------------------------------------
 
@@ -155,8 +157,16 @@ class Standing:
             self._report(generation)
 
     def _report(self, generation: int) -> None:
-        sections = tuple(self.stage.sections) if self.stage is not None else ()
+        shares = self.stage.shares if self.stage is not None else None
         recorded = self._membership.recorded_step
         unrecorded = [vote for vote in self._votes if vote.step > recorded]
         votes = tuple(unrecorded or list(self._votes)[-1:])  # the newest always: it may decide the verdict
-        self._membership.held(Held(generation=generation, next_step=self.next_step, sections=sections, votes=votes))
+        self._membership.held(
+            Held(
+                generation=generation,
+                next_step=self.next_step,
+                sections=shares.held if shares is not None else (),
+                lent=shares.at_hand if shares is not None else (),
+                votes=votes,
+            )
+        )

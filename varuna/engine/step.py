@@ -58,6 +58,9 @@ def run_step(
     remember(vote)
     with generation.span("apply", step):
         totals = apply_vote(stage, step, summed)
+    if stage.shares.sends and not overflowed(stage.job.dtype, totals):
+        with generation.span("gather", step):
+            generation.reducer.gather(step)
     _report(generation, reporter, begin_s, reduced_at_s)
     return vote, totals
 

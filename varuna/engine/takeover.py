@@ -20,28 +20,34 @@ def parameters_of(
     states: States,
     *,
     trainable: Container[str],
+    held: Container[int],
     dtype: torch.dtype,
     device: torch.device,
     masters_at: torch.device,
 ) -> dict[str, nn.Parameter]:
-    """One parameter per name, in the order of sections; a tied one from the lowest section that has it.
+    """One parameter per name, in the order of sections; a tied one from the lowest section that may be updated here.
 
     Args:
         graphs: of the stage's sections.
         states: of them; storages are taken over where device and dtype are right.
-        trainable: names of the parameters that are trained, which are fp32.
-        dtype: of computation, and of frozen parameters.
-        device: of frozen parameters.
-        masters_at: of trained ones.
+        trainable: names of the parameters that are trained.
+        held: sections whose optimizer state is here: their trained parameters are fp32.
+        dtype: of computation, and of all other parameters.
+        device: of all other parameters.
+        masters_at: of those that are updated here.
     """
+    lowest: dict[str, int] = {}
+    for graph in reversed(graphs):
+        for name in graph.parameters:
+            if graph.index in held or lowest.get(name) not in held:
+                lowest[name] = graph.index
     parameters: dict[str, nn.Parameter] = {}
-    for graph in graphs:
-        for name in dict.fromkeys(graph.parameters):
-            if name not in parameters:
-                trained = name in trainable
-                place, kept = (masters_at, torch.float32) if trained else (device, dtype)
-                value = states[graph.index].tensors[f"parameters/{name}"].to(place, kept)
-                parameters[name] = nn.Parameter(value, requires_grad=trained)
+    for name in dict.fromkeys(name for graph in graphs for name in graph.parameters):
+        trained = name in trainable
+        is_updated = trained and lowest[name] in held
+        place, kept = (masters_at, torch.float32) if is_updated else (device, dtype)
+        value = states[lowest[name]].tensors[f"parameters/{name}"].to(place, kept)
+        parameters[name] = nn.Parameter(value, requires_grad=trained)
     return parameters
 
 
@@ -56,8 +62,8 @@ def buffers_of(
     }
 
 
-def optimizer_state_of(states: States, sections: range) -> dict[str, dict[str, Any]]:
-    """Optimizer state by parameter: ``optimizer/<name>/<key>`` entries of all sections."""
+def optimizer_state_of(states: States, sections: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter: ``optimizer/<name>/<key>`` entries of ``sections``."""
     found: dict[str, dict[str, Any]] = {}
     for section in reversed(sections):
         for path, value in (*states[section].tensors.items(), *states[section].scalars.items()):
@@ -65,6 +71,11 @@ def optimizer_state_of(states: States, sections: range) -> dict[str, dict[str, A
                 name, key = path.removeprefix("optimizer/").rsplit("/", 1)
                 found.setdefault(name, {})[key] = value
     return found
+
+
+def is_lent_along(name: str) -> bool:
+    """Whether an entry of a section's state is wanted where its optimizer state is not."""
+    return not name.startswith("optimizer/")
 
 
 def loss_scale_of(states: States) -> LossScale:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from varuna.checkpoint.shards import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Transfer
+from varuna.engine.takeover import is_lent_along
 from varuna.engine.transport import Group, Work
 
 _TAG = 100_000
@@ -17,23 +18,24 @@ def exchange(
 ) -> dict[int, SectionState]:
     """Take part in all transfers at once; returns what this rank received.
 
-    Each is a length and then the section in the checkpoint's format. All sends and receives are posted before
-    any is waited for, so no order of transfers can deadlock.
+    Each is a length and then the section in the checkpoint's format, whole or without optimizer state. All sends and
+    receives are posted before any is waited for, so no order of transfers can deadlock.
 
     Raises:
         RuntimeError: a peer is gone (from gloo).
     """
-    packed: dict[int, Tensor] = {}
+    packed: dict[tuple[int, bool], Tensor] = {}
     sends: list[Work] = []
     receives: list[tuple[int, Transfer]] = []
     for number, transfer in enumerate(transfers):
         if transfer.source_rank == rank:
-            section = transfer.section
-            if section not in packed:
-                packed[section] = torch.frombuffer(bytearray(to_bytes(held[section])), dtype=torch.uint8)
-            length = torch.tensor([packed[section].numel()], dtype=torch.int64)
+            key = transfer.section, transfer.lent
+            if key not in packed:
+                state = _lent(held[transfer.section]) if transfer.lent else held[transfer.section]
+                packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
+            length = torch.tensor([packed[key].numel()], dtype=torch.int64)
             sends.append(group.send(length, transfer.target_rank, _TAG + 2 * number))
-            sends.append(group.send(packed[section], transfer.target_rank, _TAG + 2 * number + 1))
+            sends.append(group.send(packed[key], transfer.target_rank, _TAG + 2 * number + 1))
         elif transfer.target_rank == rank:
             receives.append((number, transfer))
     lengths = _receive_all(group, [(n, t, torch.zeros(1, dtype=torch.int64)) for n, t in receives], tag=_TAG)
@@ -45,6 +47,15 @@ def exchange(
         transfer.section: from_bytes(body.numpy().tobytes())
         for (_, transfer), body in zip(receives, bodies, strict=True)
     }
+
+
+def _lent(state: SectionState) -> SectionState:
+    """The section for a rank that does not update it."""
+    return SectionState(
+        state.section,
+        {name: value for name, value in state.tensors.items() if is_lent_along(name)},
+        {name: value for name, value in state.scalars.items() if is_lent_along(name)},
+    )
 
 
 def _receive_all(group: Group, wanted: Sequence[tuple[int, Transfer, Tensor]], *, tag: int) -> list[Tensor]:

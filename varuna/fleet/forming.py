@@ -6,6 +6,7 @@ from varuna.core.errors import NoPlanError, VarunaError
 from varuna.core.messages import Assign, Assignment, Transfer
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.core.shares import holders_of
 from varuna.fleet import placement
 from varuna.fleet.state import Checkpoint, Fleet, Holding, Idle, Running
 from varuna.fleet.story import GenerationRecord, GenerationStarted
@@ -130,6 +131,7 @@ def _plan_keeping(turn: Turn, workers: int) -> Plan:
         old is not None
         and old.workers <= workers
         and not fleet.replan
+        and not old.replicas == 1 < plan.replicas  # state that is held twice is worth more than the same seats
         and plan.step_s >= old.step_s * (1 - fleet.config.min_gain)
     ):
         return old
@@ -203,11 +205,15 @@ def _start(
     # Old ranks first, so that among equals rank 0 keeps its worker.
     ordered = sorted(usable, key=lambda name: (name not in fleet.members, fleet.rank_of(name) or 0))
     kept = fleet.record.grid if fleet.history and plan == fleet.record.plan else ()
+    holders = holders_of(plan, job.model.sections, shared=job.shard_optimizer)
+    lent = {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
-    seated = placement.seat(plan, ordered, holdings, weights, nodes=nodes, kept=kept)
+    seated = placement.seat(plan, ordered, holdings, weights, nodes=nodes, kept=kept, lent=lent, holders=holders)
     # Who is left out may still be the source of somebody's state.
     members = (*seated, *(name for name in fleet.joined if name not in seated))
-    moves = placement.transfers(plan, members, holdings, weights) if origin.from_holders else ()
+    moves = (
+        placement.transfers(plan, members, holdings, weights, lent=lent, holders=holders) if origin.from_holders else ()
+    )
     rollback = not origin.from_holders
     if rollback:
         _tell_origin(turn, origin)

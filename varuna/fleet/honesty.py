@@ -7,6 +7,7 @@ from pathlib import PurePosixPath
 
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
+from varuna.core.shares import held_by, holders_of
 from varuna.core.vote import VoteLayout
 from varuna.fleet.state import Fleet
 
@@ -48,25 +49,33 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> str:
         if why := _about_vote(fleet, vote):
             return why
     if held.next_step is None:
-        return "it holds sections without a step" if held.sections else ""
+        return "it holds sections without a step" if held.sections or held.lent else ""
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
     first = fleet.record.first_step if fleet.history else 0
     if held.next_step > max(known + 1, first):
         return f"it says that it holds step {held.next_step}, but step {known + 1} is not committed"
-    if not _was_given(fleet, worker, held.sections):
-        named = ", ".join(str(section) for section in held.sections[:8])
+    if not _was_given(fleet, worker, held):
+        named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
         return f"it says that it holds sections {named}, which it was never given"
     return ""
 
 
-def _was_given(fleet: Fleet, worker: str, sections: tuple[int, ...]) -> bool:
-    """A worker holds the sections of its stage, of this generation or (if that did not form) of one before."""
-    if not sections:
+def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
+    """A worker holds what its seat does, of this generation or (if that did not form) of one before.
+
+    Lent sections are missing while their parameters are behind.
+    """
+    if not held.sections and not held.lent:
         return True
+    assert fleet.job is not None
     for record in reversed(fleet.history):
         if worker in record.grid:
-            stage = record.plan.place_of(record.grid.index(worker)).stage
-            if tuple(record.plan.sections_of(stage)) == sections:
+            replica, stage = record.plan.place_of(record.grid.index(worker))
+            holders = holders_of(record.plan, fleet.job.model.sections, shared=fleet.job.shard_optimizer)
+            sections = record.plan.sections_of(stage)
+            whole = held_by(holders, sections, replica)
+            lent = tuple(section for section in sections if section not in whole)
+            if held.sections == whole and held.lent in ((), lent):
                 return True
     return False
 

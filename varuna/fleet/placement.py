@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
+from varuna.core.shares import Holders, held_by
 
 Holdings = Mapping[str, frozenset[int]]
-"""Sections whose state each worker has, complete at the common next step."""
+"""Sections whose state each worker has, at the common next step: whole, or (lent) without optimizer state."""
+_NOTHING: frozenset[int] = frozenset()
 
 
 def seat(
@@ -18,6 +20,8 @@ def seat(
     *,
     nodes: Mapping[str, str] | None = None,
     kept: Sequence[str] = (),
+    lent: Holdings | None = None,
+    holders: Holders | None = None,
 ) -> tuple[str, ...]:
     """Worker of each rank, the spares behind the grid.
 
@@ -29,29 +33,37 @@ def seat(
     Args:
         plan: at most as many ranks as there are workers.
         workers: everybody who may be seated.
-        holdings: sections of each worker; a worker that is missing has none.
+        holdings: sections that each worker has whole; a worker that is missing has none.
         weights: bytes of each section's state.
         nodes: VM of each worker; without it, all are on VMs of their own.
         kept: the grid that ran this same plan before: whoever still has its state keeps its seat.
+        lent: sections that each worker has without optimizer state.
+        holders: by section, the replicas that will hold it whole; None: all.
     """
+    wanted = _Wanted(plan, holders)
     seating = _Seating(plan, nodes or {worker: worker for worker in workers})
     standing = dict(enumerate(workers))
     order_of = {worker: order for order, worker in standing.items()}
     for rank, worker in enumerate(kept):
-        if worker in order_of and holdings.get(worker, frozenset()).issuperset(
-            plan.sections_of(plan.place_of(rank).stage)
-        ):
+        if worker in order_of and holdings.get(worker, _NOTHING).issuperset(wanted.whole(rank)):
             seating.sit(rank, standing.pop(order_of[worker]))
+    known = {worker: holdings.get(worker, _NOTHING) | (lent or {}).get(worker, _NOTHING) for worker in workers}
     shared_bytes = {
-        (order, stage): sum(weights[section] for section in plan.sections_of(stage) if section in holdings[worker])
+        (order, stage): sum(weights[section] for section in plan.sections_of(stage) if section in known[worker])
         for order, worker in standing.items()
-        if holdings.get(worker)
+        if known[worker]
         for stage in range(plan.stages)
     }
     for order, stage in sorted(shared_bytes, key=lambda pair: (-shared_bytes[pair], pair)):
         if shared_bytes[order, stage] and order in standing and seating.free_at(stage):
             worker = standing.pop(order)
-            seating.sit(seating.best_rank(worker, seating.free_at(stage)), worker)
+            matched = {
+                rank: sum(
+                    weights[section] for section in wanted.whole(rank) if section in holdings.get(worker, _NOTHING)
+                )
+                for rank in seating.free_at(stage)
+            }
+            seating.sit(seating.best_rank(worker, matched), worker)
     for rank in range(plan.workers):
         if rank not in seating.seats:
             seating.sit(rank, standing.pop(seating.best_order(rank, standing)))
@@ -73,9 +85,12 @@ class _Seating:
         """Free ranks of a stage, ascending."""
         return [rank for rank in range(stage, self.plan.workers, self.plan.stages) if rank not in self.seats]
 
-    def best_rank(self, worker: str, ranks: Sequence[int]) -> int:
-        """Of free ranks, the one with most neighbours of the worker's node; the lowest among equals."""
-        return max(ranks, key=lambda rank: (self._neighbours(rank, self.nodes[worker]), -rank))
+    def best_rank(self, worker: str, matched: Mapping[int, int]) -> int:
+        """Of free ranks, the one with most neighbours of the worker's node.
+
+        Among equals the one whose state the worker has most bytes of (``matched``), then the lowest.
+        """
+        return max(matched, key=lambda rank: (self._neighbours(rank, self.nodes[worker]), matched[rank], -rank))
 
     def best_order(self, rank: int, standing: Mapping[int, str]) -> int:
         """Of workers that hold nothing, one whose node is beside the seat, else one of the fullest node."""
@@ -95,28 +110,51 @@ class _Seating:
         return sum(other in self.seats and self.nodes[self.seats[other]] == node for other in beside)
 
 
+class _Wanted:
+    """What the seats of a plan want."""
+
+    def __init__(self, plan: Plan, holders: Holders | None) -> None:
+        self._plan, self._holders = plan, holders
+
+    def whole(self, rank: int) -> tuple[int, ...]:
+        """Sections that a rank needs with their optimizer state."""
+        replica, stage = self._plan.place_of(rank)
+        sections = self._plan.sections_of(stage)
+        return tuple(sections) if self._holders is None else held_by(self._holders, sections, replica)
+
+
 def uncovered(sections: int, holdings: Holdings) -> tuple[int, ...]:
-    """Sections whose state nobody has."""
+    """Sections that nobody has whole."""
     held = frozenset[int]().union(*holdings.values())
     return tuple(section for section in range(sections) if section not in held)
 
 
-def transfers(plan: Plan, members: Sequence[str], holdings: Holdings, weights: Sequence[int]) -> tuple[Transfer, ...]:
-    """Copies that give each seat its sections, with the bytes spread evenly over the holders.
+def transfers(
+    plan: Plan,
+    members: Sequence[str],
+    holdings: Holdings,
+    weights: Sequence[int],
+    *,
+    lent: Holdings | None = None,
+    holders: Holders | None = None,
+) -> tuple[Transfer, ...]:
+    """Copies that give each seat its sections, with the bytes spread evenly over the sources.
 
-    Every section must have a holder among ``members`` (see ``uncovered``).
+    Every section must be whole with one of ``members`` (see ``uncovered``). ``lent`` and ``holders`` as for ``seat``.
     """
-    holders = {
-        section: [rank for rank, worker in enumerate(members) if section in holdings.get(worker, frozenset())]
-        for section in range(plan.sections)
-    }
+    wanted = _Wanted(plan, holders)
+    whole = [holdings.get(worker, _NOTHING) for worker in members]
+    known = [own | (lent or {}).get(worker, _NOTHING) for own, worker in zip(whole, members, strict=True)]
     sent_bytes = [0] * len(members)
     moves = []
     for rank in range(plan.workers):
-        held = holdings.get(members[rank], frozenset())
+        updated = wanted.whole(rank)
         for section in plan.sections_of(plan.place_of(rank).stage):
-            if section not in held:
-                source = min(holders[section], key=lambda holder: (sent_bytes[holder], holder))
+            is_lent = section not in updated
+            had = known if is_lent else whole
+            if section not in had[rank]:
+                sources = [source for source in range(len(members)) if section in had[source]]
+                source = min(sources, key=lambda source: (sent_bytes[source], source))
                 sent_bytes[source] += weights[section]
-                moves.append(Transfer(section=section, source_rank=source, target_rank=rank))
+                moves.append(Transfer(section=section, source_rank=source, target_rank=rank, lent=is_lent))
     return tuple(moves)

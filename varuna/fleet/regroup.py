@@ -8,6 +8,7 @@ from dataclasses import replace
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Flag, RaiseFlag
 from varuna.core.plan import Plan
+from varuna.core.shares import holders_of
 from varuna.fleet.departure import leavers
 from varuna.fleet.forming import plan_for
 from varuna.fleet.state import Fleet, Running
@@ -91,10 +92,15 @@ def _answer_departures(turn: Turn) -> None:
 
 
 def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
-    """Whether some stage has no rank that stays."""
-    plan = fleet.record.plan
+    """Whether some section is whole on no rank that stays."""
+    plan, job = fleet.record.plan, fleet.job
+    assert job is not None
     staying = [rank for rank, name in enumerate(fleet.record.grid) if name in fleet.workers and name not in going]
-    return len({plan.place_of(rank).stage for rank in staying}) < plan.stages
+    holders = holders_of(plan, job.model.sections, shared=job.shard_optimizer)
+    return any(
+        all(plan.rank_of(replica, plan.stage_of(section)) not in staying for replica in holders[section])
+        for section in range(plan.sections)
+    )
 
 
 def _step_ends_s(fleet: Fleet) -> float:

@@ -101,6 +101,9 @@ class Holding:
 
     next_step: int | None = None
     sections: frozenset[int] = frozenset()
+    """Whole."""
+    lent: frozenset[int] = frozenset()
+    """Without optimizer state, which other replicas hold."""
 
 
 @dataclass(frozen=True, slots=True)

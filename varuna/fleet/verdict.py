@@ -23,7 +23,7 @@ def note_held(turn: Turn, name: str, held: Held) -> None:
         if held.next_step is not None and held.next_step < _newest_step(turn.fleet):
             return  # answered a Hold that crossed our Apply
         turn.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
-    turn.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections)))
+    turn.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections), frozenset(held.lent)))
 
 
 def note_voted(turn: Turn, name: str, vote: Vote) -> None:

@@ -26,7 +26,7 @@ _DEEP = 16  # stages
 _MUCH = 0.1  # of a worker's memory: a smaller stash is not worth a look at plans that move it away
 
 
-_Way = tuple[tuple[int, ...], bool]
+_Way = tuple[tuple[int, ...], bool, int]
 """Wanted depths, and whether the stash may move."""
 
 
@@ -66,7 +66,7 @@ class Builder:
 
     def __init__(self, request: PlanRequest, profile: Profile) -> None:
         self.request, self.profile = request, profile
-        self._spans = Spans(profile, limit_bytes=request.limit_bytes, host_limit_bytes=request.host_limit_bytes)
+        self._spans: dict[int, Spans] = {}
         self._pricer = Pricer(profile, gpus_per_vm=request.vm_size)
         self._balanced: dict[_Way, tuple[tuple[int, ...], tuple[Size, ...]] | None] = {}
 
@@ -119,7 +119,7 @@ class Builder:
         return tuple(_EXCESS) if self.may_keep and self.request.limit_bytes is not None else (3,)
 
     def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool) -> Built | None:
-        way = (self._depths(shape, factor), stash_moves)
+        way = (self._depths(shape, factor), stash_moves, self._sharing(shape))
         if way not in self._balanced:  # with another D it is mostly the same
             sizer = self._sizer(*way)
             starts = balance_stages(
@@ -137,7 +137,7 @@ class Builder:
 
     def moved(self, built: Built, starts: tuple[int, ...], factor: int) -> Built | None:
         """The same shape with other boundaries or in-flight depths; None if it does not fit."""
-        sizer = self._sizer(self._depths(built.shape, factor), built.stash_moves)
+        sizer = self._sizer(self._depths(built.shape, factor), built.stash_moves, self._sharing(built.shape))
         ends = (*starts[1:], self.profile.sections)
         if any(sizer.size(k, starts[k], ends[k]) is None for k in range(built.shape.stages)):
             return None
@@ -145,7 +145,7 @@ class Builder:
 
     def misfit(self, shape: Shape) -> Misfit:
         """How much a shape lacks, balanced as if there were memory enough."""
-        sizer = self._sizer(self._depths(shape, 1), self.request.stash_moves, unlimited=True)
+        sizer = self._sizer(self._depths(shape, 1), self.request.stash_moves, self._sharing(shape), unlimited=True)
         mean_s = (self.profile.work_s.before[-1] + self.profile.recompute_s.before[-1]) / shape.stages
         starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages, hint_s=mean_s)
         spans = list(pairwise((*starts, self.profile.sections)))
@@ -165,7 +165,7 @@ class Builder:
     def plan(self, built: Built) -> Plan:
         """With its bound as ``step_s``."""
         shape, sizes, starts = built.shape, built.sizes, built.starts
-        sizer = self._sizer(self._depths(shape, built.factor), built.stash_moves)
+        sizer = self._sizer(self._depths(shape, built.factor), built.stash_moves, self._sharing(shape))
         ends = (*starts[1:], self.profile.sections)
         details = [sizer.detail(k, starts[k], ends[k], size) for k, size in enumerate(sizes)]
         return Plan(
@@ -255,12 +255,22 @@ class Builder:
         depths[-1] = 1  # its gradients are always there: a second micro-batch in flight would never be used
         return tuple(depths)
 
-    def _sizer(self, wanted: tuple[int, ...], stash_moves: bool, *, unlimited: bool = False) -> Sizer:
+    def _sharing(self, shape: Shape) -> int:
+        """Over how many replicas optimizer state is shared out: for all else, D makes no difference to memory."""
+        return shape.replicas if self.profile.calibration.optimizer.shared_out else 1
+
+    def _limited(self, sharing: int) -> Spans:
+        if sharing not in self._spans:
+            limits = {"limit_bytes": self.request.limit_bytes, "host_limit_bytes": self.request.host_limit_bytes}
+            self._spans[sharing] = Spans(self.profile, **limits, replicas=sharing)
+        return self._spans[sharing]
+
+    def _sizer(self, wanted: tuple[int, ...], stash_moves: bool, sharing: int, *, unlimited: bool = False) -> Sizer:
         flexible = self.request.policy in _FLEXIBLE
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
         return Sizer(
-            Spans(self.profile) if unlimited else self._spans,
+            Spans(self.profile, replicas=sharing) if unlimited else self._limited(sharing),
             wanted=wanted,
             least=least,
             may_keep=self.may_keep,

@@ -52,6 +52,8 @@ def plan_run(
         NoPlanError: nothing fits; the text is about the smallest m tried.
     """
     known = calibration or nominal_calibration(job.model)
+    if job.shard_optimizer:
+        known = known.shared_out()
     if job.offload_optimizer != "none":
         known = known.offloaded(apart=job.offload_optimizer == "host")
     if job.reduction == "bf16":

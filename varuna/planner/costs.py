@@ -8,6 +8,7 @@ from typing import NamedTuple
 from varuna.core.plan import Plan
 from varuna.planner.network import crossings, exchange_s, link_of, reduce_s
 from varuna.planner.profile import Profile
+from varuna.planner.sharing import shared_out
 from varuna.planner.sizing import Size, crossing_time_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
 
@@ -78,7 +79,7 @@ class Pricer:
             ),
             links=tuple(self._link(start - 1, crosses) for start, crosses in zip(starts[1:], crossed, strict=True)),
             tied=self._tied(starts, replicas),
-            optimizer_s=self._optimizer_s(starts, ends) + self._vote_s(stages, replicas, micro_batches),
+            optimizer_s=self._optimizer_s(starts, ends, replicas) + self._vote_s(stages, replicas, micro_batches),
         )
 
     def _stage(
@@ -155,8 +156,10 @@ class Pricer:
             )
         return known
 
-    def _optimizer_s(self, starts: Sequence[int], ends: Sequence[int]) -> float:
-        """Of the slowest stage."""
+    def _optimizer_s(self, starts: Sequence[int], ends: Sequence[int], replicas: int) -> float:
+        """Of the slowest stage; where replicas share it out, until all have the new parameters."""
+        if self._profile.calibration.optimizer.shared_out:
+            return max(self._shared_s(*span, len(starts), replicas) for span in zip(starts, ends, strict=True))
         optimizer, profile = self._profile.calibration.optimizer, self._profile
         state, gradients, parameters = (
             sums.before for sums in (profile.state_bytes, profile.gradient_bytes, profile.parameter_bytes)
@@ -170,6 +173,20 @@ class Pricer:
             rate = optimizer.host_bytes_per_s
             streamed_s = [2 * (state[b] - state[a] - (parameters[b] - parameters[a])) / rate for a, b in spans]
         return max(optimizer.fixed_s + here + streamed for here, streamed in zip(here_s, streamed_s, strict=True))
+
+    def _shared_s(self, start: int, stop: int, stages: int, replicas: int) -> float:
+        """The fullest replica's update, and the gather: half an all-reduce of the parameters."""
+        profile, span = self._profile, range(start, stop)
+        optimizer, shared = profile.calibration.optimizer, shared_out(profile, start, stop, replicas)
+        state, parameters = profile.state_bytes.over(span) - shared.lent_state, profile.parameter_bytes.over(span)
+        seconds = optimizer.fixed_s
+        if optimizer.bytes_per_s is not None:
+            seconds += (state + profile.gradient_bytes.over(span)) / optimizer.bytes_per_s
+        if optimizer.host_bytes_per_s is not None:
+            seconds += 2 * (state - parameters) / optimizer.host_bytes_per_s
+        if shared.gathered:
+            seconds += 0.5 * self._reduce_s(parameters, stages, replicas, members=replicas)
+        return seconds
 
     def _tied(self, starts: Sequence[int], replicas: int) -> tuple[TiedCosts, ...]:
         """Exchanges of the gradients of tied parameters between the stages that hold them."""

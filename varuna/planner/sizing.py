@@ -208,7 +208,7 @@ class Sizer:
         profile, spans, span = self._profile, self._spans, range(start, stop)
         twice_parameters, twice_optimizer = spans.counted_twice(start, stop)
         parameters = int(profile.parameter_bytes.over(span)) - twice_parameters
-        optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer
+        optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
         return StageBytes(
             parameters=parameters,

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from varuna.core.plan import SAMPLES_AHEAD
 from varuna.planner.profile import Profile
+from varuna.planner.sharing import UNSHARED, Shared, shared_out
 
 
 class Room(NamedTuple):
@@ -25,7 +26,12 @@ class Spans:
     """Bytes of sections [start, stop) at one micro-batch size, within the memory of one worker."""
 
     def __init__(
-        self, profile: Profile, *, limit_bytes: int | None = None, host_limit_bytes: int | None = None
+        self,
+        profile: Profile,
+        *,
+        limit_bytes: int | None = None,
+        host_limit_bytes: int | None = None,
+        replicas: int = 1,
     ) -> None:
         """Prepare prefix sums.
 
@@ -33,6 +39,7 @@ class Spans:
             profile: of the sections.
             limit_bytes: of a worker; None: unlimited, and unknown, so that nothing is kept.
             host_limit_bytes: of a worker's share of host memory; None: unlimited.
+            replicas: D, if the job shares optimizer state out.
         """
         self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
         self.reserved = profile.calibration.hardware.reserved_bytes
@@ -48,6 +55,8 @@ class Spans:
         self._front = [cut + posted for cut, posted in zip(profile.cut_bytes, self.incoming, strict=False)]
         posted_behind = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
         self._rear = [cut + posted for cut, posted in zip(profile.cut_bytes, posted_behind, strict=True)]
+        self._replicas = replicas if profile.calibration.optimizer.shared_out else 1
+        self._shared: dict[tuple[int, int], Shared] = {}
         self._rooms: dict[tuple[int, int, bool, bool], Room] = {}
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
 
@@ -69,6 +78,7 @@ class Spans:
         state = self._resident[stop] - self._resident[start] + self.reserved
         if stop - start > self._tied_span:
             state -= sum(self.counted_twice(start, stop))
+        state -= self.lent(start, stop)
         free = limit - state - self.messages(start, stop) - self.live(start, stop, recomputes)
         is_over = free < 0 or state + self.copy(start, stop, alone) > limit
         if is_over or self.host_bytes(start, stop, alone) > host_limit:
@@ -90,18 +100,40 @@ class Spans:
         return max(working, activations[stop] - activations[start] + self._forward(start, stop))
 
     def copy(self, start: int, stop: int, alone: bool) -> float:
-        """What a tentative step copies (a lone stage applies none), and what is streamed meanwhile."""
+        """What a tentative step copies (a lone stage applies none), with what is streamed; or what is gathered."""
         streamed = self._streamed_bytes and min(self._streamed_bytes, self.profile.state_bytes.over(range(start, stop)))
+        shared = self.shared(start, stop)
         own = self._own[stop] - self._own[start]
         if alone or not own:
-            return streamed
-        return streamed + (own - sum(self.counted_twice(start, stop)) if stop - start > self._tied_span else own)
+            return max(streamed, shared.gathered)
+        own -= shared.lent_state + shared.lent_parameters
+        if stop - start > self._tied_span:
+            own -= sum(self.counted_twice(start, stop))
+        return max(streamed + own, shared.gathered)
 
     def host_bytes(self, start: int, stop: int, alone: bool) -> int:
         """Offloaded state, and the copy that a tentative step makes of it."""
-        span = range(start, stop)
-        copied = 0 if alone else self.profile.host_copy_bytes.over(span)
-        return int(self.profile.host_bytes.over(span) + copied)
+        profile, span = self.profile, range(start, stop)
+        held = profile.host_bytes.over(span)
+        if not held:
+            return 0
+        shared = self.shared(start, stop)
+        copied = 0 if alone else profile.host_copy_bytes.over(span) - shared.lent_state - shared.lent_parameters
+        return int(held - shared.lent_state + copied)
+
+    def shared(self, start: int, stop: int) -> Shared:
+        """What sharing optimizer state out changes; nothing where everybody holds everything."""
+        if self._replicas == 1:
+            return UNSHARED
+        known = self._shared.get((start, stop))
+        if known is None:
+            known = self._shared[start, stop] = shared_out(self.profile, start, stop, self._replicas)
+        return known
+
+    def lent(self, start: int, stop: int) -> int:
+        """Optimizer state that would be on the device, and is with other replicas."""
+        on_host = self.profile.calibration.optimizer.host_bytes_per_s is not None
+        return 0 if on_host else self.shared(start, stop).lent_state
 
     def counted_twice(self, start: int, stop: int) -> tuple[int, int]:
         """Parameter and optimizer bytes of tied parameters beyond their first section in the span."""
@@ -110,7 +142,9 @@ class Spans:
         for tied in self._tied:
             for index in [section for section in tied.sections if start <= section < stop][1:]:
                 parameters += tied.size_bytes
-                if profile.trainable_bytes[index]:  # its share of the section's optimizer state
+                if (
+                    profile.trainable_bytes[index] and not self.shared(start, stop).lent_state
+                ):  # its share of the section's optimizer state
                     state = int(profile.optimizer_bytes.values[index])
                     optimizer += state * tied.size_bytes // profile.trainable_bytes[index]
         return parameters, optimizer

@@ -80,7 +80,7 @@ def save_parts(
                 shares = shares_of(
                     list(held.values()),
                     replica=replica,
-                    replicas=plan.replicas,
+                    holders=dict.fromkeys(held, range(plan.replicas)),
                     generation=generation,
                     smallest_bytes=16,
                 )

@@ -46,6 +46,8 @@ def test_small_sections_are_not_divided() -> None:
 
 
 def test_writers_are_spread_and_an_understudy_is_another_replica() -> None:
-    assert [[writer_of(section, part, 3) for part in range(3)] for section in (0, 1)] == [[0, 1, 2], [1, 2, 0]]
-    assert all(writer_of(s, p, 3) != understudy_of(s, p, 3) for s in range(4) for p in range(3))
-    assert writer_of(5, 0, 1) == understudy_of(5, 0, 1) == 0
+    every = range(3)
+    assert [[writer_of(section, part, every) for part in every] for section in (0, 1)] == [[0, 1, 2], [1, 2, 0]]
+    assert all(writer_of(s, p, every) != understudy_of(s, p, every) for s in range(4) for p in every)
+    assert writer_of(5, 0, range(1)) == understudy_of(5, 0, range(1)) == 0
+    assert [(writer_of(0, part, (1, 3)), understudy_of(0, part, (1, 3))) for part in range(2)] == [(1, 3), (3, 1)]

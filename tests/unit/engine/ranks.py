@@ -154,6 +154,7 @@ class Setup:
     device: str = "cpu"
     lanes: Callable[[], Lanes] | None = None
     """of each rank; the device's by default"""
+    share: bool = False
 
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
@@ -184,6 +185,7 @@ class Setup:
             precision=self.precision,
             compiled=None if self.compiler is None else "test",
             offload_optimizer="same memory" if self.offload else "none",
+            shard_optimizer=self.share,
         )
 
     def job(self) -> Job:
@@ -204,6 +206,7 @@ class Setup:
             offload=self.offload,
             rounds=self.rounds,
             lanes=self.lanes() if self.lanes else lanes_of(device),
+            share=self.share,
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:

@@ -188,3 +188,21 @@ def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
         in_flight = [kinds[:n].count(Kind.FORWARD) - kinds[:n].count(Kind.BACKWARD) for n in range(1, len(kinds) + 1)]
         assert 1 <= max(in_flight) <= limit
         assert in_flight[-1] == 0
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_state_that_is_shared_out_is_promised_for_the_fullest_replica(precision: Precision) -> None:
+    setup = setup_of(8, build=Heavy, micro_batch=1, precision=precision, share=True)
+    request = PlanRequest(
+        calibration=nominal_calibration(setup.model.facts).shared_out(),
+        workers=4,
+        stages=1,
+        global_batch=8,
+        micro_batch=1,
+        leaves_idle=False,
+    )
+    plan = best_plan(request)
+    assert plan.replicas == 4
+    assert max(peaks(setup, plan)) == pytest.approx(plan.memory_bytes[0], rel=0.1)
+    without = best_plan(request.model_copy(update={"calibration": nominal_calibration(setup.model.facts)}))
+    assert plan.memory_bytes[0] < 0.9 * without.memory_bytes[0]

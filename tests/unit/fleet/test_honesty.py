@@ -81,3 +81,19 @@ def test_who_is_distrusted_is_lost_and_killed_once(worker: str) -> None:
     assert [each.worker for each in instructions if isinstance(each, Kill)] == (["w1"] if worker == "w1" else [])
     assert "w1" in driver.fleet.workers or worker == "w1"
     assert driver.feed(WorkerDistrusted(worker, "it lies")) == []
+
+
+def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
+    driver = Driver(FleetConfig(workers=6), plan=two_stages)
+    driver.job = driver.job.model_copy(update={"shard_optimizer": True})
+    driver.gather()
+    driver.voted(0, 1)
+    w0 = driver.fleet.members[0]
+    said = [
+        Held(generation=0, next_step=2, sections=(0,), lent=(1,)),
+        Held(generation=0, next_step=2, sections=(0,)),
+        Held(generation=0, next_step=2, sections=(0, 1)),
+        Held(generation=0, next_step=2, sections=(1,), lent=(0,)),
+        Held(generation=0, next_step=None, lent=(1,)),
+    ]
+    assert [bool(objection(driver.fleet, w0, held)) for held in said] == [False, False, True, True, True]

@@ -78,3 +78,34 @@ def test_a_kept_plan_keeps_every_seat() -> None:
     plan = make_plan(JOB, 4, None, stages=2)
     holdings = {"a": FRONT, "c": FRONT, "d": BACK}
     assert seat(plan, ["a", "c", "d", "new"], holdings, EVEN, kept=("a", "b", "c", "d")) == ("a", "new", "c", "d")
+
+
+def test_state_that_is_shared_out_goes_to_who_will_hold_it_and_parameters_to_the_others() -> None:
+    plan = make_plan(JOB, 3, None, stages=1)
+    holders = ((0, 1), (1, 2), (2, 0), (0, 1, 2))
+    holdings = {"a": frozenset({0, 2, 3}), "b": frozenset({0, 1, 3})}
+    lent = {"a": frozenset({1}), "b": frozenset({2})}
+    assert transfers(plan, ("a", "b", "new"), holdings, EVEN, lent=lent, holders=holders) == (
+        Transfer(section=0, source_rank=0, target_rank=2, lent=True),
+        Transfer(section=1, source_rank=1, target_rank=2),
+        Transfer(section=2, source_rank=0, target_rank=2),
+        Transfer(section=3, source_rank=1, target_rank=2),
+    )
+
+
+def test_parameters_that_are_behind_come_from_whoever_has_them_whole() -> None:
+    plan = make_plan(JOB, 2, None, stages=1)
+    holdings = {"a": FRONT, "b": BACK}
+    holders = ((0,), (0,), (1,), (1,))
+    moves = transfers(plan, ("a", "b"), holdings, EVEN, holders=holders)
+    assert {(move.section, move.target_rank, move.lent) for move in moves} == {
+        (0, 1, True), (1, 1, True), (2, 0, True), (3, 0, True),
+    }  # fmt: skip
+
+
+def test_a_worker_sits_where_its_share_of_the_state_is_wanted() -> None:
+    plan = make_plan(JOB, 3, None, stages=1)
+    holders = ((0, 1), (1, 2), (2, 0), (2, 0))
+    holdings = {"a": frozenset({1, 2, 3}), "b": frozenset({0, 2, 3}), "c": FRONT}
+    lent = {"a": frozenset({0}), "b": frozenset({1}), "c": BACK}
+    assert seat(plan, ["a", "b", "c"], holdings, EVEN, lent=lent, holders=holders) == ("b", "c", "a")

@@ -163,3 +163,19 @@ def test_a_slower_plan_never_pays() -> None:
     weighing = weigh(make_plan(job, 4, None), make_plan(job, 2, None), computing_s=100, stall_s=0, exposed_s=100)
     assert not weighing.pays
     assert "would not be faster" in str(weighing)
+
+
+def test_a_second_holder_is_taken_in_though_no_step_gets_faster() -> None:
+    def no_faster(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return make_plan(job, workers, micro_batch, stages=1).model_copy(update={"step_s": 1.0})
+
+    driver = Driver(FleetConfig(workers=1, replace=False), plan=no_faster)
+    driver.gather()
+    driver.voted(0)
+    driver.wait(60.0)  # there is something to lose
+    driver.feed(SpawnRequested(1))
+    driver.hello("w1")
+    assert len(sends(driver.wait(1.2), RaiseFlag)) == 1
+    driver.voted(1)
+    driver.held("w0", 2)
+    assert driver.fleet.record.plan.replicas == 2  # and not the old plan again, which would ask for it again

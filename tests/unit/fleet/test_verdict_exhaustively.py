@@ -16,16 +16,15 @@ import pytest
 
 import varuna.fleet.forming
 import varuna.fleet.verdict
-from tests.unit.fleet.support import make_job, make_plan, two_stages
+from tests.unit.fleet.support import make_job, two_stages
 from tests.unit.fleet.test_machine import (
     test_a_spare_of_a_rollback_is_no_source_whatever_it_says as spare_of_a_rollback,
 )
 from tests.unit.fleet.test_machine import (
     test_state_and_votes_of_an_abandoned_timeline_do_not_count as abandoned_timeline,
 )
-from tests.unit.fleet.test_machine_storm import SECTIONS, SimulatedWorker, World
+from tests.unit.fleet.test_machine_storm import SECTIONS, SimulatedWorker, World, one_stage
 from varuna.core.messages import Apply, Recorded
-from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.instructions import Instruction, Publish, Send
 from varuna.fleet.state import Ended, FleetConfig, Stopping
@@ -34,18 +33,17 @@ from varuna.fleet.story import VerdictReached
 STEPS_BEFORE = 4  # with checkpoints, the newest is that of step 3
 
 
-def one_stage(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-    return make_plan(job, workers, micro_batch, stages=1)
-
-
 class Small(World):
     """A world that can be forked, in which no time passes and nobody comes to replace the dead."""
 
-    def __init__(self, workers: int, plan: Callable[..., Plan], *, deaths: int, checkpoints: bool) -> None:
-        super().__init__(workers, stages=2, checkpoints=checkpoints)
-        self.deaths, self.repeats, self.binding = deaths, 1, False
+    def __init__(
+        self, workers: int, plan: Callable[..., Plan], *, deaths: int, checkpoints: bool, shared: bool
+    ) -> None:
+        super().__init__(workers, stages=2, checkpoints=checkpoints, shared=shared)
+        self.deaths, self.repeats, self.binding = deaths, 0 if shared else 1, False  # shared state has states enough
         self.driver.config = FleetConfig(workers=workers, replace=False)
-        self.driver.plan, self.driver.job = plan, make_job(sections=SECTIONS)
+        self.driver.plan = plan
+        self.driver.job = make_job(sections=SECTIONS).model_copy(update={"shard_optimizer": shared})
         self.workers.clear()
         self.driver.done.clear()
         self.seen = self.driver.names = 0
@@ -63,6 +61,8 @@ class Small(World):
                 self.learn(worker)
                 self.deliver(worker)
                 self.obey(worker)
+            for worker in self.workers.values():
+                self.gather(worker)
         self.vote()  # the step in flight: nobody has heard the result yet
 
     def fork(self) -> "Small":
@@ -103,7 +103,7 @@ class Small(World):
         """All states that one event leads to."""
         if isinstance(self.driver.fleet.phase, Ended):
             return
-        acts = ("obey", "learn", "fetch", "again", "die")
+        acts = ("obey", "learn", "gather", "fetch", "again", "die")
         choices = [(act, name) for act in acts for name, worker in self.workers.items() if worker.alive]
         # What the dead have sent may still arrive: die clears the outbox, so that is chosen before it.
         choices += [("deliver", name) for name, worker in self.workers.items() if worker.outbox]
@@ -134,7 +134,7 @@ class Small(World):
 
 def _twin(worker: SimulatedWorker) -> SimulatedWorker:
     twin = copy.copy(worker)
-    twin.sections, twin.votes = set(worker.sections), list(worker.votes)
+    twin.sections, twin.lent, twin.votes = set(worker.sections), set(worker.lent), list(worker.votes)
     twin.inbox, twin.outbox = list(worker.inbox), list(worker.outbox)
     return twin
 
@@ -144,7 +144,7 @@ def _face(w: SimulatedWorker) -> object:
     answers = tuple((type(m).__name__, getattr(m, "next_step", None), len(getattr(m, "votes", ()))) for m in w.outbox)
     votes = tuple((vote.step, vote.generation) for vote in w.votes)
     facts = (w.alive, w.generation, w.next_step, w.timeline, w.reduced, w.recorded_step, w.stopped, w.loading, w.left)
-    return facts, tuple(sorted(w.sections)), messages, answers, votes
+    return facts, tuple(sorted(w.sections)), tuple(sorted(w.lent)), messages, answers, votes
 
 
 def explore(start: Small, most: int) -> int:
@@ -171,14 +171,15 @@ def explore(start: Small, most: int) -> int:
 
 
 CASES = {
-    "three replicas": (3, one_stage, 2),
-    "two stages and a spare": (3, two_stages, 2),
+    "three replicas": (3, one_stage, 2, False),
+    "two stages and a spare": (3, two_stages, 2, False),
+    "three replicas that share state out": (3, one_stage, 2, True),
 }
 
 
 def explore_case(case: str) -> int:
-    workers, plan, deaths = CASES[case]
-    return explore(Small(workers, plan, deaths=deaths, checkpoints=True), most=30_000)
+    workers, plan, deaths, shared = CASES[case]
+    return explore(Small(workers, plan, deaths=deaths, checkpoints=True, shared=shared), most=30_000)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -227,6 +228,12 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], object]]] = {
         '"lineage": record.generation',
         '"lineage": 0',
         abandoned_timeline,
+    ),
+    "parameters without optimizer state count as a section": (
+        FORMING,
+        "holdings = {name: _holding(fleet, name).sections for name in live}",
+        "holdings = {name: _holding(fleet, name).sections | _holding(fleet, name).lent for name in live}",
+        lambda: explore_case("three replicas that share state out"),
     ),
     "a spare keeps its state through a rollback": (
         VERDICT,
