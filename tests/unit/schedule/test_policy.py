@@ -213,7 +213,14 @@ def test_adaptive_sends_the_input_gradient_first_and_frees_the_activations_next(
 
 
 def test_a_stage_that_keeps_everything_puts_weight_gradients_off_to_idle_time() -> None:
-    assert follow(half_stage(keeps_all=True), 4, 4, 20) == "1F0 1B0 1F1 1I1 1F2 1I2 1F3 1I3 1W1 1W2 1W3"
+    assert follow(half_stage(keeps_all=True), 4, 4, 20) == "1F0 1F1 1F2 1B0 1F3 1I1 1I2 1I3 1W1 1W2 1W3"
+
+
+def test_a_stage_that_keeps_everything_feeds_the_stages_behind_first() -> None:
+    policy = make_policy("adaptive", stage=0, stages=3, micro_batches=20, stash_limit=20, keeps_all=True)
+    assert follow(policy, 20, 20, 9) == "0F0 0F1 0F2 0F3 0B0 0F4 0B1 0F5 0B2"
+    last = make_policy("adaptive", stage=2, stages=3, micro_batches=20, stash_limit=20, keeps_all=True)
+    assert follow(last, 20, 20, 4) == "2F0 2B0 2F1 2B1"
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
