@@ -6,6 +6,7 @@ Other depths, one section moved over a boundary and another drain split find bac
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from varuna.core.plan import Plan
@@ -36,19 +37,25 @@ def polished(builder: Builder, built: Built, plan: Plan) -> Walk:
         built: what the plan was simulated from.
         plan: with its simulated ``step_s``.
     """
-    first = with_best_split(builder, plan)
-    walker = _Walker(builder, built, first)
-    while walker.step():
-        pass
-    found = walker.plan
-    return Walk(first if found is first else with_best_split(builder, found), walker.forwards)
+    best = first = with_best_split(builder, plan)
+    forwards = 4 * plan.stages * len(plan.micro_batches_of(0))  # for the drain split
+    splits = (first.split_last, len(plan.micro_batches_of(0))) if plan.split_last else (0,)
+    for split in dict.fromkeys(splits):  # which neighbours are better depends on it
+        start = first.model_copy(update={"split_last": split})
+        walker = _Walker(builder, built, start)
+        while walker.step():
+            pass
+        forwards += walker.forwards
+        if walker.plan is not start:
+            best = min(best, with_best_split(builder, walker.plan), key=attrgetter("step_s"))
+    return Walk(best, forwards)
 
 
 class _Walker:
     def __init__(self, builder: Builder, here: Built, plan: Plan) -> None:
         self.plan = plan
-        """Here, with its simulated ``step_s``."""
-        self.forwards = 4 * plan.stages * len(plan.micro_batches_of(0))  # for the drain split before it
+        """Here, with the ``step_s`` that is to be beaten."""
+        self.forwards = 0
         self._builder, self._here = builder, here
         self._tried = {(here.starts, here.factor)}
 
