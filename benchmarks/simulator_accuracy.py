@@ -4,8 +4,8 @@
 
 Real compute (GPT-2, 6 layers of width 256) with at most as many ranks as this machine has cores; compute that sleeps
 with up to 8 ranks, on emulated networks. Calibrations come from `varuna calibrate`'s own code, with as many workers at
-once as the plan has ranks. Plans of a setting run in interleaved rounds, each in fresh processes; a step's time is the
-median over all rounds. The last line of output is JSON.
+once as the plan has ranks. Plans of a setting run in interleaved rounds, each behind a calibration of its own and in
+fresh processes; an error is the median over the rounds of prediction over median step. The last line is JSON.
 """
 
 import argparse
@@ -202,12 +202,15 @@ def _measure(setting: Setting, cases: list[Case], options: argparse.Namespace) -
     plans = {case: plan_of(case, first) for case in cases}
     predictions: dict[Case, list[float]] = {case: [predicted_s(plans[case], first)] for case in cases}
     times: dict[Case, list[float]] = {case: [] for case in cases}
+    ratios: dict[Case, list[float]] = {case: [] for case in cases}
     for number in range(options.rounds):
         calibration = calibrated(setting, cases) if number else first
         for case in cases:
             predictions[case] += [predicted_s(plans[case], calibration)] if number else []
             told = run(case, plans[case], options.steps + WARM_STEPS)
-            times[case] += told[0]["times"][WARM_STEPS:]
+            steps_s = told[0]["times"][WARM_STEPS:]
+            times[case] += steps_s
+            ratios[case].append(predictions[case][-1] / median(steps_s))
             if options.verbose:
                 _compare(case, plans[case], calibration, told)
     rows = []
@@ -219,7 +222,7 @@ def _measure(setting: Setting, cases: list[Case], options: argparse.Namespace) -
             "global_batch": case.global_batch,
             "predicted_s": round(guess_s, 5),
             "measured_s": round(step_s, 5),
-            "error": round(guess_s / step_s - 1, 4),
+            "error": round(median(ratios[case]) - 1, 4),
             "spread": round(spread(times[case]), 4),
         }
         rows.append(row)
