@@ -205,7 +205,7 @@ SHARING: dict[str, Any] = {"more": ("--spare-state", "--share"), "slow": "0.4", 
 
 
 @pytest.mark.parametrize(
-    "around", ["gather:begin:3:0,vote:end:12:0", "gather:end:3:0,gather:begin:12:0", "apply:begin:3:0,F:begin:12:0"]
+    "around", ["gather:begin:3:0,vote:end:12:0", "gather:end:3:0,vote:begin:12:0", "apply:begin:3:0,F:begin:12:0"]
 )
 def test_shared_out_state_survives_the_loss_of_any_worker(
     around: str, tmp_path: Path, undisturbed: dict[int, float]
