@@ -213,6 +213,7 @@ def plan_of(facts: Any, case: Case) -> Any:
                 global_batch=case.micro_batches * MICRO_BATCH,
                 micro_batch=MICRO_BATCH,
                 memory_bytes=memory_bytes,
+                tentative=facts.combines,
                 leaves_idle=False,
             )
         )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna import arguments
+from varuna import arguments as given
 from varuna.configured import Configured
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
@@ -136,15 +136,13 @@ class Trainer:
             DataError: the dataset cannot be read by index.
         """
         watch_exceptions()
-        arguments.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction)
-        arguments.check_state(offload_optimizer, shard_optimizer, precision, sees_gradients=before_step is not None)
-        arguments.check_checkpoint_arguments(
-            checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s
-        )
+        given.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction)
+        given.check_state(offload_optimizer, shard_optimizer, precision, sees_gradients=before_step is not None)
+        given.check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)
         check_beginning(init, weights)
         self._precision, self.reduction, self._offloads = precision, reduction, offload_optimizer
         self.shares_state = shard_optimizer
-        self._device = arguments.choose_device(device)
+        self._device = given.choose_device(device)
         self._compiler, self._build = compiler_of(compile, self._device), Configured(model)
         self.recipe = Recipe(self._build, loss, metrics, DTYPES[precision])
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
@@ -152,7 +150,7 @@ class Trainer:
         self._optimizer, self._scheduler, self._weight = optimizer, lr_scheduler, weight
         self._global_batch, self._micro_batch, self._cut_points = global_batch, micro_batch, cut_points
         self._choose, self._lengths = chooser(cut_at, cut_points), check_lengths(lengths)
-        self._seed, self._clip, self._before_step = seed, clip_grad_norm, before_step
+        self._seed, self._clip, self.before_step = seed, clip_grad_norm, before_step
         self._directory = None if checkpoint_dir is None else opening.location(checkpoint_dir)
         self._keep_last, self._keep_every, self._upload_bytes_per_s = keep_last, keep_every, upload_bytes_per_s
         self._every = checkpoint_every if checkpoint_every is not None else _DEFAULT_EVERY
@@ -206,7 +204,7 @@ class Trainer:
         if self._session is None or self._model is None:
             raise UsageError("trainer.evaluate(dataset) works in the loop over trainer.steps(n), and behind it")
         source = SampleSource(dataset, seed=self._seed, collate=self._collate)
-        count = arguments.check_examples(examples, source.size)
+        count = given.check_examples(examples, source.size)
         if self._evaluated is None:
             model = for_evaluation(self._model, self.recipe, self.batch(_CAPTURED_SAMPLES))
             needed = needed_buffers(model) - needed_buffers(self._model)
@@ -311,7 +309,7 @@ class Trainer:
             scheduler=self._scheduler,
             seed=self._seed,
             clip_grad_norm=self._clip,
-            before_step=self._before_step,
+            before_step=self.before_step,
             buffers=self._cast(buffers),
             device=self._device,
             dtype=self.recipe.dtype,
@@ -354,6 +352,7 @@ class Trainer:
             reduction=self.reduction,
             compiled=self.compiled,
             offload_optimizer=self.offload,
+            combines=model.facts.combines or self.before_step is not None,
             memory_apart=self.memory_apart,
             shard_optimizer=self.shares_state,
         )
@@ -380,7 +379,7 @@ class Trainer:
             check_writable(store)
             saver = Saver(store, self._every, membership.saved, device=self._device)
         model = self.partition()
-        arguments.check_normalisation(self._micro_batch, batch_dependent=model.facts.batch_dependent)
+        given.check_normalisation(self._micro_batch, batch_dependent=model.facts.batch_dependent)
         self._session = self.session(n, membership, model, self.beginning(model), saver=saver)
         atexit.register(self._session.close)
         return self._session

@@ -193,8 +193,7 @@ _NOTE = "Optimizer state lives in host memory, as in the paper, and crosses PCIe
 # The same over PCIe 5.0 x16, at the rate of snapshots.
 ON_HOST_H100 = OptimizerCosts(fixed_s=0.1, host_bytes_per_s=25e9)
 _NOTE_H100 = (
-    "Optimizer state lives in host memory and crosses PCIe 5.0 at 25 GB/s each way, as snapshots do: an assumption. "
-    "On the GPU, the copy of a tentative step leaves no plan for 80 GB."
+    "Optimizer state lives in host memory and crosses PCIe 5.0 at 25 GB/s each way, as snapshots do: an assumption."
 )
 
 

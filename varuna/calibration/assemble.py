@@ -66,7 +66,7 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         action_s=ACTION_S if action_s is None else action_s,
         hand_over_s=_hand_over_s(measured, order, action_s or 0.0, samples_s),
         samples_s=samples_s,
-        optimizer=_optimizer(measured),
+        optimizer=_optimizer(measured).model_copy(update={"together": facts.updates_together}),
         snapshot_bytes_per_s=_rate(fit_line(sample for each in measured for sample in each.snapshots)),
     )
 

@@ -50,7 +50,7 @@ def plan_command(
     """
     if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
         raise UsageError(f"--price {price_per_hour} is no price. Give dollars per GPU and hour, such as 0.61")
-    known, job_batch, job_micro_batch, apart = _calibration(script, args, calibration)
+    known, job_batch, job_micro_batch, combines, apart = _calibration(script, args, calibration)
     if shard_optimizer:
         known = known.shared_out()
     if offload_optimizer:
@@ -63,6 +63,7 @@ def plan_command(
         memory_bytes=memory_bytes,
         gpus_per_vm=gpus_per_vm,
         stages=stages,
+        tentative=combines,
         stash_moves=apart,
         objective=objective,
         wanted=_SHOWN,
@@ -98,13 +99,13 @@ def calibration_of_run(run_dir: Path) -> Path:
 
 def _calibration(
     script: Path | None, args: Sequence[str], file: Path | None
-) -> tuple[Calibration, int | None, int | None, bool]:
-    """The calibration; the job's global batch and m, if there is a job; whether GPUs have memory of their own."""
+) -> tuple[Calibration, int | None, int | None, bool, bool]:
+    """The calibration; of a job its global batch, m, and whether its steps combine; whether memories are apart."""
     given = None if file is None else read_calibration(file)
     if script is None:
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
-        return given, None, None, True
+        return given, None, None, False, True
     from varuna.intercept import take_trainer
 
     trainer = take_trainer(script, args).trainer
@@ -118,7 +119,8 @@ def _calibration(
         known = known.offloaded(apart=trainer.offload == "host")
     known = known.rounded() if trainer.reduction == "bf16" else known
     known = known.without_halves() if trainer.compiled else known
-    return known, trainer.global_batch, trainer.micro_batch, trainer.memory_apart
+    combines = facts.combines or trainer.before_step is not None
+    return known, trainer.global_batch, trainer.micro_batch, combines, trainer.memory_apart
 
 
 def show(console: Console, found: RankingReport) -> None:

@@ -78,6 +78,7 @@ class SectionKind(Finite):
     gradient_bytes: Bytes | None = Field(default=None, description="accumulated; left out: as trainable_bytes")
     reduced_bytes: Bytes | None = Field(default=None, description="all-reduced; left out: as gradient_bytes")
     optimizer_bytes: Bytes = Field(description="optimizer state, master copies of parameters included")
+    update_bytes: Bytes = Field(default=0, description="needed while the optimizer updates its parameters")
 
     @model_validator(mode="after")
     def _one_time_per_size(self) -> "SectionKind":
@@ -181,6 +182,7 @@ class OptimizerCosts(Finite):
     )
     streamed_bytes: Bytes = Field(default=0, description="of such state, what is on the GPU at once, at most")
     shared_out: bool = Field(default=False, description="replicas of a stage share the state out by section")
+    together: bool = Field(default=False, description="update_bytes of a stage add up; else the most counts")
 
 
 STREAMED_SECTIONS = 2
@@ -284,4 +286,5 @@ class Calibration(Finite):
         )
         rate = _PCIE_BYTES_PER_S if apart else None
         streamed = self.optimizer.model_copy(update={"host_bytes_per_s": rate, "streamed_bytes": streamed_bytes})
-        return self.model_copy(update={"optimizer": streamed})
+        kinds = {name: kind.model_copy(update={"update_bytes": 0}) for name, kind in self.kinds.items()}
+        return self.model_copy(update={"optimizer": streamed, "kinds": kinds})

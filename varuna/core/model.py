@@ -24,6 +24,7 @@ class SectionFacts(Value):
     trainable_bytes: int = Field(ge=0, description="those that get gradients")
     gradient_bytes: int | None = Field(default=None, ge=0, description="their fp32 sums; left out: as trainable_bytes")
     optimizer_bytes: int = Field(ge=0, description="optimizer state of the trainable parameters, fp32 copies included")
+    update_bytes: int = Field(default=0, ge=0, description="needed while the optimizer updates its parameters")
     activation_bytes: int = Field(ge=0, description="saved for B if not recomputed, per example")
     forward_bytes: int = Field(default=0, ge=0, description="needed while F runs, per example")
     backward_bytes: int = Field(default=0, ge=0, description="needed beside activations while R or B runs, per example")
@@ -60,6 +61,8 @@ class ModelFacts(Value):
     state_digest: str = Field(default="", description="hash over names and shapes of the sections' state")
     sections: tuple[SectionFacts, ...] = Field(min_length=1)
     tied: tuple[TiedParameter, ...] = ()
+    updates_together: bool = Field(default=False, description="update_bytes of a stage add up; else the most counts")
+    combines: bool = Field(default=True, description="the optimizer is not torch's own: it may ask other stages")
     batch_dependent: bool = Field(
         default=False, description="results depend on which examples share a micro-batch (batch normalisation)"
     )
@@ -85,4 +88,5 @@ class JobFacts(Value):
     compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")
     shard_optimizer: bool = Field(default=False, description="replicas of a stage share its state out by section")
     offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")
+    combines: bool = Field(default=True, description="user's code in a step may combine values over stages")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")

@@ -8,6 +8,7 @@ from varuna.core.calibration import (
     Link,
     ModelIdentity,
     Network,
+    OptimizerCosts,
     Ring,
     SectionKind,
     SectionRun,
@@ -50,6 +51,7 @@ def nominal_calibration(facts: ModelFacts) -> Calibration:
         tied=facts.tied,
         across_vms=ETHERNET,
         action_s=ACTION_S,
+        optimizer=OptimizerCosts(together=facts.updates_together),
     )
 
 

@@ -76,7 +76,7 @@ class Session:
         self._facts, self._membership, self._saver = facts, membership, saver
         self.standing = Standing(membership)
         self._stopping = False
-        self._shares: bool | None = None  # the steps call all_reduce_shared; None: nobody knows yet
+        self._shares = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
         self._reporter = Reporter()
         self._what = "starting"
         self._told_times: StepTimes | None = None  # of the newest beat that carried any

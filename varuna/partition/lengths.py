@@ -15,8 +15,9 @@ from torch import Tensor
 
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.partition.capture import Batch, Recipe
-from varuna.partition.model import CutChooser, OptimizerFactory, PartitionedModel, partition
+from varuna.partition.model import CutChooser, PartitionedModel, partition
 from varuna.partition.places import UnlikeGraphsError, same_places
+from varuna.partition.update import OptimizerFactory
 
 _DIMENSION = 1
 """Of a collated tensor: the first one of a sample."""

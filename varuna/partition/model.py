@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
@@ -22,10 +21,9 @@ from varuna.partition.inputs import InputLayout, layouts_of
 from varuna.partition.operations import Operation, operation
 from varuna.partition.simplify import simplify
 from varuna.partition.split import Crossing, SectionGraph, Split, section_graph, split
+from varuna.partition.update import OptimizerFactory, Update, try_update
 from varuna.partition.weight import add_target_count
 
-NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
-OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
 """Positions to cut behind, ascending, where ``Flow.live_bytes`` allows it."""
 
@@ -146,7 +144,10 @@ def partition(
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     readers = (*divided.sections, *([count] if count else ()))
     inputs = layouts_of(batch, (*(key for reader in readers for key in reader.inputs), *captured.condition_inputs))
-    facts = _facts(captured, divided, flow, cuts, optimizer, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype, inputs)
+    trainable = {name: captured.shapes[name] for name in captured.trainable}
+    parameters = [section.parameters for section in divided.sections]
+    update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
+    facts = _facts(captured, divided, flow, cuts, update, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype, inputs)
     return PartitionedModel(
         split=divided,
         facts=facts,
@@ -169,12 +170,12 @@ def _facts(
     divided: Split,
     flow: Flow,
     cuts: Sequence[int],
-    optimizer: OptimizerFactory | None,
+    update: Update | None,
     slowdown: float,
     dtype: torch.dtype,
     inputs: Mapping[str, InputLayout],
 ) -> ModelFacts:
-    state_bytes = optimizer_state_bytes(captured, optimizer) if optimizer else {}
+    state_bytes = dict(update.state_bytes) if update else {}
     counts = {name: torch.Size(shape).numel() for name, shape in captured.shapes.items()}
     sizes = {name: dtype.itemsize * count for name, count in counts.items()}
     if dtype is not torch.float32:  # the fp32 parameters that the optimizer updates
@@ -199,6 +200,7 @@ def _facts(
                 trainable_bytes=sum(sizes[name] for name in names & captured.trainable),
                 gradient_bytes=sum(4 * counts[name] for name in names & captured.trainable),
                 optimizer_bytes=sum(state_bytes.get(name, 0) for name in names),
+                update_bytes=update.step_bytes[section.index] if update else 0,
                 activation_bytes=0 if is_free else activation_bytes,
                 forward_bytes=footprint.forward_bytes if footprint else 0,
                 backward_bytes=footprint.backward_bytes if footprint and not is_free else 0,
@@ -216,6 +218,8 @@ def _facts(
         state_digest=_state_digest(captured, divided),
         sections=tuple(facts),
         tied=_tied(divided, sizes),
+        updates_together=update is not None and update.together,
+        combines=update is None or update.combines,
         batch_dependent=any(section.updates for section in divided.sections) or uses_batch_statistics(captured.graph),
     )
 
@@ -262,25 +266,3 @@ def _state_digest(captured: Capture, divided: Split) -> str:
     parameters = [[(name, tuple(captured.shapes[name])) for name in section.parameters] for section in divided.sections]
     updated = [section.updated for section in divided.sections]
     return hashlib.sha256(repr((parameters, updated)).encode()).hexdigest()
-
-
-def optimizer_state_bytes(captured: Capture, factory: OptimizerFactory) -> dict[str, int]:
-    """Bytes of optimizer state per parameter, by one step on fake tensors; two fp32 copies where that fails."""
-    names = sorted(captured.trainable)
-    guess = {name: 8 * torch.Size(captured.shapes[name]).numel() for name in names}
-    with FakeTensorMode():
-        named = [(name, torch.nn.Parameter(torch.empty(captured.shapes[name]))) for name in names]
-        for _, parameter in named:
-            parameter.grad = torch.empty_like(parameter)
-        if not named:
-            return {}
-        try:
-            built = factory(named)
-            built.step()
-        except Exception:  # noqa: BLE001 - any optimizer may refuse fake tensors; only an estimate is at stake
-            return guess
-        return {
-            name: sum(v.numel() * v.element_size() for v in built.state[p].values() if isinstance(v, Tensor))
-            for name, p in named
-            if p in built.state
-        }

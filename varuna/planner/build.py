@@ -275,4 +275,5 @@ class Builder:
             least=least,
             may_keep=self.may_keep,
             stash_moves=stash_moves,
+            tentative=self.request.tentative,
         )

@@ -66,6 +66,7 @@ def plan_run(
         lowers_micro_batch=job.micro_batch is None,
         memory_bytes=memory_bytes,
         stages=stages,
+        tentative=job.combines,
         stash_moves=job.memory_apart,
         leaves_idle=calibration is not None,  # nominal figures are no reason to send workers away
         policy=policy,

@@ -77,7 +77,7 @@ class Guesser:
             _Windows([sums.values[i] for i in heavy]) for sums in (profile.work_s, profile.recompute_s)
         )
         pairs = zip(profile.resident_bytes.values, profile.own_bytes.values, strict=True)
-        needs = [resident + own for resident, own in pairs]
+        needs = [resident + (own if request.tentative else 0) for resident, own in pairs]
         self._odd = list(accumulate((1 / (_DEPTH_FACTOR * b + 1) for b in range(profile.sections + 1)), initial=0.0))
         self._needs = _Windows([needs[i] for i in _heavy(needs)])
 

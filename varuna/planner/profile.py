@@ -84,6 +84,9 @@ class Profile:
     """Parameters, gradients and optimizer state on the GPU."""
     own_bytes: Sums
     """Of them, without gradients: what a tentative step copies on the GPU."""
+    update_bytes: Sums
+    """Needed while the optimizer updates the section's parameters, beside what is streamed of offloaded state."""
+    most_update_bytes: Peaks
     host_bytes: Sums
     """Optimizer state in host memory."""
     host_copy_bytes: Sums
@@ -117,6 +120,9 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
 
     def optimizer_bytes(kind: SectionKind) -> int:
         return 0 if on_host else kind.optimizer_bytes
+
+    def update_bytes(kind: SectionKind) -> int:
+        return 0 if on_host else kind.update_bytes
 
     def trained(kind: SectionKind, times: tuple[float, ...]) -> float:
         return 0.0 if kind.gradient_free else kind.at(times, m)
@@ -152,6 +158,8 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         work_s=Sums.of(lay(lambda kind: kind.at(kind.forward_s, m) + trained(kind, kind.backward_s))),
         resident_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.summed_bytes + optimizer_bytes(kind))),
         own_bytes=Sums.of(lay(lambda kind: 0 if on_host else kind.parameter_bytes + kind.optimizer_bytes)),
+        update_bytes=Sums.of(lay(update_bytes)),
+        most_update_bytes=Peaks.of(lay(update_bytes)),
         host_bytes=Sums.of(lay(lambda kind: kind.optimizer_bytes if on_host else 0)),
         host_copy_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes if on_host else 0)),
         cut_bytes=(0, *(there + back for there, back in zip(boundary_bytes[:-1], back_bytes[:-1], strict=True)), 0),

@@ -22,6 +22,7 @@ class PlanRequest(Value):
     gpus_per_vm: int | None = Field(default=None, ge=1, description="instead of the calibration's")
     stages: int | None = Field(default=None, description="P if it is fixed")
     leaves_idle: bool = Field(default=True, description="workers may idle where rings cost more than they bring")
+    tentative: bool = Field(default=False, description="steps may be applied before the vote, on copies")
     stash_moves: bool = Field(default=False, description="inputs that wait for R may do so in host memory")
     policy: str = Field(default="adaptive", description="schedule policy of the plans")
     objective: Objective = Field(default="time", description="fastest step, or most examples per dollar")

@@ -54,10 +54,10 @@ class StageBytes:
     """Activations of the other sections, of one micro-batch, and what its section at work needs beside them."""
     messages: int
     """At each end a message that leaves, and places for the next two that come."""
-    copy: int
-    """When nothing is in flight: parameters and state as they were, while a step is applied before the vote.
+    update: int
+    """When nothing is in flight: what the optimizer needs, and of offloaded state what is on its way through the GPU.
 
-    Offloaded state is copied in host memory: here is what of it is on its way through the GPU.
+    Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
     """
     host: int = 0
     """Offloaded optimizer state, its copy, and inputs that wait there: in host memory, no part of ``total``."""
@@ -70,7 +70,7 @@ class StageBytes:
     @property
     def total(self) -> int:
         """The peak."""
-        return self.state + max(self.stash + self.kept + self.live + self.messages, self.copy)
+        return self.state + max(self.stash + self.kept + self.live + self.messages, self.update)
 
 
 class Sizer:
@@ -84,6 +84,7 @@ class Sizer:
         least: Sequence[int],
         may_keep: bool,
         stash_moves: bool = False,
+        tentative: bool = False,
     ) -> None:
         """Prepare for the probes of a balancing.
 
@@ -93,6 +94,7 @@ class Sizer:
             least: depth below which a stage does not fit.
             may_keep: whether activations of some sections may be kept, and others not.
             stash_moves: inputs in flight may wait in host memory.
+            tentative: steps may be applied before the vote, on copies; a lone stage applies none so.
         """
         self._spans = spans
         self._profile = profile = spans.profile
@@ -103,13 +105,14 @@ class Sizer:
         self._may_keep = may_keep and spans.limit_bytes is not None
         self._last = len(wanted) - 1
         self._stash_moves = stash_moves
+        self._copies = tentative and self._last > 0
         self._recomputes = [k < self._last and depth > 1 for k, depth in enumerate(wanted)]
         # What the stage before has sent and this one has not run yet waits here.
         self.waiting = (0, *(max(0, before - own) for before, own in pairwise(wanted)))
         self._activations = profile.activation_bytes.before
         self._work, self._recompute = profile.work_s.before, profile.recompute_s.before
         roles = zip(wanted, self.waiting, least, self._recomputes, strict=True)
-        shared = (may_keep, stash_moves, self._last == 0)
+        shared = (may_keep, stash_moves, self._copies)
         self._known_s = [spans.known_s((*role, k == self._last, *shared)) for k, role in enumerate(roles)]
 
     def seconds(self, stage: int, start: int, stop: int) -> float:
@@ -148,7 +151,7 @@ class Sizer:
     def _fit(self, stage: int, start: int, stop: int, wanted: int) -> tuple[int, int, int]:
         """Depth, at most ``wanted``, first section that is kept, and inputs moved; depth 0 if it does not fit."""
         activations = self._activations
-        free, incoming, each = self._spans.room(start, stop, self._recomputes[stage], not self._last)
+        free, incoming, each = self._spans.room(start, stop, self._recomputes[stage], self._copies)
         if free < 0:
             return 0, stop, 0
         if self._spans.limit_bytes is None:
@@ -220,7 +223,7 @@ class Sizer:
             kept=size.depth * kept,
             live=int(spans.live(start, stop, self._recomputes[stage])) - kept,
             messages=spans.messages(start, stop),
-            copy=int(spans.copy(start, stop, alone=not self._last)),
+            update=int(spans.update(start, stop, self._copies)),
             host=self.host_bytes(start, stop) + size.moved * entry_bytes(profile, span),
         )
 
@@ -232,7 +235,7 @@ class Sizer:
 
     def host_bytes(self, start: int, stop: int) -> int:
         """Offloaded state of sections [start, stop), and the copy that a tentative step makes of it."""
-        return self._spans.host_bytes(start, stop, alone=not self._last)
+        return self._spans.host_bytes(start, stop, self._copies)
 
 
 def entry_bytes(profile: Profile, span: range) -> int:

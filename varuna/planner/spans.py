@@ -44,6 +44,7 @@ class Spans:
         self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
         self.reserved = profile.calibration.hardware.reserved_bytes
         self._streamed_bytes = profile.calibration.optimizer.streamed_bytes
+        self._together = profile.calibration.optimizer.together
         self._tied = profile.calibration.tied
         gaps = [b - a for tied in self._tied for a, b in pairwise(tied.sections)]
         self._tied_span = min(gaps, default=profile.sections)  # shorter stages hold no parameter twice
@@ -64,15 +65,15 @@ class Spans:
         """Where seconds of spans may be noted, for all stages of whatever depth P whose role is the same."""
         return self._known_s.setdefault(role, {})
 
-    def room(self, start: int, stop: int, recomputes: bool, alone: bool) -> Room:
+    def room(self, start: int, stop: int, recomputes: bool, copies: bool) -> Room:
         """What is left for micro-batches in flight."""
-        key = (start, stop, recomputes, alone)
+        key = (start, stop, recomputes, copies)
         known = self._rooms.get(key)
         if known is None:
             known = self._rooms[key] = self._room(*key)
         return known
 
-    def _room(self, start: int, stop: int, recomputes: bool, alone: bool) -> Room:
+    def _room(self, start: int, stop: int, recomputes: bool, copies: bool) -> Room:
         limit = float("inf") if self.limit_bytes is None else self.limit_bytes
         host_limit = float("inf") if self.host_limit_bytes is None else self.host_limit_bytes
         state = self._resident[stop] - self._resident[start] + self.reserved
@@ -80,8 +81,8 @@ class Spans:
             state -= sum(self.counted_twice(start, stop))
         state -= self.lent(start, stop)
         free = limit - state - self.messages(start, stop) - self.live(start, stop, recomputes)
-        is_over = free < 0 or state + self.copy(start, stop, alone) > limit
-        if is_over or self.host_bytes(start, stop, alone) > host_limit:
+        is_over = free < 0 or state + self.update(start, stop, copies) > limit
+        if is_over or self.host_bytes(start, stop, copies) > host_limit:
             return _NONE
         read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
         ahead = SAMPLES_AHEAD * read
@@ -99,26 +100,28 @@ class Spans:
             return working
         return max(working, activations[stop] - activations[start] + self._forward(start, stop))
 
-    def copy(self, start: int, stop: int, alone: bool) -> float:
-        """What a tentative step copies (a lone stage applies none), with what is streamed; or what is gathered."""
-        streamed = self._streamed_bytes and min(self._streamed_bytes, self.profile.state_bytes.over(range(start, stop)))
-        shared = self.shared(start, stop)
+    def update(self, start: int, stop: int, copies: bool) -> float:
+        """What the optimizer needs, what is streamed and a tentative step's copies; or what is gathered behind it."""
+        profile, span, shared = self.profile, range(start, stop), self.shared(start, stop)
+        needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
+        if self._streamed_bytes:
+            needed += min(self._streamed_bytes, profile.state_bytes.over(span))
         own = self._own[stop] - self._own[start]
-        if alone or not own:
-            return max(streamed, shared.gathered)
+        if not copies or not own:
+            return max(needed, shared.gathered)
         own -= shared.lent_state + shared.lent_parameters
         if stop - start > self._tied_span:
             own -= sum(self.counted_twice(start, stop))
-        return max(streamed + own, shared.gathered)
+        return max(needed + own, shared.gathered)
 
-    def host_bytes(self, start: int, stop: int, alone: bool) -> int:
+    def host_bytes(self, start: int, stop: int, copies: bool) -> int:
         """Offloaded state, and the copy that a tentative step makes of it."""
         profile, span = self.profile, range(start, stop)
         held = profile.host_bytes.over(span)
         if not held:
             return 0
         shared = self.shared(start, stop)
-        copied = 0 if alone else profile.host_copy_bytes.over(span) - shared.lent_state - shared.lent_parameters
+        copied = profile.host_copy_bytes.over(span) - shared.lent_state - shared.lent_parameters if copies else 0
         return int(held - shared.lent_state + copied)
 
     def shared(self, start: int, stop: int) -> Shared:

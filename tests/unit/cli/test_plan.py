@@ -57,7 +57,7 @@ def test_json_ranks_plans_that_fit_and_says_why_others_do_not(run: Any) -> None:
         assert sum(plan["breakdown"].values()) == pytest.approx(plan["step_time_s"], rel=1e-6)
         assert plan["micro_batch"] * plan["micro_batches"] * plan["replicas"] >= 8192
         assert 0 <= plan["bubble"] < 1
-    assert {r["stages"] for r in found["rejected"]} == {1, 2, 3, 4}
+    assert {r["stages"] for r in found["rejected"]} == {1, 2}
     assert all(r["missing_bytes"] > 0 and "too little" in r["reason"] for r in found["rejected"])
 
 
@@ -151,11 +151,11 @@ def test_bad_input_is_refused_with_its_reason(run: Any, args: list[str], exit_co
 
 
 def test_without_a_plan_json_still_says_what_was_rejected(run: Any) -> None:
-    ran = run("--calibration", SMALL, "--gpus", "3", "--json")
+    ran = run("--calibration", SMALL, "--gpus", "2", "--json")
     assert ran.exit_code == 3
     found = json.loads(ran.out)
     assert found["plans"] == []
-    assert [r["stages"] for r in found["rejected"]] == [1, 2, 3]
+    assert [r["stages"] for r in found["rejected"]] == [1, 2]
     assert "Add workers" in ran.err
 
 

@@ -173,6 +173,10 @@ class Setup:
             digest=self.model.facts.digest,
         )
 
+    @property
+    def combines(self) -> bool:
+        return self.before_step is not None or self.optimizer is not adamw
+
     def facts(self, steps: int) -> JobFacts:
         return JobFacts(
             model=self.model.facts,
@@ -183,6 +187,7 @@ class Setup:
             metrics=self.model.metrics,
             checkpoint_dir=self.directory,
             precision=self.precision,
+            combines=self.combines,
             compiled=None if self.compiler is None else "test",
             offload_optimizer="same memory" if self.offload else "none",
             shard_optimizer=self.share,

@@ -101,6 +101,7 @@ def planned(setup: Setup, stages: int, memory_bytes: int | None = None) -> Plan:
             global_batch=setup.global_batch,
             micro_batch=setup.micro_batch,
             memory_bytes=memory_bytes,
+            tentative=setup.combines,
         )
     )
 

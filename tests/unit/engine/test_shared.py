@@ -94,6 +94,8 @@ def test_a_job_that_does_not_share_pays_for_one_step_only(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Stage, "apply_tentatively", counting)
     Setup().run(2, 1, steps=3)
+    assert tried == []  # torch's own optimizer does not share
+    Setup(before_step=lambda named: None).run(2, 1, steps=3)
     assert tried == [0, 0]
     Setup(optimizer=over(SharedLamb)).run(2, 1, steps=2)
     assert sorted(tried[2:]) == [0, 0, 1, 1]

@@ -29,7 +29,8 @@ def planned(offload: Offload, stages: int = 2, **hardware: Any) -> Plan:
 
 
 def sizer(calibration: Calibration, stages: int) -> Sizer:
-    return Sizer(Spans(profile(calibration, 1)), wanted=[1] * stages, least=[1] * stages, may_keep=False)
+    spans = Spans(profile(calibration, 1))
+    return Sizer(spans, wanted=[1] * stages, least=[1] * stages, may_keep=False, tentative=True)
 
 
 STREAMED = (2 * 200 + 2 * 100) * MB  # two sections' state, and what is in the middle of an update of one
@@ -38,16 +39,16 @@ STREAMED = (2 * 200 + 2 * 100) * MB  # two sections' state, and what is in the m
 def test_state_moves_to_host_memory_and_two_sections_of_it_pass_through() -> None:
     here = sizer(calibrated(FOUR), 2).detail(0, 0, 2, Size(1, 0))
     there = sizer(calibrated(FOUR).offloaded(), 2).detail(0, 0, 2, Size(1, 0))
-    assert (here.optimizer, here.copy, here.host) == (400 * MB, 600 * MB, 0)
-    assert (there.optimizer, there.copy, there.host) == (0, STREAMED, (400 + 600) * MB)
+    assert (here.optimizer, here.update, here.host) == (400 * MB, 600 * MB, 0)
+    assert (there.optimizer, there.update, there.host) == (0, STREAMED, (400 + 600) * MB)
     assert here.total - there.total == (400 + 600) * MB - STREAMED
 
 
 def test_a_lone_stage_copies_nothing_but_streams() -> None:
     alone = sizer(calibrated(FOUR).offloaded(), 1).detail(0, 0, 4, Size(1, 0))
-    assert (alone.optimizer, alone.copy, alone.host) == (0, STREAMED, 800 * MB)
+    assert (alone.optimizer, alone.update, alone.host) == (0, STREAMED, 800 * MB)
     last = sizer(calibrated(FOUR).offloaded(), 2).detail(1, 3, 4, Size(1, 0))
-    assert last.copy == 300 * MB  # no more than there is
+    assert last.update == 300 * MB  # no more than there is
 
 
 def test_host_memory_that_is_the_devices_own_relieves_nothing() -> None:

@@ -30,8 +30,8 @@ def test_the_fullest_replica_counts(replicas: int, held: int) -> None:
 
 
 def test_what_is_on_its_way_counts_when_nothing_else_is_in_flight() -> None:
-    assert sizer(calibrated(FOUR).shared_out(), 4).detail(0, 0, 4, Size(1, 0)).copy == 400 * MB  # one of each replica
-    assert sizer(calibrated(FOUR).shared_out(), 2).detail(0, 0, 4, Size(1, 0)).copy == 0
+    assert sizer(calibrated(FOUR).shared_out(), 4).detail(0, 0, 4, Size(1, 0)).update == 400 * MB  # one of each replica
+    assert sizer(calibrated(FOUR).shared_out(), 2).detail(0, 0, 4, Size(1, 0)).update == 0
 
 
 def test_offloaded_state_is_shared_out_in_host_memory() -> None:

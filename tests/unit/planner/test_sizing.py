@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planner.models import MB, calibrated, model, section
-from varuna.core.calibration import Hardware
+from varuna.core.calibration import Hardware, OptimizerCosts
 from varuna.core.model import ModelFacts, TiedParameter
 from varuna.core.plan import SAMPLES_AHEAD
 from varuna.planner.profile import Peaks, profile
@@ -23,10 +23,13 @@ def sizer(
     limit_bytes: int | None = None,
     reserved_bytes: int = 0,
     may_keep: bool = True,
+    tentative: bool = True,
+    together: bool = False,
 ) -> Sizer:
     hardware = Hardware(name="test", reserved_bytes=reserved_bytes)
-    spans = Spans(profile(calibrated(facts, hardware=hardware), micro_batch), limit_bytes=limit_bytes)
-    return Sizer(spans, wanted=wanted, least=[1] * len(wanted), may_keep=may_keep)
+    calibration = calibrated(facts, hardware=hardware, optimizer=OptimizerCosts(together=together))
+    spans = Spans(profile(calibration, micro_batch), limit_bytes=limit_bytes)
+    return Sizer(spans, wanted=wanted, least=[1] * len(wanted), may_keep=may_keep, tentative=tentative)
 
 
 def test_a_stage_needs_state_stash_activations_and_messages() -> None:
@@ -40,16 +43,27 @@ def test_a_stage_needs_state_stash_activations_and_messages() -> None:
         kept=3 * 20 * 50 * MB,
         live=20 * 50 * MB,
         messages=(2 + 1 + 1 + 2) * 40 * MB,  # activations in, gradients out, activations out, gradients in
-        copy=600 * MB,
+        update=600 * MB,
     )
     assert needs.total == needs.state + needs.stash + needs.kept + needs.live + needs.messages
 
 
 def test_activations_and_the_copy_of_a_tentative_step_never_meet() -> None:
     needs = sizer(FOUR, (5, 3, 1)).detail(1, 1, 3, Size(depth=1, kept=0))
-    assert needs.stash + needs.live + needs.messages < needs.copy
-    assert needs.total == needs.state + needs.copy
-    assert sizer(FOUR, (1,)).detail(0, 0, 4, Size(depth=1, kept=0)).copy == 0
+    assert needs.stash + needs.live + needs.messages < needs.update
+    assert needs.total == needs.state + needs.update
+    assert sizer(FOUR, (1,)).detail(0, 0, 4, Size(depth=1, kept=0)).update == 0
+
+
+def test_steps_that_nobody_combines_in_are_never_tentative_and_copy_nothing() -> None:
+    assert sizer(FOUR, (5, 3, 1), tentative=False).detail(1, 1, 3, Size(depth=1, kept=0)).update == 0
+
+
+@pytest.mark.parametrize(("together", "needed"), [(False, 70), (True, 100)])
+def test_what_an_update_needs_counts_once_or_for_all_sections(together: bool, needed: int) -> None:
+    large, small = (section().model_copy(update={"update_bytes": each * MB}) for each in (70, 30))
+    sizes = sizer(model([small, large, section()]), (2, 1), tentative=False, together=together)
+    assert sizes.detail(0, 0, 2, Size(depth=1, kept=0)).update == needed * MB
 
 
 def test_the_ends_of_the_pipeline_have_no_neighbour() -> None:
