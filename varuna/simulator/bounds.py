@@ -12,7 +12,6 @@ def lower_bound_s(
 
     The largest of: each stage's and each link's own work between the way in of the first micro-batch and the
     way out of the last; and the round trips that a stage's in-flight limit forces one after the other.
-    Exchanges of tied parameters are left out.
     """
     bounds = lower_bounds_s(
         costs, micro_batches=micro_batches, stash_limits=[stash_limits], policy=policy, split_last=split_last
@@ -44,7 +43,7 @@ def lower_bounds_s(
             work_s = most_s if spares else whole_s + _recomputes(costs, k, n, limit) * stage.recompute_s
             put_off_s = min(halves, limit if stage.keeps_all else 1) * stage.weight_s  # at the result of the last I
             through_s = lead_s + max(work_s - put_off_s, -(-n // limit) * trip_s) + tail_s
-            limited[i] = max(limited[i], lead_s + work_s + stage.allreduce_s, through_s)
+            limited[i] = max(limited[i], lead_s + work_s + paths.sums_s[k], through_s)
     for k, link in enumerate(links):
         travel_s, beyond_s = paths.travels_s[k], paths.trips_s[k + 1]
         there_s = paths.leads_s[k] + stages[k].forward_s + n * link.activation_s + travel_s
@@ -81,14 +80,20 @@ class _Paths:
             min(stage.backward_s, stage.input_s) if splits and k else stage.backward_s for k, stage in enumerate(stages)
         ]
         """from the start of a backward to its result"""
+        self.sums_s = [stage.allreduce_s for stage in stages]
+        """from the stage's own end to its last sum, tied parameters included, whose other holders may be later"""
+        for tied in costs.tied:
+            for k in tied.stages:
+                self.sums_s[k] += tied.exchange_s
         self.leads_s = [0.0]
         """earliest arrival of the first activation"""
         for stage, link, travel_s in zip(stages, links, travels_s, strict=False):
             self.leads_s.append(self.leads_s[-1] + stage.forward_s + link.activation_s + travel_s)
-        self.tails_s = [stages[0].allreduce_s]
+        self.tails_s = [self.sums_s[0]]
         """from the result of the last backward to the last sum of this stage or one before it"""
-        for stage, link, travel_s, back_s in zip(stages[1:], links, travels_s, self.backwards_s, strict=False):
-            own_s = stage.allreduce_s + (stage.weight_s if splits else 0.0)
+        behind = zip(stages[1:], self.sums_s[1:], links, travels_s, self.backwards_s, strict=False)
+        for stage, sum_s, link, travel_s, back_s in behind:
+            own_s = sum_s + (stage.weight_s if splits else 0.0)
             self.tails_s.append(max(own_s, link.gradient_s + travel_s + back_s + self.tails_s[-1]))
         self.trips_s = [0.0] * len(stages)
         """from the start of a micro-batch's F to the result of its backward, if nothing is in its way"""

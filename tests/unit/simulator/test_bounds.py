@@ -1,7 +1,9 @@
+from dataclasses import replace
+
 import pytest
 
 from varuna.simulator.bounds import bottleneck_s, lower_bound_s
-from varuna.simulator.costs import LinkCosts, uniform
+from varuna.simulator.costs import LinkCosts, PipelineCosts, TiedCosts, uniform
 from varuna.simulator.step import simulate
 
 WIDE = [1000] * 4
@@ -32,3 +34,11 @@ def test_a_short_stash_on_a_long_link_bounds_the_step() -> None:
 def test_the_bottleneck_is_the_pace_of_a_full_pipeline(link: LinkCosts, limits: list[int]) -> None:
     short, long = (simulate(uniform(4, link=link), micro_batches=n, stash_limits=limits).step_s for n in (200, 400))
     assert (long - short) / 200 == pytest.approx(bottleneck_s(uniform(4, link=link), stash_limits=limits), rel=0.02)
+
+
+def test_what_holders_of_a_tied_parameter_exchange_is_in_the_bound() -> None:
+    alone = PipelineCosts(stages=uniform(4).stages, links=uniform(4).links)
+    tied = replace(alone, tied=(TiedCosts(stages=(0, 3), exchange_s=5.0),))
+    bounds = [lower_bound_s(costs, micro_batches=8, stash_limits=WIDE, policy="varuna") for costs in (alone, tied)]
+    assert bounds[1] == bounds[0] + 5
+    assert simulate(tied, micro_batches=8).step_s >= bounds[1]
