@@ -104,11 +104,12 @@ class Planning:
         return stays / int(whole)
 
     def memory_for(self, share: float) -> int:
-        """Least bytes of a worker with which ``adaptive`` keeps at least ``share``."""
+        """Least bytes of a worker with which ``varuna`` fits and ``adaptive`` keeps at least ``share``."""
         low, high = 0, 1 << 36
         while high - low > 1 << 16:
             middle = (low + high) // 2
-            low, high = (low, middle) if self.share(self.plan("adaptive", middle)) >= share else (middle, high)
+            fits = self.plan("varuna", middle) is not None and self.share(self.plan("adaptive", middle)) >= share
+            low, high = (low, middle) if fits else (middle, high)
         return high
 
     def run(self, plan: Any, steps: int) -> float:
