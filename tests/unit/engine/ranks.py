@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
+from varuna.core.threads import join_all
 from varuna.data.samples import SampleSource
 from varuna.engine.compiled import Compiler
 from varuna.engine.job import Job
@@ -274,6 +275,8 @@ class Setup:
 
 def close_sessions() -> None:
     """End the threads and sockets of all sessions: else gloo wakes up a hundred times a second for each of them."""
+    if not _sessions:
+        return
     while _sessions:
         session, saver = _sessions.pop()
         if session.current is not None:
@@ -281,6 +284,7 @@ def close_sessions() -> None:
             session.current = None
         if saver is not None:
             saver.close()
+    join_all(5.0)  # a reaper that comes back into a finalising interpreter aborts it
 
 
 def connected(size: int) -> list[Group]:
