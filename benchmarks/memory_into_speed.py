@@ -94,23 +94,27 @@ class Planning:
             return None
 
     def share(self, plan: Any) -> float:
-        """Of the activations on all stages but the last, which has its B right behind its F, those kept."""
+        """Of the activations in flight on all stages but the last, which has its B right behind its F, those kept."""
         if plan is None:
             return -1.0
-        sections = [self.facts.sections[i] for i in range(plan.starts[-1])]
-        kept = {i for k in range(plan.stages - 1) for i in plan.kept_sections_of(k)}
-        whole = sum(section.activation_bytes for section in sections)
-        stays: int = sum(section.activation_bytes for i, section in enumerate(sections) if i in kept)
-        return stays / int(whole)
+        kept_bytes = whole_bytes = 0
+        for k in range(plan.stages - 1):
+            kept = plan.kept_sections_of(k)
+            for section in plan.sections_of(k):
+                in_flight_bytes = plan.stash_limits[k] * self.facts.sections[section].activation_bytes
+                whole_bytes += in_flight_bytes
+                kept_bytes += in_flight_bytes if section in kept else 0
+        return kept_bytes / whole_bytes
 
     def memory_for(self, share: float) -> int:
-        """Least bytes of a worker with which ``varuna`` fits and ``adaptive`` keeps at least ``share``."""
-        low, high = 0, 1 << 36
-        while high - low > 1 << 16:
-            middle = (low + high) // 2
-            fits = self.plan("varuna", middle) is not None and self.share(self.plan("adaptive", middle)) >= share
-            low, high = (low, middle) if fits else (middle, high)
-        return high
+        """Least bytes of a worker, to 1 %, with which ``varuna`` fits and ``adaptive`` keeps at least ``share``.
+
+        With more memory the share may be smaller again, of more micro-batches in flight.
+        """
+        memory_bytes = 1 << 24
+        while self.plan("varuna", memory_bytes) is None or self.share(self.plan("adaptive", memory_bytes)) < share:
+            memory_bytes += memory_bytes // 100
+        return memory_bytes
 
     def run(self, plan: Any, steps: int) -> float:
         """Median seconds of a step of ``plan`` in fresh processes, one per rank."""

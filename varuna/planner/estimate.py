@@ -17,7 +17,7 @@ _STATE_SHARE = 18  # bytes of state that a byte of a tied parameter stands for, 
 _NEAR = 1.15  # above the best guess: D's of half or twice as many replicas are worth a look
 _AS_GOOD = 1.02  # and all others
 _REPLICAS = 3  # D's to consider for a depth
-_SHORT = 500  # forwards of a step
+_SHORT = 1000  # forwards of a step
 _NEAR_IF_SHORT = 1.6  # above the best guess: any D whose step is short is worth a look
 _FASTER = 1.1  # steps of the search over D: some rings are slower than a few more micro-batches
 

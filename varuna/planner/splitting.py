@@ -1,13 +1,13 @@
-"""How many of the last backwards to split into I and W: none, P to 1.5 P, or in short steps any number."""
+"""How many of the last backwards to split into I and W: none, P to 1.5 P, or where that is cheap to see all."""
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder
 from varuna.planner.costs import pipeline_costs
-from varuna.planner.estimate import Shape, is_short
 from varuna.planner.predict import predict
 
 _MORE = 1.5  # of P, beside P itself, with which plans are compared
 _LONG = 16  # micro-batches per stage: beyond, the drain is too small a part to be worth a simulation
+_CHEAP = 4_000  # forwards of a replica: so few are simulated in milliseconds
 _DEAR = 1.03  # halves that take this much longer than the whole may not pay at all
 
 
@@ -18,7 +18,7 @@ def with_best_split(builder: Builder, plan: Plan) -> Plan:
     costs = pipeline_costs(builder.profile, plan, gpus_per_vm=builder.request.vm_size)
     best, longest = plan, len(plan.micro_batches_of(0))
     tries = {min(round(_MORE * plan.stages), longest)}
-    if is_short(Shape(plan.stages, plan.replicas, plan.micro_batch), plan.global_batch):
+    if plan.stages * longest <= _CHEAP:  # with all split, stages that keep some and recompute some wait less
         tries |= {0, max(1, plan.stages // 2), longest}
     elif any(stage.input_s + stage.weight_s > _DEAR * stage.backward_s for stage in costs.stages):
         tries.add(0)

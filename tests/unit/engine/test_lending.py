@@ -107,6 +107,13 @@ def test_offloaded_state_is_shared_out_too() -> None:
     assert same(all_states(both), all_states(plain))
 
 
+def test_sums_that_cross_as_bf16_are_shared_out_too() -> None:
+    given: dict[str, Any] = {"clip": 0.5, "rounds": True}
+    plain, both = Setup(**given), Setup(**given, share=True)
+    assert both.losses(2, 3) == plain.losses(2, 3)
+    assert same(all_states(both), all_states(plain))
+
+
 def test_before_step_sees_the_whole_stage_and_may_talk_to_others() -> None:
     def halved(named: NamedParameters) -> None:
         norm = varuna.all_reduce_shared(sum((p.grad.square().sum() for _, p in named), torch.zeros(())))  # type: ignore[union-attr]
