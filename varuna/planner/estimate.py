@@ -76,8 +76,14 @@ class Guesser:
         self._work, self._recompute = (
             _Windows([sums.values[i] for i in heavy]) for sums in (profile.work_s, profile.recompute_s)
         )
-        pairs = zip(profile.resident_bytes.values, profile.own_bytes.values, strict=True)
-        needs = [resident + (own if request.tentative else 0) for resident, own in pairs]
+        lendable = (
+            profile.optimizer_bytes.values if profile.calibration.optimizer.shared_out else [0.0] * profile.sections
+        )
+        self._lendable_bytes = sum(lendable)
+        needs = [state - lent for state, lent in zip(profile.resident_bytes.values, lendable, strict=True)]
+        if request.tentative:
+            copies = zip(profile.own_bytes.values, lendable, strict=True)
+            needs = [need + own - lent for need, (own, lent) in zip(needs, copies, strict=True)]
         self._odd = list(accumulate((1 / (_DEPTH_FACTOR * b + 1) for b in range(profile.sections + 1)), initial=0.0))
         self._needs = _Windows([needs[i] for i in _heavy(needs)])
 
@@ -147,9 +153,14 @@ class Guesser:
         profile = self.profile
         room = limit_bytes - profile.calibration.hardware.reserved_bytes
         tied_bytes = sum(tied.size_bytes for tied in profile.calibration.tied)
-        if profile.resident_bytes.before[-1] - _STATE_SHARE * tied_bytes > stages * room:
+        if self._state_bytes(stages) - _STATE_SHARE * tied_bytes > stages * room:
             return False
         return stages == 1 or self._needs.fullest(stages) <= room
+
+    def _state_bytes(self, stages: int) -> float:
+        """Of all stages together, at least: replicas that share optimizer state out hold 2 of D parts of it."""
+        spared = 1 - 2 / max(2, self.request.workers // stages)
+        return self.profile.resident_bytes.before[-1] - spared * self._lendable_bytes
 
     def _bottleneck_s(self, stages: int) -> float:
         """At least one stage has S / P sections or more, and the mean stage has 1 / P of the work."""
@@ -164,7 +175,7 @@ class Guesser:
         if not self.may_keep or limit_bytes is None:
             return (stages - 1) / (stages + 1)
         profile = self.profile
-        state = profile.resident_bytes.before[-1]
+        state = self._state_bytes(stages)
         activations = profile.activation_bytes.before[-1] / stages
         room = limit_bytes - profile.calibration.hardware.reserved_bytes - state / stages - activations
         boundary = min(profile.boundary_bytes[:-1], default=0)

@@ -9,11 +9,14 @@ from varuna.core.plan import Plan
 from varuna.planner.choose import plan_run
 from varuna.planner.costs import pipeline_costs
 from varuna.planner.network import reduce_s
+from varuna.planner.plans import rank_plans
 from varuna.planner.profile import profile
+from varuna.planner.request import PlanRequest
 from varuna.planner.sizing import Size, Sizer
 from varuna.planner.spans import Spans
 
 FOUR = model([section()] * 4)  # of each 100 MB of parameters and of gradients, and 200 MB of state
+LITTLE = 1500 * MB  # one worker alone needs 1800, and 1400 if eight share state out
 
 
 def sizer(calibration: Calibration, replicas: int) -> Sizer:
@@ -63,3 +66,11 @@ def test_the_gather_takes_half_an_all_reduce_of_the_parameters() -> None:
     gather_s = 0.5 * reduce_s(calibration, 400 * MB, stages=1, replicas=4, gpus_per_vm=1, members=4)
     assert calibration.optimizer.bytes_per_s is None  # else the update takes less
     assert shared.optimizer_s == pytest.approx(plain.optimizer_s + gather_s)
+
+
+def test_depths_that_fit_by_sharing_only_are_found_and_nobody_lacks_less_than_nothing() -> None:
+    plain = calibrated(FOUR, across_vms=FAST)
+    for known, fitting in ((plain, {2, 3, 4}), (plain.shared_out(), {1, 2, 3, 4})):
+        found = rank_plans(PlanRequest(calibration=known, workers=8, global_batch=16, memory_bytes=LITTLE, wanted=4))
+        assert {plan.stages for plan in found.plans} == fitting
+        assert all(rejection.missing_bytes > 0 for rejection in found.rejected)
