@@ -1,5 +1,6 @@
 """Ranks as threads of one process: real groups, links, votes and sessions, without starting processes."""
 
+import atexit
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,6 +117,8 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     """The optimizer of most tests."""
     return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
 
+
+atexit.register(join_all, 5.0)  # a reaper that comes back into a finalising interpreter aborts it
 
 _sessions: list[tuple[Session, Any]] = []
 """What runs, or ran, in the present test."""
@@ -284,7 +287,7 @@ def close_sessions() -> None:
             session.current = None
         if saver is not None:
             saver.close()
-    join_all(5.0)  # a reaper that comes back into a finalising interpreter aborts it
+    join_all(0.2)  # reapers end; receivers of ranks that are threads cannot tell their sockets, and stay
 
 
 def connected(size: int) -> list[Group]:
