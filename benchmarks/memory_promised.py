@@ -24,6 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.forked import run_ranks
+from varuna.core.precision import Precision
 
 LENGTH, VOCABULARY, MICRO_BATCH, STEPS = 64, 1024, 4, 3
 
@@ -110,7 +111,7 @@ class Case(NamedTuple):
     micro_batches: int
     memory: float | None = None
     """of a worker, in least needs; None: unlimited, so that nothing is kept"""
-    precision: str = "fp32"
+    precision: Precision = "fp32"
     optimizer: Any = adamw
     replicas: int = 1
 
@@ -234,7 +235,7 @@ def measure(model: str, case: Case, device: str | None) -> list[Row]:
         case.optimizer,
         global_batch=case.micro_batches * MICRO_BATCH,
         micro_batch=MICRO_BATCH,
-        precision=case.precision,  # type: ignore[arg-type]
+        precision=case.precision,
         device=device,
     )
     captured = trainer.partition()

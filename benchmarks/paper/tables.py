@@ -10,6 +10,7 @@ GPUs today.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
@@ -343,7 +344,7 @@ def memory_rows() -> None:
                 workers=gpus,
                 global_batch=batch,
             )
-            cases.append((f"{name}, {gpus} GPUs, batch {batch}", lambda request=request: best_plan(request)))  # type: ignore[misc]
+            cases.append((f"{name}, {gpus} GPUs, batch {batch}", partial(best_plan, request)))
     CONSOLE.print("Memory per stage of plans for 102 and 1,024 GPUs")
     for name, plan_it in cases:
         try:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import varuna
 from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_llama, worst
-from tests.unit.engine.test_offload import Build, grouped, momentum, same, warm
+from tests.unit.engine.test_offload import Build, grouped, halved, momentum, same, warm
 from tests.unit.engine.test_resuming import train
 from varuna.checkpoint.shards import from_bytes, to_bytes
 from varuna.core.errors import UsageError
@@ -115,12 +115,6 @@ def test_sums_that_cross_as_bf16_are_shared_out_too() -> None:
 
 
 def test_before_step_sees_the_whole_stage_and_may_talk_to_others() -> None:
-    def halved(named: NamedParameters) -> None:
-        norm = varuna.all_reduce_shared(sum((p.grad.square().sum() for _, p in named), torch.zeros(())))  # type: ignore[union-attr]
-        for _, parameter in named:
-            assert parameter.grad is not None
-            parameter.grad /= 1 + norm
-
     given: dict[str, Any] = {"build": tiny_llama, "before_step": halved}
     assert Setup(**given, share=True).losses(2, 3) == Setup(**given).losses(2, 3)
 

@@ -85,13 +85,15 @@ def test_half_precision_keeps_fp32_parameters_in_host_memory_and_the_same_bits(p
     assert same(state_of(offloaded), state_of(plain))
 
 
-def test_before_step_sees_the_whole_stage_once() -> None:
-    def halved(named: NamedParameters) -> None:
-        norm = varuna.all_reduce_shared(sum((p.grad.square().sum() for _, p in named), torch.zeros(())))  # type: ignore[union-attr]
-        for _, parameter in named:
-            assert parameter.grad is not None
-            parameter.grad /= 1 + norm
+def halved(named: NamedParameters) -> None:
+    """A ``before_step`` that combines gradients over the stages."""
+    norm = varuna.all_reduce_shared(sum((p.grad.square().sum() for _, p in named), torch.zeros(())))  # type: ignore[union-attr]
+    for _, parameter in named:
+        assert parameter.grad is not None
+        parameter.grad /= 1 + norm
 
+
+def test_before_step_sees_the_whole_stage_once() -> None:
     given: dict[str, Any] = {"build": tiny_llama, "before_step": halved}
     assert Setup(**given, offload=True).losses(2, 1) == Setup(**given).losses(2, 1)
 
