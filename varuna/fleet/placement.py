@@ -145,6 +145,7 @@ def transfers(
     wanted = _Wanted(plan, holders)
     whole = [holdings.get(worker, _NOTHING) for worker in members]
     known = [own | (lent or {}).get(worker, _NOTHING) for own, worker in zip(whole, members, strict=True)]
+    sources = {False: _ranks_by_section(plan.sections, whole), True: _ranks_by_section(plan.sections, known)}
     sent_bytes = [0] * len(members)
     moves = []
     for rank in range(plan.workers):
@@ -153,8 +154,16 @@ def transfers(
             is_lent = section not in updated
             had = known if is_lent else whole
             if section not in had[rank]:
-                sources = [source for source in range(len(members)) if section in had[source]]
-                source = min(sources, key=lambda source: (sent_bytes[source], source))
+                source = min(sources[is_lent][section], key=lambda source: (sent_bytes[source], source))
                 sent_bytes[source] += weights[section]
                 moves.append(Transfer(section=section, source_rank=source, target_rank=rank, lent=is_lent))
     return tuple(moves)
+
+
+def _ranks_by_section(sections: int, holdings: Sequence[frozenset[int]]) -> list[list[int]]:
+    """Ranks that have each section, ascending: looked up once, since a large fleet moves thousands."""
+    ranks: list[list[int]] = [[] for _ in range(sections)]
+    for rank, held in enumerate(holdings):
+        for section in held:
+            ranks[section].append(rank)
+    return ranks
