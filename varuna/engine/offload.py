@@ -6,83 +6,20 @@ stage of that section alone; so the numbers are those of any other plan, to the 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.shards import JSON
+from varuna.engine.ferry import Ferry
 from varuna.engine.optimizer import NamedParameters, StageOptimizer, Written
 from varuna.engine.shared import forbidden
-
-HOST = torch.device("cpu")
 
 _NOT_SHARED = (
     "an optimizer that calls varuna.all_reduce_shared cannot run with offload_optimizer=True: it is stepped once for "
     "each section, and stages have different numbers of them. Leave offload_optimizer out, or combine in before_step."
 )
-
-
-class Ferry:
-    """Takes tensors to the device and back: the one place where offloaded state crosses.
-
-    With a GPU, host memory is pinned and copies queue on a stream of their own; without, they are plain copies.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._fetched: torch.cuda.Event | None = None
-        self._left: torch.cuda.Event | None = None
-
-    def room_for(self, value: Tensor) -> Tensor:
-        """Host memory of the form of ``value``."""
-        return torch.empty(value.shape, dtype=value.dtype, pin_memory=self._stream is not None)
-
-    def at_rest(self, value: Tensor) -> Tensor:
-        """``value`` in host memory that it may stay in: itself, if it is there."""
-        is_home = value.device == HOST and (self._stream is None or value.is_pinned())
-        return value if is_home else self.room_for(value).copy_(value)
-
-    def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on the device, to be used behind ``meet``."""
-        with self._queue():
-            fetched = [value.to(self._device, non_blocking=True, copy=True) for value in values]
-        if self._stream is not None:
-            self._fetched = self._stream.record_event()
-            for value in fetched:  # its memory is not used again before what is computed from it is through
-                value.record_stream(torch.cuda.current_stream(self._device))
-        return fetched
-
-    def meet(self) -> None:
-        """What is computed from now on sees what was fetched so far; it does not wait for what leaves."""
-        if self._fetched is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._fetched)
-
-    def bring_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy from the device (first) into host memory (second), behind what is computed so far; see ``wait``."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with self._queue():
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-                if self._stream is not None:
-                    source.record_stream(self._stream)  # its memory is not used again before it is copied
-        self._left = None if self._stream is None else self._stream.record_event()
-
-    def settle(self) -> None:
-        """Return once what was brought back needs its device memory no more."""
-        if self._left is not None:
-            self._left.synchronize()
-
-    def wait(self) -> None:
-        """Return once host memory holds all that was brought back."""
-        if self._stream is not None:
-            self._stream.synchronize()
-
-    def _queue(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
 class OffloadedOptimizer:
@@ -94,8 +31,8 @@ class OffloadedOptimizer:
         named: Sequence[NamedParameters],
         *,
         device: torch.device,
+        ferry: Ferry,
         gradients: Mapping[str, Tensor] | None = None,
-        ferry: Ferry | None = None,
     ) -> None:
         """Build the sections' optimizers, and bring their state into host memory.
 
@@ -103,13 +40,13 @@ class OffloadedOptimizer:
             build: makes the optimizer of some parameters, with state at home on the host.
             named: trainable parameters by section, each in one section only.
             device: updates run there.
+            ferry: takes state there and back.
             gradients: of the parameters, on the device, if the parameters themselves live in host memory.
-            ferry: another way to cross, for tests.
 
         Raises:
             UsageError: as ``StageOptimizer``.
         """
-        self._ferry = ferry or Ferry(device)
+        self._ferry = ferry
         self._sections = [_Section(build, part, device, gradients, self._ferry) for part in reversed(named) if part]
         self._arriving: list[Tensor] | None = None  # the first section's state, if it has set out
 
@@ -142,10 +79,12 @@ class OffloadedOptimizer:
         with forbidden(_NOT_SHARED):
             for section, following in zip_longest(self._sections, self._sections[1:]):
                 self._ferry.meet()
-                arriving = following.fetch() if following is not None else []
-                section.update(arrived, written)
-                arrived = arriving
-        self._ferry.wait()
+                leaving = section.update(arrived, written)
+                self._ferry.settle()  # a GPU is still at work: the section before this one must have left first
+                arrived = following.fetch() if following is not None else []
+                self._ferry.bring_back(leaving)
+                del leaving  # memory that is freed behind the next update would be free only then
+        self._ferry.settle()
 
     def advance(self) -> None:
         """Advance the schedulers; the step is over, skipped or not."""
@@ -159,6 +98,7 @@ class OffloadedOptimizer:
 
         def restore() -> None:
             self._arriving = None
+            self._ferry.settle()  # what an update that was broken off has sent home would come on top
             for each in restores:
                 each()
 
@@ -191,13 +131,14 @@ class _Section:
         self._nothing = torch.empty(0, device=device)
         self._gradients = gradients or {}
         self._masters = dict(named) if gradients is not None else {}
+        for master in self._masters.values():
+            master.data = ferry.at_rest(master.detach())
         self.held = {
             name: nn.Parameter(value.detach().to(device, copy=True)) if gradients is not None else value
             for name, value in named
         }
         self.optimizer = build(list(self.held.items()))
-        for (_, key), entries in self.optimizer.slots().items():
-            entries[key] = ferry.at_rest(entries[key])
+        self._rest()
         self._empty()
 
     def fetch(self) -> list[Tensor]:
@@ -205,8 +146,8 @@ class _Section:
         state = [entries[key] for (_, key), entries in self.optimizer.slots().items()]
         return self._ferry.fetch([*(master.detach() for master in self._masters.values()), *state])
 
-    def update(self, fetched: list[Tensor], written: Written) -> None:
-        """Step on what was fetched, and let it set out for home; ``fetched`` is empty afterwards."""
+    def update(self, fetched: list[Tensor], written: Written) -> list[tuple[Tensor, Tensor]]:
+        """Step on what was fetched; what is to be brought back, and where to. ``fetched`` is empty afterwards."""
         for name in self._masters:
             self.held[name].data = fetched.pop(0)
             self.held[name].grad = self._gradients[name]
@@ -221,8 +162,8 @@ class _Section:
                 home = self._ferry.room_for(value)
             pairs.append((value, home))
             entries[slot[1]] = home
-        self._ferry.bring_back(pairs)
         self._empty()
+        return pairs
 
     def copies(self) -> Callable[[], None]:
         """As ``StageOptimizer.copies``, masters included."""
@@ -232,9 +173,15 @@ class _Section:
         def restore() -> None:
             for master, value in values:
                 master.copy_(value)
+            self._empty()
             restore_optimizer()
+            self._rest()
 
         return restore
+
+    def _rest(self) -> None:
+        for (_, key), entries in self.optimizer.slots().items():
+            entries[key] = self._ferry.at_rest(entries[key])
 
     def _empty(self) -> None:
         for name in self._masters:

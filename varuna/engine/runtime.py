@@ -11,6 +11,7 @@ from varuna.core.errors import DataError
 from varuna.core.plan import SAMPLES_AHEAD, Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
+from varuna.engine.ferry import Ferry, ferry_of
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.inputs import examples_of
@@ -18,7 +19,6 @@ from varuna.engine.lengths import Variants
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.losses import WeightFunction, sums_of
 from varuna.engine.message import Layout
-from varuna.engine.offload import Ferry
 from varuna.engine.pace import pace_of
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import Examples, Tape
@@ -80,7 +80,8 @@ class Runtime:
         self._mine = plan.micro_batches_of(self._replica)
         self._graphs = stage.job.model.graphs
         self._variants = Variants(stage.job.model, inbox)
-        self._stash, self._ferry = Stash(()), Ferry(stage.job.device) if plan.stash_on_device else None
+        self._stash, job = Stash(()), stage.job
+        self._ferry: Ferry | None = ferry_of(job.device, job.lanes.streams) if plan.stash_on_device else None
         self._keys = self._input_keys()
         self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD) if self._reads_inputs else None
         self._requested = stage.next_step

@@ -13,9 +13,10 @@ from varuna.core.plan import Plan
 from varuna.engine.bucket import Bucket, squared_norms
 from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
+from varuna.engine.ferry import HOST, ferry_of
 from varuna.engine.job import Job
 from varuna.engine.lending import Shares
-from varuna.engine.offload import HOST, OffloadedOptimizer
+from varuna.engine.offload import OffloadedOptimizer
 from varuna.engine.optimizer import StageOptimizer
 from varuna.engine.precision import ComputeCopies
 from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward
@@ -116,6 +117,7 @@ class Stage:
             lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, start, home=HOST),
             [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
             device=job.device,
+            ferry=ferry_of(job.device, job.lanes.streams),
             gradients=self._gradients if job.masters_away else None,
         )
 

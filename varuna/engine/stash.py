@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from varuna.engine.offload import Ferry
+from varuna.engine.ferry import Ferry
 
 
 class Waiting(NamedTuple):

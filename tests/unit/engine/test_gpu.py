@@ -17,7 +17,10 @@ from torch import Tensor, nn
 import varuna
 from tests.unit.engine.ranks import Setup, Tokens, reference, tiny_gpt2, tiny_llama, worst
 from tests.unit.engine.test_batch_norm import setup as normalised
+from tests.unit.engine.test_ferry import away
 from varuna.calibration.window import Window
+from varuna.engine.device import streams_of
+from varuna.engine.ferry import StreamFerry, ferry_of
 from varuna.engine.lanes import StagedLane, lanes_of
 from varuna.engine.message import Layout
 from varuna.partition.split import Crossing
@@ -98,6 +101,33 @@ def test_a_message_crosses_bit_for_bit_while_the_device_computes() -> None:
         assert message.buffer.is_pinned()
         assert found.eq(float(round_number)).all()
         assert layout.digests_of(message.buffer) == list(range(8))
+
+
+def test_stashed_inputs_and_offloaded_state_pass_the_device_together() -> None:
+    setup = Setup(build=dropping, micro_batch=1, device=DEVICE)
+    other = Setup(build=dropping, micro_batch=1, device=DEVICE, adjusted=away, offload=True)
+    assert worst(other.losses(3, 1), setup.losses(3, 1)) < CLOSE
+
+
+def test_state_goes_there_and_back_bit_for_bit_while_the_device_computes() -> None:
+    device = torch.device(DEVICE)
+    ferry = ferry_of(device, streams_of(device))
+    assert isinstance(ferry, StreamFerry)
+    home = ferry.at_rest(torch.zeros(1 << 20))
+    assert home.is_pinned()
+    busy = torch.randn(4096, 4096, device=DEVICE)
+    for round_number in range(1, 21):
+        [value] = ferry.fetch([home])
+        for _ in range(5):
+            busy = busy @ busy * 1e-4
+        ferry.meet()
+        value += 1
+        ferry.bring_back([(value, home)])
+        del value
+        torch.full((1 << 20,), -1.0, device=DEVICE)  # would take memory that nobody keeps
+        if round_number % 5 == 0:
+            ferry.settle()
+            assert home.eq(float(round_number)).all()
 
 
 def test_sections_are_timed_by_events() -> None:

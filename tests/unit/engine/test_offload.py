@@ -15,7 +15,8 @@ from varuna.checkpoint.shards import from_bytes, to_bytes
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.core.precision import Precision
-from varuna.engine.offload import Ferry, OffloadedOptimizer
+from varuna.engine.ferry import PlainFerry
+from varuna.engine.offload import OffloadedOptimizer
 from varuna.engine.optimizer import NamedParameters, StageOptimizer
 from varuna.engine.stage import Stage
 from varuna.trainer import Trainer
@@ -163,7 +164,7 @@ def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
 META = torch.device("meta")
 
 
-class OneWay(Ferry):
+class OneWay(PlainFerry):
     """Nothing can be copied back from the meta device."""
 
     def __init__(self) -> None:

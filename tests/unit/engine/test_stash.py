@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.unit.engine.ranks import Setup, SmallLanguage, single_threaded
 from tests.unit.engine.test_precision import frozen_gpt2
 from varuna.core.plan import STASH_IN_TRANSIT, Plan
-from varuna.engine.offload import HOST, Ferry
+from varuna.engine.ferry import HOST, PlainFerry
 from varuna.engine.stash import Stash, Waiting
 
 
@@ -46,7 +46,7 @@ def test_what_crosses_into_the_first_trained_section_of_a_stage_waits_there_too(
         assert moved.losses(2, 2, steps=2) == expected
 
 
-class Watched(Ferry):
+class Watched(PlainFerry):
     """Counts what is on the device."""
 
     def __init__(self) -> None:
