@@ -123,7 +123,7 @@ class Window:
 
     def snapshot(self) -> float:
         """Seconds to copy the stage's state into host memory at a step boundary."""
-        lane = self.job.lanes.sums
+        lane = self.job.lanes.saves
         begin_s = time.perf_counter()
         for section in self.stage.sections:
             for tensor in self.stage.state_of(section).tensors.values():

@@ -4,7 +4,7 @@ The training thread only copies; whoever writes reads from the buffer, so there 
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,23 @@ from varuna.core.errors import CheckpointError
 from varuna.core.saved import Piece
 
 _ALIGNMENT = 64
+
+
+class Ready(Protocol):
+    """Something that will be done."""
+
+    def wait(self) -> None:
+        """Block this thread until it is."""
+
+
+class Way(Protocol):
+    """How values get into host memory (a lane of the engine's)."""
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Host memory that values are copied into, as bytes."""
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ready:
+        """Copy values (first) into host memory (second), as they are now; they may not be written before it is done."""
 
 
 class Share(NamedTuple):
@@ -81,29 +98,27 @@ def _facts(state: SectionState, name: str, value: Tensor) -> TensorFacts:
 
 
 class SnapshotBuffer:
-    """Host memory for one snapshot, pinned if the state lies on a GPU."""
+    """Host memory for one snapshot."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
+    def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._copied: Any = None  # a CUDA event: the copies are done
 
     @property
     def size_bytes(self) -> int:
         """What it can hold."""
         return self._buffer.numel()
 
-    def reserve(self, size_bytes: int) -> None:
+    def reserve(self, size_bytes: int, way: Way) -> None:
         """Allocate and touch, unless it is large enough; what it held is lost."""
         if size_bytes > self.size_bytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # never two of them
-            self._buffer = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-            self._buffer.fill_(0)  # zeros() may leave pages untouched
+            self._buffer = way.room(size_bytes).fill_(0)
 
-    def copy(self, shares: Sequence[Share], states: Mapping[int, SectionState]) -> list[Copied]:
-        """Copy the shares' bytes. On a GPU this only queues the copies behind the work that made the values."""
-        self.reserve(needed_bytes(shares))
+    def copy(self, shares: Sequence[Share], states: Mapping[int, SectionState], way: Way) -> tuple[list[Copied], Ready]:
+        """Copy the shares' bytes, and say when they are there; until then nobody may write to the states."""
+        self.reserve(needed_bytes(shares), way)
         copied, start = [], 0
+        pairs: list[tuple[Tensor, Tensor]] = []
         for share in shares:
             end = start + share.size_bytes
             region = self._buffer[start:end]
@@ -112,17 +127,10 @@ class SnapshotBuffer:
                 source = tensors[piece.name].detach().resolve_conj().resolve_neg().reshape(-1)
                 run = source[piece.first : piece.first + piece.count]
                 target = region[piece.offset : piece.offset + piece.size_bytes]
-                target.view(run.dtype).copy_(run, non_blocking=self._pinned)
+                pairs.append((run, target.view(run.dtype)))
             copied.append(Copied(share, region.numpy().data))
             start = end + -end % _ALIGNMENT
-        if self._pinned:
-            self._copied = torch.cuda.current_stream().record_event()
-        return copied
-
-    def wait(self) -> None:
-        """Return once the copies are done; for whoever reads them."""
-        if self._copied is not None:
-            self._copied.synchronize()
+        return copied, way.down(pairs)
 
 
 def needed_bytes(shares: Sequence[Share]) -> int:

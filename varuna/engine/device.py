@@ -110,7 +110,8 @@ class CudaStreams:
 
     def keep(self, value: Tensor, stream: Stream) -> None:
         """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
-        value.record_stream(stream)
+        if value.is_cuda:  # host memory is torch's own care, or was copied at once
+            value.record_stream(stream)
 
     def room(self, size_bytes: int) -> Tensor:
         """Pinned host memory, as bytes."""

@@ -1,4 +1,4 @@
-"""How values pass between the device and host memory: what crosses links, samples, sums of gradients.
+"""How values pass between the device and host memory: what crosses links, samples, sums of gradients, what is saved.
 
 Gloo takes host memory. On a GPU each kind of traffic has a lane of its own, two streams, so that neither way waits for
 the other nor for another kind; on a CPU there is nothing to pass, and nothing is copied that was not before.
@@ -46,6 +46,9 @@ class Lane(Protocol):
         Until the result is done the host memory may be neither read nor written. The values may be freed at once.
         """
 
+    def follow(self, copied: Ready) -> None:
+        """What this thread computes from now on runs behind what ``down`` has returned."""
+
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of host memory, for what this thread computes from now on; they may not be written any more."""
 
@@ -72,6 +75,9 @@ class HostLane:
         for value, target in pairs:
             target.copy_(value)
         return DONE
+
+    def follow(self, copied: Ready) -> None:
+        """It is done."""
 
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The same tensors."""
@@ -108,6 +114,11 @@ class StagedLane:
             streams.copy(self._down, target, value)
             streams.keep(value, self._down)
         return streams.mark(self._down)
+
+    def follow(self, copied: Ready) -> None:
+        """Queue the wait."""
+        if copied is not DONE:
+            self._streams.follow(self._streams.computing(), _event(copied))
 
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Queue the copies, and let the computation follow them; see ``Lane.up``.
@@ -149,6 +160,8 @@ class Lanes(NamedTuple):
     """sums of gradients on their way to other ranks"""
     streams: Streams | None = None
     """None: the training thread itself computes"""
+    saves: Lane = HostLane()
+    """state on its way into a checkpoint"""
 
 
 def lanes_of(device: torch.device) -> Lanes:
@@ -158,4 +171,6 @@ def lanes_of(device: torch.device) -> Lanes:
 
 def lanes_over(streams: Streams | None) -> Lanes:
     """Those over ``streams``."""
-    return Lanes() if streams is None else Lanes(StagedLane(streams), StagedLane(streams), streams)
+    if streams is None:
+        return Lanes()
+    return Lanes(StagedLane(streams), StagedLane(streams), streams, saves=StagedLane(streams))

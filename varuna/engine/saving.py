@@ -15,6 +15,7 @@ from varuna.checkpoint.writer import BackgroundWriter
 from varuna.core.errors import CheckpointError, StoreError
 from varuna.core.messages import Assignment
 from varuna.core.saved import SavedShard
+from varuna.engine.lanes import DONE, Ready
 from varuna.engine.stage import Stage
 from varuna.store.base import Store
 from varuna.store.patience import writer_id
@@ -29,6 +30,7 @@ class _Snapshot(NamedTuple):
     assignment: Assignment
     step: int
     parts: list[Copied]
+    copied: Ready
 
 
 class Saver:
@@ -43,7 +45,6 @@ class Saver:
         every: int | timedelta,
         on_saved: Callable[[SavedShard], None],
         *,
-        device: torch.device | None = None,
         smallest_part_bytes: int = SMALLEST_PART_BYTES,
     ) -> None:
         self._every = every
@@ -53,7 +54,8 @@ class Saver:
         """generation of the newest save, and the steps that it contains"""
         self._smallest_bytes = smallest_part_bytes
         self._snapshot: _Snapshot | None = None
-        self._buffer = SnapshotBuffer(device or torch.device("cpu"))
+        self._copied: Ready = DONE  # of the newest snapshot
+        self._buffer = SnapshotBuffer()
         self._writer = BackgroundWriter(store, on_saved=on_saved, on_error=_warn)
 
     def is_due(self, step: int) -> bool:
@@ -77,11 +79,13 @@ class Saver:
         if self._snapshot is not None:
             forsaken = _forsaken(self._snapshot, set(assignment.members))
             if forsaken:
-                self._writer.submit(self._snapshot.step, forsaken)
+                self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
         self._snapshot, self._asked = None, (-2, 0.0)  # a morph is no step
+        stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: _expected_state(stage, section) for section in stage.shares.held}
         size_bytes = needed_bytes(self._shares(stage, assignment, expected))
-        self._writer.do(lambda: self._buffer.reserve(size_bytes))
+        lane = stage.job.lanes.saves
+        self._writer.do(lambda: self._buffer.reserve(size_bytes, lane))
 
     def save(self, stage: Stage, assignment: Assignment) -> None:
         """Copy the parts that fall to this replica; skipped if the last save is still being written."""
@@ -92,11 +96,12 @@ class Saver:
         self.flush()  # memory for it may still be made ready
         states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
         shares = self._shares(stage, assignment, states)
-        parts = self._buffer.copy(shares, states)
-        self._snapshot = _Snapshot(assignment, stage.next_step, parts)
+        parts, copied = self._buffer.copy(shares, states, stage.job.lanes.saves)
+        self._copied = stage.copied = copied
+        self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
         mine = [copied for copied in parts if copied.share.writer == stage.shares.replica]
         if mine:
-            self._writer.submit(stage.next_step, mine, self._buffer.wait)
+            self._writer.submit(stage.next_step, mine, copied.wait)
 
     def flush(self) -> None:
         """Wait for the last save; says so if it does not end."""

@@ -15,6 +15,7 @@ from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
 from varuna.engine.ferry import HOST, ferry_of
 from varuna.engine.job import Job
+from varuna.engine.lanes import DONE, Ready
 from varuna.engine.lending import Shares
 from varuna.engine.offload import OffloadedOptimizer
 from varuna.engine.optimizer import StageOptimizer
@@ -100,6 +101,8 @@ class Stage:
         """ids of the parameters that this stage counts in what is shared with other stages"""
         self.loss_scale = loss_scale_of(states) if job.dtype is torch.float16 else None
         self.witness = Witness()
+        self.copied: Ready = DONE
+        """until then somebody copies the state: the next update waits for it, nothing else does"""
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
 
     def _home_of(self, tied: TiedParameter) -> Bucket:
@@ -325,6 +328,7 @@ class Stage:
             self._compute.refresh(self.parameters)
 
     def _update(self, scale: float) -> None:
+        self.job.lanes.saves.follow(self.copied)
         scale /= self.gradient_scale
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)

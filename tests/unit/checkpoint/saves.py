@@ -13,6 +13,7 @@ from varuna.checkpoint.writer import write_part
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.engine.lanes import HostLane
 from varuna.store.base import Store
 
 SECTIONS = 5
@@ -84,7 +85,9 @@ def save_parts(
                     generation=generation,
                     smallest_bytes=16,
                 )
-                for copied in SnapshotBuffer(torch.device("cpu")).copy(shares, held):
+                parts, ready = SnapshotBuffer().copy(shares, held, HostLane())
+                ready.wait()
+                for copied in parts:
                     if copied.share.writer == replica:
                         saved.append(write_part(store, step, copied, "0123456789abcdef", beside))
     return saved

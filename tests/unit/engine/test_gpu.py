@@ -19,6 +19,8 @@ from tests.unit.engine.ranks import Setup, Tokens, reference, tiny_gpt2, tiny_ll
 from tests.unit.engine.test_batch_norm import setup as normalised
 from tests.unit.engine.test_ferry import away
 from varuna.calibration.window import Window
+from varuna.checkpoint.shards import SectionState
+from varuna.checkpoint.snapshot import SnapshotBuffer, shares_of
 from varuna.engine.device import streams_of
 from varuna.engine.ferry import StreamFerry, ferry_of
 from varuna.engine.lanes import StagedLane, lanes_of
@@ -128,6 +130,52 @@ def test_state_goes_there_and_back_bit_for_bit_while_the_device_computes() -> No
         if round_number % 5 == 0:
             ferry.settle()
             assert home.eq(float(round_number)).all()
+
+
+def test_a_snapshot_is_of_its_moment_though_the_next_update_is_queued_behind_it() -> None:
+    lane = lanes_of(torch.device(DEVICE)).saves
+    values = {f"parameters/{number}": torch.zeros(1 << 22, device=DEVICE) for number in range(8)}
+    count = torch.zeros(())  # as AdamW's step: in host memory
+    states = {0: SectionState(0, {**values, "optimizer/step": count}, {})}
+    shares = shares_of(list(states.values()), replica=0, holders={0: (0,)}, generation=0)
+    buffer = SnapshotBuffer()
+    for round_number in range(10):
+        parts, copied = buffer.copy(shares, states, lane)
+        for value in values.values():
+            value * 2.0  # a forward, which need not wait
+        lane.follow(copied)
+        for value in (*values.values(), count):
+            value += 1
+        copied.wait()
+        for share, data in parts:
+            for piece in share.pieces:
+                run = torch.frombuffer(
+                    bytearray(data[piece.offset : piece.offset + piece.size_bytes]), dtype=torch.float32
+                )
+                assert run.eq(float(round_number)).all()
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_checkpoints_of_every_step_are_whole(offload: bool, tmp_path: Path) -> None:
+    """What is saved while the next step runs: resuming from any of them gives the same losses."""
+
+    def losses(steps: int, folder: Path, every: int) -> list[float]:
+        trainer = varuna.Trainer(
+            tiny_gpt2,
+            Tokens(),
+            fused,
+            global_batch=8,
+            micro_batch=2,
+            device=DEVICE,
+            checkpoint_dir=folder,
+            checkpoint_every=every,
+            offload_optimizer=offload,
+        )
+        return [step.loss for step in trainer.steps(steps)]
+
+    whole = losses(6, tmp_path / "whole", 100)
+    parts = losses(3, tmp_path / "parts", 1) + losses(6, tmp_path / "parts", 1)
+    assert parts == pytest.approx(whole, rel=CLOSE)
 
 
 def test_sections_are_timed_by_events() -> None:
