@@ -1,6 +1,7 @@
 """Ranks as threads of one process: real groups, links, votes and sessions, without starting processes."""
 
 import atexit
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,14 @@ class SmallLanguage(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class Dropping(SmallLanguage):
+    """The same, which draws in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4))
+
+
 class Tokens:
     """Random tokens of length 16; ``padded`` ignores a number of targets that varies with the index."""
 
@@ -131,7 +140,7 @@ _captured: dict[object, PartitionedModel] = {}
 class Setup:
     """A job, captured once in this process and run in any plan."""
 
-    build: Callable[[], nn.Module] = tiny_gpt2
+    build: Callable[[], nn.Module] = SmallLanguage
     dataset: Any = field(default_factory=Tokens)
     optimizer: Any = adamw
     global_batch: int = 8
@@ -313,13 +322,26 @@ def run_all(works: list[Callable[[], object]], bound_s: float = 60.0) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
+    with _one_core():
+        for thread in threads:
+            thread.start()
     for thread in threads:
         thread.join(bound_s)
         if errors:
             raise errors[0]
         assert not thread.is_alive(), "a rank hangs"
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """What threads start here stays on a core: handing the interpreter from core to core costs as much as the work."""
+    allowed = os.sched_getaffinity(0)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:])
+    os.sched_setaffinity(0, {sorted(allowed)[worker % len(allowed)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, allowed)
 
 
 def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list[tuple[float, float]]:
@@ -340,7 +362,8 @@ def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list
         ]
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
         optimizer.zero_grad()
-        loss = model(**batch).loss
+        output = model(**batch)
+        loss = getattr(output, "loss", output)
         loss.backward()
         limit = float("inf") if setup.clip is None else setup.clip
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import varuna
 from tests.unit.engine.ranks import (
     Setup,
+    SmallLanguage,
     Tokens,
     adamw,
     reference,
@@ -77,21 +78,21 @@ class Disturbed(Setup):
 def test_different_weights_on_one_replica_stop_the_run_before_step_0(tmp_path: Path) -> None:
     saved(tiny_gpt2, tmp_path)
     with pytest.raises(ModelError, match=r"section \d+ \(.*\) begins with other parameters on rank 1 and rank 3"):
-        Disturbed(weights=tmp_path).run(2, 2)
+        Disturbed(build=tiny_gpt2, weights=tmp_path).run(2, 2)
 
 
 def test_different_copies_of_a_tied_parameter_stop_the_run() -> None:
     setup = Disturbed()
-    setup.odd_rank, setup.odd_name = 1, "transformer.wte.weight"
-    with pytest.raises(ModelError, match=r"tied parameter transformer.wte.weight .* rank 0 and rank 1.*per_parameter"):
+    setup.odd_rank, setup.odd_name = 1, "embed.weight"
+    with pytest.raises(ModelError, match=r"tied parameter embed.weight .* rank 0 and rank 1.*per_parameter"):
         setup.run(2, 1)
 
 
 def test_a_model_that_is_not_a_function_of_the_seed_is_caught() -> None:
     def unseeded() -> nn.Module:
-        model = tiny_gpt2()
+        model = SmallLanguage()
         with torch.no_grad():
-            model.get_parameter("transformer.h.0.mlp.c_fc.bias").fill_(int.from_bytes(os.urandom(2), "little"))
+            model.get_parameter("layers.0.bias").fill_(int.from_bytes(os.urandom(2), "little"))
         return model
 
     with pytest.raises(ModelError, match="begins with other parameters on rank 0 and rank 1"):

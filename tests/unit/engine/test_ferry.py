@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, adamw, single_threaded
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, adamw, single_threaded
 from tests.unit.engine.test_lanes import Late, same
 from tests.unit.engine.test_offload import adagrad, momentum, state_of
-from tests.unit.engine.test_stash import Dropping
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
 from varuna.engine.ferry import HOST, StreamFerry

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import varuna
-from tests.unit.engine.ranks import Setup, Tokens, reference, tiny_gpt2, tiny_llama, worst
+from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, tiny_gpt2, tiny_llama, worst
 from tests.unit.engine.test_batch_norm import setup as normalised
 from tests.unit.engine.test_ferry import away
 from varuna.calibration.window import Window
@@ -34,10 +34,6 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 CLOSE = 1e-4
-
-
-def dropping() -> nn.Module:
-    return tiny_gpt2(dropout=0.1)
 
 
 def fused(named: Any) -> torch.optim.Optimizer:
@@ -60,13 +56,13 @@ def test_pipelines_and_replicas_on_one_gpu_equal_one_process(stages: int, replic
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_half_precision_and_state_in_host_memory(offload: bool) -> None:
-    setup = Setup(precision="bf16", device=DEVICE, offload=offload, optimizer=fused)
-    alone = Setup(precision="bf16", device=DEVICE).losses(1, 1)
+    setup = Setup(build=tiny_gpt2, precision="bf16", device=DEVICE, offload=offload, optimizer=fused)
+    alone = Setup(build=tiny_gpt2, precision="bf16", device=DEVICE).losses(1, 1)
     assert worst(setup.losses(2, 1), alone) < 2e-2
 
 
 def test_fused_adamw_is_adamw() -> None:
-    plain, other = Setup(device=DEVICE), Setup(device=DEVICE, optimizer=fused)
+    plain, other = (Setup(build=tiny_gpt2, device=DEVICE, optimizer=each) for each in (adamw, fused))
     assert worst(other.losses(2, 1), plain.losses(2, 1)) < CLOSE
 
 
@@ -179,7 +175,7 @@ def test_checkpoints_of_every_step_are_whole(offload: bool, tmp_path: Path) -> N
 
 
 def test_sections_are_timed_by_events() -> None:
-    setup = Setup(device=DEVICE)
+    setup = Setup(build=tiny_gpt2, device=DEVICE)
     window = Window(setup.job(), 0, len(setup.model.sections), setup.beginning)
     batch: dict[str, Tensor] = setup.source.micro_batch(range(2)).tensors
     window.round(batch, 2)

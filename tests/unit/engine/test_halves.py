@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, dropping, single_threaded, tiny_llama
 from tests.unit.engine.test_lengths import LENGTHS
 from tests.unit.engine.test_lengths import setup as of_lengths
 from varuna.core.plan import Plan
@@ -61,10 +61,6 @@ class Shared(nn.Module):
         return nn.functional.cross_entropy((x @ self.embed.weight.t()).flatten(0, 1), labels.flatten())
 
 
-def dropping() -> nn.Module:
-    return tiny_gpt2(dropout=0.1, layers=2)
-
-
 def whole_stage(setup: Setup) -> Stage:
     sections = len(setup.model.sections)
     plan = Plan(
@@ -108,7 +104,7 @@ def test_both_halves_give_the_bits_of_a_whole_backward(build: Callable[[], nn.Mo
 
 
 def test_both_halves_agree_in_half_precision() -> None:
-    setup = Setup(build=dropping, dataset=Tokens(padded=True), precision="bf16")
+    setup = Setup(build=Dropping, dataset=Tokens(padded=True), precision="bf16")
     stage = whole_stage(setup)
     whole = gradients(setup, stage, split=False)
     assert all(torch.equal(a, b) for a, b in zip(gradients(setup, stage, split=True), whole, strict=True))
@@ -128,7 +124,7 @@ def test_every_declared_length_has_halves_of_its_own() -> None:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_keeping_some_sections_changes_no_bit(split: bool) -> None:
-    setup = Setup(build=dropping, dataset=Tokens(padded=True))
+    setup = Setup(build=Dropping, dataset=Tokens(padded=True))
     stage = whole_stage(setup)
     none = gradients(setup, stage, split=False)
     for keep in (1, 2, len(stage.sections)):

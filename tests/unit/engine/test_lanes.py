@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, single_threaded, tiny_gpt2
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, single_threaded
 from tests.unit.engine.test_batch_norm import setup as normalised
 from varuna.engine.lanes import DONE, Lanes, StagedLane, lanes_of, lanes_over
 from varuna.engine.message import Layout
@@ -37,14 +37,10 @@ def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def dropping() -> nn.Module:
-    return tiny_gpt2(dropout=0.1)
-
-
 @pytest.mark.parametrize(("stages", "replicas", "rounds"), [(1, 1, False), (3, 1, False), (3, 2, False), (1, 2, True)])
 def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) -> None:
     late = Late()
-    setup = Setup(build=dropping, dataset=Tokens(padded=True), global_batch=12, rounds=rounds)
+    setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, rounds=rounds)
     expected, parameters = setup.losses(stages, replicas), setup.parameters()
     setup.lanes = late
     assert setup.losses(stages, replicas) == expected

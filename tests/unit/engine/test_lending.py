@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import varuna
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_llama, worst
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_gpt2, worst
 from tests.unit.engine.test_offload import Build, grouped, halved, momentum, same, warm
 from tests.unit.engine.test_resuming import train
 from varuna.checkpoint.shards import from_bytes, to_bytes
@@ -87,7 +87,7 @@ def test_half_precision_shares_fp32_parameters_too(precision: Precision, offload
 
 
 def test_state_is_held_twice_and_not_by_everybody() -> None:
-    setup = Setup(share=True)
+    setup = Setup(build=tiny_gpt2, share=True)  # sections of like sizes
     setup.losses(1, 4, steps=1)
     stages = stages_of(setup)
     sections = range(stages[0].plan.sections)
@@ -115,7 +115,7 @@ def test_sums_that_cross_as_bf16_are_shared_out_too() -> None:
 
 
 def test_before_step_sees_the_whole_stage_and_may_talk_to_others() -> None:
-    given: dict[str, Any] = {"build": tiny_llama, "before_step": halved}
+    given: dict[str, Any] = {"before_step": halved}
     assert Setup(**given, share=True).losses(2, 3) == Setup(**given).losses(2, 3)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_gpt2, tiny_llama
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_gpt2
 from tests.unit.engine.test_resuming import train
 from varuna.checkpoint.shards import from_bytes, to_bytes
 from varuna.core.errors import UsageError
@@ -95,7 +95,7 @@ def halved(named: NamedParameters) -> None:
 
 
 def test_before_step_sees_the_whole_stage_once() -> None:
-    given: dict[str, Any] = {"build": tiny_llama, "before_step": halved}
+    given: dict[str, Any] = {"before_step": halved}
     assert Setup(**given, offload=True).losses(2, 1) == Setup(**given).losses(2, 1)
 
 

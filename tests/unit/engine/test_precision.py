@@ -43,9 +43,11 @@ def reference(setup: Setup, steps: int, scale: LossScale | None = None) -> tuple
             positions = range(first, first + setup.micro_batch)
             samples = [setup.dataset[sample_index(p, size=len(setup.dataset), seed=setup.seed)] for p in positions]
             batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-            weight = float((batch["labels"][:, 1:] != -100).sum())
             model.zero_grad()
-            loss = model(**batch).loss
+            output = model(**batch)
+            loss = getattr(output, "loss", output)
+            counted = batch["labels"] if output is loss else batch["labels"][:, 1:]  # transformers shifts them
+            weight = float((counted != -100).sum())
             (loss * (weight * (scale.value / setup.unit if scale else 1.0))).backward()
             for total, copy in zip(sums, model.parameters(), strict=True):
                 assert copy.grad is not None

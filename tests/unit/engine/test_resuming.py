@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from tests.unit.engine.ranks import Setup, run_all, single_threaded, tiny_gpt2
+from tests.unit.engine.ranks import Dropping, Setup, run_all, single_threaded
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.engine.saving import Saver
@@ -24,12 +23,8 @@ def decaying(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
 
 
-def dropping() -> nn.Module:
-    return tiny_gpt2(0.1, layers=2)
-
-
 def setup(directory: str | None = None) -> Setup:
-    return Setup(build=dropping, scheduler=decaying, directory=directory)
+    return Setup(build=Dropping, scheduler=decaying, directory=directory)
 
 
 def train(job: Setup, stages: int, replicas: int, steps: int, place: str | None = None) -> Losses:

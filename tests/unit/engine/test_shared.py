@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from tests.unit.engine.ranks import Setup, reference, run_all, single_threaded, tiny_gpt2, worst
+from tests.unit.engine.ranks import Setup, SmallLanguage, reference, run_all, single_threaded, worst
 from tests.unit.partition.hidden import Lamb, SharedLamb, over
 from varuna.core.errors import LinkError, UsageError
 from varuna.core.messages import Apply, Vote
@@ -75,9 +75,9 @@ def test_before_step_shares_what_one_process_sees() -> None:
 
 def test_a_stage_with_nothing_to_train_makes_nobody_wait() -> None:
     def frozen() -> nn.Module:
-        model = tiny_gpt2()
+        model = SmallLanguage()
         for name, parameter in model.named_parameters():
-            parameter.requires_grad_("h.2" in name)
+            parameter.requires_grad_("layers.2" in name)
         return model
 
     setup = Setup(build=frozen, optimizer=over(SharedLamb), clip=None)
@@ -117,7 +117,7 @@ def test_a_late_first_call_is_refused() -> None:
 
 def test_calls_that_differ_between_stages_are_refused() -> None:
     def per_parameter(named: Any) -> None:
-        if "transformer.wpe.weight" in dict(named):
+        if "layers.0.weight" in dict(named):
             varuna.all_reduce_shared(torch.ones(2))
         else:
             varuna.all_reduce_shared(torch.ones(3))

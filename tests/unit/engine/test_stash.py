@@ -8,19 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, SmallLanguage, single_threaded
-from tests.unit.engine.test_precision import frozen_gpt2
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, single_threaded
 from varuna.core.plan import STASH_IN_TRANSIT, Plan
 from varuna.engine.ferry import HOST, PlainFerry
 from varuna.engine.stash import Stash, Waiting
-
-
-class Dropping(SmallLanguage):
-    """Draws in every layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)) for _ in range(4))
 
 
 @pytest.mark.parametrize(("policy", "stay"), [("adaptive", 0), ("adaptive", 1), ("varuna", 0), ("gpipe", 1)])
@@ -38,8 +29,14 @@ def test_losses_and_parameters_are_those_of_a_stash_on_the_device(policy: str, s
     assert all(torch.equal(found[name], value) for name, value in parameters.items())
 
 
+def first_frozen() -> nn.Module:
+    model = SmallLanguage()
+    model.layers[0].requires_grad_(False)
+    return model
+
+
 def test_what_crosses_into_the_first_trained_section_of_a_stage_waits_there_too() -> None:
-    setup = Setup(build=frozen_gpt2, micro_batch=1, policy="adaptive")
+    setup = Setup(build=first_frozen, micro_batch=1, policy="adaptive")
     with single_threaded():
         expected = setup.losses(2, 2, steps=2)
         moved = replace(setup, adjusted=lambda plan: plan.model_copy(update={"stash_on_device": (0, 1)}))
