@@ -1,9 +1,12 @@
 """Arguments of a Trainer: which are seen to be wrong before anything is built, and what they are by default."""
 
+import operator
 import os
+from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
+from torch import nn
 
 from varuna.core.errors import UsageError
 from varuna.core.precision import PRECISIONS, REDUCTIONS
@@ -18,6 +21,8 @@ def check_arguments(
     reduction: str,
 ) -> None:
     """Refuse arguments that can be seen to be wrong before anything is built."""
+    _check_whole(global_batch=global_batch, micro_batch=micro_batch, cut_points=cut_points)
+    _check_number(clip_grad_norm=clip_grad_norm)
     if global_batch < 1:
         raise UsageError(f"global_batch={global_batch}: it is the number of examples per step, at least 1")
     if micro_batch is not None and not 1 <= micro_batch <= global_batch:
@@ -32,6 +37,48 @@ def check_arguments(
         raise UsageError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}")
+
+
+def check_builders(**builders: object) -> None:
+    """Refuse what cannot be called where a function is asked for; a built module can be called, but builds nothing."""
+    for name, found in builders.items():
+        if found is not None and (isinstance(found, nn.Module) or not callable(found)):
+            raise UsageError(f"{name}= must be {_BUILDERS[name]}: every worker calls it. It is {_described(found)}.")
+
+
+_BUILDERS: Mapping[str, str] = {
+    "model": "a function that builds the module, such as lambda: MyModel(config) or the class itself",
+    "optimizer": "a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)",
+    "lr_scheduler": "a function, such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
+}
+
+
+def check_steps(n: int, *, started: bool) -> None:
+    """Refuse a length that is none, and a second loop."""
+    _check_whole(n=n)
+    if n < 0:
+        raise UsageError(f"trainer.steps({n}): it takes the whole length of the run, at least 0")
+    if started:
+        raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
+
+
+def _check_whole(**numbers: object) -> None:
+    """Numbers that a script may have read from its command line: text and fractions are no counts."""
+    for name, found in numbers.items():
+        try:
+            operator.index(0 if found is None else found)  # type: ignore[arg-type]
+        except TypeError:
+            raise UsageError(f"{name}={found!r} must be a whole number, but is {_described(found)}") from None
+
+
+def _check_number(**numbers: object) -> None:
+    for name, found in numbers.items():
+        if isinstance(found, str) or not hasattr(0.0 if found is None else found, "__float__"):
+            raise UsageError(f"{name}={found!r} must be a number, but is {_described(found)}")
+
+
+def _described(found: object) -> str:
+    return f"a {type(found).__name__}"
 
 
 def check_normalisation(micro_batch: int | None, *, batch_dependent: bool) -> None:
@@ -80,6 +127,10 @@ def check_checkpoint_arguments(
     upload_bytes_per_s: float | None,
 ) -> None:
     """Refuse arguments about checkpoints that can be seen to be wrong."""
+    if not isinstance(checkpoint_every, timedelta):
+        _check_whole(checkpoint_every=checkpoint_every)
+    _check_whole(keep_last=keep_last, keep_every=keep_every)
+    _check_number(upload_bytes_per_s=upload_bytes_per_s)
     if checkpoint_every is not None and checkpoint_dir is None:
         raise UsageError("checkpoint_every= needs checkpoint_dir=, the folder to save to")
     every = checkpoint_every.total_seconds() if isinstance(checkpoint_every, timedelta) else checkpoint_every
@@ -99,7 +150,10 @@ def choose_device(wished: str | torch.device | None) -> torch.device:
     Raises:
         UsageError: a GPU is wished, and torch sees none.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if wished is None else torch.device(wished)
+    try:
+        device = torch.device(wished or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except (RuntimeError, TypeError):
+        raise UsageError(f"device={wished!r} is no device of torch's: leave it out, or give 'cuda' or 'cpu'") from None
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()

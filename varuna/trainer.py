@@ -136,6 +136,7 @@ class Trainer:
             DataError: the dataset cannot be read by index.
         """
         watch_exceptions()
+        given.check_builders(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)
         given.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction)
         given.check_state(offload_optimizer, shard_optimizer, precision, sees_gradients=before_step is not None)
         given.check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)
@@ -171,8 +172,7 @@ class Trainer:
             FleetError: the manager refused this worker or ended the run.
             LinkError: a peer is gone and nobody replaces it (torchrun).
         """
-        if n < 0 or self._session is not None:
-            raise UsageError("trainer.steps(n) takes the whole length of the run, n >= 0, and can be called once")
+        given.check_steps(n, started=self._session is not None)
         offer(self, n)
         membership = manager() or solo_from_environment()
         session = self._start(n, membership)

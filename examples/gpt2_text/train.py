@@ -3,7 +3,7 @@
 python train.py                             one process
 torchrun --nproc-per-node 4 train.py        a fixed number of processes
 varuna run --workers 4 train.py             elastic on this machine: workers may die and come back
-varuna manager ... varuna agent             elastic on a cluster (later)
+varuna agent JOIN -- train.py               elastic on a cluster, on each machine (docs/cluster.md)
 """
 
 from argparse import ArgumentParser

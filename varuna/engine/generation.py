@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from varuna.checkpoint.shards import SectionState
+from varuna.core.errors import ModelError
 from varuna.core.messages import Assignment
 from varuna.core.plan import Plan
 from varuna.data.samples import SampleSource
@@ -22,6 +23,7 @@ from varuna.engine.reduce import Reducer
 from varuna.engine.runtime import Runtime
 from varuna.engine.stage import Stage
 from varuna.observe.bus import span
+from varuna.partition.capture import user_frame
 
 
 class Setting(NamedTuple):
@@ -110,7 +112,7 @@ def form(
             ended=lambda: inbox.ended,
             held=held,
             model=setting.job.model,
-            initial=lambda names: setting.initial(names, assignment.rank == 0),
+            initial=lambda names: _first_values(setting, names, checks=assignment.rank == 0),
             buffers=setting.job.buffers,
             shares=shares,
             lends=setting.job.share,
@@ -129,6 +131,23 @@ def form(
                 groups.abandon()
             raise
     return formed
+
+
+def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
+    """The user's code builds the model here, and runs it on the first samples.
+
+    Raises:
+        ModelError: it raised what would pass for a broken link.
+    """
+    try:
+        return setting.initial(names, checks)
+    except RuntimeError as error:
+        place = f" at {where}" if (where := user_frame(error)) else ""
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"the model could not be built, or not be run on the first samples{place}: {type(error).__name__}: "
+            f"{first_line}. Try the same in plain PyTorch, in training mode, on a collated batch of dataset samples."
+        ) from error
 
 
 def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:

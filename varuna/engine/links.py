@@ -6,6 +6,7 @@ them. Messages of a link have a fixed order, so receives are posted ahead.
 """
 
 import queue
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
@@ -164,4 +165,6 @@ class Courier:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    """Without the place in gloo's sources, and what it guesses: both hide who was not reached."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?|\. This is typically caused by.*", "", line)[:300]

@@ -6,6 +6,7 @@ undisturbed run has, and nothing of it needs to be stored.
 """
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -150,6 +151,12 @@ def _built(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Opt
         raise UsageError(
             f"optimizer= must return a torch optimizer, it returned {type(optimizer).__name__}. Write "
             "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model again. "
+            "Varuna runs it once per step: choose an optimizer that works with the gradients alone, such as AdamW."
         )
     given = {id(parameter) for _, parameter in named}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in given]

@@ -45,6 +45,11 @@ _ONE_NUMBER = (
     "forward() works for one number of samples only, since it makes a Python number of it: len(x) and int(x.shape[0]) "
     "do, x.shape[0] does not."
 )
+_BUILDING = (
+    "Varuna calls model= first in a mode in which tensors have shapes but no data, then for real, on the CPU. It must "
+    "build the same module each time, and leave the device to Varuna: no .cuda(), no .to(device). Does model() work in "
+    "plain PyTorch?"
+)
 _ANY_OTHER = (
     "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data. Try "
     "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there: "
@@ -117,11 +122,22 @@ class LossModule(nn.Module):
         output = self.model(**{key: self._cast(batch[key]) for key in keys})
         loss = self.loss(output, batch) if self.loss is not None else loss_of(output)
         sums = dict(self.metrics(output, batch)) if self.metrics is not None else {}
+        for name, value in sums.items():
+            _check_sum(name, value)
         return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
 
     def _cast(self, value: Tensor) -> Tensor:
         is_cast = self.dtype is not torch.float32 and value.is_floating_point()
         return value.to(self.dtype) if is_cast else value
+
+
+def _check_sum(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or tuple(map(str, value.shape)) not in ((), ("1",)):  # symbols stay unasked
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ModelError(
+            f"metrics= must return a dict of scalar tensors, sums over the batch, but {name!r} is {found}. Add it up, "
+            "such as with (predicted == labels).sum()."
+        )
 
 
 def accepted_keys(model: nn.Module) -> frozenset[str] | None:
@@ -183,7 +199,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(_explain("cannot be built without allocating it", error)) from error
+        raise ModelError(_explain("cannot be built without allocating it", error, _BUILDING)) from error
     _check_keys(model, batch)
     module = LossModule(model, recipe)
     rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
@@ -301,13 +317,13 @@ def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str]) -> Any:
     )
 
 
-def _explain(what: str, error: Exception) -> str:
+def _explain(what: str, error: Exception, remedy: str = "") -> str:
     where = user_frame(error)
     place = f" at {where}" if where else ""
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
         return f"the model {what}: {_ONE_NUMBER} {_WAYS_OUT}"
-    remedy = _DATA_DEPENDENT if type(error).__module__.startswith("torch") else _ANY_OTHER
+    remedy = remedy or (_DATA_DEPENDENT if type(error).__module__.startswith("torch") else _ANY_OTHER)
     return f"the model {what}{place}: {type(error).__name__}: {first_line}\n{remedy}"
 
 

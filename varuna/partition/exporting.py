@@ -6,6 +6,7 @@ do. Such branches are kept as conditions (``conditions.py``), which every batch 
 """
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -93,7 +94,9 @@ def _silent() -> Iterator[None]:
     logger.setLevel(logging.CRITICAL)
     _trace.print = lambda *_, **__: None  # a name of that module only, in front of the built-in one
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s)The tensor attributes? .*_flat_weights")  # every LSTM's own list
+            yield
     finally:
         del _trace.print
         logger.setLevel(level)

@@ -22,6 +22,11 @@ PART_BYTES = 8 * 2**20
 """Parts of a multipart upload. 10,000 of them are S3's most, so one shard may have 78 GiB."""
 PARTS_AT_ONCE = 4
 _BEHIND_THE_END = "416 Range Not Satisfiable"
+_METADATA = "169.254.169.254"
+_NO_CREDENTIALS = (
+    "Its environment has no credentials for it, so this machine's metadata service was asked. Set them (for S3 "
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or give the machine a role"
+)
 _MISCONFIGURED = "builder error"  # the client's words for a request that cannot be made at all
 
 QUICK: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
@@ -157,7 +162,8 @@ class ObjectStore:
             if _MISCONFIGURED in str(error):
                 hint = "An endpoint without TLS needs AWS_ALLOW_HTTP=true or AZURE_ALLOW_HTTP=true."
                 raise StoreError(f"{what}: {_first_line(error)}. {hint}") from error
-            raise StoreUnavailable(f"{what}: {_first_line(error)}") from error
+            hint = f". {_NO_CREDENTIALS}" if _METADATA in str(error) else ""
+            raise StoreUnavailable(f"{what}: {_first_line(error)}{hint}") from error
 
 
 def connect(url: str, pace: Pace | None) -> ObjectStore:

@@ -108,7 +108,9 @@ def test_a_courier_whose_collective_fails_ends_the_generation_and_stops() -> Non
     ran = threading.Event()
 
     def fail() -> None:
-        raise RuntimeError("Connection closed by peer [127.0.0.1]\nand a stack that nobody wants")
+        place = "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] "
+        guess = ". This is typically caused by a remote worker crashing. Check the logs."
+        raise RuntimeError(f"{place}Connection closed by peer [127.0.0.1]{guess}\nand a stack that nobody wants")
 
     courier.submit("one", fail)
     courier.submit("two", ran.set)

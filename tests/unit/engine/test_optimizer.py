@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
+from torch.optim import LBFGS, SGD, Adam, AdamW, Optimizer, lr_scheduler
 
 from varuna.checkpoint.shards import SectionState, from_bytes, to_bytes
 from varuna.core.errors import UsageError
@@ -173,6 +173,11 @@ def test_something_else_than_an_optimizer_is_refused_with_the_line_to_write(wron
     factory: Any = lambda named: wrong  # noqa: E731
     with pytest.raises(UsageError, match=rf"it returned {type(wrong).__name__}\. Write optimizer=lambda named: torch"):
         StageOptimizer(factory, None, fresh(), {}, 0)
+
+
+def test_an_optimizer_that_runs_the_model_itself_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"LBFGS, whose step\(\) calls a closure"):
+        StageOptimizer(lambda n: LBFGS([p for _, p in n]), None, fresh(), {}, 0)
 
 
 def test_a_stage_without_trainable_parameters_calls_no_factory() -> None:

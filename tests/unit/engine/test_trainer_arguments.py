@@ -44,6 +44,14 @@ BAD = [
     ({"checkpoint_every": 0, "checkpoint_dir": "x"}, r"checkpoint_every=0 must be above 0"),
     ({"checkpoint_every": timedelta(0), "checkpoint_dir": "x"}, r"checkpoint_every=0:00:00 must be above 0"),
     ({"checkpoint_every": timedelta(seconds=-1), "checkpoint_dir": "x"}, r"must be above 0"),
+    ({"global_batch": "8"}, r"global_batch='8' must be a whole number, but is a str"),
+    ({"global_batch": 8.0}, r"global_batch=8\.0 must be a whole number, but is a float"),
+    ({"clip_grad_norm": "1"}, r"clip_grad_norm='1' must be a number, but is a str"),
+    ({"checkpoint_every": "10", "checkpoint_dir": "x"}, r"checkpoint_every='10' must be a whole number"),
+    ({"device": "tpu"}, r"device='tpu' is no device of torch's"),
+    ({"model": torch.nn.Linear(2, 2)}, r"model= must be a function that builds the module, .*It is a Linear\."),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"optimizer= must be a function, such as lambda named:.*a SGD"),
+    ({"lr_scheduler": "cosine"}, r"lr_scheduler= must be a function, such as lambda optimizer:.*a str"),
     ({"compile": "fast"}, r"compile='fast': torch has no such backend.*aot_eager"),
 ]
 
@@ -83,9 +91,30 @@ def test_an_empty_dataset_is_refused() -> None:
         trainer(dataset=[])
 
 
-def test_a_negative_length_of_the_run_is_refused() -> None:
-    with pytest.raises(UsageError, match="n >= 0"):
-        next(trainer().steps(-1))
+@pytest.mark.parametrize(
+    ("n", "said"), [(-1, r"steps\(-1\).*at least 0"), (4.5, r"n=4\.5 must be a whole number"), ("4", r"n='4'")]
+)
+def test_a_length_of_the_run_that_is_none_is_refused(n: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        next(trainer().steps(n))
+
+
+def test_a_model_that_fails_on_its_first_samples_is_no_broken_link() -> None:
+    def half() -> torch.nn.Module:
+        return Halved().half()
+
+    class Halved(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.line(x).sum()  # capture lets this pass: tensors without data are of any dtype
+            return out
+
+    samples = [{"x": torch.ones(2)} for _ in range(4)]
+    with pytest.raises(ModelError, match=rf"first samples at {__file__}:\d+: RuntimeError: mat1 and mat2 must have"):
+        next(trainer(model=half, dataset=samples).steps(1))
 
 
 def test_export_before_the_loop_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What capture accepts, keeps and refuses."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,6 +104,36 @@ def test_a_loss_function_reads_what_the_model_does_not() -> None:
 def test_a_model_that_returns_no_loss_is_refused_with_the_remedy() -> None:
     with pytest.raises(ModelError, match=r"loss=fn\(output, batch\)"):
         partition(Recipe(Regression), batch_of(Points()))
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(lambda out: out.loss.reshape(1, 1), r"a tensor of shape \(1, 1\)"), (lambda _: 3, "a int")]
+)
+def test_a_metric_that_is_no_sum_is_named(value: Callable[[Any], Any], found: str) -> None:
+    with pytest.raises(ModelError, match=rf"metrics= must return .* but 'odd' is {found}\. Add it up"):
+        partition(Recipe(tiny_gpt2, metrics=lambda out, _: {"odd": value(out)}), batch_of(Tokens()))
+
+
+def test_a_model_that_cannot_be_built_hears_how_it_is_built() -> None:
+    def missing() -> nn.Module:
+        raise FileNotFoundError("weights.bin")
+
+    with pytest.raises(ModelError, match=r"FileNotFoundError: weights\.bin\nVaruna calls model= .*no \.cuda\(\)"):
+        partition(Recipe(missing), batch_of(Tokens()))
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_lstm_is_captured_without_a_warning_about_its_own_list() -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.lstm = nn.Embedding(64, 8), nn.LSTM(8, 8, batch_first=True)
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = (self.lstm(self.embed(input_ids))[0].mean((1, 2)) - labels[:, 0]).square().mean()
+            return loss
+
+    assert partition(Recipe(Recurrent), batch_of(Tokens())).sections
 
 
 def test_missing_inputs_are_named() -> None:
