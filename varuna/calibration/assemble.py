@@ -49,6 +49,8 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
     network = _network(measured)
     if network is None:
         notes.append("the network is assumed to be 10 Gb/s Ethernet: it takes two workers to measure one")
+    elif measured[0].device_bytes is not None:
+        notes.append("messages and all-reduces include the copies from and to the GPU")
     action_s = _action_s(measured)
     if action_s is None:
         notes.append("the cost of an action is assumed: the whole model does not fit the workers that measured")

@@ -1,4 +1,7 @@
-"""Messages between neighbours and all-reduces, through the engine's own links and groups."""
+"""Messages between neighbours and all-reduces, through the engine's own links, groups and lanes.
+
+On a GPU they begin and end in its memory, so their times are those of a link with the copies at both of its ends.
+"""
 
 import time
 from collections.abc import Sequence
@@ -8,7 +11,7 @@ import torch
 
 from varuna.calibration.measured import RingSamples, Sized
 from varuna.engine.inbox import Inbox
-from varuna.engine.lanes import DONE
+from varuna.engine.lanes import Lane, Lanes
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.message import Packed
 from varuna.engine.transport import Group
@@ -20,6 +23,7 @@ _BUDGET_S = 1.5
 _LEAST_ROUNDS = 6
 _WAIT_S = 60.0
 _TAG = 77
+_TIME_BYTES = 8
 
 
 class Peers:
@@ -44,14 +48,15 @@ class Peers:
         self._group.all_reduce(table)
         return float(table.max())
 
-    def messages(self, sizes: Sequence[int]) -> tuple[Sized, ...]:
+    def messages(self, sizes: Sequence[int], lanes: Lanes) -> tuple[Sized, ...]:
         """One-way times of messages from a neighbour, while as many go the other way.
 
         Even ranks pair with the next; a last one without partner only waits. Each message carries when it was sent by
         its sender's clock; the clocks differ by half of what the fastest messages of both directions differ by.
 
         Args:
-            sizes: in bytes, at least 8; the smallest tells the clocks' difference.
+            sizes: in bytes, over 8; the smallest tells the clocks' difference.
+            lanes: of this worker's device.
         """
         if self._group is None:
             return ()
@@ -59,7 +64,7 @@ class Peers:
         peer = self.rank ^ 1
         raw: list[Sized] = []
         if peer < self.size:
-            raw = self._swap_all(self._group, peer, sizes)
+            raw = self._swap_all(self._group, peer, sizes, lanes)
         else:
             for _ in sizes:
                 self.agree(0.0)
@@ -71,25 +76,25 @@ class Peers:
         offset_s = float(fastest[self.rank] - fastest[peer]) / 2
         return tuple(Sized(size, max(0.0, seconds - offset_s)) for size, seconds in raw)
 
-    def _swap_all(self, group: Group, peer: int, sizes: Sequence[int]) -> list[Sized]:
+    def _swap_all(self, group: Group, peer: int, sizes: Sequence[int], lanes: Lanes) -> list[Sized]:
         """Swap messages of every size with ``peer``; seconds from the sender's clock to ours."""
         samples: list[Sized] = []
         for number, size in enumerate(sizes):
             tag = _TAG + 2 * number
             begin_s = time.monotonic()
-            _swap_many(group, peer, tag, size, _WARM_ROUNDS)
+            _swap_many(group, peer, tag, size, _WARM_ROUNDS, lanes)
             rounds = _rounds(self.agree((time.monotonic() - begin_s) / _WARM_ROUNDS))
-            samples += [Sized(size, seconds) for seconds in _swap_many(group, peer, tag + 1, size, rounds)]
+            samples += [Sized(size, seconds) for seconds in _swap_many(group, peer, tag + 1, size, rounds, lanes)]
         return samples
 
-    def rings(self, sizes: Sequence[int]) -> tuple[RingSamples, ...]:
-        """All-reduce over D = 2 and all workers, with one ring and with as many as there is room for."""
+    def rings(self, sizes: Sequence[int], lane: Lane) -> tuple[RingSamples, ...]:
+        """All-reduce over D = 2 and all workers, with one ring and with as many as there is room for; by ``lane``."""
         if self._group is None:
             return ()
         shapes = {(ranks, k) for ranks in {2, self.size} for k in {1, self.size // ranks}}
-        return tuple(self._ring(ranks, in_flight, sizes) for ranks, in_flight in sorted(shapes))
+        return tuple(self._ring(ranks, in_flight, sizes, lane) for ranks, in_flight in sorted(shapes))
 
-    def _ring(self, ranks: int, in_flight: int, sizes: Sequence[int]) -> RingSamples:
+    def _ring(self, ranks: int, in_flight: int, sizes: Sequence[int], lane: Lane) -> RingSamples:
         number, place = divmod(self.rank, ranks)
         takes_part = number < in_flight
         group = None
@@ -98,14 +103,14 @@ class Peers:
             group = Group(self._store, name, place, ranks, self._host)
         samples = []
         for size in sizes:
-            values = torch.zeros(max(1, size // 4))
+            values = lane.up({"sums": torch.zeros(max(1, size // 4))})["sums"]
             taken_s = 0.0
             for _ in range(_WARM_ROUNDS):
                 self.meet()
-                taken_s = _reduce(group, values)
+                taken_s = _reduce(group, values, lane)
             for _ in range(_rounds(self.agree(taken_s))):
                 self.meet()
-                taken_s = _reduce(group, values)
+                taken_s = _reduce(group, values, lane)
                 if group is not None:
                     samples.append(Sized(values.numel() * 4, taken_s))
         return RingSamples(in_flight=in_flight, ranks=ranks, samples=tuple(samples))
@@ -116,24 +121,33 @@ def _rounds(seconds: float) -> int:
     return max(_LEAST_ROUNDS, min(_ROUNDS, int(_BUDGET_S / max(seconds, 1e-6))))
 
 
-def _swap_many(group: Group, peer: int, tag: int, size_bytes: int, rounds: int) -> list[float]:
-    """Swap messages with ``peer``, one at a time; seconds that each of the peer's took, by both clocks."""
-    inbox = Inbox(_WAIT_S)
+def _swap_many(group: Group, peer: int, tag: int, size_bytes: int, rounds: int, lanes: Lanes) -> list[float]:
+    """Swap messages with ``peer``, one at a time; seconds that each of the peer's took, by both clocks.
+
+    The time at which it was sent is written by the host, as digests of samples are. The rest begins and ends on the
+    device, if it has a memory of its own; to pack it on a CPU is part of the action that sends it, not of the link.
+    """
+    inbox, lane = Inbox(_WAIT_S), lanes.links
+    body = lane.up({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
     sender = Sender(group, peer, tag, inbox, f"with rank {peer}")
-    Receiver(group, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)])
+    Receiver(group, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], lane)
     taken_s = []
     for number in range(rounds):
-        buffer = torch.zeros(size_bytes, dtype=torch.uint8)
-        buffer[:8].view(torch.float64)[0] = time.monotonic()
-        sender.send(Packed(buffer, DONE))
+        buffer = lane.room(size_bytes).zero_()
+        pairs = [(body, buffer[_TIME_BYTES:])] if lanes.streams is not None else []
+        buffer[:_TIME_BYTES].view(torch.float64)[0] = time.monotonic()
+        sender.send(Packed(buffer, lane.down(pairs)))
         received: torch.Tensor = inbox.take(number, lambda: "a message of the calibration")
-        taken_s.append(time.monotonic() - float(received[:8].view(torch.float64)[0]))
+        lane.up({"body": received[_TIME_BYTES:]})
+        lane.point().wait()
+        taken_s.append(time.monotonic() - float(received[:_TIME_BYTES].view(torch.float64)[0]))
     sender.close()
     return taken_s
 
 
-def _reduce(group: Group | None, values: torch.Tensor) -> float:
+def _reduce(group: Group | None, values: torch.Tensor, lane: Lane) -> float:
     begin_s = time.perf_counter()
     if group is not None:
-        group.all_reduce(values)
+        with lane.at_host(values, lane.point()) as summed:
+            group.all_reduce(summed)
     return time.perf_counter() - begin_s

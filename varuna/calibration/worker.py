@@ -71,8 +71,8 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     ]
     sections = [sample for each in computed for sample in each.sections]
     peers.meet()
-    messages = peers.messages(_message_bytes(facts, sections))
-    rings = peers.rings(_gradient_bytes(facts))
+    messages = peers.messages(_message_bytes(facts, sections), job.lanes)
+    rings = peers.rings(_gradient_bytes(facts), job.lanes.sums)
     pilots: list[PilotSamples] = []
     if whole:
 

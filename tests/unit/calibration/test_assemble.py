@@ -118,10 +118,15 @@ def test_reading_samples_costs_what_forwards_of_one_stage_take_beyond_its_backwa
 
 def test_a_ring_is_read_as_rounds_of_latency_and_rate() -> None:
     ring = RingSamples(ranks=4, in_flight=1, samples=tuple(Sized(size, 0.6 + size * 0.003) for size in (0, 1000, 4000)))
-    calibration = assemble([measured(rings=(ring,), messages=(Sized(64, 0.1), Sized(1064, 1.1)))], name="tiny")
+    crossed = measured(rings=(ring,), messages=(Sized(64, 0.1), Sized(1064, 1.1)))
+    calibration = assemble([crossed], name="tiny")
     [found] = calibration.across_vms.rings
     assert found.latency_s == pytest.approx(0.1)
     assert found.bytes_per_s == pytest.approx(500), "six rounds of a quarter of the bytes in 3 ms per byte"
+    on_gpu = assemble([crossed.model_copy(update={"device_bytes": 16})], name="tiny")
+    assert set(on_gpu.notes) - set(calibration.notes) == {
+        "messages and all-reduces include the copies from and to the GPU"
+    }
 
 
 def test_jitter_is_what_messages_take_beyond_the_fastest() -> None:

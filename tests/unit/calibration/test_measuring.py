@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 
+from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded, tiny_gpt2
 from varuna.calibration.compute import measure_window
 from varuna.calibration.kinds import section_kinds
@@ -12,6 +13,7 @@ from varuna.calibration.measured import RingSamples, Sized
 from varuna.calibration.network import Peers
 from varuna.calibration.standin import StandIns
 from varuna.core.errors import NoPlanError
+from varuna.engine.lanes import HostLane, Lanes, lanes_over
 from varuna.engine.transport import local_store
 
 
@@ -75,8 +77,8 @@ def test_messages_and_rings_are_measured_between_real_ranks() -> None:
     def measure(rank: int) -> None:
         peers = Peers(store, rank, 3, "127.0.0.1")
         assert peers.agree(float(rank)) == 2.0
-        messages[rank] = peers.messages((64, 4096))
-        rings[rank] = peers.rings((64, 4096))
+        messages[rank] = peers.messages((64, 4096), Lanes())
+        rings[rank] = peers.rings((64, 4096), HostLane())
 
     run_all([partial(measure, rank) for rank in range(3)])
     assert {size for size, _ in messages[0]} == {64, 4096}
@@ -84,3 +86,21 @@ def test_messages_and_rings_are_measured_between_real_ranks() -> None:
     assert [(ring.ranks, ring.in_flight) for ring in rings[0]] == [(2, 1), (3, 1)]
     assert [bool(ring.samples) for ring in rings[2]] == [False, True]
     assert all(seconds > 0 for ring in rings[1] for _, seconds in ring.samples)
+
+
+def test_messages_and_rings_of_a_device_are_over_when_both_copies_are() -> None:
+    store, devices = local_store(), [LateStreams(), LateStreams()]
+
+    def measure(rank: int) -> None:
+        streams = devices[rank]
+        streams.compute = LateStream()  # or whatever the computation follows would be waited for at once
+        lanes, peers = lanes_over(streams), Peers(store, rank, 2, "127.0.0.1")
+        messages = len(peers.messages((64, 4096), lanes))
+        crossed = streams.copies
+        assert streams.left == 0
+        rings = sum(len(ring.samples) for ring in peers.rings((64, 4096), lanes.sums))
+        assert crossed >= 2 * messages > 0
+        assert streams.copies - crossed >= 2 * rings > 0
+        assert streams.left == 0
+
+    run_all([partial(measure, rank) for rank in range(2)])

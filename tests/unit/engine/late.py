@@ -76,10 +76,17 @@ class LateStreams:
     def __init__(self) -> None:
         self.copies = 0
         self.unkept: set[int] = set()  # ids of fetched values whose user has not said so
+        self.made: list[LateStream] = []
         self.compute: LateStream | None = None  # a test's own, where it is the computation that is late
 
     def stream(self) -> LateStream:
-        return LateStream()
+        self.made.append(LateStream())
+        return self.made[-1]
+
+    @property
+    def left(self) -> int:
+        """Copies that nobody has waited for."""
+        return sum(isinstance(work, _Copy) for stream in self.made for work in stream.queue)
 
     def computing(self) -> LateStream | None:
         return self.compute

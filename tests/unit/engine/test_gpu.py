@@ -7,6 +7,7 @@ compared within a tolerance here; on the CPU the same comparisons are exact.
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 
 import varuna
-from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, tiny_gpt2, tiny_llama, worst
+from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, run_all, tiny_gpt2, tiny_llama, worst
 from tests.unit.engine.test_batch_norm import setup as normalised
 from tests.unit.engine.test_ferry import away
+from varuna.calibration.network import Peers
 from varuna.calibration.window import Window
 from varuna.checkpoint.shards import SectionState
 from varuna.checkpoint.snapshot import SnapshotBuffer, shares_of
@@ -25,6 +27,7 @@ from varuna.engine.device import streams_of
 from varuna.engine.ferry import StreamFerry, ferry_of
 from varuna.engine.lanes import StagedLane, lanes_of
 from varuna.engine.message import Layout
+from varuna.engine.transport import local_store
 from varuna.partition.split import Crossing
 
 DEVICE = "cuda:0"
@@ -172,6 +175,19 @@ def test_checkpoints_of_every_step_are_whole(offload: bool, tmp_path: Path) -> N
     whole = losses(6, tmp_path / "whole", 100)
     parts = losses(3, tmp_path / "parts", 1) + losses(6, tmp_path / "parts", 1)
     assert parts == pytest.approx(whole, rel=CLOSE)
+
+
+def test_messages_and_sums_are_calibrated_from_one_device_memory_to_the_other() -> None:
+    store, sizes, found = local_store(), (64, 1 << 20), dict[int, tuple[Any, Any]]()
+
+    def measure(rank: int) -> None:
+        peers, lanes = Peers(store, rank, 2, "127.0.0.1"), lanes_of(torch.device(DEVICE))
+        found[rank] = peers.messages(sizes, lanes), peers.rings(sizes, lanes.sums)
+
+    run_all([partial(measure, rank) for rank in range(2)], bound_s=120)
+    for messages, [ring] in found.values():
+        assert {size for size, _ in messages} == set(sizes)
+        assert all(seconds > 0 for _, seconds in ring.samples)
 
 
 def test_sections_are_timed_by_events() -> None:
