@@ -1,5 +1,7 @@
 """The sweep: every depth P that the workers allow, every m worth trying, ranked (paper §"Parametrized Simulation")."""
 
+from dataclasses import dataclass
+
 from pydantic import Field
 
 from varuna.core.errors import UsageError
@@ -8,6 +10,7 @@ from varuna.core.value import Value
 from varuna.planner.build import Builder, Misfit
 from varuna.planner.estimate import Depth, Guesser
 from varuna.planner.micro_batch import candidate_sizes
+from varuna.planner.predict import Prediction, Simulated
 from varuna.planner.profile import profile
 from varuna.planner.request import PlanRequest
 from varuna.planner.search import search
@@ -34,10 +37,14 @@ class Outpaced(Value):
     at_least_s: float
 
 
-class Ranking(Value):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
     """What the sweep found."""
 
-    plans: tuple[Plan, ...] = Field(description="simulated, best first")
+    plans: tuple[Plan, ...]
+    """Simulated, best first."""
+    predictions: tuple[Prediction, ...]
+    """Of these plans."""
     outpaced: tuple[Outpaced, ...]
     rejected: tuple[Rejection, ...]
 
@@ -52,7 +59,7 @@ def rank_plans(request: PlanRequest) -> Ranking:
         raise UsageError(f"there is no schedule policy {request.policy!r}. Choose one of {', '.join(POLICIES)}.")
     depths, rejected = _depths(request)
     if not depths:
-        return Ranking(plans=(), outpaced=(), rejected=rejected)
+        return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
     for sizes in candidate_sizes(request):
         ranking = _sweep(request, depths, sizes)
         if ranking.plans:
@@ -74,13 +81,14 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...]) -> Ranki
             elif m == sizes[0]:  # the closest miss
                 misfits.append(builder.misfit(guesser.guesses(stages)[0].shape))
     found = search(request, builders, guessers, possible)
-    shown = min(request.wanted, len(found.plans))
-    plans = [*(with_best_split(builders[plan.micro_batch], plan) for plan in found.plans[:shown]), *found.plans[shown:]]
-    fitting = {plan.stages for plan in plans} | {built.shape.stages for built in found.bounded}
+    shown, rest = found.best[: request.wanted], found.best[request.wanted :]
+    ranked = _best_first(request, [*map(with_best_split, shown), *rest])
+    fitting = {best.plan.stages for best in ranked} | {built.shape.stages for built in found.bounded}
     shallow = _shallow(builders, guessers, found.guessed, min(fitting, default=0))
     unseen = {depth.stages for depth in found.guessed} - {misfit.shape.stages for misfit in shallow}
     return Ranking(
-        plans=_best_first(request, plans),
+        plans=tuple(best.plan for best in ranked),
+        predictions=tuple(best.prediction for best in ranked),
         outpaced=tuple(Outpaced(**built.shape._asdict(), at_least_s=built.bound_s) for built in found.bounded),
         rejected=_rejections([*misfits, *found.misfits, *shallow], fitting | unseen),
     )
@@ -138,6 +146,6 @@ def _rejections(misfits: list[Misfit], possible: set[int]) -> tuple[Rejection, .
     )
 
 
-def _best_first(request: PlanRequest, plans: list[Plan]) -> tuple[Plan, ...]:
+def _best_first(request: PlanRequest, found: list[Simulated]) -> list[Simulated]:
     """By score; of equal plans the one with fewer stages, which loses less per failure."""
-    return tuple(sorted(plans, key=lambda plan: (request.score(plan.workers, plan.step_s), plan.stages)))
+    return sorted(found, key=lambda best: (request.score(best.plan.workers, best.step_s), best.plan.stages))

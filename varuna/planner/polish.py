@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder, Built
-from varuna.planner.predict import predict
+from varuna.planner.predict import Simulated, simulated
 from varuna.planner.splitting import with_best_split
 
 _FACTORS = (1, 2, 3, 4)  # of in-flight depths; the last one where messages take longer than stages
@@ -24,55 +24,57 @@ _Move = tuple[tuple[int, ...], int]
 class Walk(NamedTuple):
     """Where a walk ended."""
 
-    plan: Plan
+    best: Simulated
     forwards: int
     """Simulated on the way."""
 
 
-def polished(builder: Builder, built: Built, plan: Plan) -> Walk:
+def polished(builder: Builder, built: Built, given: Simulated) -> Walk:
     """The best plan that a short walk finds.
 
     Args:
         builder: of the plan's micro-batch size.
         built: what the plan was simulated from.
-        plan: with its simulated ``step_s``.
+        given: the plan.
     """
-    best = first = with_best_split(builder, plan)
-    forwards = 4 * plan.stages * len(plan.micro_batches_of(0))  # for the drain split
-    splits = (first.split_last, len(plan.micro_batches_of(0))) if plan.split_last else (0,)
+    best = with_best_split(given)
+    first, longest = best.plan, len(given.plan.micro_batches_of(0))
+    forwards = 4 * first.stages * longest  # for the drain split
+    splits = (first.split_last, longest) if given.plan.split_last else (0,)
     for split in dict.fromkeys(splits):  # which neighbours are better depends on it
         start = first.model_copy(update={"split_last": split})
         walker = _Walker(builder, built, start)
         while walker.step():
             pass
         forwards += walker.forwards
-        if walker.plan is not start:
-            best = min(best, with_best_split(builder, walker.plan), key=attrgetter("step_s"))
+        if walker.found is not None:
+            best = min(best, with_best_split(walker.found), key=attrgetter("step_s"))
     return Walk(best, forwards)
 
 
 class _Walker:
     def __init__(self, builder: Builder, here: Built, plan: Plan) -> None:
-        self.plan = plan
-        """Here, with the ``step_s`` that is to be beaten."""
+        self.found: Simulated | None = None
+        """Here, unless it is the start."""
+        self._plan = plan  # here, with the step_s that is to be beaten
         self.forwards = 0
         self._builder, self._here = builder, here
         self._tried = {(here.starts, here.factor)}
 
     def step(self) -> bool:
         """Go to the first neighbour that is better, if there is one within reach."""
-        for move in _moves(self._here, sections=self.plan.sections, deepens=self._builder.may_keep):
+        for move in _moves(self._here, sections=self._plan.sections, deepens=self._builder.may_keep):
             near = None if move in self._tried else self._builder.moved(self._here, *move)
             self._tried.add(move)
-            if near is None or near.bound_s >= self.plan.step_s:
+            if near is None or near.bound_s >= self._plan.step_s:
                 continue
             if self.forwards > _FORWARDS:
                 return False
-            plan = self._builder.plan(near).model_copy(update={"split_last": self.plan.split_last})
+            plan = self._builder.plan(near).model_copy(update={"split_last": self._plan.split_last})
             self.forwards += plan.stages * len(plan.micro_batches_of(0))
-            plan = plan.model_copy(update={"step_s": predict(near.costs, plan).step_s})
-            if plan.step_s < self.plan.step_s:
-                self._here, self.plan = near, plan
+            tried = simulated(near.costs, plan)
+            if tried.step_s < self._plan.step_s:
+                self._here, self._plan, self.found = near, tried.plan, tried
                 return True
         return False
 

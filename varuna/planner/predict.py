@@ -78,6 +78,24 @@ class Breakdown:
         return (self.transfer_s + self.idle_s) / span_s if span_s else 0.0
 
 
+class Simulated(NamedTuple):
+    """A plan, and the step that its ``step_s`` is of."""
+
+    plan: Plan
+    prediction: Prediction
+
+    @property
+    def step_s(self) -> float:
+        """Seconds."""
+        return self.plan.step_s
+
+
+def simulated(costs: PipelineCosts, plan: Plan) -> Simulated:
+    """The plan with its predicted ``step_s``."""
+    prediction = predict(costs, plan)
+    return Simulated(plan.model_copy(update={"step_s": prediction.step_s}), prediction)
+
+
 def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
     """Simulate a step of the replica with the most micro-batches.
 

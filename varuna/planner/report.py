@@ -6,9 +6,8 @@ from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
-from varuna.planner.costs import pipeline_costs
 from varuna.planner.plans import Outpaced, Ranking, Rejection
-from varuna.planner.predict import Breakdown, predict
+from varuna.planner.predict import Breakdown
 from varuna.planner.profile import profile
 from varuna.planner.request import PlanRequest
 
@@ -77,7 +76,7 @@ class RankingReport(Value):
 
 
 def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | None) -> RankingReport:
-    """Predict the first ``request.wanted`` plans once more, for what their steps are spent on.
+    """The first ``request.wanted`` plans, and what their steps are spent on.
 
     Args:
         request: what was asked for.
@@ -85,7 +84,7 @@ def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | No
         price_per_hour: of a GPU, in dollars.
     """
     shown = ranking.plans[: request.wanted]
-    breakdowns = [_breakdown(request, plan) for plan in shown]
+    breakdowns = [prediction.breakdown for prediction in ranking.predictions[: request.wanted]]
     plans = [
         _plan_report(request, plan, parts, shown[0], breakdowns[0], price_per_hour)
         for plan, parts in zip(shown, breakdowns, strict=True)
@@ -118,11 +117,6 @@ def _outpaced(request: PlanRequest, ranking: Ranking) -> tuple[Outpaced, ...]:
         if entry.stages not in known:
             best.setdefault(entry.stages, entry)
     return tuple(best.values())
-
-
-def _breakdown(request: PlanRequest, plan: Plan) -> Breakdown:
-    costs = pipeline_costs(profile(request.calibration, plan.micro_batch), plan, gpus_per_vm=request.vm_size)
-    return predict(costs, plan).breakdown
 
 
 def _plan_report(

@@ -10,7 +10,7 @@ from varuna.core.plan import Plan
 from varuna.planner.build import Builder, Built, Misfit
 from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
-from varuna.planner.predict import predict
+from varuna.planner.predict import Simulated, simulated
 from varuna.planner.request import PlanRequest
 
 _OPTIMISM = 0.97  # guesses may be a little above what the shape becomes
@@ -27,8 +27,8 @@ _ANOMALY = 0.99  # other depths of a shape must promise this much to be simulate
 class Found:
     """What the search came to."""
 
-    plans: tuple[Plan, ...]
-    """Simulated, best first, one for each depth."""
+    best: tuple[Simulated, ...]
+    """Plans, best first, one for each depth."""
     bounded: tuple[Built, ...]
     """Their bounds cannot win; one for each shape."""
     guessed: frozenset[Depth]
@@ -76,7 +76,7 @@ class _Search:
             for depth in depths
         ]
         heapify(self._queue)
-        self._best: dict[Shape, Plan] = {}  # simulated, by shape
+        self._best: dict[Shape, Simulated] = {}  # by shape
         self._origins: dict[Shape, Built] = {}  # of those plans
         self._misfits: list[Misfit] = []
         self._spent = 0  # forwards simulated
@@ -102,7 +102,7 @@ class _Search:
                     self._push(other.shape, other.promise_s, other)
             elif isinstance(entry, Built):
                 self._simulate(entry, score)
-            elif self._best[_shape(entry)] is entry:
+            elif self._best[_shape(entry)].plan is entry:
                 ranked.add(entry.stages)
                 best_score = min(best_score, score)
         self._polish()
@@ -110,23 +110,23 @@ class _Search:
 
     def _polish(self) -> None:
         """Walk on from the short plans that are near the best, the best first."""
-        scores = {shape: self._score(plan.workers, plan.step_s) for shape, plan in self._best.items()}
+        scores = {shape: self._plan_score(best.plan) for shape, best in self._best.items()}
         near, left = _NEAR * min(scores.values(), default=0.0), _WALKED
         for shape, score in sorted(scores.items(), key=itemgetter(1)):
             built = self._origins[shape]
             if score <= near and built.is_short and left > 0:
                 walk = polished(self._builders[shape.micro_batch], built, self._best[shape])
-                self._best[shape] = walk.plan
+                self._best[shape] = walk.best
                 left -= walk.forwards
 
     def _found(self) -> Found:
-        plans: dict[int, Plan] = {}
-        for plan in sorted(self._best.values(), key=lambda plan: self._score(plan.workers, plan.step_s)):
-            plans.setdefault(plan.stages, plan)
+        plans: dict[int, Simulated] = {}
+        for best in sorted(self._best.values(), key=lambda best: self._plan_score(best.plan)):
+            plans.setdefault(best.plan.stages, best)
         queued = (entry for _, _, entry in sorted(self._queue, key=lambda item: item[:2]))
         rest = [entry for entry in queued if _depth(entry) not in plans]
         return Found(
-            plans=tuple(plans.values()),
+            best=tuple(plans.values()),
             bounded=tuple(self._unseen(entry for entry in rest if isinstance(entry, Built))),
             guessed=frozenset(
                 Depth(entry.shape.stages, entry.shape.micro_batch) if isinstance(entry, Guess) else entry
@@ -150,15 +150,15 @@ class _Search:
     def _simulate(self, built: Built, score: float) -> None:
         known = self._best.get(built.shape)
         slack = 1.0 if built.is_short else _ANOMALY
-        if known is not None and score > slack * self._score(known.workers, known.step_s):
+        if known is not None and score > slack * self._plan_score(known.plan):
             return
         plan = self._builders[built.shape.micro_batch].plan(built)
         self._spent += plan.stages * min(len(plan.micro_batches_of(0)), 4 * plan.stages)
-        plan = plan.model_copy(update={"step_s": predict(built.costs, plan).step_s})
-        if known is None or plan.step_s < known.step_s:
-            self._best[built.shape] = plan
+        tried = simulated(built.costs, plan)
+        if known is None or tried.step_s < known.step_s:
+            self._best[built.shape] = tried
             self._origins[built.shape] = built
-            self._push(built.shape, plan.step_s, plan)
+            self._push(built.shape, tried.step_s, tried.plan)
 
     def _unseen(self, entries: Iterator[Built]) -> Iterator[Built]:
         """One for each shape that has no plan."""
@@ -170,6 +170,9 @@ class _Search:
 
     def _push(self, shape: Shape, step_s: float, entry: _Entry) -> None:
         heappush(self._queue, (self._score(shape.stages * shape.replicas, step_s), next(self._order), entry))
+
+    def _plan_score(self, plan: Plan) -> float:
+        return self._score(plan.workers, plan.step_s)
 
     def _score(self, workers: int, step_s: float) -> float:
         return self._request.score(workers, step_s)
