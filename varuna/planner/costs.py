@@ -45,6 +45,21 @@ def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: 
     return Around(known.action_s, moved_s, moved_s + (known.samples_s if reads else 0.0))
 
 
+_Rings = tuple[float, ...]
+"""Seconds of an all-reduce, by size of what is reduced; () where there is one replica."""
+
+_Span = tuple[int, int, Size]
+"""Sections of a stage, and what it does with its memory."""
+
+
+class _Setting(NamedTuple):
+    """All else that a stage's costs depend on."""
+
+    rings_s: _Rings
+    is_one_of_many: bool
+    splits: bool
+
+
 class Pricer:
     """Costs of many plans of one profile: what they share is looked up once."""
 
@@ -55,6 +70,9 @@ class Pricer:
         self._input, self._weight = profile.input_s.before, profile.weight_s.before
         self._activations = profile.activation_bytes.before
         self._links: dict[tuple[int, bool], LinkCosts] = {}
+        self._reduced = sorted(set(profile.reduced_bytes.values))
+        self._stages: dict[_Setting, dict[_Span, StageCosts]] = {}
+        self._rings: dict[_Rings, list[float]] = {}
 
     def costs(
         self, starts: Sequence[int], sizes: Sequence[Size], *, replicas: int, micro_batches: int, splits: bool
@@ -70,23 +88,22 @@ class Pricer:
         """
         profile, stages = self._profile, len(starts)
         ends = (*starts[1:], profile.sections)
-        rings_s = self._rings_s(stages, replicas) if replicas > 1 else []
+        setting = _Setting(self._rings_s(stages, replicas), stages > 1, splits)
+        known = self._stages.setdefault(setting, {})
         crossed = crossings(stages, replicas, self._gpus_per_vm)
         return PipelineCosts(
             stages=tuple(
-                self._stage(start, stop, size, stages > 1, rings_s, splits)
-                for start, stop, size in zip(starts, ends, sizes, strict=True)
+                known.get(span) or known.setdefault(span, self._stage(*span, setting))
+                for span in zip(starts, ends, sizes, strict=True)
             ),
             links=tuple(self._link(start - 1, crosses) for start, crosses in zip(starts[1:], crossed, strict=True)),
             tied=self._tied(starts, replicas),
             optimizer_s=self._optimizer_s(starts, ends, replicas) + self._vote_s(stages, replicas, micro_batches),
         )
 
-    def _stage(
-        self, start: int, stop: int, size: Size, is_one_of_many: bool, rings_s: Sequence[float], splits: bool
-    ) -> StageCosts:
+    def _stage(self, start: int, stop: int, size: Size, setting: _Setting) -> StageCosts:
         profile = self._profile
-        around = around_sections(profile, start, stop, is_one_of_many=is_one_of_many)
+        around = around_sections(profile, start, stop, is_one_of_many=setting.is_one_of_many)
         forward, record, activations = self._forward, self._record, self._activations
         first_kept = stop - size.kept
         forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + around.forward_s
@@ -102,30 +119,37 @@ class Pricer:
             input_s=self._input[stop] - self._input[start] + around.moved_s,
             weight_s=self._weight[stop] - self._weight[start] + around.plain_s,
             record_s=record[stop] - record[start] + around.forward_s,
-            allreduce_s=self._exposed_reduce_s(start, stop, rings_s, splits) if rings_s else 0.0,
+            allreduce_s=self._exposed_reduce_s(start, stop, setting) if setting.rings_s else 0.0,
             keeps_all=first_kept == start,
             stash_bytes=int(activations[stop] - activations[first_kept])
             + (profile.boundary_bytes[start - 1] if start else 0),
             live_bytes=int(activations[first_kept] - activations[start]),
         )
 
-    def _exposed_reduce_s(self, start: int, stop: int, rings_s: Sequence[float], splits: bool) -> float:
+    def _exposed_reduce_s(self, start: int, stop: int, setting: _Setting) -> float:
         """From the end of the stage's last backward to the end of its last all-reduce.
 
         Sections are reduced one after another, the last one first, each as soon as its last backward is through.
         """
-        backward = (self._profile.weight_s if splits else self._profile.backward_s).values
+        backward = (self._profile.weight_s if setting.splits else self._profile.backward_s).values
+        rings_s = self._of_sections(setting.rings_s)
         done_s = reduced_s = 0.0
         for section in range(stop - 1, start - 1, -1):
             done_s += backward[section]
             reduced_s = (done_s if done_s > reduced_s else reduced_s) + rings_s[section]
         return reduced_s - done_s
 
-    def _rings_s(self, stages: int, replicas: int) -> list[float]:
-        """All-reduce of each section."""
-        sizes = self._profile.reduced_bytes.values
-        by_size = {size: self._reduce_s(size, stages, replicas, members=replicas) for size in set(sizes)}
-        return [by_size[size] for size in sizes]
+    def _rings_s(self, stages: int, replicas: int) -> _Rings:
+        if replicas == 1:
+            return ()
+        return tuple(self._reduce_s(size, stages, replicas, members=replicas) for size in self._reduced)
+
+    def _of_sections(self, rings_s: _Rings) -> list[float]:
+        known = self._rings.get(rings_s)
+        if known is None:
+            by_size = dict(zip(self._reduced, rings_s, strict=True))
+            known = self._rings[rings_s] = [by_size[size] for size in self._profile.reduced_bytes.values]
+        return known
 
     def _vote_s(self, stages: int, replicas: int, micro_batches: int) -> float:
         """The all-reduce over all ranks that ends a step: norms by section, loss and weight by micro-batch."""

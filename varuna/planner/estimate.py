@@ -6,7 +6,7 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
-from varuna.planner.network import crossings, link_of, reduce_s
+from varuna.planner.network import link_of, reduce_s
 from varuna.planner.profile import Profile
 from varuna.planner.request import PlanRequest
 
@@ -71,7 +71,11 @@ class Guesser:
         backward_s = (profile.input_s if may_keep else profile.backward_s).before[-1]
         self._way_s_all = profile.forward_s.before[-1] + backward_s
         all_bytes = sum(profile.boundary_bytes) + sum(profile.gradient_boundary_bytes)
-        self._mean_bytes = all_bytes / max(1, profile.sections - 1)
+        mean_bytes = all_bytes / max(1, profile.sections - 1)
+        links = [link_of(profile.calibration, crosses=crosses) for crosses in (True, False)]
+        self._hops_s = [
+            2 * (link.latency_s + link.jitter.mean_s) + mean_bytes / link.bytes_per_s for link in links
+        ]  # there and back, across VMs and within one
         heavy = _heavy(profile.work_s.values)
         self._work, self._recompute = (
             _Windows([sums.values[i] for i in heavy]) for sums in (profile.work_s, profile.recompute_s)
@@ -197,12 +201,9 @@ class Guesser:
         """The first micro-batch's way in, and the last one's way out."""
         if stages == 1:
             return 0.0
-        outer = sum(crossings(stages, 1, self.request.vm_size))
-        seconds = self._way_s_all * (stages - 1) / stages
-        for crosses, count in ((True, outer), (False, stages - 1 - outer)):
-            link = link_of(self.profile.calibration, crosses=crosses)
-            seconds += count * (2 * (link.latency_s + link.jitter.mean_s) + self._mean_bytes / link.bytes_per_s)
-        return seconds
+        outer = (stages - 1) // self.request.vm_size
+        across_s, within_s = self._hops_s
+        return self._way_s_all * (stages - 1) / stages + outer * across_s + (stages - 1 - outer) * within_s
 
 
 def _heavy(figures: Sequence[float]) -> list[int]:

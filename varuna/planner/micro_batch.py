@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from varuna.core.calibration import Calibration
 from varuna.core.errors import UsageError
-from varuna.planner.profile import profile
+from varuna.planner.profile import compute_s
 from varuna.planner.request import PlanRequest
 
 _MICRO_BATCHES = 32  # wished per step: fills pipelines of up to about 8 stages, and feeds 32 replicas
@@ -65,10 +65,7 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
 
 def _where_it_stops_improving(calibration: Calibration, sizes: list[int]) -> int:
     """Index of the lowest m from which no larger one is much better per example."""
-    per_example = []
-    for m in sizes:
-        at = profile(calibration, m)
-        per_example.append((at.forward_s.before[-1] + at.backward_s.before[-1] + 3 * calibration.action_s) / m)
+    per_example = [(compute_s(calibration, m) + 3 * calibration.action_s) / m for m in sizes]
     best = 0
     for i, seconds in enumerate(per_example):
         if seconds < per_example[best] * _BETTER:

@@ -57,6 +57,8 @@ class Spans:
         posted_behind = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
         self._rear = [cut + posted for cut, posted in zip(profile.cut_bytes, posted_behind, strict=True)]
         self._replicas = replicas if profile.calibration.optimizer.shared_out else 1
+        self._has_host_bytes = bool(profile.host_bytes.before[-1])
+        self._has_updates = bool(profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1)
         self._shared: dict[tuple[int, int], Shared] = {}
         self._rooms: dict[tuple[int, int, bool, bool], Room] = {}
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
@@ -102,6 +104,8 @@ class Spans:
 
     def update(self, start: int, stop: int, copies: bool) -> float:
         """What the optimizer needs, what is streamed and a tentative step's copies; or what is gathered behind it."""
+        if not copies and not self._has_updates:
+            return 0.0
         profile, span, shared = self.profile, range(start, stop), self.shared(start, stop)
         needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
         if self._streamed_bytes:
@@ -116,10 +120,10 @@ class Spans:
 
     def host_bytes(self, start: int, stop: int, copies: bool) -> int:
         """Offloaded state, and the copy that a tentative step makes of it."""
+        if not self._has_host_bytes:
+            return 0
         profile, span = self.profile, range(start, stop)
         held = profile.host_bytes.over(span)
-        if not held:
-            return 0
         shared = self.shared(start, stop)
         copied = profile.host_copy_bytes.over(span) - shared.lent_state - shared.lent_parameters if copies else 0
         return int(held - shared.lent_state + copied)
