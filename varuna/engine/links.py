@@ -67,7 +67,7 @@ class Sender:
         while (message := self._unready.get()) is not None and not self._inbox.ended:
             try:
                 buffer = message.whole()
-            except RuntimeError as error:
+            except Exception as error:  # noqa: BLE001 - see _broke
                 self._broke(error)
                 break
             self._start(buffer)
@@ -81,11 +81,11 @@ class Sender:
                 size_bytes = work.wait().nbytes
                 self.sent.append((size_bytes, time.monotonic() - begin_s))
                 del work, item
-        except RuntimeError as error:
+        except Exception as error:  # noqa: BLE001 - see _broke
             self._broke(error)
 
-    def _broke(self, error: RuntimeError) -> None:
-        self._inbox.abort(LinkError(f"the link {self._name} broke while sending: {_first_line(error)}"))
+    def _broke(self, error: Exception) -> None:
+        self._inbox.abort(_failure(error, f"the link {self._name} broke while sending"))
 
 
 class Receiver:
@@ -128,8 +128,8 @@ class Receiver:
                     return
                 key, work = posted.popleft()
                 self._inbox.put(key, work.wait())
-        except RuntimeError as error:
-            self._inbox.abort(LinkError(f"the link {self._name} broke while receiving: {_first_line(error)}"))
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would hang the stage
+            self._inbox.abort(_failure(error, f"the link {self._name} broke while receiving"))
 
 
 class Courier:
@@ -157,11 +157,20 @@ class Courier:
             try:
                 result = work()
             except RuntimeError as error:
-                self._inbox.abort(LinkError(f"{self._name} failed: {_first_line(error)}"))
+                self._inbox.abort(_failure(error, f"{self._name} failed"))
                 return
-            except Exception as error:  # noqa: BLE001 - such as a damaged shard: whoever takes the result gets it
+            except BaseException as error:  # noqa: BLE001 - a damaged shard, a SystemExit: who takes the result gets it
                 result = error
             self._inbox.put(key, result)
+
+
+def _failure(error: Exception, what: str) -> Exception:
+    """What the training thread raises: of a link only if the transport said so, which says ``RuntimeError``."""
+    if not isinstance(error, RuntimeError):
+        return error
+    broken = LinkError(f"{what}: {_first_line(error)}")
+    broken.__cause__ = error
+    return broken
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Links over real groups: order is kept, and whatever breaks ends the inbox with a name."""
 
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -131,6 +132,24 @@ def test_an_error_that_is_no_links_reaches_whoever_takes_the_result() -> None:
     with pytest.raises(CheckpointError, match="section 3 is damaged"):
         inbox.take("formed", nothing)
     assert inbox.take("next", nothing) == 5
+
+
+def test_a_courier_hands_on_an_exit_that_its_thread_would_swallow() -> None:
+    inbox = Inbox(bound_s=10)
+    Courier(inbox, "forming generation 0").submit("formed", lambda: sys.exit("no weights here"))
+    with pytest.raises(SystemExit, match="no weights here"):
+        inbox.take("formed", nothing)
+
+
+def test_a_receiver_that_cannot_tell_what_comes_says_why() -> None:
+    inbox = Inbox(bound_s=10)
+
+    def unknown() -> Iterator[tuple[str, int]]:
+        yield from {}[5]
+
+    Receiver(connected(2)[0], 1, 1, inbox, "of rank 0 with rank 1 (stage 1)", unknown())
+    with pytest.raises(KeyError, match="5"):
+        inbox.take("never", nothing)
 
 
 def test_a_courier_drops_its_work_when_the_generation_is_over() -> None:
