@@ -75,10 +75,11 @@ class Standing:
 
     def asked(self, flag: Flag) -> bool:
         """Whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
-        is_asked = self._asked.get(flag) == self.generation
-        if flag == "checkpoint":
-            self._asked.pop(flag, None)
-        return is_asked
+        with self._lock:
+            is_asked = self._asked.get(flag) == self.generation
+            if is_asked and flag == "checkpoint":
+                del self._asked[flag]
+            return is_asked
 
     # -- votes -----------------------------------------------------------------------------------------------
 
@@ -133,7 +134,8 @@ class Standing:
 
     def on_flag(self, generation: int, flag: Flag) -> None:
         """The manager wants all to do the same behind one step."""
-        self._asked[flag] = generation
+        with self._lock:
+            self._asked[flag] = generation
 
     def give_up(self, generation: int) -> None:
         """The training thread has stopped: report, unless that is done."""
