@@ -171,14 +171,17 @@ class _Pipeline:
         lane = stage.job.lanes.links
         batch: MicroBatch | None = None
         if self._loader is not None:
-            batch = self._inbox.take(self._key("samples", micro_batch), lambda: f"the samples of {micro_batch}")
+            batch = self._inbox.take(
+                self._key("samples", micro_batch), lambda: f"the samples of micro-batch {micro_batch} of an evaluation"
+            )
             self._loader.taken()
         variant = self._variants.of(work.number, micro_batch)
         graph = work.model.graphs[variant]
         flowing: dict[str, Tensor] = {}
         if stage.index > 0:
             buffer = self._inbox.take(
-                self._key("activation", micro_batch), lambda: f"activation {micro_batch} of an evaluation"
+                self._key("activation", micro_batch),
+                lambda: f"the activation of micro-batch {micro_batch} of an evaluation",
             )
             layout = self._layout(micro_batch, stage.sections.start)
             flowing, digests = layout.unpack(buffer, lane), layout.digests_of(buffer)

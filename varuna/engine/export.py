@@ -39,7 +39,7 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
     states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
     if any(rank in (t.source_rank, t.target_rank) for t in transfers):
         # Not the generation's inbox: ranks that have nothing to export may be gone, and their links broken.
-        inbox = Inbox(_BOUND_S)
+        inbox = Inbox(_BOUND_S, who=f"rank {rank}")
         courier = Courier(inbox, "export")
         courier.submit("exported", lambda: exchange(generation.groups.world, transfers, rank, states))
         try:

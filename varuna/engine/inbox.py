@@ -22,7 +22,9 @@ class GenerationEnded(Exception):
 class Inbox:
     """Arrivals of one generation, by key; thread-safe."""
 
-    def __init__(self, bound_s: float = WAIT_BOUND_S) -> None:
+    def __init__(self, bound_s: float = WAIT_BOUND_S, *, who: str = "this rank") -> None:
+        self.who = who
+        """waits here, for errors: the log that has them may be another rank's"""
         self._changed = threading.Condition()
         self._arrived: dict[Hashable, Any] = {}
         self._failure: BaseException | None = None
@@ -60,6 +62,10 @@ class Inbox:
         """Whether ``key`` has arrived."""
         return key in self._arrived
 
+    def failed(self, key: Hashable) -> bool:
+        """Whether an exception has arrived in place of ``key``."""
+        return isinstance(self._arrived.get(key), BaseException)
+
     def take(self, key: Hashable, waiting_for: Callable[[], str]) -> Any:
         """Wait for ``key`` and remove it; an exception in its place is raised.
 
@@ -89,7 +95,7 @@ class Inbox:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise LinkError(
-                        f"waited {self._bound_s:.0f} s for {waiting_for()}, and nothing came. The peer may be frozen "
-                        "or cut off; look at its log, then start the same command again to resume."
+                        f"{self.who} waited {self._bound_s:.0f} s for {waiting_for()}, and nothing came. The peer may "
+                        "be frozen or cut off; look at its log, then start the same command again to resume."
                     )
                 self._changed.wait(left_s)

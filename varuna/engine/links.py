@@ -157,7 +157,7 @@ class Courier:
             try:
                 result = work()
             except RuntimeError as error:
-                self._inbox.abort(_failure(error, f"{self._name} failed"))
+                self._inbox.abort(_failure(error, f"{self._name} failed on {self._inbox.who}"))
                 return
             except BaseException as error:  # noqa: BLE001 - a damaged shard, a SystemExit: who takes the result gets it
                 result = error

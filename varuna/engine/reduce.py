@@ -66,10 +66,12 @@ class Reducer:
         """Wait until every section is reduced and tied gradients are summed."""
         self._courier.submit(("tied", step), self._sum_tied)
         for section in reversed(self._stage.sections):
-            self._inbox.take(("reduced", step, section), lambda section=section: f"the all-reduce of section {section}")  # type: ignore[misc]
+            what = f"of section {section} (step {step})"
+            self._inbox.take(("reduced", step, section), lambda what=what: f"the all-reduce {what}")  # type: ignore[misc]
             if self._stage.statistics.has(section):
-                self._inbox.take(("statistics", step, section), lambda: "the other replicas' batch statistics")
-        self._inbox.take(("tied", step), lambda: "the gradients of tied parameters from other stages")
+                statistics = f"the other replicas' batch statistics {what}"
+                self._inbox.take(("statistics", step, section), lambda what=statistics: what)  # type: ignore[misc]
+        self._inbox.take(("tied", step), lambda: f"the gradients of tied parameters from other stages (step {step})")
 
     def exchange(self, step: int) -> StageExchange:
         """Lets the user's code combine values over the stages while ``step`` is applied tentatively."""

@@ -173,7 +173,7 @@ class Session:
 
     def _form(self, assignment: Assignment) -> Generation | None:
         """Groups, state, stage; None for a spare."""
-        standing, inbox = self.standing, Inbox()
+        standing, inbox = self.standing, Inbox(who=_who(assignment))
         standing.enter(assignment.generation, inbox)
         self._what = f"forms generation {assignment.generation}"
         formed = form(self._setting, assignment, inbox, standing.states(), self._shares)
@@ -288,3 +288,8 @@ class Session:
         self._told_times = times
         forward_s, backward_s = times.per_micro_batch_s()
         return beat.model_copy(update={"forward_s": forward_s, "backward_s": backward_s})
+
+
+def _who(assignment: Assignment) -> str:
+    rank, plan = assignment.rank, assignment.plan
+    return f"rank {rank} (a spare)" if assignment.is_spare else f"rank {rank} (stage {plan.place_of(rank).stage})"

@@ -44,8 +44,8 @@ class Waiting:
 
 
 def test_a_wait_ends_at_its_bound_and_names_what_it_waited_for() -> None:
-    with pytest.raises(LinkError, match=r"waited 0 s for the gradient of 2B7 \(step 3\), and nothing came.*resume"):
-        Inbox(bound_s=0.02).take("gradient", lambda: "the gradient of 2B7 (step 3)")
+    with pytest.raises(LinkError, match=r"rank 4 waited 0 s for the gradient of 2B7 \(step 3\), and nothing.*resume"):
+        Inbox(bound_s=0.02, who="rank 4").take("gradient", lambda: "the gradient of 2B7 (step 3)")
 
 
 def test_the_text_of_a_wait_is_made_only_when_it_is_needed() -> None:
