@@ -250,6 +250,8 @@ class Runtime:
         return self._inputs_in, self._gradients_in
 
     def _has_input(self, step: int, micro_batch: int) -> bool:
+        if self._inbox.failed(("batch", step, micro_batch)):
+            return True  # F raises it: the activation may never come, for want of a length that the samples tell
         activation_here = self._stage.index == 0 or self._inbox.has(("activation", step, micro_batch))
         return activation_here and (self._loader is None or self._inbox.has(("batch", step, micro_batch)))
 

@@ -10,6 +10,7 @@ from tests.unit.engine.ranks import Setup, Tokens, single_threaded, tiny_llama
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.data import sample_index
 from varuna.data.samples import SampleSource
+from varuna.engine.session import Session
 from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.lengths import check_lengths, partition_lengths, variant_of
@@ -89,6 +90,25 @@ def test_micro_batches_of_all_lengths_train_as_in_one_process_at_any_depth() -> 
     assert [loss for loss, _ in curves[0]] == pytest.approx(expected, rel=1e-5)
     assert curves[1] == curves[3] == curves[0]
     assert [loss for loss, _ in curves[2]] == pytest.approx(expected, rel=1e-5)
+
+
+class Unreadable(Sentences):
+    """On a machine whose disk is gone."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        raise OSError("the disk is gone")
+
+
+class OneUnreadable(Setup):
+    def session(self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0) -> Session:
+        self.dataset = Unreadable() if rank == 1 else Sentences()
+        return super().session(membership, store, steps, saver, rank)
+
+
+def test_samples_that_cannot_be_read_stop_a_stage_that_waits_for_an_activation_of_their_length() -> None:
+    fields = {"build": Positions, "dataset": Sentences(), "collate": padded, "lengths": LENGTHS}
+    with pytest.raises(OSError, match="the disk is gone"):
+        OneUnreadable(global_batch=6, micro_batch=1, **fields).run(2, 1)  # type: ignore[arg-type]
 
 
 def test_the_schedules_with_split_backwards_run_too() -> None:
