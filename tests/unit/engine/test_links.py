@@ -147,7 +147,7 @@ def test_a_receiver_that_cannot_tell_what_comes_says_why() -> None:
     inbox = Inbox(bound_s=10)
 
     def unknown() -> Iterator[tuple[str, int]]:
-        yield ("message", 0), SIZES[len(SIZES)]
+        yield "message", SIZES[len(SIZES)]
 
     Receiver(connected(2)[0], 1, 1, inbox, "of rank 0 with rank 1 (stage 1)", unknown())
     with pytest.raises(IndexError):
