@@ -1,5 +1,6 @@
 import os
 import tempfile
+from collections.abc import Iterator
 from uuid import uuid4
 
 import pytest
@@ -12,7 +13,17 @@ settings.register_profile("ci", settings.get_profile("here"), derandomize=True, 
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_temporary_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests, and the processes that they start, leave in the temporary folder goes with pytest's."""
+    folder = str(tmp_path_factory.mktemp("temporary"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @pytest.fixture(autouse=True)
-def _own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_cache(monkeypatch: pytest.MonkeyPatch, _own_temporary_folder: None) -> None:
     """No test plans from what another, or the user's own runs, have measured; nothing is made unless it is used."""
-    monkeypatch.setenv("XDG_CACHE_HOME", os.path.join(tempfile.gettempdir(), f"varuna-tests-{uuid4().hex[:12]}"))
+    monkeypatch.setenv("XDG_CACHE_HOME", os.path.join(tempfile.gettempdir(), f"cache-{uuid4().hex[:12]}"))

@@ -86,28 +86,29 @@ def misbehave(plan: str, folder: Path, patient: bool, seen: list[varuna.Step]) -
     """``plan``: entries ``name:phase:step:stage[:signal]``, in order; whoever gets there does the next one, once.
 
     A patient one waits until what the entry before has done is mended: a newer generation with two holders of each
-    section. ``seen`` ends with this worker's newest step.
+    section, or the one that forms to that end. ``seen`` ends with this worker's newest step. The file ``done-N`` has
+    the generation of that step, then the span's index.
     """
     entries = [entry.split(":") for entry in plan.split(",") if entry]
 
-    def is_mended(generation: int) -> bool:
-        return not patient or bool(seen and seen[-1].generation > generation and seen[-1].plan.replicas > 1)
+    def is_mended(generation: int, forms: bool) -> bool:
+        return not patient or bool(seen and seen[-1].generation > generation and (forms or seen[-1].plan.replicas > 1))
 
     def listener(span: Span) -> None:
         number = len(list(folder.glob("done-*")))
         if number == len(entries):
             return
         name, phase, step, stage, *rest = entries[number]
-        before = int((folder / f"done-{number - 1}").read_text() or 10**9) if number else -1
+        before = int(((folder / f"done-{number - 1}").read_text().split() or ["999999999"])[0]) if number else -1
         if (span.name, span.phase, span.stage) != (name, phase, int(stage)) or span.step < int(step):
             return
-        if not is_mended(before):
+        if not is_mended(before, name == "form"):
             return
         try:
             mark = (folder / f"done-{number}").open("x")
         except FileExistsError:
             return
-        mark.write(str(seen[-1].generation if seen else -1))
+        mark.write(f"{seen[-1].generation if seen else -1} {span.index}")
         mark.close()
         os.kill(os.getpid(), getattr(signal, rest[0] if rest else "SIGKILL"))
 

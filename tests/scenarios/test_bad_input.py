@@ -5,6 +5,7 @@ background, and each test waits for those that it looks at.
 """
 
 import math
+import re
 import shutil
 import signal
 import socket
@@ -224,6 +225,8 @@ def test_an_exception_on_one_worker_is_shown_once_with_rank_and_traceback(end: E
     assert failed.done.err.count(TRACEBACK) == 1
     assert failed.done.err.rstrip().endswith("ValueError: a bug of the user at step 2")
     assert 2 in failed.saved()
+    [kept] = re.findall("logs are kept in (.*)", failed.done.err)
+    assert "a bug of the user" in (Path(kept) / "w1.log").read_text()
     fixed = end("raise torchrun").done
     assert fixed.code == 1
     assert fixed.err.count("ValueError: a bug of the user at step 2") == 1

@@ -1,7 +1,6 @@
 """``varuna calibrate`` on a real script, with two workers at once."""
 
 import json
-import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -41,11 +40,11 @@ def test_a_script_is_measured_by_two_workers_and_can_be_planned_for_many(tmp_pat
     assert best["step_time_s"] > 0
 
 
-def test_a_run_leaves_what_its_steps_took_for_the_next_plan() -> None:
+def test_a_run_leaves_what_its_steps_took_for_the_next_plan(tmp_path: Path) -> None:
     script = Path(__file__).with_name("job.py")
-    done = varuna("run", "--workers", "2", "--stages", "2", str(script), "--steps", "25", "--slow", "0.15")
+    folder, flags = str(tmp_path / "run"), ("--workers", "2", "--stages", "2")
+    done = varuna("run", *flags, "--run-dir", folder, str(script), "--steps", "25", "--slow", "0.15")
     assert done.returncode == 0, done.stderr
-    [folder] = re.findall(r"logs in (\S+),", done.stderr)
     calibration = read_calibration(Path(folder) / "calibration.json")
     assert calibration.notes[-1].startswith("refined by a run: 2x1, m = 2")
     planned = varuna("plan", "--from-run", folder, "--gpus", "4", "--global-batch", "12", "--json")

@@ -130,7 +130,11 @@ def test_sigkill_while_a_generation_forms_and_while_a_checkpoint_is_saved(
     phases = "save:begin:9:0,form:begin:10:1,save:end:24:1"
     done = disturbed(tmp_path, phases, more=(*checkpoints, "--spare-state"), slow="0.4")
     assert done.code == 0, done.err
-    check(tmp_path, undisturbed)
+    committed = {line["generation"] for line in check(tmp_path, undisturbed)}
+    assert len(list(tmp_path.glob("done-*"))) == 3
+    _, formed_in_vain = map(int, (tmp_path / "done-1").read_text().split())
+    assert min(committed) < formed_in_vain < max(committed)
+    assert formed_in_vain not in committed
 
 
 def test_losing_every_holder_of_a_section_falls_back_to_the_newest_checkpoint(

@@ -17,8 +17,12 @@ def test_the_same_file_trains_the_same_in_every_way(tmp_path: Path) -> None:
     assert len(alone.losses) == 20
     fixed = torchrun(4, "--dropout", "0.1", VARUNA_STAGES="2")
     assert fixed.code == 0, fixed.err
-    elastic = varuna(4, ["--stages", "4", "--json-log", str(tmp_path / "log.jsonl")], "--dropout", "0.1")
+    flags, temporary = ["--stages", "4", "--json-log", str(tmp_path / "log.jsonl")], tmp_path / "temporary"
+    temporary.mkdir()
+    elastic = varuna(4, flags, "--dropout", "0.1", TMPDIR=str(temporary))
     assert elastic.code == 0, elastic.err
+    assert f"logs in {temporary}/varuna-run-" in elastic.err
+    assert [path.name for path in temporary.rglob("*") if path.name.startswith("varuna")] == []
     assert elastic.losses == alone.losses  # P = 4, D = 1: not a bit differs
     assert fixed.losses == pytest.approx(alone.losses, rel=1e-5)
     assert "2x2" in fixed.err

@@ -148,7 +148,8 @@ def agent(
     invitation = parse_invitation(join)
     if not script.is_file():
         raise UsageError(f"no script at {script}. Name a Python file behind --: varuna agent JOIN -- train.py")
-    home = Home(state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-")))
+    folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
+    home = Home(folder)
     deadline_s = time.monotonic() + _JOIN_PATIENCE_S
     while True:
         try:
@@ -163,7 +164,10 @@ def agent(
     config = AgentConfig(script, tuple(args or ()), workers or count_gpus() or 1, interface)
     member = Agent(place, home, card, config, to_stderr)
     SpotNotices(lambda notice: member.notify(Notice(notice.in_s, f"spot notice: {notice.action}"))).start()
-    raise typer.Exit(member.run())
+    exit_code = member.run()
+    if exit_code == 0 and state_dir is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    raise typer.Exit(exit_code)
 
 
 def count_gpus() -> int:

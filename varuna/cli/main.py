@@ -92,6 +92,9 @@ def run(
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
     json_log: options.JsonLog = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep logs and journal here; default: only if the run fails.")
+    ] = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
     port: Annotated[
@@ -121,6 +124,7 @@ def run(
             stages=stages,
             memory_bytes=memory_bytes,
             json_log=json_log,
+            run_dir=run_dir,
             new=new,
             overwrite=overwrite,
             port=port,

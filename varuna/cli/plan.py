@@ -92,7 +92,7 @@ def calibration_of_run(run_dir: Path) -> Path:
     if not path.is_file():
         raise UsageError(
             f"no {RUN_FILE} in {run_dir}. A run leaves it there once all of its ranks have told of some seconds of "
-            "training; `varuna run` says at its start where its folder is."
+            "training; `varuna run --run-dir DIR` keeps its folder."
         )
     return path
 

@@ -1,6 +1,7 @@
 """``varuna run``: an elastic run on this machine, from its first process to its exit code."""
 
 import secrets
+import shutil
 import signal
 import sys
 import tempfile
@@ -41,6 +42,7 @@ class Run:
         config: how many workers, and how patient to be.
         planner: plan for a number of workers.
         run_dir: where logs and the journal go.
+        kept: whether that folder outlives a run that ends well; its owner sees to that.
         json_log: file that gets a line per committed step.
         new: start afresh instead of resuming.
         overwrite: with ``new``: move existing checkpoints aside.
@@ -64,6 +66,7 @@ class Run:
         config: FleetConfig,
         planner: Planner,
         run_dir: Path,
+        kept: bool = True,
         json_log: Path | None = None,
         new: bool = False,
         overwrite: bool = False,
@@ -122,7 +125,8 @@ class Run:
             calibrator=calibrator,
         )
         self._calibrator = calibrator
-        self._observe(Notice(text=f"logs in {run_dir}, status at {self.page_url}"))
+        until = "" if kept else " until the run has ended well (--run-dir keeps them)"
+        self._observe(Notice(text=f"logs in {run_dir}{until}, status at {self.page_url}"))
 
     def start_and_wait(self) -> Ended:
         """Start the workers, manage them to the end, and leave no process behind.
@@ -188,6 +192,8 @@ def run_job(
 ) -> int:
     """Train ``script`` on local workers; a failure's text goes to standard error. Returns the exit code.
 
+    Without ``run_dir``, a folder of the run's own is kept only if the run fails.
+
     Raises:
         VarunaError: the run cannot start.
     """
@@ -195,24 +201,32 @@ def run_job(
 
     plan = planner(memory_bytes=memory_bytes, stages=stages)
 
-    run_dir = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
-    calibrator = Calibrator(plan, run_dir=run_dir, cache=cache_file)
-    run = Run(
-        script,
-        args,
-        config=FleetConfig(workers=workers),
-        planner=calibrator.plan,
-        calibrator=calibrator,
-        run_dir=run_dir,
-        json_log=json_log,
-        new=new,
-        overwrite=overwrite,
-        port=port,
-        on_event=on_event,
-    )
-    ended = run.start_and_wait()
+    folder = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
+    calibrator = Calibrator(plan, run_dir=folder, cache=cache_file)
+    is_over = True
+    try:
+        run = Run(
+            script,
+            args,
+            config=FleetConfig(workers=workers),
+            planner=calibrator.plan,
+            calibrator=calibrator,
+            run_dir=folder,
+            kept=run_dir is not None,
+            json_log=json_log,
+            new=new,
+            overwrite=overwrite,
+            port=port,
+            on_event=on_event,
+        )
+        is_over = False
+        ended = run.start_and_wait()
+        is_over = ended.exit_code == 0
+    finally:
+        if is_over and run_dir is None:
+            shutil.rmtree(folder, ignore_errors=True)
     if ended.exit_code:
-        print(f"varuna: {ended.text}", file=sys.stderr)
+        print(f"varuna: logs are kept in {folder}\nvaruna: {ended.text}", file=sys.stderr)
     return ended.exit_code
 
 

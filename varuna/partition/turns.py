@@ -18,36 +18,50 @@ _POLL_S = 0.02
 def turn(key: str, bound_s: float = TURN_BOUND_S) -> Iterator[None]:
     """Hold the host's lock of ``key`` during the block; it is freed when the process dies, too.
 
-    The lock belongs to an open file, so threads of one process take turns as well.
+    The lock belongs to an open file, so threads of one process take turns as well. Its holder removes the file.
     """
-    descriptor = _open(Path(tempfile.gettempdir()) / f"varuna-{os.getuid()}-{key[:16]}.lock")
+    path = Path(tempfile.gettempdir()) / f"varuna-{os.getuid()}-{key[:16]}.lock"
     try:
-        if descriptor is not None and not _taken(descriptor, time.monotonic() + bound_s):
+        descriptor = _taken(path, time.monotonic() + bound_s)
+        if descriptor is None:
             print(
                 f"varuna: another worker has been building the model for {bound_s:.0f} s; going on at the same time",
                 file=sys.stderr,
                 flush=True,
             )
+    except OSError:  # the temporary folder cannot be written: nobody waits
+        descriptor = None
+    try:
         yield
     finally:
         if descriptor is not None:
+            path.unlink(missing_ok=True)
             os.close(descriptor)
 
 
-def _open(path: Path) -> int | None:
-    """The lock's file; None where the temporary folder cannot be written, and nobody waits."""
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        return None
-
-
-def _taken(descriptor: int, deadline_s: float) -> bool:
+def _taken(path: Path, deadline_s: float) -> int | None:
+    """The file at ``path``, locked; None if somebody else holds it for too long."""
     while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(_POLL_S)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if _locked(descriptor) and _is_at(path, descriptor):
+            return descriptor
+        os.close(descriptor)
+        if time.monotonic() > deadline_s:
+            return None
+        time.sleep(_POLL_S)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Whether the holder before has not removed this file between its opening and its locking."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False

@@ -131,9 +131,13 @@ def test_one_model_at_a_time_is_built_on_a_host(monkeypatch: pytest.MonkeyPatch)
     assert [model() for model in built] == [None] * 4  # freed, all but the copies
 
 
-def test_a_frozen_builder_holds_nobody_up_for_ever(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_frozen_builder_holds_nobody_up_for_ever_and_no_file_stays(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with turn("test-frozen"), turn("test-frozen", bound_s=0.05):
         assert "going on at the same time" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
     with turn("test-frozen", bound_s=0.05):
         assert not capsys.readouterr().err
 
