@@ -2,12 +2,15 @@
 
 import json
 import sqlite3
+import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from varuna.core.errors import UsageError
+from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
@@ -15,6 +18,15 @@ from varuna.fleet.database import FILE, open_database
 from varuna.fleet.story import GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
+_PATIENCE_S = 60.0
+"""How long what binds the future is tried: nobody may hear of it before it is on disk."""
+_PAUSE_S = 1.0
+_MOST_WAITING = 20_000
+_REMEDY = "Is the disk full, or another process using the file?"
+
+
+def _say(text: str) -> None:
+    print(f"varuna: warning: {text}", file=sys.stderr, flush=True)
 
 
 class Past(Value):
@@ -30,57 +42,138 @@ class Past(Value):
 class Journal:
     """A row per event; once ``append`` returns it survives the death of this process.
 
-    What binds the future, a verdict or the number of a generation, survives a power cut too.
+    What binds the future, a verdict or the number of a generation, survives a power cut too. While the disk is full,
+    anything else waits in memory for a place: a manager that is lost meanwhile hears of it from the workers again.
 
     Raises:
         FleetError: the database cannot be used.
         OSError: the JSON log cannot be written.
     """
 
-    def __init__(self, run_dir: Path, json_log: Path | None) -> None:
-        self._steps = json_log.open("a") if json_log is not None else None
-        self._database = open_database(run_dir)
+    def __init__(
+        self,
+        run_dir: Path,
+        json_log: Path | None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = _say,
+    ) -> None:
+        self._steps = json_log.open("ab", buffering=0) if json_log is not None else None
+        self._path, self._database = run_dir / FILE, open_database(run_dir)
+        self._sleep, self._say = sleep, say
+        self._rows: deque[tuple[float, RunEvent, Vote | None]] = deque(maxlen=_MOST_WAITING)
+        self._lines = bytearray()
+        self._told: set[str] = set()
 
     def append(self, event: RunEvent, *, vote: Vote | None = None) -> None:
-        """Write one event, and the newest vote with the step that it committed."""
-        binds = isinstance(event, VerdictReached | GenerationStarted)
-        if binds:
-            self._database.execute("PRAGMA synchronous=FULL")
-        self._database.execute("BEGIN IMMEDIATE")
-        self._database.execute(
-            "INSERT INTO events (time, kind, body) VALUES (?, ?, ?)", (time.time(), event.kind, event.model_dump_json())
-        )
-        if vote is not None:
-            self._keep("vote", vote.model_dump_json())
-        self._database.execute("COMMIT")
-        if binds:
-            self._database.execute("PRAGMA synchronous=NORMAL")
+        """Write one event, and the newest vote with the step that it committed.
+
+        Raises:
+            FleetError: what binds the future cannot be written, for a minute.
+        """
+        self._rows.append((time.time(), event, vote))
+        if isinstance(event, VerdictReached | GenerationStarted):
+            self._surely(self._insert_rows)
+        else:
+            self._tell("the run's journal", self._path, self._attempt(self._insert_rows))
         if self._steps is not None and isinstance(event, StepRecorded):
-            self._steps.write(json.dumps(_step_line(event)) + "\n")
-            self._steps.flush()
+            self._lines += json.dumps(_step_line(event)).encode() + b"\n"
+            self._tell("the log of steps", Path(self._steps.name), self._write_lines())
+
+    def _insert_rows(self) -> None:
+        for when, event, vote in self._rows:
+            row = when, event.kind, event.model_dump_json()
+            self._database.execute("INSERT INTO events (time, kind, body) VALUES (?, ?, ?)", row)
+            if vote is not None:
+                self._keep("vote", vote.model_dump_json())
+
+    def _attempt(self, insert: Callable[[], None], *, durably: bool = False) -> sqlite3.Error | None:
+        """One transaction, all of it or nothing."""
+        try:
+            self._database.execute(f"PRAGMA synchronous={'FULL' if durably else 'NORMAL'}")
+            self._database.execute("BEGIN IMMEDIATE")
+            insert()
+            self._database.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            return error
+        if insert == self._insert_rows:
+            self._rows.clear()
+        return None
+
+    def _surely(self, insert: Callable[[], None]) -> None:
+        """Try for a minute; a signal to leave waits as long.
+
+        Raises:
+            FleetError: it cannot be written.
+        """
+        for _ in range(int(_PATIENCE_S / _PAUSE_S)):
+            error = self._attempt(insert, durably=True)
+            self._tell("the run's journal", self._path, error)
+            if error is None:
+                return
+            self._sleep(_PAUSE_S)
+        raise FleetError(
+            f"{self._path} cannot be written ({error}), and no decision may be told before it is there. {_REMEDY} "
+            "Mend that, and start the same command again."
+        ) from error
+
+    def _write_lines(self) -> OSError | None:
+        assert self._steps is not None
+        try:
+            while self._lines:
+                del self._lines[: self._steps.write(self._lines)]
+        except OSError as error:
+            return error
+        return None
+
+    def _tell(self, what: str, path: Path, error: Exception | None) -> None:
+        """Once when it fails, and once when it is well again."""
+        if error is not None and what not in self._told:
+            self._told.add(what)
+            self._say(f"{what} waits, since {path} cannot be written ({error}). {_REMEDY}")
+        elif error is None and what in self._told:
+            self._told.remove(what)
+            self._say(f"{what} is written again")
 
     def begin(self, run: str) -> None:
         """A new run starts: what came before is history."""
-        self._database.execute("BEGIN IMMEDIATE")
-        for name in ("job", "version", "vote", "identity"):
-            self._database.execute("DELETE FROM facts WHERE name = ?", (name,))
-        self._keep("run", run)
-        self._keep("first_event", str(self._newest()))
-        self._database.execute("COMMIT")
+
+        def insert() -> None:
+            for name in ("job", "version", "vote", "identity"):
+                self._database.execute("DELETE FROM facts WHERE name = ?", (name,))
+            self._keep("run", run)
+            self._keep("first_event", str(self._newest()))
+
+        self._surely(insert)
 
     def keep_job(self, job: JobFacts, version: str) -> None:
         """What the run trains."""
-        self._database.execute("BEGIN IMMEDIATE")
-        self._keep("job", job.model_dump_json())
-        self._keep("version", version)
-        self._database.execute("COMMIT")
+
+        def insert() -> None:
+            self._keep("job", job.model_dump_json())
+            self._keep("version", version)
+
+        self._surely(insert)
 
     def read(self) -> Past | None:
         """The run that did not end; None if there is none.
 
         Raises:
-            ValueError: an event is not of this version.
+            FleetError: the file is damaged, or an event is not of this version.
         """
+        try:
+            return self._read()
+        except (sqlite3.Error, ValueError, KeyError) as error:
+            first_line = str(error).splitlines()[0]
+            raise FleetError(
+                f"{self._path} is damaged, or of another version of Varuna ({first_line}). Move {FILE}* out of the "
+                "folder and start the same command again: machines join anew, with new tokens, and the run goes on "
+                "from its newest checkpoint."
+            ) from error
+
+    def _read(self) -> Past | None:
         facts: dict[str, str] = dict(self._database.execute("SELECT name, body FROM facts"))
         if "run" not in facts:
             return None
@@ -96,7 +189,9 @@ class Journal:
         )
 
     def close(self) -> None:
-        """Close the files."""
+        """Write what still waits for a place, if there is one now, and close the files."""
+        if self._rows:
+            self._tell("the run's journal", self._path, self._attempt(self._insert_rows, durably=True))
         self._database.close()
         if self._steps is not None:
             self._steps.close()

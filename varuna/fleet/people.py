@@ -1,5 +1,6 @@
 """The door for people: status, logs and the page for readers; what changes the run for its operator alone."""
 
+import asyncio
 import math
 import re
 import secrets
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field, ValidationError
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -21,6 +23,7 @@ from varuna.fleet.registry import TOKEN_LIFE_S
 _COOKIE = "varuna_token"
 _PAGE = Path(__file__).parent.parent / "dashboard" / "index.html"
 _MAX_BODY_BYTES = 4096
+BODY_S = 10.0
 _LOG_CHUNK_BYTES = 2**20
 
 
@@ -171,12 +174,20 @@ class People:
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes | None:
-    """The body; None if it is larger than the limit, without reading more than that."""
+    """The body; None if it is larger than the limit, without reading more than that.
+
+    Raises:
+        HTTPException: it did not come in time.
+    """
     body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit_bytes:
-            return None
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit_bytes:
+                    return None
+    except TimeoutError:
+        raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
     return bytes(body)
 
 

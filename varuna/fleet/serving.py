@@ -59,6 +59,7 @@ class Serving:
             backlog=BACKLOG,
             timeout_graceful_shutdown=1,
         )
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # whoever knocks with garbage is no news
         self._uvicorn = _Uvicorn(config, tls)
         self._thread = threading.Thread(target=self._run, name="varuna-server", daemon=True)
 

@@ -1,5 +1,6 @@
 """The door for people: who may look, who may change, and what is written down."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from varuna.fleet import people
 from varuna.fleet.audit import Audit
 from varuna.fleet.events import DrainRequested, Event, FinishRequested, MorphRequested
 from varuna.fleet.people import People
@@ -24,7 +28,7 @@ class Front:
         self.events: list[Event] = []
         self.audited: list[Audited] = []
         self.now_s = 0.0
-        people = People(
+        door = People(
             status=lambda: {"loss": float("nan"), "steps": 3, "nodes": ["n0-vm"]},
             logs=folder,
             post=self.events.append,
@@ -33,7 +37,7 @@ class Front:
             operator_token="operator-token",
             page_token="page-token",
         )
-        self.client = TestClient(Starlette(routes=people.routes()), raise_server_exceptions=True)
+        self.client = TestClient(Starlette(routes=door.routes()), raise_server_exceptions=True)
 
 
 @pytest.fixture(scope="module")
@@ -146,3 +150,15 @@ def test_no_request_breaks_the_door_or_opens_it(
     assert answer.status_code < 500
     if token.strip() != "operator-token":
         assert not front.events
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(people, "BODY_S", 0.02)
+
+    async def wait() -> None:
+        silent: Any = asyncio.Event().wait
+        with pytest.raises(HTTPException, match="did not come within 0.02 s") as refused:
+            await people.read_body(Request({"type": "http"}, silent), 100)
+        assert refused.value.status_code == 408
+
+    asyncio.run(wait())

@@ -1,0 +1,121 @@
+"""What is written when the disk is full, and when it has a place again; what a damaged file is called."""
+
+import json
+import sqlite3
+from pathlib import Path
+
+import pytest
+
+from tests.unit.observe.stories import recorded
+from varuna.core.errors import FleetError
+from varuna.core.messages import Vote
+from varuna.fleet.database import FILE
+from varuna.fleet.journal import Journal, read_events
+from varuna.fleet.story import Notice, VerdictReached
+
+VERDICT = VerdictReached(generation=0, vote=Vote(generation=0, step=0, vector=(1.0,)), laggards=())
+LONG = Notice(text="x" * 8000)  # no page has a place left for it
+
+
+class Disk:
+    """A journal whose disk can be full: SQLite itself says so when its file may not grow."""
+
+    def __init__(self, folder: Path, json_log: Path | None = None) -> None:
+        self.said: list[str] = []
+        self.slept = 0
+        self.frees_after: int | None = None
+        self.journal = Journal(folder, json_log, sleep=self.sleep, say=self.said.append)
+        self.journal.begin("run")
+
+    def may_grow(self, pages: int) -> None:
+        self.journal._database.execute(f"PRAGMA max_page_count={pages}")
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += 1
+        if self.slept == self.frees_after:
+            self.may_grow(10_000)
+
+
+def test_steps_wait_for_a_place_and_are_written_in_order(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.may_grow(1)
+    for each in (LONG, recorded(0, 1.0), LONG, recorded(1, 0.5)):
+        disk.journal.append(each)
+    assert [text.split(",")[0] for text in disk.said] == ["the run's journal waits"]
+    assert "Is the disk full" in disk.said[0]
+    assert disk.slept == 0  # nobody waits for a step's row
+    disk.may_grow(10_000)
+    disk.journal.append(recorded(2, 0.25))
+    assert disk.said[1:] == ["the run's journal is written again"]
+    disk.journal.close()
+    assert read_events(tmp_path) == [LONG, recorded(0, 1.0), LONG, recorded(1, 0.5), recorded(2, 0.25)]
+
+
+def test_what_waits_at_the_end_is_written_then(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.may_grow(1)
+    disk.journal.append(LONG)
+    disk.may_grow(10_000)
+    disk.journal.close()
+    assert read_events(tmp_path) == [LONG]
+
+
+def test_a_decision_waits_for_the_disk_within_a_bound(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.frees_after = 5
+    disk.may_grow(1)
+    disk.journal.append(LONG)
+    disk.journal.append(VERDICT)
+    assert disk.slept == 5
+    assert read_events(tmp_path) == [LONG, VERDICT]
+    disk.may_grow(1)
+    disk.journal.append(LONG)
+    with pytest.raises(FleetError, match=r"run\.db cannot be written \(.*full.*\), and no decision may be told before"):
+        disk.journal.append(VERDICT)
+    assert disk.slept == 65
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_log_of_steps_that_cannot_be_written_ends_no_run(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, Path("/dev/full"))
+    disk.journal.append(recorded(0, 1.0))
+    disk.journal.append(recorded(1, 0.5))
+    assert len(disk.said) == 1
+    assert disk.said[0].startswith("the log of steps waits, since /dev/full cannot be written ([Errno 28]")
+    assert disk.journal._steps is not None
+    disk.journal._steps.close()
+    disk.journal._steps = (tmp_path / "log.jsonl").open("ab", buffering=0)
+    disk.journal.append(recorded(2, 0.25))
+    disk.journal.close()
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", ["UPDATE events SET body = '{}'", "DELETE FROM facts WHERE name = 'first_event'"])
+def test_a_damaged_journal_says_what_to_do(tmp_path: Path, damage: str) -> None:
+    disk = Disk(tmp_path)
+    disk.journal.append(LONG)
+    disk.journal.close()
+    with sqlite3.connect(tmp_path / FILE) as database:
+        database.execute(damage)
+    database.close()
+    journal = Journal(tmp_path, None)
+    with pytest.raises(
+        FleetError, match=r"run\.db is damaged, or of another version.*Move run\.db\* out of the folder"
+    ):
+        journal.read()
+    journal.close()
+
+
+def test_broken_pages_are_damage_too(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    for _ in range(20):
+        disk.journal.append(LONG)
+    disk.journal.close()
+    content = bytearray((tmp_path / FILE).read_bytes())
+    content[len(content) // 2 :] = bytes(len(content) - len(content) // 2)
+    (tmp_path / FILE).write_bytes(content)
+    journal = Journal(tmp_path, None)
+    with pytest.raises(FleetError, match="is damaged"):
+        journal.read()
+    journal.close()
