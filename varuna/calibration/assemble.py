@@ -18,6 +18,7 @@ from varuna.core.calibration import (
     SectionKind,
     SectionRun,
 )
+from varuna.core.devices import reserved_bytes
 from varuna.core.errors import WorkerError
 from varuna.core.model import ModelFacts, SectionFacts
 from varuna.core.nominal import ACTION_S, ETHERNET
@@ -59,7 +60,7 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
     return Calibration(
         created=created,
         notes=tuple(notes),
-        hardware=Hardware(name=measured[0].hardware, memory_bytes=measured[0].device_bytes),
+        hardware=_hardware(measured[0]),
         model=ModelIdentity(name=name, digest=facts.digest),
         kinds={names[key]: kind for key, kind in kinds.items()},
         sections=runs,
@@ -71,6 +72,11 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         optimizer=_optimizer(measured).model_copy(update={"together": facts.updates_together}),
         snapshot_bytes_per_s=_rate(fit_line(sample for each in measured for sample in each.snapshots)),
     )
+
+
+def _hardware(measured: Measured) -> Hardware:
+    own = measured.device_bytes
+    return Hardware(name=measured.hardware, memory_bytes=own, reserved_bytes=0 if own is None else reserved_bytes(own))
 
 
 Key = tuple[int, SectionFacts]

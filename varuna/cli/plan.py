@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
 from varuna.core.calibration import Calibration
 from varuna.core.calibration_file import RUN_FILE, check_matches, read_calibration
+from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.nominal import nominal_calibration
 from varuna.core.units import format_bytes, format_duration
@@ -16,6 +18,9 @@ from varuna.planner.choose import explain
 from varuna.planner.plans import Rejection, rank_plans
 from varuna.planner.report import RankingReport, report
 from varuna.planner.request import Objective, PlanRequest
+
+if TYPE_CHECKING:
+    import torch
 
 DEFAULT_GLOBAL_BATCH = 8192
 """The paper's, where neither a job nor a flag says another."""
@@ -112,7 +117,7 @@ def _calibration(
     facts = trainer.partition().facts
     if given is not None:
         check_matches(given, facts)
-    known = given or nominal_calibration(facts)
+    known = given or _on_this(trainer.device, nominal_calibration(facts))
     if trainer.shares_state:
         known = known.shared_out()
     if trainer.offload != "none":
@@ -121,6 +126,18 @@ def _calibration(
     known = known.without_halves() if trainer.compiled else known
     combines = facts.combines or trainer.before_step is not None
     return known, trainer.global_batch, trainer.micro_batch, combines, trainer.memory_apart
+
+
+def _on_this(device: "torch.device", nominal: Calibration) -> Calibration:
+    """With the memory of the script's own GPU, which stands for all that are planned for; a CPU's is nobody's."""
+    from varuna.engine.device import streams_of
+
+    streams = streams_of(device)
+    found = None if streams is None else streams.memory()
+    if found is None:
+        return nominal
+    own = {"memory_bytes": found.memory_bytes, "reserved_bytes": reserved_bytes(found.memory_bytes)}
+    return nominal.model_copy(update={"hardware": nominal.hardware.model_copy(update=own)})
 
 
 def show(console: Console, found: RankingReport) -> None:

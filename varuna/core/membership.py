@@ -7,6 +7,7 @@ process, or torchrun's fixed world) and ``varuna.fleet.member`` (the manager's c
 from collections.abc import Callable
 from typing import Protocol
 
+from varuna.core.devices import DeviceFacts
 from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Vote
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
@@ -36,6 +37,7 @@ class Membership(Protocol):
         self,
         job: JobFacts,
         *,
+        device: DeviceFacts | None = None,
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
@@ -44,6 +46,7 @@ class Membership(Protocol):
 
         Args:
             job: facts of the job, equal on all workers.
+            device: that this worker computes on, if it has memory of its own.
             beat: what to send as the next heartbeat.
             on_hold: called with the generation that has to stop.
             on_flag: called with a generation and the flag that its next vote should carry (rank 0 only).

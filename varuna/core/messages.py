@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
 
+from varuna.core.devices import DeviceFacts
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
@@ -62,6 +63,7 @@ class Hello(Value):
     pid: int
     version: str
     job: JobFacts
+    device: DeviceFacts | None = Field(default=None, description="if it has memory of its own")
 
 
 class Beat(Value):

@@ -90,3 +90,6 @@ class JobFacts(Value):
     offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")
     combines: bool = Field(default=True, description="user's code in a step may combine values over stages")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")
+    memory_bytes: int | None = Field(
+        default=None, gt=0, description="that every worker's device has for it; said by who plans, not by workers"
+    )

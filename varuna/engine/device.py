@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self
 import torch
 from torch import Tensor
 
+from varuna.core.devices import DeviceFacts
+
 Stream = Any
 """A queue of the device: what is put there runs in order, and unordered with other streams."""
 
@@ -49,6 +51,9 @@ class Streams(Protocol):
 
     def room(self, size_bytes: int) -> Tensor:
         """Pinned host memory, as bytes."""
+
+    def memory(self) -> DeviceFacts | None:
+        """The device's own; None if nobody knows."""
 
 
 class CudaEvent:
@@ -116,6 +121,11 @@ class CudaStreams:
     def room(self, size_bytes: int) -> Tensor:
         """Pinned host memory, as bytes."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def memory(self) -> DeviceFacts:
+        """The GPU's."""
+        found = torch.cuda.get_device_properties(self._device)
+        return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory)
 
 
 def streams_of(device: torch.device) -> Streams | None:

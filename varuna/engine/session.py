@@ -128,7 +128,14 @@ class Session:
             LinkError: a link broke and nobody can replace the generation.
         """
         standing = self.standing
-        self._membership.join(self._facts, beat=self._beat, on_hold=standing.on_hold, on_flag=standing.on_flag)
+        streams = self._setting.job.lanes.streams
+        self._membership.join(
+            self._facts,
+            device=None if streams is None else streams.memory(),
+            beat=self._beat,
+            on_hold=standing.on_hold,
+            on_flag=standing.on_flag,
+        )
         finished = False
         while not finished:
             self._what = "waits for an assignment"

@@ -9,11 +9,13 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 from varuna.checkpoint.keeping import Keeper
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import checkpoint_place
+from varuna.core.devices import DeviceFacts, worker_bytes
 from varuna.core.errors import CheckpointError, FleetError, VarunaError
 from varuna.core.membership import Directive
 from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Vote
@@ -25,6 +27,8 @@ from varuna.engine.transport import connect_store, local_store, prefixed
 
 COMMIT_BOUND_S = 120.0
 _POLL_S = 0.02
+_JOIN_BOUND_S = 300.0
+"""Between the ranks: each captures the model for itself."""
 
 PlanRun = Callable[[JobFacts, int, int | None], Plan]
 
@@ -88,6 +92,7 @@ class Solo:
         self,
         job: JobFacts,
         *,
+        device: DeviceFacts | None = None,
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
@@ -103,6 +108,7 @@ class Solo:
                 "steps, metrics, precision, reduction, compile and checkpoint_dir must be equal on all ranks. Start "
                 "the same script everywhere."
             )
+        self.world.store.set(f"device/{self.world.rank}", "" if device is None else device.model_dump_json())
 
     def next_directive(self) -> Directive:
         """The one assignment, then the end."""
@@ -113,7 +119,7 @@ class Solo:
         self._restored_step = manifest.step if manifest else 0
         self._generation = max(self._generation, manifest.generation if manifest else -1) + 1
         micro_batch = self._job.micro_batch or (manifest.micro_batch if manifest else None)
-        plan = self._plan_run(self._job, self.world.size, micro_batch)
+        plan = self._plan_run(self._with_memory(self._job), self.world.size, micro_batch)
         if self._keeper is not None:
             self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
         if self.world.rank == 0 and self.world.size > 1:
@@ -132,6 +138,26 @@ class Solo:
                 store_port=self.world.port,
             )
         )
+
+    def _with_memory(self, job: JobFacts) -> JobFacts:
+        """The job with what each rank's device has for it: who computes where decides on that.
+
+        Raises:
+            FleetError: a rank has not joined within the bound.
+        """
+        if not job.memory_apart:
+            return job
+        store, keys = self.world.store, [f"device/{rank}" for rank in range(self.world.size)]
+        try:
+            store.wait(keys, timedelta(seconds=_JOIN_BOUND_S))
+        except RuntimeError as error:
+            raise FleetError(
+                f"not all of {self.world.size} ranks have said what device they compute on within "
+                f"{_JOIN_BOUND_S:.0f} s ({error}). Look at what the others print; start as many as torchrun was told."
+            ) from error
+        told = [store.get(key).decode() for key in keys]
+        devices = [DeviceFacts.model_validate_json(text) if text else None for text in told]
+        return job.model_copy(update={"memory_bytes": worker_bytes(devices)})
 
     def _resume_from(self, job: JobFacts) -> Manifest | None:
         """Rank 0 chooses the checkpoint, the others read its choice."""

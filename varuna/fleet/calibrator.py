@@ -139,7 +139,8 @@ class Calibrator:
     def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[RunEvent | MorphRequested]:
         """A morph, if the plan that is best now saves more until the next change than the switch costs."""
         try:
-            best = self.plan(job, len(fleet.available), fleet.micro_batch)
+            known = job.model_copy(update={"memory_bytes": fleet.memory_bytes})
+            best = self.plan(known, len(fleet.available), fleet.micro_batch)
         except NoPlanError:
             return []
         weighing = weigh(

@@ -163,7 +163,7 @@ def plan_for(turn: Turn, workers: int) -> Plan:
     Raises:
         NoPlanError: nothing fits.
     """
-    job, kept = _job(turn), turn.fleet.micro_batch
+    job, kept = _job(turn).model_copy(update={"memory_bytes": turn.fleet.memory_bytes}), turn.fleet.micro_batch
     try:
         return turn.advice.plan(job, workers, kept)
     except NoPlanError:

@@ -33,6 +33,7 @@ def note_hello(turn: Turn, name: str, hello: Hello) -> None:
     """A worker is warm: all workers of a run must agree on their job."""
     fleet = turn.fleet
     if fleet.workers[name].standing is not Standing.STARTING:
+        turn.update_worker(name, device=hello.device)  # a manager that has started again knows of none
         return
     if fleet.job is None:
         turn.update(job=hello.job, version=hello.version)
@@ -40,6 +41,10 @@ def note_hello(turn: Turn, name: str, hello: Hello) -> None:
         _refuse(turn, name, difference)
         return
     turn.update_worker(name, standing=Standing.JOINED, pid=hello.pid, joined_s=turn.now_s, holding=Holding())
+    turn.update_worker(name, device=hello.device)
+    now_bytes = turn.fleet.memory_bytes
+    if now_bytes is not None and now_bytes < (fleet.memory_bytes or 0):
+        turn.update(replan=True, foreseen={})  # what ran in more memory may not fit any more
     if fleet.history:
         turn.note_change()
     turn.publish(WorkerJoined(worker=name, pid=hello.pid))

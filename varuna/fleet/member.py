@@ -15,6 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
 from varuna import __version__
+from varuna.core.devices import DeviceFacts
 from varuna.core.errors import FleetError
 from varuna.core.membership import Directive
 from varuna.core.messages import (
@@ -86,6 +87,7 @@ class Member:
         self,
         job: JobFacts,
         *,
+        device: DeviceFacts | None = None,
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
@@ -102,7 +104,7 @@ class Member:
             )
         self._on_hold, self._on_flag = on_hold, on_flag
         self._connect()
-        self._post(Hello(worker=self._worker, pid=os.getpid(), version=__version__, job=job))
+        self._post(Hello(worker=self._worker, pid=os.getpid(), version=__version__, job=job, device=device))
         start("beat", lambda: self._beat(beat))
 
     def _connect(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from varuna.core.devices import DeviceFacts, worker_bytes
 from varuna.core.messages import Beat, Flag, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -122,6 +123,8 @@ class Worker:
     name: str
     spawned_s: float
     replacement: bool
+    device: DeviceFacts | None = None
+    """That it computes on, if it has memory of its own."""
     node: str = "local"
     """The VM: what it takes away with it when it goes."""
     standing: Standing = Standing.STARTING
@@ -324,6 +327,11 @@ class Fleet:
     def joined(self) -> tuple[str, ...]:
         """Workers that can be given a part, in the order in which they were spawned."""
         return tuple(name for name, worker in self.workers.items() if worker.standing is Standing.JOINED)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What every joined worker's device has for it; None if nobody has said."""
+        return worker_bytes(self.workers[name].device for name in self.joined)
 
     @property
     def live_members(self) -> tuple[str, ...]:

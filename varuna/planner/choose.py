@@ -41,7 +41,7 @@ def plan_run(
     Args:
         job: what to train.
         workers: most ranks to use.
-        memory_bytes: of one worker; the calibration's if None.
+        memory_bytes: of one worker; if None the calibration's, else what the workers' devices have.
         stages: P if the user fixed it.
         micro_batch: m of the generation before, halved where nothing fits; None on the first one.
         calibration: of the hardware; nominal if None. Compiled sections run B whole, whatever it says of halves.
@@ -64,7 +64,7 @@ def plan_run(
         global_batch=job.global_batch,
         micro_batch=job.micro_batch if micro_batch is None else micro_batch,
         lowers_micro_batch=job.micro_batch is None,
-        memory_bytes=memory_bytes,
+        memory_bytes=job.memory_bytes if memory_bytes is None and known.hardware.memory_bytes is None else memory_bytes,
         stages=stages,
         tentative=job.combines,
         stash_moves=job.memory_apart,

@@ -124,6 +124,8 @@ def test_a_ring_is_read_as_rounds_of_latency_and_rate() -> None:
     assert found.latency_s == pytest.approx(0.1)
     assert found.bytes_per_s == pytest.approx(500), "six rounds of a quarter of the bytes in 3 ms per byte"
     on_gpu = assemble([crossed.model_copy(update={"device_bytes": 16})], name="tiny")
+    assert (on_gpu.hardware.memory_bytes, on_gpu.hardware.reserved_bytes) == (16, 8)
+    assert (calibration.hardware.memory_bytes, calibration.hardware.reserved_bytes) == (None, 0)
     assert set(on_gpu.notes) - set(calibration.notes) == {
         "messages and all-reduces include the copies from and to the GPU"
     }

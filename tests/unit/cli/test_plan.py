@@ -10,9 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
+from tests.unit.engine.late import LateStreams
 from varuna.cli.main import main
 from varuna.cli.plan import show
 from varuna.core.calibration_file import read_calibration
+from varuna.core.devices import DeviceFacts, reserved_bytes
+from varuna.engine import device
 from varuna.planner.plans import rank_plans
 from varuna.planner.report import report
 from varuna.planner.request import PlanRequest
@@ -63,6 +66,19 @@ def test_json_ranks_plans_that_fit_and_says_why_others_do_not(run: Any) -> None:
 
 def is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def test_without_a_calibration_plans_are_for_the_gpu_of_this_machine(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = [JOB, "--gpus", "2", "--stages", "2", "--json", "--", "--layers", "3", "--global-batch", "24"]
+    unknown = json.loads(run(*arguments).out)
+    streams = LateStreams()
+    streams.device = DeviceFacts(name="gpu", memory_bytes=2**34)
+    monkeypatch.setattr(device, "streams_of", lambda place: streams)
+    found = json.loads(run(*arguments).out)
+    assert (unknown["memory_bytes"], found["memory_bytes"]) == (None, 2**34)
+    assert all(plan["kept"][0] == 0 for plan in unknown["plans"])
+    assert all(plan["kept"][0] > 0 for plan in found["plans"])
+    assert all(reserved_bytes(2**34) < min(plan["memory_bytes"]) for plan in found["plans"])
 
 
 def test_a_script_is_captured_and_planned_with_its_own_batch_and_flags(run: Any) -> None:

@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from varuna.core.devices import DeviceFacts
 from varuna.engine.device import Event
 
 _running = threading.RLock()
@@ -77,6 +78,7 @@ class LateStreams:
         self.copies = 0
         self.unkept: set[int] = set()  # ids of fetched values whose user has not said so
         self.made: list[LateStream] = []
+        self.device: DeviceFacts | None = None
         self.compute: LateStream | None = None  # a test's own, where it is the computation that is late
 
     def stream(self) -> LateStream:
@@ -120,6 +122,9 @@ class LateStreams:
         for work in stream.queue if stream is not None else ():
             if isinstance(work, _Copy) and work._source() is value:
                 work.kept = value
+
+    def memory(self) -> DeviceFacts | None:
+        return self.device
 
     def room(self, size_bytes: int) -> Tensor:
         return torch.full((size_bytes,), 255, dtype=torch.uint8)

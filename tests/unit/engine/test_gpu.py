@@ -23,6 +23,8 @@ from varuna.calibration.network import Peers
 from varuna.calibration.window import Window
 from varuna.checkpoint.shards import SectionState
 from varuna.checkpoint.snapshot import SnapshotBuffer, shares_of
+from varuna.core.devices import worker_bytes
+from varuna.engine.connect import solo_from_environment
 from varuna.engine.device import streams_of
 from varuna.engine.ferry import StreamFerry, ferry_of
 from varuna.engine.lanes import StagedLane, lanes_of
@@ -200,6 +202,22 @@ def test_sections_are_timed_by_events() -> None:
     assert min(found.backward_s.values()) > 0
     assert window.update() > 0
     assert window.snapshot() > 0
+
+
+def test_plans_are_made_for_what_the_gpu_has() -> None:
+    streams = streams_of(torch.device(DEVICE))
+    assert streams is not None
+    found = streams.memory()
+    assert found is not None
+    assert found == streams.memory()
+    assert found.memory_bytes == torch.cuda.get_device_properties(DEVICE).total_memory
+    trainer = varuna.Trainer(tiny_gpt2, Tokens(), adamw, global_batch=8, micro_batch=2, device=DEVICE)
+    model, solo = trainer.partition(), solo_from_environment()
+    session = trainer.session(1, solo, model, trainer.beginning(model))
+    assert len(list(session.steps())) == 1
+    session.close()
+    job = solo._with_memory(solo._job)  # type: ignore[arg-type]  # it has joined
+    assert job.memory_bytes == worker_bytes([found])
 
 
 def test_stages_keep_to_the_promised_memory() -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, single_threaded
 from tests.unit.engine.test_batch_norm import setup as normalised
+from varuna.core.devices import DeviceFacts
 from varuna.engine.lanes import DONE, Lanes, StagedLane, lanes_of, lanes_over
 from varuna.engine.message import Layout
 from varuna.partition.split import Crossing
@@ -137,3 +138,27 @@ def test_a_cpu_copies_nothing_twice() -> None:
     assert lanes.sums.point() is DONE
     with lanes.sums.at_host(value, DONE) as values:
         assert values is value
+
+
+class Told(Exception):
+    """What a session said when it joined."""
+
+
+class Listening:
+    """A membership that goes no further."""
+
+    def join(self, job: object, *, device: DeviceFacts | None = None, **callbacks: object) -> None:
+        raise Told(device)
+
+
+@pytest.mark.parametrize("gpu", [DeviceFacts(name="gpu", memory_bytes=2**34), None])
+def test_a_session_tells_what_device_it_computes_on(gpu: DeviceFacts | None) -> None:
+    def lanes() -> Lanes:
+        streams = LateStreams()
+        streams.device = gpu
+        return lanes_over(None if gpu is None else streams)
+
+    session = Setup(build=SmallLanguage, lanes=lanes).session(Listening(), None, 1)
+    with pytest.raises(Told) as told:
+        next(session.steps())
+    assert told.value.args == (gpu,)

@@ -13,10 +13,12 @@ from tests.unit.engine.ranks import Setup, SmallLanguage, run_all
 from tests.unit.fleet.support import make_job, make_plan
 from varuna.checkpoint.manifest import survey
 from varuna.checkpoint.names import checkpoint_place, step_folder
+from varuna.core.devices import DeviceFacts, reserved_bytes
 from varuna.core.errors import CheckpointError, FleetError, UsageError
 from varuna.core.messages import Assign, Assignment, Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.engine import solo as solo_module
 from varuna.engine.connect import solo_from_environment
 from varuna.engine.saving import Saver
 from varuna.engine.solo import Solo, World, world_from_environment
@@ -38,11 +40,11 @@ def members(size: int, **changes: Any) -> list[Solo]:
     return [Solo(World(rank, size, store, "127.0.0.1", 1), make_plan, **changes) for rank in range(size)]
 
 
-def join(solo: Solo, job: JobFacts) -> None:
+def join(solo: Solo, job: JobFacts, device: DeviceFacts | None = None) -> None:
     def never(*what: object) -> None:
         pytest.fail("nobody holds or pauses a solo run")
 
-    solo.join(job, beat=lambda: Beat(generation=0, step=0, activity=""), on_hold=never, on_flag=never)
+    solo.join(job, device=device, beat=lambda: Beat(generation=0, step=0, activity=""), on_hold=never, on_flag=never)
 
 
 def assignments(solos: list[Solo], job: JobFacts) -> list[Assignment]:
@@ -123,6 +125,34 @@ def test_each_rank_gets_the_same_assignment_but_for_its_rank_and_then_the_end() 
     assert found[0].fresh
     assert found[0].members == ("rank0", "rank1", "rank2", "rank3")
     assert all(isinstance(solo.next_directive(), Finish) for solo in solos)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_ranks_plan_for_the_memory_that_their_devices_have_for_each(apart: bool) -> None:
+    """Three of them on two GPUs; what one of them has is no difference between their jobs."""
+    store, seen = local_store(), list[JobFacts]()
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        seen.append(job)
+        return make_plan(job, workers, micro_batch)
+
+    def work(rank: int) -> None:
+        solo = Solo(World(rank, 3, store, "127.0.0.1", 1), plan)
+        gpu = DeviceFacts(name=f"gpu{rank % 2}", memory_bytes=64 * 2**30)
+        join(solo, make_job().model_copy(update={"memory_apart": apart}), gpu if apart else None)
+        solo.next_directive()
+
+    run_all([partial(work, rank) for rank in range(3)])
+    expected = 32 * 2**30 - reserved_bytes(32 * 2**30) if apart else None
+    assert [job.memory_bytes for job in seen] == [expected] * 3
+
+
+def test_a_rank_that_never_joins_is_waited_for_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solo_module, "_JOIN_BOUND_S", 0.05)
+    alone = Solo(World(0, 2, local_store(), "127.0.0.1", 1), make_plan)
+    join(alone, make_job().model_copy(update={"memory_apart": True}))
+    with pytest.raises(FleetError, match=r"not all of 2 ranks have said what device they compute on"):
+        alone.next_directive()
 
 
 @pytest.mark.parametrize("other", [make_job(seed=1), make_job(steps=7), make_job(sections=3), make_job(micro_batch=1)])

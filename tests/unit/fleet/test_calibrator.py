@@ -7,6 +7,7 @@ from tests.unit.fleet.support import make_job, make_plan
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.core.calibration import Calibration
 from varuna.core.calibration_file import RUN_FILE, read_calibration
+from varuna.core.devices import DeviceFacts, worker_bytes
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.nominal import nominal_calibration
@@ -138,3 +139,20 @@ def test_compute_is_compared_with_the_calibration_once_there_is_one(tmp_path: Pa
     found = heard.compute_s(JOB, PLAN)
     assert found is not None
     assert found[1] == pytest.approx(2.5 + 5.0, rel=0.01), "F and B; the last stage recomputes nothing"
+
+
+def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_path: Path) -> None:
+    asked: list[int | None] = []
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        asked.append(job.memory_bytes)
+        return PLAN
+
+    gpu = DeviceFacts(name="gpu", memory_bytes=2**36)
+    known = fleet()
+    known = replace(known, workers={name: replace(worker, device=gpu) for name, worker in known.workers.items()})
+    heard = Calibrator(plan, run_dir=tmp_path, cache=None)
+    heard.plan(JOB, 2, 2)
+    for name in ("w0", "w1"):
+        heard.hear(known, name, beat(times()), 0.0)
+    assert asked == [None, worker_bytes([gpu, gpu])]

@@ -3,6 +3,7 @@ import pytest
 from tests.unit.planner.models import GB, MB, model, request, section
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.model import JobFacts, ModelFacts
+from varuna.core.nominal import nominal_calibration
 from varuna.planner.choose import best_plan, plan_run
 from varuna.planner.micro_batch import choose_micro_batch
 
@@ -36,6 +37,20 @@ def test_a_micro_batch_that_the_user_fixed_stays() -> None:
 
 def test_the_micro_batch_of_the_run_is_kept_through_a_morph() -> None:
     assert plan_run(job(), workers=3, micro_batch=4, memory_bytes=100 * GB).micro_batch == 4
+
+
+def test_memory_is_what_the_user_says_else_the_calibration_else_the_devices() -> None:
+    asked = job(micro_batch=8).model_copy(update={"memory_bytes": 100 * GB})
+    unknown = plan_run(job(micro_batch=8), workers=8, stages=4)
+    found = plan_run(asked, workers=8, stages=4)
+    assert not any(unknown.kept)
+    assert any(found.kept)
+    assert max(found.memory_bytes) <= 100 * GB
+    measured = nominal_calibration(FACTS)
+    measured = measured.model_copy(update={"hardware": measured.hardware.model_copy(update={"memory_bytes": 2 * GB})})
+    assert max(plan_run(asked, workers=8, stages=4, calibration=measured).memory_bytes) <= 2 * GB
+    assert max(plan_run(asked, workers=8, stages=4, memory_bytes=2 * GB).memory_bytes) <= 2 * GB
+    assert max(found.memory_bytes) > 2 * GB
 
 
 def refusal(memory_bytes: int | None = None, workers: int = 4, stages: int | None = None, micro_batch: int = 4) -> str:

@@ -1,0 +1,35 @@
+import pytest
+
+from varuna.core.devices import DeviceFacts, reserved_bytes, worker_bytes
+
+GIB = 2**30
+
+
+def gpu(name: str, gib: int = 80) -> DeviceFacts:
+    return DeviceFacts(name=name, memory_bytes=gib * GIB)
+
+
+def test_a_worker_alone_on_its_gpu_has_all_but_the_reserve() -> None:
+    assert reserved_bytes(80 * GIB) == 6 * GIB
+    assert worker_bytes([gpu("a"), gpu("b")]) == 74 * GIB
+
+
+def test_workers_of_one_gpu_share_it_and_each_keeps_a_reserve() -> None:
+    assert worker_bytes([gpu("a"), gpu("a"), gpu("b")]) == 40 * GIB - GIB - 40 * GIB // 16
+
+
+def test_the_smallest_share_counts_for_all() -> None:
+    assert worker_bytes([gpu("a"), gpu("small", 16)]) == 14 * GIB
+
+
+def test_a_tiny_share_is_halved_at_most() -> None:
+    assert worker_bytes([gpu("a", 1)] * 4) == GIB // 8
+
+
+@pytest.mark.parametrize("devices", [[], [None], [None, None]])
+def test_nobody_knows_without_a_device(devices: list[None]) -> None:
+    assert worker_bytes(devices) is None
+
+
+def test_a_worker_that_has_not_said_takes_nothing_from_the_others() -> None:
+    assert worker_bytes([None, gpu("a")]) == 74 * GIB

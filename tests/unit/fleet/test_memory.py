@@ -1,0 +1,85 @@
+"""Without a calibration, plans are for the memory that every worker's device has for it."""
+
+from tests.unit.fleet.support import Driver, make_job, two_stages
+from varuna.core.devices import DeviceFacts, worker_bytes
+from varuna.core.messages import Hello
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.fleet.events import SpawnRequested
+from varuna.fleet.state import FleetConfig
+
+BIG = [DeviceFacts(name=f"gpu{number}", memory_bytes=80 * 2**30) for number in range(8)]
+SMALL = DeviceFacts(name="small", memory_bytes=16 * 2**30)
+
+
+class Asked:
+    """A planner that knows for how much memory it was asked."""
+
+    def __init__(self) -> None:
+        self.memory: list[int | None] = []
+
+    def __call__(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        self.memory.append(job.memory_bytes)
+        return two_stages(job, workers, micro_batch)
+
+
+def driven(planner: Asked, workers: int) -> Driver:
+    return Driver(FleetConfig(workers=workers, replace=False), plan=planner, job=make_job(steps=100_000))
+
+
+def hello(driver: Driver, worker: str, device: DeviceFacts | None) -> None:
+    driver.say(worker, Hello(worker=worker, pid=1, version="1", job=driver.job, device=device))
+
+
+def lose(driver: Driver, worker: str) -> None:
+    driver.kill(worker)
+    for name in driver.fleet.live_members:
+        driver.held(name, 1 if driver.seat_sections(name) else None)
+
+
+def test_workers_of_one_gpu_are_planned_with_its_halves() -> None:
+    planner = Asked()
+    driver = driven(planner, 2)
+    hello(driver, "w0", BIG[0])
+    hello(driver, "w1", BIG[0])
+    assert planner.memory == [worker_bytes([BIG[0]] * 2)]
+    assert driver.fleet.job == driver.job, "what a worker may fill is no part of what it trains"
+
+
+def test_workers_on_cpus_are_planned_as_before() -> None:
+    planner = Asked()
+    driver = driven(planner, 2)
+    driver.gather()
+    assert planner.memory == [None]
+
+
+def test_a_spare_with_a_smaller_gpu_takes_no_seat_of_a_plan_that_was_made_for_larger_ones() -> None:
+    planner = Asked()
+    driver = driven(planner, 5)
+    for number in range(5):
+        hello(driver, f"w{number}", BIG[number])
+    driver.voted(0)
+    driver.feed(SpawnRequested(1))
+    hello(driver, "w5", SMALL)
+    lose(driver, "w0")
+    assert planner.memory[0] == worker_bytes(BIG[:5])
+    assert planner.memory[-1] == worker_bytes([SMALL])
+
+
+def test_a_spare_like_the_others_takes_over_without_a_new_plan() -> None:
+    planner = Asked()
+    driver = driven(planner, 5)
+    for number in range(5):
+        hello(driver, f"w{number}", BIG[number])
+    driver.voted(0)
+    lose(driver, "w0")
+    assert planner.memory == [worker_bytes(BIG[:5])]
+
+
+def test_a_manager_that_has_started_again_hears_of_devices_again() -> None:
+    driver = driven(Asked(), 2)
+    driver.gather()
+    assert driver.fleet.memory_bytes is None
+    for name in ("w0", "w1"):
+        hello(driver, name, BIG[0])
+    assert driver.fleet.memory_bytes == worker_bytes([BIG[0]] * 2)
