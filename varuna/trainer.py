@@ -377,7 +377,7 @@ class Trainer:
         if self._directory is not None:
             store = opening.open_store(self._directory, upload_bytes_per_s=self._upload_bytes_per_s)
             check_writable(store)
-            saver = Saver(store, self._every, membership.saved)
+            saver = Saver(store, self._every, membership.saved, membership.unsaved)
         model = self.partition()
         given.check_normalisation(self._micro_batch, batch_dependent=model.facts.batch_dependent)
         self._session = self.session(n, membership, model, self.beginning(model), saver=saver)

@@ -76,9 +76,17 @@ class Keeper:
                 self._run_id = found[0].run_id
                 self._collector = self._new_collector()
             self._collector.passed(found[0].step)
+            with self._changed:
+                self._committed_step = found[0].step
         if self._job.config is not None:
             self.store.put(CONFIG, self._job.config.encode())
         return found
+
+    @property
+    def committed_step(self) -> int:
+        """Steps that the newest complete checkpoint contains; -1 if there is none."""
+        with self._changed:
+            return self._committed_step
 
     def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
         """A generation starts: see ``Collector.begin``."""

@@ -80,6 +80,10 @@ class Membership(Protocol):
         """Report a durable shard."""
         ...
 
+    def unsaved(self, reason: str) -> None:
+        """Report, and print, that this worker's part of a checkpoint is not written."""
+        ...
+
     def failed(self, summary: str, traceback: str, exit_code: int) -> None:
         """Report an exception of this worker's own code; returns once the report is out (bounded)."""
         ...

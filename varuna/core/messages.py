@@ -116,6 +116,13 @@ class Saved(Value):
     shard: SavedShard
 
 
+class Unsaved(Value):
+    """The worker's part of a checkpoint is not written; the run goes on, and the next one is tried again."""
+
+    kind: Literal["unsaved"] = "unsaved"
+    reason: str
+
+
 class Failed(Value):
     """The worker's own code raised; the process ends after this."""
 
@@ -132,7 +139,9 @@ class Leaving(Value):
     step: int = Field(description="steps committed")
 
 
-FromWorker = Annotated[Hello | Beat | Held | Voted | Suspect | Saved | Failed | Leaving, Field(discriminator="kind")]
+FromWorker = Annotated[
+    Hello | Beat | Held | Voted | Suspect | Saved | Unsaved | Failed | Leaving, Field(discriminator="kind")
+]
 
 # -- manager to worker -------------------------------------------------------------------------------
 

@@ -44,10 +44,11 @@ class Saver:
         store: Store,
         every: int | timedelta,
         on_saved: Callable[[SavedShard], None],
+        on_unsaved: Callable[[str], None] | None = None,
         *,
         smallest_part_bytes: int = SMALLEST_PART_BYTES,
     ) -> None:
-        self._every = every
+        self._every, self._warn = every, on_unsaved or _warn
         self._last_s = time.monotonic()
         self._asked, self._step_s = (-2, 0.0), 0.0  # newest step whose end was asked for, when, and how long one takes
         self.newest = (-1, -1)
@@ -56,7 +57,7 @@ class Saver:
         self._snapshot: _Snapshot | None = None
         self._copied: Ready = DONE  # of the newest snapshot
         self._buffer = SnapshotBuffer()
-        self._writer = BackgroundWriter(store, on_saved=on_saved, on_error=_warn)
+        self._writer = BackgroundWriter(store, on_saved=on_saved, on_error=lambda error: self._warn(str(error)))
 
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` should be saved; asked on rank 0 before it runs, told to all by the vote.
@@ -91,7 +92,7 @@ class Saver:
         """Copy the parts that fall to this replica; skipped if the last save is still being written."""
         self._last_s, self.newest = time.monotonic(), (assignment.generation, stage.next_step)
         if self._writer.is_saving:
-            _warn(f"the checkpoint of step {stage.next_step} is skipped: the one before is still being written")
+            self._warn(f"the checkpoint of step {stage.next_step} is skipped: the one before is still being written")
             return
         self.flush()  # memory for it may still be made ready
         states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
@@ -106,7 +107,9 @@ class Saver:
     def flush(self) -> None:
         """Wait for the last save; says so if it does not end."""
         if not self._writer.flush(FLUSH_BOUND_S):
-            _warn(f"the last checkpoint was still being written after {FLUSH_BOUND_S:.0f} s; the one before stands")
+            self._warn(
+                f"the last checkpoint was still being written after {FLUSH_BOUND_S:.0f} s; the one before stands"
+            )
 
     def close(self) -> None:
         """The process ends: let the writer finish what it can in a moment."""
@@ -157,5 +160,5 @@ def _expected_state(stage: Stage, section: int) -> SectionState:
     return state
 
 
-def _warn(text: str | CheckpointError) -> None:
+def _warn(text: str) -> None:
     print(f"varuna: warning: {text}", file=sys.stderr, flush=True)

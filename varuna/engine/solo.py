@@ -217,6 +217,10 @@ class Solo:
             ticket = self.world.store.add("saved", 1)
             self.world.store.set(f"saved/{ticket}", shard.model_dump_json())
 
+    def unsaved(self, reason: str) -> None:
+        """Print it: the terminal is at hand."""
+        _warn(reason)
+
     def leaving(self, step: int) -> None:
         """Rank 0 stays until the last checkpoint is committed."""
         keeper = self._keeper

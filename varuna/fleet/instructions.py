@@ -45,6 +45,14 @@ class Collect:
 
 
 @dataclass(frozen=True, slots=True)
+class Complain:
+    """A checkpoint will lack the shard of ``worker``."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Append to the log, durably where ``event`` binds the future, before any later instruction; then show it."""
 
@@ -59,4 +67,4 @@ class EndRun:
     text: str
 
 
-Instruction = Send | Kill | Spawn | Release | Collect | Publish | EndRun
+Instruction = Send | Kill | Spawn | Release | Collect | Complain | Publish | EndRun

@@ -19,6 +19,7 @@ class CheckpointKeeper:
     def __init__(self, *, new: bool, overwrite: bool, warn: Callable[[str], None]) -> None:
         self._new, self._overwrite, self._warn = new, overwrite, warn
         self._keeper: Keeper | None = None
+        self._complained_at = -2  # newest complete step when a worker complained
 
     def newest(self, job: JobFacts) -> Checkpoint | None:
         """The newest checkpoint that can be used; the first call takes the directory for this run.
@@ -60,6 +61,26 @@ class CheckpointKeeper:
         """Note a durable shard, and commit if its checkpoint is complete; a failure costs a checkpoint, not the run."""
         if self._keeper is not None:
             self._keeper.collect(shard)
+
+    def complain(self, worker: str, reason: str) -> None:
+        """A checkpoint will lack a shard: said once, until another one is complete."""
+        if self._keeper is None or self._complained_at == self._keeper.committed_step:
+            return
+        self._complained_at = self._keeper.committed_step
+        self._warn(f"worker {worker} did not save its part of a checkpoint: {reason} {self._standing()}")
+
+    def account(self, steps: int) -> None:
+        """The run is over after ``steps`` steps, and ``close`` is done: say what no checkpoint has."""
+        if self._keeper is not None and max(0, self._keeper.committed_step) < steps:
+            self._warn(
+                f"the end of this run is in no checkpoint: it ended after step {steps - 1}. {self._standing()} Look at "
+                "the warnings before this one; when the cause is mended, the same command trains what is missing."
+            )
+
+    def _standing(self) -> str:
+        assert self._keeper is not None
+        step = self._keeper.committed_step
+        return f"The newest complete one is of step {step}." if step >= 0 else "There is no complete one."
 
     def close(self) -> None:
         """Finish what is under way, and give the directory free."""

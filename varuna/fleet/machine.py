@@ -1,6 +1,6 @@
 """The manager as a pure state machine: ``advance`` notes one event, then draws conclusions until nothing changes."""
 
-from varuna.core.messages import Beat, Failed, FromWorker, Held, Hello, Leaving, Saved, Suspect, Voted
+from varuna.core.messages import Beat, Failed, FromWorker, Held, Hello, Leaving, Saved, Suspect, Unsaved, Voted
 from varuna.fleet.departure import note_departure, release, reprieve
 from varuna.fleet.ending import (
     expire,
@@ -29,7 +29,7 @@ from varuna.fleet.events import (
     WorkerSpawned,
 )
 from varuna.fleet.forming import form
-from varuna.fleet.instructions import Collect, Instruction
+from varuna.fleet.instructions import Collect, Complain, Instruction
 from varuna.fleet.joining import note_hello, note_spawned, spawn_missing
 from varuna.fleet.regroup import plan_ahead
 from varuna.fleet.slow import note_beat, readmit
@@ -100,6 +100,8 @@ def _hear(turn: Turn, name: str, message: FromWorker) -> None:
             note_suspect(turn, name, message)
         case Saved(shard=shard):
             turn.instructions.append(Collect(shard))
+        case Unsaved(reason=reason):
+            turn.instructions.append(Complain(name, reason))
         case Failed():
             note_failed(turn, name, message)
         case Leaving():

@@ -10,7 +10,7 @@ from varuna.core.messages import Beat, ToWorker
 from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.events import Event, MessageReceived, MorphRequested, Tick, WorkerDistrusted, WorkerSpawned
 from varuna.fleet.honesty import objection
-from varuna.fleet.instructions import Collect, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
+from varuna.fleet.instructions import Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
 from varuna.fleet.journal import Journal, Past
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.machine import advance
@@ -95,6 +95,8 @@ class Manager:
             return self._run()
         finally:
             self._keeper.close()
+            if isinstance(self.fleet.phase, Ended) and not self.fleet.phase.exit_code:
+                self._keeper.account(self.fleet.recorded_step + 1)
             while not self._queue.empty():  # what the keeper warned of at last
                 event = self._queue.get()
                 if isinstance(event, Notice):
@@ -178,6 +180,8 @@ class Manager:
                 return [WorkerSpawned(name, node=name) for name in (self._hands.spawn() for _ in range(count))]
             case Collect(shard=shard):
                 self._keeper.collect(shard)
+            case Complain(worker=worker, reason=reason):
+                self._keeper.complain(worker, reason)
             case Publish(event=event):
                 self._publish(event)
             case Release(node=node):

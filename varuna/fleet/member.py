@@ -35,6 +35,7 @@ from varuna.core.messages import (
     Saved,
     Suspect,
     ToWorker,
+    Unsaved,
     Vote,
     Voted,
     to_worker,
@@ -151,6 +152,11 @@ class Member:
     def saved(self, shard: SavedShard) -> None:
         """Report a durable shard."""
         self._post(Saved(shard=shard))
+
+    def unsaved(self, reason: str) -> None:
+        """Report, and print into this worker's log, that a checkpoint lacks a shard."""
+        print(f"varuna: warning: {reason}", file=sys.stderr, flush=True)
+        self._post(Unsaved(reason=reason))
 
     def failed(self, summary: str, traceback: str, exit_code: int) -> None:
         """Report an exception, also one from before ``join``; waits at most 5 s for it to go out."""

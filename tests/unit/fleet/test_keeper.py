@@ -140,3 +140,37 @@ def test_a_new_run_moves_old_checkpoints_aside_only_if_told(place: str) -> None:
     found = fresh.newest(job)  # a rollback of the new run finds the new run's own
     assert found is not None
     assert found.step == 2
+
+
+def test_a_full_disk_is_said_once_until_a_checkpoint_is_complete_again(place: str) -> None:
+    warnings: list[str] = []
+    keep, job = keeper(warnings), job_in(place)
+    keep.newest(job)
+    keep.begin(record())
+    for step in (5, 10):
+        for worker in ("w1", "w2"):
+            keep.complain(worker, f"cannot write {step}: No space left on device.")
+    assert warnings == [
+        "worker w1 did not save its part of a checkpoint: cannot write 5: No space left on device. "
+        "There is no complete one."
+    ]
+    save(keep, place, 15)
+    assert keep.newest(job) == Checkpoint(checkpoint_place(place, 15), 15, 1)
+    keep.complain("w2", "cannot write 20.")
+    assert warnings[1:] == [
+        "worker w2 did not save its part of a checkpoint: cannot write 20. The newest complete one is of step 15."
+    ]
+
+
+@pytest.mark.parametrize(("steps", "said"), [(0, False), (15, False), (16, True)])
+def test_a_run_whose_end_is_in_no_checkpoint_says_so(place: str, steps: int, said: bool) -> None:
+    warnings: list[str] = []
+    keep = keeper(warnings)
+    keep.newest(job_in(place))
+    keep.begin(record())
+    if steps:
+        save(keep, place, 15)
+    keep.close()
+    keep.account(steps)
+    assert [text.split(":")[0] for text in warnings] == ["the end of this run is in no checkpoint"] * said
+    assert all("it ended after step 15. The newest complete one is of step 15. Look" in text for text in warnings)

@@ -14,12 +14,13 @@ from varuna.core.messages import (
     RaiseFlag,
     Recorded,
     Suspect,
+    Unsaved,
     Voted,
 )
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.events import ConnectionLost, SpawnRequested, StopRequested
-from varuna.fleet.instructions import EndRun, Instruction, Kill, Publish, Send, Spawn
+from varuna.fleet.instructions import Complain, EndRun, Instruction, Kill, Publish, Send, Spawn
 from varuna.fleet.state import Checkpoint, FleetConfig, Running
 from varuna.fleet.story import GenerationStarted, Morphed, Notice, StepRecorded, VerdictReached, WorkerLost
 
@@ -51,6 +52,14 @@ def test_workers_are_spawned_at_once_and_once() -> None:
     driver = Driver(FleetConfig(workers=3))
     assert driver.done == [Spawn(3)]
     assert not any(isinstance(item, Spawn) for item in driver.wait(5))
+
+
+def test_a_shard_that_cannot_be_written_is_passed_on_and_ends_nothing() -> None:
+    driver = Driver(FleetConfig(workers=2))
+    driver.gather()
+    assert driver.say("w1", Unsaved(reason="no space")) == [Complain("w1", "no space")]
+    driver.voted(0)
+    assert driver.fleet.recorded_step == 0
 
 
 def test_the_first_generation_waits_for_all_launched_workers() -> None:

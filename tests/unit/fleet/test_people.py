@@ -157,7 +157,7 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
 
     async def wait() -> None:
         silent: Any = asyncio.Event().wait
-        with pytest.raises(HTTPException, match="did not come within 0.02 s") as refused:
+        with pytest.raises(HTTPException, match=r"did not come within 0\.02 s") as refused:
             await people.read_body(Request({"type": "http"}, silent), 100)
         assert refused.value.status_code == 408
 

@@ -11,7 +11,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from tests.unit.fleet.support import make_job, make_plan, make_vote
 from varuna.core.errors import FleetError
-from varuna.core.messages import Apply, Beat, Failed, Finish, Hello, Hold, Recorded, Voted
+from varuna.core.messages import Apply, Beat, Failed, Finish, Hello, Hold, Leaving, Recorded, Unsaved, Voted
 from varuna.fleet import server as server_module
 from varuna.fleet.events import ConnectionLost, MessageReceived
 from varuna.fleet.member import Member
@@ -162,19 +162,24 @@ def join(server: Server, token: str = "secret") -> tuple[Member, list[int], list
     return member, holds, flags
 
 
-def test_a_member_says_hello_beats_and_leaves(server: Server, events: Events) -> None:
+def test_a_member_says_hello_beats_complains_and_leaves(
+    server: Server, events: Events, capsys: pytest.CaptureFixture[str]
+) -> None:
     member, _, _ = join(server)
     hello, beat = events.get(timeout=5), events.get(timeout=5)
     assert isinstance(hello, MessageReceived)
     assert isinstance(hello.message, Hello)
     assert isinstance(beat, MessageReceived)
     assert isinstance(beat.message, Beat)
+    member.unsaved("no space")
+    assert capsys.readouterr().err == "varuna: warning: no space\n"
     member.leaving(3)
     member.close()
-    kinds = []
+    said = []
     while not isinstance(event := events.get(timeout=5), ConnectionLost):
-        kinds.append(event.message.kind)
-    assert "leaving" in kinds
+        said.append(event.message)
+    assert Unsaved(reason="no space") in said
+    assert Leaving(step=3) in said
 
 
 def test_a_hold_is_delivered_at_once_and_directives_wait(server: Server, events: Events) -> None:
