@@ -3,7 +3,6 @@
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from typing import NamedTuple
 
@@ -15,6 +14,7 @@ from varuna.checkpoint.names import ShardName, step_folder
 from varuna.checkpoint.shards import DTYPE_NAMES, SectionState, header_of
 from varuna.core.errors import DamagedCheckpoint, ObjectMissing
 from varuna.core.saved import Piece, SavedShard
+from varuna.core.threads import Crew
 from varuna.store.base import Store
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -57,7 +57,7 @@ def read_states(store: Store, manifest: Manifest, wanted: Mapping[int, Wanted]) 
             state.scalars.update({name: value for name, value in scalars.items() if is_wanted(name)})
         _check_covered(store, manifest, section, is_wanted)
     try:
-        with ThreadPoolExecutor(_READERS, "varuna-restore") as readers:
+        with Crew(_READERS, "restore") as readers:
             for done in [readers.submit(_read, store, shard, batch) for shard, batch in batches]:
                 done.result()
     except DamagedCheckpoint as error:

@@ -3,7 +3,7 @@
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from typing import NamedTuple
 
 from varuna.checkpoint.names import shard_file, step_folder
@@ -11,7 +11,7 @@ from varuna.checkpoint.shards import header_of
 from varuna.checkpoint.snapshot import Copied
 from varuna.core.errors import CheckpointError
 from varuna.core.saved import SavedShard
-from varuna.core.threads import start
+from varuna.core.threads import Crew, start
 from varuna.store.base import Store
 from varuna.store.patience import writer_id
 
@@ -117,26 +117,19 @@ class BackgroundWriter:
     def _write(self, save: _Save) -> None:
         try:
             save.ready()
-            with (
-                ThreadPoolExecutor(1, "varuna-checksums") as beside,
-                ThreadPoolExecutor(_AT_ONCE, "varuna-shards") as pool,
-            ):
+            with Crew(1, "checksums") as beside, Crew(_AT_ONCE, "shards") as crew:
                 writes = [
-                    pool.submit(write_part, self._store, save.step, copied, self._writer, beside)
+                    crew.submit(write_part, self._store, save.step, copied, self._writer, beside)
                     for copied in save.parts
                 ]
-                try:
-                    for done in as_completed(writes):
-                        self._on_saved(done.result())
-                except BaseException:
-                    pool.shutdown(wait=True, cancel_futures=True)
-                    raise
+                for done in as_completed(writes):
+                    self._on_saved(done.result())
         finally:
             with self._changed:
                 self._saves -= 1
 
 
-def write_part(store: Store, step: int, copied: Copied, writer: str, beside: ThreadPoolExecutor) -> SavedShard:
+def write_part(store: Store, step: int, copied: Copied, writer: str, beside: Crew) -> SavedShard:
     """Write a part's file durably; its checksums are computed on another thread meanwhile.
 
     Raises:

@@ -5,11 +5,16 @@ thread by unwinding its stack, which C++ does not allow (CPython issue 87135, un
 may be inside such a call is started here and has an owner that lets it end; ``join_all`` is the bound.
 """
 
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import ParamSpec, Self, TypeVar
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _started: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
 
 
@@ -27,3 +32,47 @@ def join_all(bound_s: float) -> None:
     for thread in list(_started):
         if thread is not threading.current_thread():
             thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+class Crew:
+    """A few threads that work through a queue, until the ``with`` block ends; what waits then is dropped.
+
+    ``ThreadPoolExecutor`` would hold the process's end up until the last read or write is through, which a bucket that
+    does not answer delays by a quarter of an hour: meanwhile a rank that failed looks alive to all others.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._threads = [start(f"{name}-{number}", self._run) for number in range(size)]
+        self._dropping = False
+
+    def submit(self, work: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> Future[_T]:
+        """Do it soon; the future has its result, or what it raised."""
+        future: Future[_T] = Future()
+
+        def run() -> None:
+            if self._dropping or not future.set_running_or_notify_cancel():
+                future.cancel()
+                return
+            try:
+                future.set_result(work(*args, **named))
+            except BaseException as error:  # noqa: BLE001 - for whoever asks for the result
+                future.set_exception(error)
+
+        self._waiting.put(run)
+        return future
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *outcome: object) -> None:
+        """Wait for what is under way."""
+        self._dropping = True
+        for _ in self._threads:
+            self._waiting.put(None)
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            work()

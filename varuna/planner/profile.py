@@ -108,7 +108,10 @@ class Profile:
 def compute_s(calibration: Calibration, micro_batch: int) -> float:
     """F and B of all sections: all that choosing m takes."""
     by_kind = {
-        name: (kind.at(kind.forward_s, micro_batch), 0.0 if kind.gradient_free else kind.at(kind.backward_s, micro_batch))
+        name: (
+            kind.at(kind.forward_s, micro_batch),
+            0.0 if kind.gradient_free else kind.at(kind.backward_s, micro_batch),
+        )
         for name, kind in calibration.kinds.items()
     }
     forward_s = backward_s = 0.0

@@ -1,7 +1,6 @@
 """A small job's sections, saved as P x D ranks would save them."""
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -13,6 +12,7 @@ from varuna.checkpoint.writer import write_part
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.core.threads import Crew
 from varuna.engine.lanes import HostLane
 from varuna.store.base import Store
 
@@ -74,7 +74,7 @@ def save_parts(
     """Every rank's own parts, durable; nothing is committed. ``replicas`` that write, default all."""
     states = make_states(step, plan.sections) if states is None else states
     saved = []
-    with ThreadPoolExecutor(1) as beside:
+    with Crew(1, "checksums") as beside:
         for stage in range(plan.stages):
             for replica in range(plan.replicas) if replicas is None else replicas:
                 held = {section: states[section] for section in plan.sections_of(stage)}
