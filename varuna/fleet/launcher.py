@@ -1,6 +1,7 @@
 """Worker processes of this machine: started, watched, heard, and ended for certain."""
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from varuna.fleet.events import WorkerExited
 _TAIL_LINES = 200
 _KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
 _DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
+
+logger = logging.getLogger(__name__)
 
 
 class _Process:
@@ -178,7 +181,7 @@ class Launcher:
 
     def _stream(self, name: str, line: bytes) -> None:
         with self._lock:
-            if self._main is None:
+            if self._main is None and name in self._early:  # not once the run is over: a grandchild may go on
                 self._early[name].append(line)
             is_main = self._main == name
         if is_main:
@@ -198,18 +201,27 @@ class Launcher:
 
 
 class _Log:
-    """A worker's log file, written by two threads."""
+    """A worker's log file, written by two threads.
+
+    What a full disk does not take is lost, and said once: whoever read no further would stop the worker at its next
+    line.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._lock = threading.Lock()
-        self._file = path.open("wb")
+        self._path, self._lock = path, threading.Lock()
+        self._file = path.open("wb", buffering=0)
+        self._complained = False
 
     def write(self, line: bytes) -> None:
         """Append at once, so that a person can follow it."""
         with self._lock:
             if not self._file.closed:
-                self._file.write(line)
-                self._file.flush()
+                try:
+                    self._file.write(line)
+                except OSError as error:
+                    if not self._complained:
+                        logger.warning("%s misses output: %s. The worker goes on.", self._path, error.strerror)
+                    self._complained = True
 
     def close(self) -> None:
         """Later output, by grandchildren, is dropped."""

@@ -246,9 +246,9 @@ class _Hands:
 
 
 def to_stdout(line: bytes) -> None:
-    """Pass on a line; a reader that is gone (``| head``) must not stop the worker that writes it."""
+    """Pass on a line; a reader that is gone (``| head``), or a full disk, must not stop the worker that writes it."""
     try:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()
-    except (BrokenPipeError, ValueError):  # ValueError: closed
+    except (OSError, ValueError):  # ValueError: closed
         return

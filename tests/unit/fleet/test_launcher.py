@@ -104,6 +104,29 @@ def test_no_child_of_a_worker_survives_it(bench: Bench) -> None:
     until(lambda: not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text())
 
 
+def test_a_full_disk_costs_log_lines_and_not_the_worker(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    (bench.folder / "w0.log").symlink_to("/dev/full")
+    launcher = bench.launcher("for number in range(3): print(number, flush=True)")
+    launcher.set_main(launcher.spawn())
+    assert bench.exit() == WorkerExited("w0", 0, "")
+    assert bench.lines == [b"0\n", b"1\n", b"2\n"]
+    assert capfd.readouterr().err.count("w0.log misses output: No space left on device. The worker goes on.") == 1
+
+
+def test_a_grandchild_may_speak_when_the_run_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DRAIN_S", 0.05)
+    said = bench.folder / "said"
+    speaker = f"import time, pathlib; time.sleep(0.4); print('late', flush=True); pathlib.Path({str(said)!r}).touch()"
+    launcher = bench.launcher(
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {speaker!r}], start_new_session=True)"
+    )
+    launcher.spawn()
+    bench.exit()
+    assert launcher.stop_all(0.0) == ""
+    until(said.exists)
+    until(lambda: not any(each.name == "w0-stdout" for each in threading.enumerate()))  # pytest hears if it failed
+
+
 def test_stopping_waits_for_the_willing_and_kills_the_rest(bench: Bench) -> None:
     launcher = bench.launcher("import time; time.sleep(60)")
     pids = [launcher.pid(launcher.spawn()) for _ in range(2)]
