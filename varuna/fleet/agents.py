@@ -235,16 +235,17 @@ class AgentDoor:
     async def _converse(self, websocket: WebSocket, link: Link, connection: Outgoing[DownBody]) -> None:
         sending = asyncio.create_task(_send_all(websocket, connection))
         receiving = asyncio.create_task(self._receive_all(websocket, link, connection))
+        ending = asyncio.create_task(connection.ended())  # one that neither reads nor speaks holds both others up
         try:
-            await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([sending, receiving, ending], return_when=asyncio.FIRST_COMPLETED)
             if connection.cut:
                 log.warning("the connection of agent %s is cut: %s", link.node, connection.cut)
                 with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
                     async with asyncio.timeout(_GOODBYE_S):
                         await websocket.close(STALLED, connection.cut)
         finally:
-            sending.cancel()
-            receiving.cancel()
+            for task in (sending, receiving, ending):
+                task.cancel()
             if link.connection is connection:
                 link.connection = None
                 asyncio.get_running_loop().call_later(_RETURN_S, self._conclude, link)

@@ -25,7 +25,7 @@ class Outgoing(Generic[T]):
     def __init__(self, channel: Channel[T], cursor: int, frame: Callable[[int, int, T], str]) -> None:
         self._channel, self._cursor, self._frame = channel, cursor, frame
         self._said: deque[str] = deque()
-        self._wake = asyncio.Event()
+        self._wake, self._ended = asyncio.Event(), asyncio.Event()
         self.cut = ""
         """Why the connection has to end; empty while it need not."""
 
@@ -43,7 +43,12 @@ class Outgoing(Generic[T]):
     def end(self, why: str) -> None:
         """Close the connection soon."""
         self.cut = self.cut or why
+        self._ended.set()
         self._wake.set()
+
+    async def ended(self) -> None:
+        """Returns once the connection has to end, also while a frame is stuck on its way."""
+        await self._ended.wait()
 
     async def next_frame(self) -> str | None:
         """The next frame to send; None once the connection has to end."""

@@ -238,8 +238,8 @@ class Uplink:
             received=self._channel.received,
             charges=self._charges(),
         )
-        await websocket.send(greet.model_dump_json())
-        async with asyncio.timeout(_OPEN_S):
+        async with asyncio.timeout(_OPEN_S):  # a frozen manager does not read what exceeds the sockets' buffers
+            await websocket.send(greet.model_dump_json())
             welcome = down_frame.validate_json(await websocket.recv())
         if not isinstance(welcome, Welcome):
             raise ValueError("no welcome")

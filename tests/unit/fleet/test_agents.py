@@ -1,17 +1,18 @@
 """The agents' door, in memory: who comes in, what gets through, and what happens to those who misbehave."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.testclient import TestClient, WebSocketTestSession
-from starlette.websockets import WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from tests.unit.fleet.support import make_job
 from varuna import __version__
@@ -23,6 +24,7 @@ from varuna.fleet.events import ConnectionLost, Event, MessageReceived, NoticeRe
 from varuna.fleet.links import Link
 from varuna.fleet.logs import LogKeeper
 from varuna.fleet.protocol import (
+    STALLED,
     Charge,
     DownItem,
     Ended,
@@ -307,6 +309,49 @@ def test_no_frame_breaks_the_door_or_disturbs_others(gate: Gate, first: bool, fr
                 assert Visit(session, "").closed()[0] == 4400
         calm.sync()
     assert not [event for event in gate.events if isinstance(event, MessageReceived | WorkerExited)]
+
+
+class Stuck:
+    """A connection whose other end takes nothing in and says nothing."""
+
+    application_state = WebSocketState.DISCONNECTED
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    async def send_text(self, text: str) -> None:
+        await asyncio.Event().wait()
+
+    async def receive(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self, code: int, reason: str) -> None:
+        self.closed.append(code)
+
+
+def test_a_connection_in_which_a_frame_is_stuck_can_be_cut(tmp_path: Path) -> None:
+    door, link, websocket = Gate(tmp_path).door, Link("n0", "s", 0.0), Stuck()
+
+    async def converse() -> None:
+        connection = link.connect(0)
+        link.send(Tell(worker="n0.0", message=Finish()), 0.0)
+        asyncio.get_running_loop().call_later(0.02, connection.end, "it is silent")
+        await asyncio.wait_for(door._converse(cast(WebSocket, websocket), link, connection), 5)
+
+    asyncio.run(converse())
+    assert websocket.closed == [STALLED]
+    assert link.connection is None
+
+
+def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "n0.0.log").symlink_to("/dev/full")
+    keeper = LogKeeper(folder)
+    for offset in (0, 3):
+        keeper.write(Output(worker="n0.0", offset=offset, data=b"abc"))
+    keeper.write(Output(worker="n0.1", offset=0, data=b"abc"))
+    assert keeper.sizes("n0") == {"n0.0": 0, "n0.1": 3}
 
 
 # -- pure: patience ------------------------------------------------------------------------------------------

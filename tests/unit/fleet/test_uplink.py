@@ -1,13 +1,16 @@
 """An agent's connection when something goes wrong on this side of it."""
 
+import asyncio
 import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 import pytest
 from starlette.applications import Starlette
+from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
@@ -149,3 +152,22 @@ def test_a_thread_that_does_not_start_is_named(manager: Manager, monkeypatch: py
     with pytest.raises(FleetError, match=r"server at 127\.0\.0\.1:\d+ did not start within"):
         serving.start()
     serving.stop()
+
+
+class Deaf:
+    """A manager that was frozen behind the handshake: what exceeds the sockets' buffers waits."""
+
+    async def send(self, text: str) -> None:
+        await asyncio.Event().wait()
+
+
+def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uplink_module, "_OPEN_S", 0.02)
+
+    async def talk() -> BaseException | None:
+        task = asyncio.create_task(manager.uplink()._talk(cast(ClientConnection, Deaf())))
+        await asyncio.wait([task], timeout=5)
+        assert task.done()
+        return task.exception()
+
+    assert isinstance(asyncio.run(talk()), TimeoutError)
