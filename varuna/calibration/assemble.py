@@ -148,17 +148,21 @@ def _network(measured: Sequence[Measured]) -> Network | None:
 
 
 def link_of(messages: Iterable[Sized]) -> Link:
-    """Latency is what the fastest decile of bare messages takes; what the others take beyond it is jitter."""
-    samples = list(messages)
-    smallest = min(size for size, _ in samples)
-    bare = [seconds for size, seconds in samples if size == smallest]
-    latency_s = quantiles(bare, (0.1,))[0]
-    beyond = [max(0.0, seconds - latency_s) for seconds in quantiles(bare, _DECILES)]
+    """Latency and rate of the fastest decile of each size; what the others take beyond theirs is jitter.
+
+    A delay that comes on top moves the fastest least, and sizes share it: so few messages tell a rate and a mean.
+    """
+    by_size: dict[int, list[float]] = {}
+    for size, seconds in messages:
+        by_size.setdefault(size, []).append(seconds)
+    fastest = {size: quantiles(times, (0.1,))[0] for size, times in by_size.items()}
+    late = [max(0.0, seconds - fastest[size]) for size, times in by_size.items() for seconds in times]
+    beyond = quantiles(late, _DECILES)
     mean_s = sum(a + b for a, b in pairwise(beyond)) / 2 / (len(beyond) - 1)
     return Link(
-        latency_s=latency_s,
-        bytes_per_s=_rate(fit_line(samples)) or _FASTEST_PER_S,
-        jitter=Jitter(mean_s=mean_s, quantiles_s=tuple(beyond)),
+        latency_s=fastest[min(fastest)],
+        bytes_per_s=_rate(fit_line(fastest.items())) or _FASTEST_PER_S,
+        jitter=Jitter(mean_s=mean_s, quantiles_s=beyond),
     )
 
 

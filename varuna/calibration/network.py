@@ -5,6 +5,7 @@ On a GPU they begin and end in its memory, so their times are those of a link wi
 
 import time
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ class Peers:
     def messages(self, sizes: Sequence[int], lanes: Lanes) -> tuple[Sized, ...]:
         """One-way times of messages from a neighbour, while as many go the other way.
 
-        Even ranks pair with the next; a last one without partner only waits. Each message carries when it was sent by
+        Even ranks pair with the next; a last one without partner only waits. Pairs meet before each message: behind a
+        slow one, which it cannot overtake, its time would hold the delays of both. Each carries when it was sent by
         its sender's clock; the clocks differ by half of what the fastest messages of both directions differ by.
 
         Args:
@@ -64,7 +66,7 @@ class Peers:
         peer = self.rank ^ 1
         raw: list[Sized] = []
         if peer < self.size:
-            raw = self._swap_all(self._group, peer, sizes, lanes)
+            raw = self._swap_all(sizes, lanes)
         else:
             for _ in sizes:
                 self.agree(0.0)
@@ -76,15 +78,16 @@ class Peers:
         offset_s = float(fastest[self.rank] - fastest[peer]) / 2
         return tuple(Sized(size, max(0.0, seconds - offset_s)) for size, seconds in raw)
 
-    def _swap_all(self, group: Group, peer: int, sizes: Sequence[int], lanes: Lanes) -> list[Sized]:
-        """Swap messages of every size with ``peer``; seconds from the sender's clock to ours."""
+    def _swap_all(self, sizes: Sequence[int], lanes: Lanes) -> list[Sized]:
+        """Swap messages of every size with the neighbour; seconds from the sender's clock to ours."""
+        number, place = divmod(self.rank, 2)
+        pair = Group(self._store, f"calibrate/pair{number}", place, 2, self._host)
         samples: list[Sized] = []
-        for number, size in enumerate(sizes):
-            tag = _TAG + 2 * number
+        for tag, size in zip(count(_TAG, 2), sizes, strict=False):
             begin_s = time.monotonic()
-            _swap_many(group, peer, tag, size, _WARM_ROUNDS, lanes)
+            _swap_many(pair, 1 - place, tag, size, _WARM_ROUNDS, lanes)
             rounds = _rounds(self.agree((time.monotonic() - begin_s) / _WARM_ROUNDS))
-            samples += [Sized(size, seconds) for seconds in _swap_many(group, peer, tag + 1, size, rounds, lanes)]
+            samples += [Sized(size, seconds) for seconds in _swap_many(pair, 1 - place, tag + 1, size, rounds, lanes)]
         return samples
 
     def rings(self, sizes: Sequence[int], lane: Lane) -> tuple[RingSamples, ...]:
@@ -121,7 +124,7 @@ def _rounds(seconds: float) -> int:
     return max(_LEAST_ROUNDS, min(_ROUNDS, int(_BUDGET_S / max(seconds, 1e-6))))
 
 
-def _swap_many(group: Group, peer: int, tag: int, size_bytes: int, rounds: int, lanes: Lanes) -> list[float]:
+def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, lanes: Lanes) -> list[float]:
     """Swap messages with ``peer``, one at a time; seconds that each of the peer's took, by both clocks.
 
     The time at which it was sent is written by the host, as digests of samples are. The rest begins and ends on the
@@ -129,10 +132,11 @@ def _swap_many(group: Group, peer: int, tag: int, size_bytes: int, rounds: int, 
     """
     inbox, lane = Inbox(_WAIT_S), lanes.links
     body = lane.up({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
-    sender = Sender(group, peer, tag, inbox, f"with rank {peer}")
-    Receiver(group, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], lane)
+    sender = Sender(pair, peer, tag, inbox, f"with rank {peer}")
+    Receiver(pair, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], lane)
     taken_s = []
     for number in range(rounds):
+        pair.all_reduce(torch.zeros(1))  # both have the messages before
         buffer = lane.room(size_bytes).zero_()
         pairs = [(body, buffer[_TIME_BYTES:])] if lanes.streams is not None else []
         buffer[:_TIME_BYTES].view(torch.float64)[0] = time.monotonic()

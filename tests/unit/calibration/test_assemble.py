@@ -131,9 +131,9 @@ def test_a_ring_is_read_as_rounds_of_latency_and_rate() -> None:
     }
 
 
-def test_jitter_is_what_messages_take_beyond_the_fastest() -> None:
-    bare = [Sized(8, 100 + 0.1 * i) for i in range(101)]
-    link = link_of([*bare, Sized(1008, 1105.0)])
+def test_jitter_is_what_messages_of_a_size_take_beyond_their_fastest() -> None:
+    late = [0.1 * i for i in range(101)]
+    link = link_of([*(Sized(8, 100 + each) for each in late), *(Sized(1008, 1100 + each) for each in late)])
     assert link.latency_s == pytest.approx(101.0)
     assert link.bytes_per_s == pytest.approx(1.0)
     assert link.jitter.quantiles_s[0] == 0

@@ -1,7 +1,10 @@
 """Tiny real measurements: that everything is measured, in the engine's own stage; never how long it took."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Hashable, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,7 +16,10 @@ from varuna.calibration.measured import RingSamples, Sized
 from varuna.calibration.network import Peers
 from varuna.calibration.standin import StandIns
 from varuna.core.errors import NoPlanError
+from varuna.engine.inbox import Inbox
 from varuna.engine.lanes import HostLane, Lanes, lanes_over
+from varuna.engine.links import Sender
+from varuna.engine.message import Packed
 from varuna.engine.transport import local_store
 
 
@@ -67,6 +73,34 @@ def test_a_section_that_does_not_fit_is_refused_with_its_bytes() -> None:
             batch=lambda m: setup.source.micro_batch(range(m)).tensors,
             memory_bytes=10,
         )
+
+
+def test_no_message_leaves_before_both_have_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would wait behind a late one, and its time would be that of both."""
+    noted: list[str] = []
+    send, put = Sender.send, Inbox.put
+
+    def note_send(sender: Sender, message: Packed) -> None:
+        noted.append("sent")
+        send(sender, message)
+
+    def note_put(inbox: Inbox, key: Hashable, value: Any) -> None:
+        if threading.current_thread().name.startswith("varuna-receive-with rank 0"):
+            time.sleep(0.002)  # one direction is slower: the other would run ahead
+        noted.append("received")
+        put(inbox, key, value)
+
+    monkeypatch.setattr(Sender, "send", note_send)
+    monkeypatch.setattr(Inbox, "put", note_put)
+    store = local_store()
+    run_all([partial(_measure_messages, store, rank) for rank in range(2)])
+    turns = [noted[i : i + 4] for i in range(0, len(noted), 4)]
+    assert len(turns) > 100
+    assert all(sorted(turn) == ["received", "received", "sent", "sent"] for turn in turns)
+
+
+def _measure_messages(store: Any, rank: int) -> None:
+    Peers(store, rank, 2, "127.0.0.1").messages((64,), Lanes())
 
 
 def test_messages_and_rings_are_measured_between_real_ranks() -> None:
