@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, TypeVar
 
 from varuna.core.errors import NoPlanError
@@ -19,6 +20,7 @@ T = TypeVar("T")
 E = TypeVar("E", bound=RunEvent)
 
 
+@cache
 def make_job(*, sections: int = 4, steps: int = 100, seed: int = 0, micro_batch: int | None = None) -> JobFacts:
     section = SectionFacts(
         label="s",

@@ -5,12 +5,11 @@ what may happen next: a message is delivered or obeyed, a vote's result reaches 
 that stands still says so again (as it does when it reconnects), a worker dies.
 """
 
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -67,8 +66,8 @@ class Small(World):
 
     def fork(self) -> "Small":
         """An independent copy; frozen values are shared."""
-        twin = copy.copy(self)
-        twin.driver = copy.copy(self.driver)
+        twin = _copy(self)
+        twin.driver = _copy(self.driver)
         twin.driver.done, twin.seen = [], 0
         twin.workers = {name: _twin(worker) for name, worker in self.workers.items()}
         twin.votes, twin.recorded, twin.generations = dict(self.votes), list(self.recorded), list(self.generations)
@@ -103,8 +102,8 @@ class Small(World):
         """All states that one event leads to."""
         if isinstance(self.driver.fleet.phase, Ended):
             return
-        acts = ("obey", "learn", "gather", "fetch", "again", "die")
-        choices = [(act, name) for act in acts for name, worker in self.workers.items() if worker.alive]
+        living = [(name, worker) for name, worker in self.workers.items() if worker.alive]
+        choices = [(act, name) for act in self.acts() for name, worker in living if act != "obey" or worker.inbox]
         # What the dead have sent may still arrive: die clears the outbox, so that is chosen before it.
         choices += [("deliver", name) for name, worker in self.workers.items() if worker.outbox]
         for act, name in choices:
@@ -112,6 +111,11 @@ class Small(World):
             getattr(twin, act)(twin.workers[name])
             twin.tidy()
             yield twin
+
+    def acts(self) -> list[str]:
+        """What a living worker may do: nothing here that would change nothing."""
+        acts = ["obey", "learn", "fetch"]
+        return acts + ["gather"] * self.shared + ["again"] * bool(self.repeats) + ["die"] * bool(self.deaths)
 
     def key(self) -> object:
         """Equal for states with the same future."""
@@ -132,8 +136,18 @@ class Small(World):
         )
 
 
+T = TypeVar("T")
+
+
+def _copy(original: T) -> T:
+    """As ``copy.copy`` makes it, in a fraction of the time."""
+    twin: T = object.__new__(type(original))
+    vars(twin).update(vars(original))
+    return twin
+
+
 def _twin(worker: SimulatedWorker) -> SimulatedWorker:
-    twin = copy.copy(worker)
+    twin = _copy(worker)
     twin.sections, twin.lent, twin.votes = set(worker.sections), set(worker.lent), list(worker.votes)
     twin.inbox, twin.outbox = list(worker.inbox), list(worker.outbox)
     return twin

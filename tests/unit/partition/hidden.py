@@ -128,7 +128,7 @@ def copies_between_layers(named: Any) -> None:
         last.copy_(first)
 
 
-AVERAGE = torch.full((32,), 0.5)
+AVERAGE = torch.full((8,), 0.5)
 
 
 def uses_a_global(named: Any) -> None:

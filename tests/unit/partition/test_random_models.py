@@ -24,7 +24,7 @@ INSTRUCTIONS = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
     program=st.lists(INSTRUCTIONS, min_size=1, max_size=9).map(tuple),
     tied=st.booleans(),

@@ -63,9 +63,8 @@ def compare(
     return model
 
 
-@pytest.mark.parametrize("build", [tiny_gpt2, tiny_llama])
-def test_hugging_face_models_at_any_batch_size(build: Callable[[], nn.Module]) -> None:
-    compare(build, Tokens())
+def test_rotary_positions_at_any_batch_size() -> None:
+    compare(tiny_llama, Tokens())
 
 
 class Skips(nn.Module):

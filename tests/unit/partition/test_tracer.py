@@ -163,5 +163,8 @@ def test_catches_hooks_that_add_up_during_the_backward() -> None:
 
 
 def test_a_failure_of_the_users_code_is_told_as_such() -> None:
-    with pytest.raises(WorkerError, match="closure"):
-        traced(over(torch.optim.LBFGS))
+    def failing(named: Any) -> None:
+        raise ValueError("the learning rate is a string")
+
+    with pytest.raises(WorkerError, match="the learning rate is a string"):
+        traced(before_step=failing)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Tokens, tiny_gpt2
+from tests.unit.engine.ranks import SmallLanguage, Tokens, tiny_gpt2
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
@@ -22,20 +22,20 @@ def every_label(batch: dict[str, Tensor]) -> float:
     return float((batch["labels"] != -100).sum())
 
 
-def test_the_shifted_labels_of_hugging_face_are_counted() -> None:
-    model, source = prepared(Recipe(tiny_gpt2), Tokens(padded=True))
-    batch = source.micro_batch([0, 1, 2]).tensors
-    assert weight_of(model, None, batch, {}) == float((batch["labels"][:, 1:] != -100).sum())
-
-
-def test_a_right_weight_passes() -> None:
+def test_the_shifted_labels_of_hugging_face_are_counted_and_pass() -> None:
     recipe = Recipe(tiny_gpt2)
     model, source = prepared(recipe, Tokens(padded=True))
+    batch = source.micro_batch([0, 1, 2]).tensors
+    assert weight_of(model, None, batch, {}) == float((batch["labels"][:, 1:] != -100).sum())
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
 
 
 def test_a_wrong_weight_is_refused_with_the_remedy() -> None:
-    recipe = Recipe(tiny_gpt2)
+    class Shifted(SmallLanguage):
+        """Counts one target less per sample than there are labels, as models of transformers do."""
+
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            return super().forward(input_ids[:, :-1], labels[:, 1:])
 
     class RightPadded(Tokens):
         def __getitem__(self, index: int) -> dict[str, Tensor]:
@@ -43,6 +43,7 @@ def test_a_wrong_weight_is_refused_with_the_remedy() -> None:
             sample["labels"][16 - index % 13 :] = -100
             return sample
 
+    recipe = Recipe(Shifted)
     model, source = prepared(recipe, RightPadded(), counts=False)
     with pytest.raises(ModelError, match=r"weight=fn\(batch\)"):
         check_weighing(model, recipe, materialise(recipe, 0), source, every_label)
@@ -73,10 +74,19 @@ def test_a_hidden_mask_is_found_out_at_the_start() -> None:
 
 
 def test_a_loss_that_is_a_sum_is_refused() -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            scores: Tensor = self.head(torch.tanh(self.embed(input_ids)))
+            return scores
+
     recipe = Recipe(
-        tiny_gpt2,
+        Scores,
         loss=lambda output, batch: nn.functional.cross_entropy(
-            output.logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+            output.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
         ),
     )
     model, source = prepared(recipe, Tokens())
