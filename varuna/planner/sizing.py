@@ -49,7 +49,7 @@ class StageBytes:
     Of those in host memory, the few that are on their way.
     """
     kept: int
-    """Activations of kept sections, of all micro-batches in flight."""
+    """Activations of kept sections, of all micro-batches in flight, and what the first of them began with."""
     live: int
     """Activations of the other sections, of one micro-batch, and what its section at work needs beside them."""
     messages: int
@@ -178,21 +178,19 @@ class Sizer:
         """First section whose activations there is room for."""
         if not self._may_keep or stage == self._last or depth == 1:
             return stop
-        activations = self._activations
-        return bisect_left(activations, activations[stop] - free / (depth - 1), start, stop)
+        return self._spans.first_kept(start, stop, free / (depth - 1))
 
     def _fit_moving(
         self, stage: int, start: int, stop: int, depth: int, most_moved: int, free: float, each: float
     ) -> tuple[int, int, int]:
         """Where inputs may wait in host memory: activations are kept first, and inputs stay in what is left."""
-        activations = self._activations
         moved = min(depth, most_moved)
         moved = moved if moved > STASH_IN_TRANSIT else 0
         free -= Size(depth, 0, moved).on_device * each
         first_kept = self._first_kept(stage, start, stop, depth, free)
         if moved:
             first_kept = max(first_kept, start + 1)  # a stage without R has nothing that waits for it
-            free -= (activations[stop] - activations[first_kept]) * (depth - 1)
+            free -= self._spans.held(start, first_kept, stop) * (depth - 1)
             moved = max(0, moved - int(free // each))
             moved = moved if moved > STASH_IN_TRANSIT else 0
         return depth, first_kept, moved
@@ -213,6 +211,7 @@ class Sizer:
         parameters = int(profile.parameter_bytes.over(span)) - twice_parameters
         optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
         kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
+        held = int(spans.held(start, stop - size.kept, stop))
         return StageBytes(
             parameters=parameters,
             gradients=int(profile.gradient_bytes.over(span)),
@@ -220,7 +219,7 @@ class Sizer:
             reserved=spans.reserved,
             stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]
             + (size.on_device + SAMPLES_AHEAD) * int(profile.input_bytes.over(span)),
-            kept=size.depth * kept,
+            kept=kept + (size.depth - 1) * held,
             live=int(spans.live(start, stop, self._recomputes[stage])) - kept,
             messages=spans.messages(start, stop),
             update=int(spans.update(start, stop, self._copies)),

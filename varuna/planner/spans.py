@@ -1,6 +1,8 @@
 """What consecutive sections need on any stage: a balance asks a hundred thousand times for a few hundred of them."""
 
-from itertools import pairwise
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from varuna.core.plan import SAMPLES_AHEAD
@@ -53,6 +55,7 @@ class Spans:
         self._working, self._forward = profile.working_bytes.over, profile.forward_bytes.over
         self.incoming = (0, *profile.boundary_bytes[: profile.sections - 1])
         """By first section."""
+        self._kept_from = _keeping(self._activations, self.incoming)
         self._front = [cut + posted for cut, posted in zip(profile.cut_bytes, self.incoming, strict=False)]
         posted_behind = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
         self._rear = [cut + posted for cut, posted in zip(profile.cut_bytes, posted_behind, strict=True)]
@@ -89,6 +92,20 @@ class Spans:
         read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
         ahead = SAMPLES_AHEAD * read
         return Room(free - ahead, incoming, incoming + read)
+
+    def first_kept(self, start: int, stop: int, room_bytes: float) -> int:
+        """First section of a stage from which activations are kept, within the room of a micro-batch in flight."""
+        if self.held(start, start, stop) <= room_bytes:
+            return start
+        return bisect_left(self._kept_from, self._activations[stop] - room_bytes, start + 1, stop)
+
+    def held(self, start: int, first_kept: int, stop: int) -> float:
+        """What a micro-batch in flight holds beside its input: kept activations, and what the first of them began with.
+
+        The input of the stage is in the stash; of any other section the one before has made it, and has not kept it.
+        """
+        activations = self._activations[stop] - self._activations[first_kept]
+        return activations + self.incoming[first_kept] if start < first_kept < stop else activations
 
     def messages(self, start: int, stop: int) -> int:
         """At each end a message that leaves, and places for the next two that come."""
@@ -155,3 +172,9 @@ class Spans:
                     state = int(profile.optimizer_bytes.values[index])
                     optimizer += state * tied.size_bytes // profile.trainable_bytes[index]
         return parameters, optimizer
+
+
+def _keeping(activations: Sequence[float], incoming: Sequence[int]) -> list[float]:
+    """By first kept section: activations in front of it, less what it takes; ascending, for a bisection."""
+    kept = [before - taken for before, taken in zip(activations, incoming, strict=False)]
+    return list(accumulate(reversed(kept), min))[::-1]

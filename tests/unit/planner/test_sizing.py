@@ -40,7 +40,7 @@ def test_a_stage_needs_state_stash_activations_and_messages() -> None:
         optimizer=400 * MB,
         reserved=7 * MB,
         stash=(3 + 2) * 20 * 2 * MB,  # two more may have arrived: stage 0 runs up to 5
-        kept=3 * 20 * 50 * MB,
+        kept=3 * 20 * 50 * MB + 2 * 40 * MB,  # and what each began with; the live one's is among its activations
         live=20 * 50 * MB,
         messages=(2 + 1 + 1 + 2) * 40 * MB,  # activations in, gradients out, activations out, gradients in
         update=600 * MB,
@@ -114,6 +114,7 @@ def least(facts: ModelFacts, wanted: Sequence[int]) -> int:
 
 def test_memory_goes_to_depth_first_and_then_to_keeping() -> None:
     bare, message, activations = least(FOUR, (6, 6, 1)), 40 * MB, 20 * 50 * MB
+    one = activations + message  # what it takes too: the section before keeps nothing
 
     def size(limit_bytes: int) -> Size | None:
         return sizer(FOUR, (6, 6, 1), micro_batch=20, limit_bytes=limit_bytes).size(1, 1, 3)
@@ -122,14 +123,16 @@ def test_memory_goes_to_depth_first_and_then_to_keeping() -> None:
     assert size(bare) == Size(depth=1, kept=0)
     assert size(bare + 5 * message - 1) == Size(depth=5, kept=0)
     assert size(bare + 5 * message) == Size(depth=6, kept=0)
-    assert size(bare + 5 * message + 5 * activations - 1) == Size(depth=6, kept=0)
-    assert size(bare + 5 * message + 5 * activations) == Size(depth=6, kept=1)
+    assert size(bare + 5 * message + 5 * one - 1) == Size(depth=6, kept=0)
+    assert size(bare + 5 * message + 5 * one) == Size(depth=6, kept=1)
+    assert size(bare + 5 * message + 10 * activations - 1) == Size(depth=6, kept=1)
     assert size(bare + 5 * message + 10 * activations) == Size(depth=6, kept=2)
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
 def test_the_bytes_of_a_size_are_what_it_was_chosen_by(kept: int) -> None:
-    limit = least(FOUR, (6, 6, 1)) + 5 * 40 * MB + kept * 5 * 20 * 50 * MB
+    taken = 20 * 2 * MB * (kept == 1)  # the first section takes the stage's input, which is in the stash
+    limit = least(FOUR, (6, 6, 1)) + 5 * 40 * MB + 5 * (kept * 20 * 50 * MB + taken)
     sizes = sizer(FOUR, (6, 6, 1), micro_batch=20, limit_bytes=limit)
     size = sizes.size(1, 1, 3)
     assert size == Size(depth=6, kept=kept)

@@ -51,7 +51,7 @@ def test_what_does_not_fit_moves_and_what_is_on_its_way_counts() -> None:
     assert detail.total == limit
     assert detail.stash == (10 - 7 + STASH_IN_TRANSIT) * 200 * MB
     assert detail.host == 7 * 200 * MB
-    roomier = sizer(everything + 9 * 300 * MB - 4 * 200 * MB)
+    roomier = sizer(everything + 9 * (300 + 200) * MB - 4 * 200 * MB)
     assert roomier.size(1, 2, 4) == Size(10, 1, 7)  # what they make room for is kept first
 
 
