@@ -63,6 +63,20 @@ def resnet() -> Any:
     )
 
 
+class Stack(torch.nn.Module):
+    """Linears with nothing between them: what waits for W is twice what B keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(256, 256) for _ in range(8))
+        self.head = torch.nn.Linear(256, 2)
+
+    def forward(self, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            rows = layer(rows)
+        return torch.nn.functional.cross_entropy(self.head(rows.mean(1)), labels)
+
+
 class Tokens:
     """Random tokens, a function of the index."""
 
@@ -85,6 +99,17 @@ class Images:
         return {"pixel_values": pixels, "labels": torch.tensor(index % 2)}
 
 
+class Rows:
+    """Random rows, a function of the index."""
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        rows = torch.randn(LENGTH, 256, generator=torch.Generator().manual_seed(index))
+        return {"rows": rows, "labels": torch.tensor(index % 2)}
+
+
 def adamw(named: Any) -> torch.optim.Optimizer:
     """Two states per parameter."""
     return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
@@ -100,6 +125,7 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "llama": (llama, Tokens()),
     "vit": (vit, Images()),
     "resnet": (resnet, Images()),
+    "stack": (Stack, Rows()),
 }
 
 
@@ -114,6 +140,8 @@ class Case(NamedTuple):
     precision: Precision = "fp32"
     optimizer: Any = adamw
     replicas: int = 1
+    splits: bool = False
+    """all backwards run as I and W; otherwise those that the planner splits"""
 
 
 CASES = (
@@ -125,11 +153,14 @@ CASES = (
     Case("2x1 sgd", 2, 16, optimizer=sgd),
     Case("2x1 kept", 2, 16, memory=1.3),
     Case("2x1 all kept", 2, 16, memory=5.0),
+    Case("2x1 split", 2, 16, splits=True),
+    Case("2x1 all kept, split", 2, 16, memory=5.0, splits=True),
     Case("2x1 bf16", 2, 16, precision="bf16"),
     Case("2x2", 2, 16, replicas=2),
     Case("4x1 few", 4, 5),
     Case("4x1 many", 4, 24),
     Case("4x1 kept", 4, 24, memory=1.3),
+    Case("4x1 all kept, split", 4, 24, memory=5.0, splits=True),
 )
 
 
@@ -219,8 +250,10 @@ def plan_of(facts: Any, case: Case) -> Any:
             )
         )
 
-    free = with_memory(None)
-    return free if case.memory is None else with_memory(int(max(free.memory_bytes) * case.memory))
+    plan = with_memory(None)
+    if case.memory is not None:
+        plan = with_memory(int(max(plan.memory_bytes) * case.memory))
+    return plan.model_copy(update={"split_last": case.micro_batches}) if case.splits else plan
 
 
 def measure(model: str, case: Case, device: str | None) -> list[Row]:

@@ -64,6 +64,10 @@ class SectionKind(Finite):
     forward_bytes: Bytes = Field(default=0, description="needed while F runs, per example")
     backward_bytes: Bytes = Field(default=0, description="needed beside activations while R or B runs, per example")
     fixed_bytes: Bytes = Field(default=0, description="of such, whatever the micro-batch")
+    split_bytes: Bytes | None = Field(
+        default=None, description="needed beside activations while I runs, per example; left out: as for B"
+    )
+    split_fixed_bytes: Bytes = Field(default=0, description="of such, whatever the micro-batch")
     input_bytes: Bytes = Field(default=0, description="samples that the section is the first to read, per example")
     boundary_bytes: Bytes = Field(description="activation sent to the next section, per example; 0 for the last")
     gradient_boundary_bytes: Bytes | None = Field(

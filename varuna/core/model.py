@@ -29,6 +29,13 @@ class SectionFacts(Value):
     forward_bytes: int = Field(default=0, ge=0, description="needed while F runs, per example")
     backward_bytes: int = Field(default=0, ge=0, description="needed beside activations while R or B runs, per example")
     fixed_bytes: int = Field(default=0, ge=0, description="of such, whatever the micro-batch")
+    split_bytes: int | None = Field(
+        default=None, ge=0, description="needed beside activations while I runs, per example; left out: as for B"
+    )
+    split_fixed_bytes: int = Field(default=0, ge=0, description="of such, whatever the micro-batch")
+    queued_bytes: int | None = Field(
+        default=None, ge=0, description="kept between I and W, per example; left out: as activation_bytes"
+    )
     input_bytes: int = Field(default=0, ge=0, description="samples that no lower section reads, per example")
     boundary_bytes: int = Field(ge=0, description="crosses the cut behind this section, per example; 0 for the last")
     gradient_boundary_bytes: int | None = Field(

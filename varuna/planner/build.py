@@ -262,7 +262,7 @@ class Builder:
     def _limited(self, sharing: int) -> Spans:
         if sharing not in self._spans:
             limits = {"limit_bytes": self.request.limit_bytes, "host_limit_bytes": self.request.host_limit_bytes}
-            self._spans[sharing] = Spans(self.profile, **limits, replicas=sharing)
+            self._spans[sharing] = Spans(self.profile, **limits, replicas=sharing, splits=self.may_keep)
         return self._spans[sharing]
 
     def _sizer(self, wanted: tuple[int, ...], stash_moves: bool, sharing: int, *, unlimited: bool = False) -> Sizer:
@@ -270,7 +270,7 @@ class Builder:
         stages = len(wanted)
         least = tuple(min(depth, stages - k) for k, depth in enumerate(wanted)) if flexible else wanted
         return Sizer(
-            Spans(self.profile, replicas=sharing) if unlimited else self._limited(sharing),
+            Spans(self.profile, replicas=sharing, splits=self.may_keep) if unlimited else self._limited(sharing),
             wanted=wanted,
             least=least,
             may_keep=self.may_keep,

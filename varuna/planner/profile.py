@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import add, sub
 
 from varuna.core.calibration import Calibration, SectionKind
 
@@ -66,6 +67,10 @@ class Profile:
     """Needed while F of a section runs."""
     working_bytes: Peaks
     """Needed while R or B of a section runs, with the activations of all sections from the first up to it."""
+    splitting_bytes: Peaks
+    """As ``working_bytes`` of I, less what all sections up to it leave for W: those behind it have left theirs."""
+    weighing_bytes: Peaks
+    """Needed while W of a section runs, with what all sections from the first up to it have left."""
     input_bytes: Sums
     """Samples that a section is the first to read."""
     queued_bytes: Sums
@@ -150,6 +155,10 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
     back_bytes = whole(lambda kind: _gradient_boundary_bytes(kind) * m)
     activation_bytes = Sums.of(lay(lambda kind: kind.activation_bytes * m))
     backward_bytes = lay(lambda kind: kind.backward_bytes * m + kind.fixed_bytes)
+    split_bytes = lay(lambda kind: _split_bytes(kind, m))
+    fixed_bytes = lay(lambda kind: kind.fixed_bytes)
+    queued_bytes = Sums.of(lay(lambda kind: _queued_bytes(kind) * m))
+    alive, left = activation_bytes.before[1:], queued_bytes.before[1:]
     return Profile(
         calibration=calibration,
         micro_batch=m,
@@ -161,11 +170,11 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         weight_s=Sums.of(lay(lambda kind: trained(kind, kind.weight_s) if kind.splits else 0.0)),
         activation_bytes=activation_bytes,
         forward_bytes=Peaks.of(lay(lambda kind: kind.forward_bytes * m)),
-        working_bytes=Peaks.of(
-            [alive + beside for alive, beside in zip(activation_bytes.before[1:], backward_bytes, strict=True)]
-        ),
+        working_bytes=Peaks.of(list(map(add, alive, backward_bytes))),
+        splitting_bytes=Peaks.of(list(map(sub, map(add, alive, split_bytes), left))),
+        weighing_bytes=Peaks.of(list(map(add, left, fixed_bytes))),
         input_bytes=Sums.of(lay(lambda kind: kind.input_bytes * m)),
-        queued_bytes=Sums.of(lay(lambda kind: _queued_bytes(kind) * m)),
+        queued_bytes=queued_bytes,
         parameter_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes)),
         gradient_bytes=Sums.of(lay(lambda kind: kind.summed_bytes)),
         reduced_bytes=Sums.of(lay(_reduced_bytes)),
@@ -187,6 +196,12 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
 
 def _reduced_bytes(kind: SectionKind) -> int:
     return kind.summed_bytes if kind.reduced_bytes is None else kind.reduced_bytes
+
+
+def _split_bytes(kind: SectionKind, micro_batch: int) -> int:
+    if not kind.splits or kind.split_bytes is None:
+        return kind.backward_bytes * micro_batch + kind.fixed_bytes
+    return kind.split_bytes * micro_batch + kind.split_fixed_bytes
 
 
 def _queued_bytes(kind: SectionKind) -> int:

@@ -49,7 +49,10 @@ class StageBytes:
     Of those in host memory, the few that are on their way.
     """
     kept: int
-    """Activations of kept sections, of all micro-batches in flight, and what the first of them began with."""
+    """Activations of kept sections, of all micro-batches in flight, and what the first of them began with.
+
+    Where all is kept and W's wait, what they wait with instead, if that is more.
+    """
     live: int
     """Activations of the other sections, of one micro-batch, and what its section at work needs beside them."""
     messages: int

@@ -34,6 +34,7 @@ class Spans:
         limit_bytes: int | None = None,
         host_limit_bytes: int | None = None,
         replicas: int = 1,
+        splits: bool = False,
     ) -> None:
         """Prepare prefix sums.
 
@@ -42,6 +43,7 @@ class Spans:
             limit_bytes: of a worker; None: unlimited, and unknown, so that nothing is kept.
             host_limit_bytes: of a worker's share of host memory; None: unlimited.
             replicas: D, if the job shares optimizer state out.
+            splits: backwards may run as I and W, on all stages but the first.
         """
         self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
         self.reserved = profile.calibration.hardware.reserved_bytes
@@ -53,6 +55,9 @@ class Spans:
         self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
         self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
         self._working, self._forward = profile.working_bytes.over, profile.forward_bytes.over
+        self._splitting, self._weighing = profile.splitting_bytes.over, profile.weighing_bytes.over
+        self._queued = profile.queued_bytes.before
+        self._splits = splits and self._queued[-1] > 0
         self.incoming = (0, *profile.boundary_bytes[: profile.sections - 1])
         """By first section."""
         self._kept_from = _keeping(self._activations, self.incoming)
@@ -103,18 +108,31 @@ class Spans:
         """What a micro-batch in flight holds beside its input: kept activations, and what the first of them began with.
 
         The input of the stage is in the stash; of any other section the one before has made it, and has not kept it.
+        Where all is kept, W's wait for idle time: what they wait with may be more, but the input is through.
         """
         activations = self._activations[stop] - self._activations[first_kept]
-        return activations + self.incoming[first_kept] if start < first_kept < stop else activations
+        if start < first_kept:
+            return activations + self.incoming[first_kept] if first_kept < stop else activations
+        if not self._splits or not start:
+            return activations
+        each = self.incoming[start] + self._inputs[stop] - self._inputs[start]
+        return max(activations, self._queued[stop] - self._queued[start] - each)
 
     def messages(self, start: int, stop: int) -> int:
         """At each end a message that leaves, and places for the next two that come."""
         return self._front[start] + self._rear[stop]
 
     def live(self, start: int, stop: int, recomputes: bool) -> float:
-        """Activations of a micro-batch and what a section at work needs; another's F may run beside an R."""
+        """Activations of a micro-batch and what a section at work needs; another's F may run beside an R.
+
+        Between I and W of a section, what its linears took and the gradients of what they made take their place.
+        """
         activations = self._activations
         working = self._working(start, stop) - activations[start]
+        if self._splits and start:
+            queued = self._queued
+            splitting = self._splitting(start, stop) + queued[stop] - activations[start]
+            working = max(working, splitting, self._weighing(start, stop) - queued[start])
         if not recomputes:
             return working
         return max(working, activations[stop] - activations[start] + self._forward(start, stop))

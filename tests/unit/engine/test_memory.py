@@ -15,11 +15,16 @@ from tests.unit.engine.ranks import Setup, single_threaded
 from varuna.core.nominal import nominal_calibration
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
+from varuna.engine.forming import initial_states
+from varuna.engine.section import Examples
 from varuna.engine.shared import all_reduce_shared
+from varuna.engine.stage import Stage
 from varuna.observe import bus
 from varuna.partition.allocated import Allocated
 from varuna.planner.choose import best_plan
+from varuna.planner.profile import profile
 from varuna.planner.request import PlanRequest
+from varuna.planner.spans import Spans
 from varuna.schedule.actions import Kind
 
 _MICRO_BATCH, _MICRO_BATCHES = 8, 4
@@ -164,6 +169,59 @@ def test_host_memory_holds_the_state_that_was_promised(precision: Precision) -> 
     away = stage.parameters.values() if stage.job.masters_away else ()
     state = [value for name in stage.parameters for value in stage.optimizer.state_of(name)[0].values()]
     assert plan.host_bytes == (sum(value.nbytes for value in (*away, *state)),)
+
+
+class Stack(nn.Module):
+    """Linears with nothing between them: what waits for W is twice what B keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(16))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
+    """Every W behind all I's, without luck: on one stage, whose sections are told to split."""
+    setup = Setup(build=Stack, micro_batch=_MICRO_BATCH, precision=precision)
+    count, facts = len(setup.model.sections), setup.model.facts.sections
+    given = {"stages": 1, "replicas": 1, "micro_batch": _MICRO_BATCH, "global_batch": 24, "starts": (0,)}
+    job, counted = setup.job(), Allocated()
+    states = initial_states(setup.model, range(count), setup.beginning.parameters, job.buffers)
+    stage = Stage(job, Plan(**given, sections=count, stash_limits=(1,)), 0, states, 0)
+    loss, lefts = setup.model.sections[-1].makes[0], []
+    for micro_batch in range(4):
+        if micro_batch == 1:
+            lefts.clear()  # the first one is checked for equal bits, which leaves caches
+            gc.collect()
+            before_bytes = counted.now_bytes
+        examples = Examples(setup.source.micro_batch(range(_MICRO_BATCH)).tensors, _MICRO_BATCH)
+        with counted.watch():
+            tapes = stage.record({}, examples, 0, micro_batch, split=True)
+            lefts.append(stage.input_backward(tapes, {loss: torch.ones((), dtype=job.dtype)})[1])
+    queued = sum(section.queued_bytes or 0 for section in facts)
+    assert counted.now_bytes - before_bytes == pytest.approx(3 * queued * _MICRO_BATCH, rel=0.02)
+    assert queued > 1.5 * sum(section.activation_bytes for section in facts)
+
+
+def test_a_stage_that_splits_uses_what_its_plan_promised() -> None:
+    setup = setup_of(_MICRO_BATCHES, build=Stack)
+    plan = planned(setup, 2).model_copy(update={"split_last": _MICRO_BATCHES})
+    of_sections = profile(nominal_calibration(setup.model.facts), _MICRO_BATCH)
+    sections = plan.sections_of(1)
+    live_bytes = [
+        Spans(of_sections, splits=splits).live(sections.start, sections.stop, recomputes=False)
+        for splits in (False, True)
+    ]
+    found = peaks(setup, plan)
+    assert 0.85 * plan.memory_bytes[1] < found[1] < 1.03 * plan.memory_bytes[1]
+    assert found[1] > plan.memory_bytes[1] - (live_bytes[1] - live_bytes[0])  # B whole would need less
 
 
 def test_kept_activations_are_as_large_as_promised() -> None:

@@ -39,3 +39,7 @@ def test_bytes_are_those_of_what_autograd_keeps_and_no_random_number_is_drawn(
     weights = 4 * (WIDTH * WIDTH + WIDTH)
     assert 0 < section.fixed_bytes <= 2 * weights  # gradients of parameters on their way to their sums
     assert row <= section.forward_bytes <= section.activation_bytes + row
+    # both linears took a row and made one of the same width: their inputs and the gradients of results wait for W
+    assert section.queued_bytes == 4 * row
+    assert section.split_bytes is not None
+    assert section.split_bytes < section.backward_bytes + section.fixed_bytes  # no gradient of a weight is made in I

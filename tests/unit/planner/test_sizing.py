@@ -25,10 +25,11 @@ def sizer(
     may_keep: bool = True,
     tentative: bool = True,
     together: bool = False,
+    splits: bool = False,
 ) -> Sizer:
     hardware = Hardware(name="test", reserved_bytes=reserved_bytes)
     calibration = calibrated(facts, hardware=hardware, optimizer=OptimizerCosts(together=together))
-    spans = Spans(profile(calibration, micro_batch), limit_bytes=limit_bytes)
+    spans = Spans(profile(calibration, micro_batch), limit_bytes=limit_bytes, splits=splits)
     return Sizer(spans, wanted=wanted, least=[1] * len(wanted), may_keep=may_keep, tentative=tentative)
 
 
@@ -92,6 +93,41 @@ def test_what_a_section_needs_at_work_counts_where_it_is_highest() -> None:
     assert sizes.detail(0, 0, 3, Size(1, 0)).live == (50 + 400 + 7) * MB  # B of the first, when the others are through
     assert sizes.detail(1, 1, 3, Size(1, 0)).live == (50 + 50 + 20) * MB  # B of the last, with all activations
     assert sizes.detail(0, 1, 3, Size(2, 0)).live == (50 + 50 + 30) * MB  # F of another micro-batch meanwhile
+
+
+def queueing(queued: int, split: int) -> ModelFacts:
+    bytes_of = {
+        "queued_bytes": queued * MB,
+        "split_bytes": split * MB,
+        "backward_bytes": 20 * MB,
+        "fixed_bytes": 7 * MB,
+    }
+    return model([section().model_copy(update=bytes_of)] * 4)
+
+
+def test_what_waits_for_w_takes_the_place_of_activations_section_by_section() -> None:
+    def live(facts: ModelFacts, stage: int, start: int) -> int:
+        return sizer(facts, (3, 1), splits=True).detail(stage, start, start + 3, Size(1, 0)).live
+
+    assert live(queueing(10, 15), 1, 1) == (3 * 50 + 20 + 7) * MB  # B of the last section needs most
+    assert live(queueing(10, 40), 1, 1) == (3 * 50 + 40) * MB  # I of the last
+    assert live(queueing(80, 40), 1, 1) == (50 + 40 + 2 * 80) * MB  # I of the first: the others have left theirs
+    assert live(queueing(80, 0), 1, 1) == (3 * 80 + 7) * MB  # W of the last
+    assert live(queueing(80, 40), 0, 0) == (3 * 50 + 20 + 7) * MB  # stage 0 runs B whole
+
+
+def test_where_all_is_kept_what_waits_for_w_counts_if_it_is_more_than_activations_and_input() -> None:
+    def detail(facts: ModelFacts, kept: int) -> StageBytes:
+        return sizer(facts, (9, 5, 1), splits=True).detail(1, 1, 3, Size(5, kept))
+
+    assert detail(queueing(40, 0), 2).kept == 5 * 2 * 50 * MB
+    assert detail(queueing(51, 0), 2).kept == 5 * 2 * 50 * MB  # the input of 2 MB, which is in the stash, goes before
+    assert detail(queueing(80, 0), 2).kept == (2 * 50 + 4 * (2 * 80 - 2)) * MB
+    assert detail(queueing(80, 0), 1).kept == (5 * 50 + 4 * 2) * MB  # with an R, W follows its I at once
+    facts = queueing(80, 0)
+    limit = detail(facts, 2).total
+    assert sizer(facts, (9, 5, 1), limit_bytes=limit, splits=True).size(1, 1, 3) == Size(5, 2)
+    assert sizer(facts, (9, 5, 1), limit_bytes=limit - 1, splits=True).size(1, 1, 3) == Size(5, 1)
 
 
 def test_samples_count_while_their_micro_batch_is_in_flight_and_as_they_are_read_ahead() -> None:
