@@ -285,10 +285,16 @@ class Calibration(Finite):
         """
         if self.optimizer.host_bytes_per_s is not None:
             return self
-        streamed_bytes = max(
-            STREAMED_SECTIONS * kind.optimizer_bytes + _INTERMEDIATE * kind.summed_bytes for kind in self.kinds.values()
-        )
+        streamed_bytes = max(_streamed_bytes(kind, apart=apart) for kind in self.kinds.values())
         rate = _PCIE_BYTES_PER_S if apart else None
         streamed = self.optimizer.model_copy(update={"host_bytes_per_s": rate, "streamed_bytes": streamed_bytes})
         kinds = {name: kind.model_copy(update={"update_bytes": 0}) for name, kind in self.kinds.items()}
         return self.model_copy(update={"optimizer": streamed, "kinds": kinds})
+
+
+def _streamed_bytes(kind: SectionKind, *, apart: bool) -> int:
+    """Where a GPU computes, the next section arrives meanwhile; a CPU fetches it behind the update."""
+    work_bytes = _INTERMEDIATE * kind.summed_bytes
+    if apart:
+        return STREAMED_SECTIONS * kind.optimizer_bytes + work_bytes
+    return kind.optimizer_bytes + max((STREAMED_SECTIONS - 1) * kind.optimizer_bytes, work_bytes)

@@ -18,7 +18,7 @@ from varuna.core.precision import Precision
 from varuna.engine.forming import initial_states
 from varuna.engine.section import Examples
 from varuna.engine.shared import all_reduce_shared
-from varuna.engine.stage import Stage
+from varuna.engine.stage import Left, Stage
 from varuna.observe import bus
 from varuna.partition.allocated import Allocated
 from varuna.planner.choose import best_plan
@@ -155,7 +155,7 @@ def test_offloaded_state_and_what_is_streamed_of_it_are_promised(stages: int, pr
     assert peaks(setup, plan) == pytest.approx(list(plan.memory_bytes), rel=0.1)
     without = planned(replace(setup, offload=False), stages)
     for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True):
-        assert more > 1.1 * less  # what passes through shows in the peak
+        assert more > 1.03 * less  # what passes through shows in the peak
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -195,7 +195,8 @@ def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
     job, counted = setup.job(), Allocated()
     states = initial_states(setup.model, range(count), setup.beginning.parameters, job.buffers)
     stage = Stage(job, Plan(**given, sections=count, stash_limits=(1,)), 0, states, 0)
-    loss, lefts = setup.model.sections[-1].makes[0], []
+    loss = setup.model.sections[-1].makes[0]
+    lefts: list[list[Left]] = []
     for micro_batch in range(4):
         if micro_batch == 1:
             lefts.clear()  # the first one is checked for equal bits, which leaves caches
