@@ -51,7 +51,7 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
     if network is None:
         notes.append("the network is assumed to be 10 Gb/s Ethernet: it takes two workers to measure one")
     elif measured[0].device_bytes is not None:
-        notes.append("messages and all-reduces include the copies from and to the GPU")
+        notes.append("messages and all-reduces begin and end in the memory of the GPU")
     action_s = _action_s(measured)
     if action_s is None:
         notes.append("the cost of an action is assumed: the whole model does not fit the workers that measured")
@@ -144,26 +144,47 @@ def _network(measured: Sequence[Measured]) -> Network | None:
     if not messages or not shapes:
         return None
     rings = tuple(_ring([r for each in measured for r in each.rings if (r.in_flight, r.ranks) == s]) for s in shapes)
-    return Network(link=link_of(messages), rings=rings)
+    return Network(link=link_of(messages, [sample for each in measured for sample in each.staged]), rings=rings)
 
 
-def link_of(messages: Iterable[Sized]) -> Link:
+def link_of(messages: Iterable[Sized], staged: Sequence[Sized] = ()) -> Link:
     """Latency and rate of the fastest decile of each size; what the others take beyond theirs is jitter.
 
     A delay that comes on top moves the fastest least, and sizes share it: so few messages tell a rate and a mean.
+
+    Args:
+        messages: between host memories.
+        staged: the same from one GPU's memory to the other's; what the fastest take longer are the copies.
     """
-    by_size: dict[int, list[float]] = {}
-    for size, seconds in messages:
-        by_size.setdefault(size, []).append(seconds)
-    fastest = {size: quantiles(times, (0.1,))[0] for size, times in by_size.items()}
+    by_size = _by_size(messages)
+    fastest = _fastest(by_size)
+    line = fit_line(fastest.items())
+    copied = _fastest(_by_size(staged))
+    copies = Line(
+        max(0.0, copied[min(copied)] - fastest[min(copied)]) if copied else 0.0,
+        fit_line(copied.items()).per_unit - line.per_unit if copied else 0.0,
+    )
     late = [max(0.0, seconds - fastest[size]) for size, times in by_size.items() for seconds in times]
     beyond = quantiles(late, _DECILES)
     mean_s = sum(a + b for a, b in pairwise(beyond)) / 2 / (len(beyond) - 1)
     return Link(
         latency_s=fastest[min(fastest)],
-        bytes_per_s=_rate(fit_line(fastest.items())) or _FASTEST_PER_S,
+        bytes_per_s=_rate(line) or _FASTEST_PER_S,
+        staged_s=copies.fixed,
+        staged_bytes_per_s=_rate(copies),
         jitter=Jitter(mean_s=mean_s, quantiles_s=beyond),
     )
+
+
+def _by_size(messages: Iterable[Sized]) -> dict[int, list[float]]:
+    by_size: dict[int, list[float]] = {}
+    for size, seconds in messages:
+        by_size.setdefault(size, []).append(seconds)
+    return by_size
+
+
+def _fastest(by_size: Mapping[int, Sequence[float]]) -> dict[int, float]:
+    return {size: quantiles(times, (0.1,))[0] for size, times in by_size.items()}
 
 
 def _ring(rings: Sequence[RingSamples]) -> Ring:

@@ -61,6 +61,7 @@ class Measured(Value):
     sections: tuple[SectionSamples, ...]
     updates: tuple[Sized, ...] = Field(description="optimizer step, by bytes of parameters, gradients and state")
     snapshots: tuple[Sized, ...] = Field(description="copying state out, by its bytes")
-    messages: tuple[Sized, ...] = Field(default=(), description="between neighbours, both directions at once")
+    messages: tuple[Sized, ...] = Field(default=(), description="between neighbours' host memories, both ways at once")
+    staged: tuple[Sized, ...] = Field(default=(), description="the same from one GPU's memory to the other's")
     rings: tuple[RingSamples, ...] = ()
     pilots: tuple[PilotSamples, ...] = ()

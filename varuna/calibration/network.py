@@ -81,7 +81,8 @@ class Peers:
     def _swap_all(self, sizes: Sequence[int], lanes: Lanes) -> list[Sized]:
         """Swap messages of every size with the neighbour; seconds from the sender's clock to ours."""
         number, place = divmod(self.rank, 2)
-        pair = Group(self._store, f"calibrate/pair{number}", place, 2, self._host)
+        kind = "pair" if lanes.streams is None else "staged"
+        pair = Group(self._store, f"calibrate/{kind}{number}", place, 2, self._host)
         samples: list[Sized] = []
         for tag, size in zip(count(_TAG, 2), sizes, strict=False):
             begin_s = time.monotonic()

@@ -24,6 +24,7 @@ from varuna.core.errors import VarunaError
 from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
 from varuna.core.threads import join_all
+from varuna.engine.lanes import Lanes
 from varuna.engine.process import settle
 from varuna.engine.session import Session
 from varuna.engine.solo import Solo, World
@@ -71,7 +72,9 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     ]
     sections = [sample for each in computed for sample in each.sections]
     peers.meet()
-    messages = peers.messages(_message_bytes(facts, sections), job.lanes)
+    sent_bytes = _message_bytes(facts, sections)
+    messages = peers.messages(sent_bytes, Lanes())
+    staged = peers.messages(sent_bytes, job.lanes) if job.lanes.streams is not None else ()
     rings = peers.rings(_gradient_bytes(facts), job.lanes.sums)
     pilots: list[PilotSamples] = []
     if whole:
@@ -93,6 +96,7 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
         updates=tuple(sample for each in computed for sample in each.updates),
         snapshots=tuple(sample for each in computed for sample in each.snapshots),
         messages=messages,
+        staged=staged,
         rings=rings,
         pilots=tuple(pilots),
     )

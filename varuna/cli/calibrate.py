@@ -73,6 +73,11 @@ def _show_network(console: Console, network: Network) -> None:
         f"{format_bytes(link.bytes_per_s)}/s",
         highlight=False,
     )
+    if link.staged_bytes_per_s is not None:
+        console.print(
+            f"its copies from and to GPUs: {1000 * link.staged_s:.3f} ms, {format_bytes(link.staged_bytes_per_s)}/s",
+            highlight=False,
+        )
     for ring in network.rings:
         console.print(
             f"an all-reduce over {ring.ranks or 'D'} with {ring.in_flight} in flight: {1000 * ring.latency_s:.3f} ms a "

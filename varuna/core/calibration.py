@@ -148,7 +148,14 @@ class Link(Finite):
 
     latency_s: Seconds = Field(description="of a message without its serialisation")
     bytes_per_s: Rate = Field(description="at which messages leave")
+    staged_s: Seconds = Field(default=0.0, description="further latency: copies between GPU and host at both ends")
+    staged_bytes_per_s: Rate | None = Field(default=None, description="of both copies; left out: they take no time")
     jitter: Jitter = Jitter()
+
+    def latency_of(self, size_bytes: float) -> float:
+        """Of a message, copies included: other messages leave meanwhile."""
+        copied_s = 0.0 if self.staged_bytes_per_s is None else size_bytes / self.staged_bytes_per_s
+        return self.latency_s + self.staged_s + copied_s
 
 
 class Ring(Finite):

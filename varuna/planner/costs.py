@@ -172,10 +172,11 @@ class Pricer:
         if known is None:
             profile = self._profile
             link = link_of(profile.calibration, crosses=crosses)
+            there, back = profile.boundary_bytes[section], profile.gradient_boundary_bytes[section]
             known = self._links[section, crosses] = LinkCosts(
-                latency_s=link.latency_s,
-                activation_s=profile.boundary_bytes[section] / link.bytes_per_s,
-                gradient_s=profile.gradient_boundary_bytes[section] / link.bytes_per_s,
+                latency_s=link.latency_of(max(there, back)),
+                activation_s=there / link.bytes_per_s,
+                gradient_s=back / link.bytes_per_s,
                 jitter=link.jitter,
             )
         return known

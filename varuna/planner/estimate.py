@@ -74,7 +74,7 @@ class Guesser:
         mean_bytes = all_bytes / max(1, profile.sections - 1)
         links = [link_of(profile.calibration, crosses=crosses) for crosses in (True, False)]
         self._hops_s = [
-            2 * (link.latency_s + link.jitter.mean_s) + mean_bytes / link.bytes_per_s for link in links
+            2 * (link.latency_of(mean_bytes / 2) + link.jitter.mean_s) + mean_bytes / link.bytes_per_s for link in links
         ]  # there and back, across VMs and within one
         heavy = _heavy(profile.work_s.values)
         self._work, self._recompute = (

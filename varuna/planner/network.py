@@ -45,7 +45,7 @@ def reduce_s(
 def exchange_s(calibration: Calibration, size_bytes: float, *, crosses: bool, members: int) -> float:
     """Seconds in which each of the ``members`` sends its gradient of a tied parameter to every other one, by itself."""
     link = link_of(calibration, crosses=crosses)
-    return link.latency_s + mean_delay_s(link.jitter) + (members - 1) * size_bytes / link.bytes_per_s
+    return link.latency_of(size_bytes) + mean_delay_s(link.jitter) + (members - 1) * size_bytes / link.bytes_per_s
 
 
 def ring_s(rings: Sequence[Ring], size_bytes: float, *, ranks: int, in_flight: int) -> float:

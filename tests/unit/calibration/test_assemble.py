@@ -127,7 +127,7 @@ def test_a_ring_is_read_as_rounds_of_latency_and_rate() -> None:
     assert (on_gpu.hardware.memory_bytes, on_gpu.hardware.reserved_bytes) == (16, 8)
     assert (calibration.hardware.memory_bytes, calibration.hardware.reserved_bytes) == (None, 0)
     assert set(on_gpu.notes) - set(calibration.notes) == {
-        "messages and all-reduces include the copies from and to the GPU"
+        "messages and all-reduces begin and end in the memory of the GPU"
     }
 
 
@@ -139,6 +139,20 @@ def test_jitter_is_what_messages_of_a_size_take_beyond_their_fastest() -> None:
     assert link.jitter.quantiles_s[0] == 0
     assert link.jitter.quantiles_s[5] == pytest.approx(4.0)
     assert link.jitter.mean_s == pytest.approx(4.0, rel=0.1)
+
+
+def test_what_messages_of_a_gpu_take_longer_is_their_copies() -> None:
+    sizes = (8, 1008, 4008)
+    messages = [Sized(size, 100 + size) for size in sizes for _ in range(5)]
+    staged = [Sized(size, 100 + size + 20 + size / 4) for size in sizes for _ in range(5)]
+    plain, link = link_of(messages), link_of(messages, staged)
+    assert (plain.staged_s, plain.staged_bytes_per_s) == (0.0, None)
+    assert (link.latency_s, link.bytes_per_s, link.jitter) == (plain.latency_s, plain.bytes_per_s, plain.jitter)
+    assert link.staged_s == pytest.approx(22)
+    assert link.staged_bytes_per_s == pytest.approx(4)
+    assert link.latency_of(400) == pytest.approx(108 + 22 + 100)
+    noisy = link_of(messages, [Sized(size, 99 + size / 2) for size in sizes])
+    assert (noisy.staged_s, noisy.staged_bytes_per_s) == (0.0, None), "copies that take less than nothing are noise"
 
 
 def test_workers_with_different_models_are_not_mixed() -> None:

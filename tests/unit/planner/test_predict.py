@@ -192,3 +192,14 @@ def test_gradients_that_cross_as_bf16_take_half_as_long_and_as_much_memory() -> 
     less = plan_run(job.model_copy(update={"reduction": "bf16"}), workers=2, stages=1, calibration=known)
     assert (whole.replicas, less.replicas) == (1, 2)  # now a second worker is worth its ring
     assert less.memory_bytes == whole.memory_bytes
+
+
+def test_copies_at_the_ends_of_a_link_are_latency_and_keep_no_other_message_waiting() -> None:
+    facts, shape = model([section(0.5)] * 2), plan((0, 1), 2)
+    staged = ROUND.link.model_copy(update={"staged_s": 0.25, "staged_bytes_per_s": 2 * MB})
+    [plain], [copied] = (
+        pipeline_costs(of(facts, 1, across_vms=ROUND.model_copy(update={"link": link})), shape, gpus_per_vm=1).links
+        for link in (ROUND.link, staged)
+    )
+    assert copied.latency_s == pytest.approx(plain.latency_s + 0.25 + 1.0)
+    assert (copied.activation_s, copied.gradient_s) == (plain.activation_s, plain.gradient_s)
