@@ -6,6 +6,7 @@ before every use anyway. All ranks take part, between two steps; if the generati
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -62,17 +63,18 @@ def evaluate(generation: Generation, work: Work) -> Sums:
         LinkError: a link broke, or nothing came within the bound.
         DataError: a sample is not what the model was captured with, or differs between stages.
     """
-    pipeline = _Pipeline(generation, work)
-    try:
-        return pipeline.run()
-    finally:
-        pipeline.close()
+    with closing(Courier(generation.inbox, f"evaluation {work.number}")) as courier:
+        pipeline = _Pipeline(generation, work, courier)
+        try:
+            return pipeline.run()
+        finally:
+            pipeline.close()
 
 
 class _Pipeline:
     """One rank's part."""
 
-    def __init__(self, generation: Generation, work: Work) -> None:
+    def __init__(self, generation: Generation, work: Work, courier: Courier) -> None:
         plan, rank = generation.plan, generation.assignment.rank
         self._generation, self._work, self._rank = generation, work, rank
         self._inbox, self._stage = generation.inbox, generation.stage
@@ -80,7 +82,7 @@ class _Pipeline:
         self._mine = self._plan.micro_batches_of(generation.replica)
         self._chunk = _AHEAD * plan.stages
         self._longest = max(len(self._plan.micro_batches_of(replica)) for replica in range(plan.replicas))
-        self._courier = Courier(self._inbox, f"evaluation {work.number}")
+        self._courier = courier
         buffers = {**work.buffers, **self._foreign_buffers()}
         self._runners = [self._stage.evaluation_runners(graph, buffers) for graph in work.model.graphs]
         self._variants = Variants(work.model, self._inbox)
@@ -221,7 +223,6 @@ class _Pipeline:
             self._downstream.close()
         if self._loader is not None:
             self._loader.close(timeout_s=0.0)
-        self._courier.close()
 
 
 def _summed(rows: Tensor, metrics: Sequence[str]) -> Sums:

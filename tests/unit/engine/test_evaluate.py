@@ -2,6 +2,7 @@
 
 import math
 import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from varuna.engine.evaluate import Sums, Work
 from varuna.engine.inbox import GenerationEnded
 from varuna.engine.session import Session
 from varuna.engine.solo import Solo, World
+from varuna.engine.stage import Stage
 from varuna.engine.transport import local_store
 from varuna.partition.evaluation import for_evaluation
 from varuna.partition.initialise import needed_buffers
@@ -158,3 +160,18 @@ def test_an_evaluation_that_a_morph_interrupts_says_so(monkeypatch: pytest.Monke
     found = job.evaluate(Tokens(size=10))
     assert not found.complete
     assert math.isnan(found.loss)
+
+
+def test_an_evaluation_that_never_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> None:
+        raise GenerationEnded(0)
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    subject = trainer()
+    for _ in subject.steps(1):
+        monkeypatch.setattr(Stage, "evaluation_runners", ended)
+        assert not subject.evaluate(Validation(size=8)).complete
+    [left] = [thread for thread in threading.enumerate() if "evaluation" in thread.name] or [None]
+    if left is not None:
+        left.join(5)
+        assert not left.is_alive()
