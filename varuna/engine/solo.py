@@ -29,6 +29,8 @@ COMMIT_BOUND_S = 120.0
 _POLL_S = 0.02
 _JOIN_BOUND_S = 300.0
 """Between the ranks: each captures the model for itself."""
+_CHOICE_BOUND_S = 1200.0
+"""Rank 0 may wait for the directory's owner to be gone, and a quarter of an hour for a bucket that does not answer."""
 
 PlanRun = Callable[[JobFacts, int, int | None], Plan]
 
@@ -102,7 +104,7 @@ class Solo:
         mine = hashlib.sha256(job.model_dump_json().encode()).hexdigest()
         if self.world.rank == 0:
             self.world.store.set("job", mine)
-        elif self.world.store.get("job").decode() != mine:
+        elif self._told("job", "has captured the model", _JOIN_BOUND_S) != mine:
             raise FleetError(
                 f"rank {self.world.rank} runs another job than rank 0: model, weights, init, global_batch, seed, "
                 "steps, metrics, precision, reduction, compile and checkpoint_dir must be equal on all ranks. Start "
@@ -171,10 +173,22 @@ class Solo:
                 self.world.store.set(key, f"!{error}")
                 raise
             self.world.store.set(key, manifest.model_dump_json() if manifest else "")
-        choice = self.world.store.get(key).decode()
+        choice = self._told(key, "has chosen the checkpoint to resume", _CHOICE_BOUND_S)
         if choice.startswith("!"):
             raise CheckpointError(choice[1:])
         return Manifest.model_validate_json(choice) if choice else None
+
+    def _told(self, key: str, what: str, bound_s: float) -> str:
+        """What rank 0 says; left alone, the store would wait for one minute, and name the key."""
+        try:
+            self.world.store.wait([key], timedelta(seconds=bound_s))
+            said: str = self.world.store.get(key).decode()
+        except RuntimeError as error:
+            raise FleetError(
+                f"rank {self.world.rank} waited for rank 0, which has not said within {bound_s:.0f} s that it {what} "
+                f"({error}). Look at what rank 0 prints, then start the same command again."
+            ) from error
+        return said
 
     def _newest(self, job: JobFacts) -> Manifest | None:
         if self._keeper is None:

@@ -1,6 +1,8 @@
 """Without a manager: one process or torchrun's world agree on the job and on what to resume."""
 
+import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -153,6 +155,19 @@ def test_a_rank_that_never_joins_is_waited_for_with_a_bound(monkeypatch: pytest.
     join(alone, make_job().model_copy(update={"memory_apart": True}))
     with pytest.raises(FleetError, match=r"not all of 2 ranks have said what device they compute on"):
         alone.next_directive()
+
+
+def test_rank_0_is_waited_for_longer_than_its_store_would_wait() -> None:
+    first, second = members(2)
+    first.world.store.set_timeout(timedelta(seconds=0.05))
+    threading.Timer(0.2, join, (first, make_job())).start()
+    join(second, make_job())
+
+
+def test_rank_0_is_named_by_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solo_module, "_JOIN_BOUND_S", 0.02)
+    with pytest.raises(FleetError, match=r"rank 1 waited for rank 0, .* within 0 s that it has captured the model"):
+        join(members(2)[1], make_job())
 
 
 @pytest.mark.parametrize("other", [make_job(seed=1), make_job(steps=7), make_job(sections=3), make_job(micro_batch=1)])
