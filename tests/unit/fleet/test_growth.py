@@ -55,7 +55,7 @@ def test_a_new_wish_is_asked_for_at_once_but_a_cloud_that_refused_is_not_pressed
 class Cloud:
     """A provider with so many machines, or an error."""
 
-    def __init__(self, most: int, error: FleetError | None = None) -> None:
+    def __init__(self, most: int, error: Exception | None = None) -> None:
         self.most, self.error = most, error
         self.nodes, self.asked, self.closed = 0, 0, False
 
@@ -99,6 +99,19 @@ def test_a_cloud_without_capacity_is_asked_again_and_people_are_told_once() -> N
     assert cloud.nodes == 4
     asking.close()
     assert cloud.closed
+
+
+def test_an_error_that_nobody_foresaw_is_told_and_tried_again() -> None:
+    cloud = Cloud(most=2, error=KeyError("Instances"))
+    asking, warnings, clock = grower(cloud)
+    asking.want(2)
+    asking.ask()
+    assert warnings == ["2 nodes were asked for: KeyError('Instances'), a mistake of Varuna's. It is asked again."]
+    cloud.error = None
+    clock[0] += 16.0
+    asking.ask()
+    assert cloud.nodes == 2
+    asking.close()
 
 
 def test_what_never_works_is_not_tried_again() -> None:

@@ -74,6 +74,9 @@ class Grower:
         except FleetError as error:
             self._closed.set()
             self._say(f"no more nodes are asked for: {error}")
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave the run at its size
+            self._settle(growth.refused(now_s), growth)
+            self._say(f"{growth.wanted} nodes were asked for: {error!r}, a mistake of Varuna's. It is asked again.")
         else:
             self._settle(growth.granted(size, now_s), growth)
             self._warned = ""
