@@ -171,7 +171,6 @@ def test_an_evaluation_that_never_begins_leaves_no_thread(monkeypatch: pytest.Mo
     for _ in subject.steps(1):
         monkeypatch.setattr(Stage, "evaluation_runners", ended)
         assert not subject.evaluate(Validation(size=8)).complete
-    [left] = [thread for thread in threading.enumerate() if "evaluation" in thread.name] or [None]
-    if left is not None:
-        left.join(5)
-        assert not left.is_alive()
+    for thread in [each for each in threading.enumerate() if "evaluation" in each.name]:
+        thread.join(5)
+        assert not thread.is_alive()
