@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
@@ -33,14 +34,18 @@ def run_demo(output: Path, steps: int) -> int:
     """Train, disturb, compare, report; returns the exit code.
 
     Raises:
+        UsageError: ``output`` cannot be written.
         VarunaError: the run could not start, or the reference loop failed.
     """
     console = Console()
     example = example_folder("gpt2_text")
     work = output / "run"
-    shutil.rmtree(work, ignore_errors=True)
-    (output / "report.json").unlink(missing_ok=True)
-    work.mkdir(parents=True)
+    try:
+        shutil.rmtree(work, ignore_errors=True)
+        (output / "report.json").unlink(missing_ok=True)
+        work.mkdir(parents=True)
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give --output another folder.") from error
 
     console.print(
         f"GPT-2 on {WORKERS} local workers of {format_bytes(MEMORY_BYTES)} each, {steps} steps of {GLOBAL_BATCH} "

@@ -56,6 +56,11 @@ def find(run_dir: Path | None) -> tuple[Path, Access]:
     try:
         return folder, Access.model_validate_json((folder / _FILE).read_bytes())
     except OSError as error:
+        if run_dir is None and not folder.exists():
+            raise UsageError(
+                "your newest run has ended well, and its folder is gone (`varuna run --run-dir DIR` keeps it). Give "
+                "--run the folder of another one."
+            ) from error
         raise UsageError(
             f"there is no run in {folder} ({error.strerror}: {_FILE}). Give --run the folder that `varuna run` or "
             "`varuna manager` named."

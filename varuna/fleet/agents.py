@@ -180,7 +180,7 @@ class AgentDoor:
         if before is not None and before.connection is not None:
             if before.session != greet.session and time.monotonic() - before.heard_s < 3.0:
                 self._audit.refused(f"connect agent {node}", address, "another agent with this identity is connected")
-                await websocket.close(BAD_TWIN, "another agent with this identity is connected")
+                await websocket.close(BAD_TWIN, "an agent with this identity is connected: one --state-dir each.")
                 return
             before.connection.end("the agent has a new connection")
         await self._converse(websocket, *self._meet(node, greet))

@@ -1,5 +1,6 @@
 """Gives the state machine its events, and does what it says, on one thread."""
 
+import math
 import queue
 import time
 from collections import deque
@@ -70,7 +71,7 @@ class Manager:
         self._advice, self._hands, self._journal, self._keeper = advice, hands, journal, keeper
         self._observer = observer
         self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
-        self._leaving = False
+        self._leaving, self._was_finite = False, True
         self._lost = lost_workers(past) if past is not None else set()
         now_s = time.monotonic()
         self.fleet = resume(past, config, now_s) if past is not None else Fleet.empty(config, now_s)
@@ -197,9 +198,21 @@ class Manager:
             self._journal.keep_job(self.fleet.job, self.fleet.version)
         vote = self.fleet.votes.get(event.step) if isinstance(event, StepRecorded) else None
         self._journal.append(event, vote=vote)
+        if isinstance(event, StepRecorded):
+            self._look_at(event)
         if isinstance(event, WorkerLost):
             self._lost.add(event.worker)
         if isinstance(event, GenerationStarted):
             self._keeper.begin(event.record)
             self._hands.set_main(event.record.members[0])
         self._observer(event)
+
+    def _look_at(self, step: StepRecorded) -> None:
+        """A run whose loss is no number goes on, since it may come back; a person should know before checkpoints go."""
+        is_finite = math.isfinite(step.loss)
+        if self._was_finite and not is_finite:
+            self.warn(
+                f"the loss of step {step.step} is {step.loss}. The run goes on, but its parameters may be no numbers "
+                "either, and new checkpoints will replace the good ones: look at the data and the learning rate."
+            )
+        self._was_finite = is_finite

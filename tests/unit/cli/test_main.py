@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from varuna.cli import main as cli
-from varuna.core.errors import NoPlanError
+from varuna.core.errors import NoPlanError, UsageError
 
 runner = CliRunner()
 
@@ -32,6 +32,12 @@ def test_each_command_explains_itself(command: str) -> None:
     result = runner.invoke(cli.app, [command, "--help"])
     assert result.exit_code == 0
     assert "workers" in result.output
+
+
+def test_a_demo_that_cannot_write_its_report_says_where(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/report\.json: Not a directory\. Give --output another folder"):
+        runner.invoke(cli.app, ["demo", "--output", str(tmp_path / "file")], catch_exceptions=False)
 
 
 def test_version_is_printed() -> None:

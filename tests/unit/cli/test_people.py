@@ -161,6 +161,10 @@ def test_without_a_run_people_are_told_where_one_is_looked_for(
     assert (code, "there is no run of this user" in err) == (2, True)
     code, _, err = shell("status", "--run", str(tmp_path))
     assert (code, "Give --run" in err) == (2, True)
+    (tmp_path / "varuna").mkdir()
+    (tmp_path / "varuna" / "newest-run").write_text(json.dumps(str(tmp_path / "removed")))
+    code, _, err = shell("status")
+    assert (code, "your newest run has ended well, and its folder is gone" in err) == (2, True)
     assert shell("status", "--json", "--watch")[0] == 2
 
 

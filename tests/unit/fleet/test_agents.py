@@ -241,7 +241,7 @@ def test_two_agents_with_one_identity_do_not_take_turns(gate: Gate) -> None:
     with gate.visit() as first:
         first.hear()
         with gate.visit(session="s2") as second:
-            assert second.closed()[0] == 4409
+            assert second.closed() == (4409, "an agent with this identity is connected: one --state-dir each.")
         assert first.sync() == 0
 
 

@@ -14,7 +14,7 @@ from varuna.fleet.journal import Journal, read_events
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.manager import Manager
 from varuna.fleet.state import Advice, FleetConfig
-from varuna.fleet.story import Audited, GenerationStarted, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 
 JOB = make_job()
 PLAN = two_stages(JOB, 4, None)
@@ -113,3 +113,17 @@ def test_a_wall_clock_that_jumps_changes_nothing(play: Play, monkeypatch: pytest
     assert play.hands.killed == []
     assert read_events(play.folder) == play.seen
     assert [event.step for event in play.seen if isinstance(event, StepRecorded)] == list(range(9))
+
+
+def test_a_loss_that_is_no_number_is_said_when_it_begins(play: Play) -> None:
+    for step, loss in enumerate([2.0, float("nan"), float("inf"), 2.0, float("nan")], start=1):
+        vote = make_vote(PLAN, 0, step)
+        first = next(place for place, value in enumerate(vote.vector) if value == step)
+        vector = (*vote.vector[:first], loss, *vote.vector[first + 1 :])
+        play.say("w0", Voted(vote=vote.model_copy(update={"vector": vector})))
+    play.end()
+    warnings = [event.text for event in play.seen if isinstance(event, Notice) and event.warning]
+    assert [text.partition(". The run goes on")[0] for text in warnings] == [
+        "the loss of step 2 is nan",
+        "the loss of step 5 is nan",
+    ]
