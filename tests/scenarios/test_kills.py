@@ -25,8 +25,8 @@ from tests.scenarios.launch import (
 from tests.scenarios.warm import Process
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 150
-PATIENT: dict[str, Any] = {"more": ("--spare-state",), "slow": "0.4"}
+STEPS = 80
+PATIENT: dict[str, Any] = {"more": ("--spare-state",), "slow": "0.8"}
 """The next kill waits until the last one's replacement has made every section double again."""
 
 
@@ -82,7 +82,7 @@ def test_running_statistics_survive_kills(tmp_path: Path) -> None:
     expected = python("--steps", str(STEPS), "--dropout", "0.1", *flags)
     assert expected.code == 0, expected.err
     more = ("--spare-state", "--batch-norm", "--export", str(tmp_path / "found.safetensors"))
-    done = disturbed(tmp_path, "B:begin:5:1,vote:end:12:0", more=more, slow="0.4")
+    done = disturbed(tmp_path, "B:begin:5:1,vote:end:12:0", more=more, slow="0.8")
     assert done.code == 0, done.err
     log = check(tmp_path, expected.losses)
     assert log[-1]["generation"] >= 2
@@ -104,7 +104,7 @@ def test_sigkill_around_the_commit(tmp_path: Path, undisturbed: dict[int, float]
 
 def test_offloaded_state_survives_kills(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     around = "vote:end:3:1,apply:begin:14:0"
-    done = disturbed(tmp_path, around, more=("--spare-state", "--offload"), slow="0.4")
+    done = disturbed(tmp_path, around, more=("--spare-state", "--offload"), slow="0.8")
     assert done.code == 0, done.err
     log = check(tmp_path, undisturbed)
     assert [line["step"] for line in log] == list(range(STEPS))
@@ -116,7 +116,7 @@ def test_sigkill_while_the_optimizer_talks_to_other_stages(tmp_path: Path) -> No
     assert done.code == 0, done.err
     around = "share:begin:6:1,share:end:12:0,vote:end:18:1"
     more = ("--spare-state", "--normed")
-    disturbed_run = disturbed(tmp_path, around, more=more, slow="0.4")
+    disturbed_run = disturbed(tmp_path, around, more=more, slow="0.8")
     assert disturbed_run.code == 0, disturbed_run.err
     log = check(tmp_path, done.losses)
     assert [line["step"] for line in log] == list(range(STEPS))
@@ -128,7 +128,7 @@ def test_sigkill_while_a_generation_forms_and_while_a_checkpoint_is_saved(
 ) -> None:
     checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "5")
     phases = "save:begin:9:0,form:begin:10:1,save:end:24:1"
-    done = disturbed(tmp_path, phases, more=(*checkpoints, "--spare-state"), slow="0.4")
+    done = disturbed(tmp_path, phases, more=(*checkpoints, "--spare-state"), slow="0.8")
     assert done.code == 0, done.err
     committed = {line["generation"] for line in check(tmp_path, undisturbed)}
     assert len(list(tmp_path.glob("done-*"))) == 3
@@ -204,7 +204,7 @@ def test_each_workers_command_line_shows_the_script(tmp_path: Path) -> None:
     wait_for(lambda: not processes_with(str(tmp_path)), 10)
 
 
-SHARING: dict[str, Any] = {"more": ("--spare-state", "--share"), "slow": "0.4", "flags": ("--stages", "1")}
+SHARING: dict[str, Any] = {"more": ("--spare-state", "--share"), "slow": "0.8", "flags": ("--stages", "1")}
 """Three replicas of one stage that share optimizer state out: each section is with two of them."""
 
 
@@ -224,7 +224,7 @@ def test_shared_out_state_survives_the_loss_of_any_worker(
 
 def test_shared_out_state_moves_when_the_depth_changes(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     more = ("--spare-state", "--share", "--offload")
-    done = disturbed(tmp_path, "gather:begin:5:1,gather:end:14:0", workers=6, more=more, slow="0.4")
+    done = disturbed(tmp_path, "gather:begin:5:1,gather:end:14:0", workers=6, more=more, slow="0.8")
     assert done.code == 0, done.err
     log = check(tmp_path, undisturbed)
     assert [line["step"] for line in log] == list(range(STEPS))

@@ -147,7 +147,12 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("given", CASES, ids=str)
+def shown(given: dict[str, Any]) -> str:
+    """Without addresses, by which no two processes would name a test alike."""
+    return "-".join(getattr(value, "__name__", key if value is True else str(value)) for key, value in given.items())
+
+
+@pytest.mark.parametrize("given", CASES, ids=shown)
 @pytest.mark.parametrize("morph", [False, True])
 def test_the_next_update_overwrites_nothing_that_is_still_to_be_copied(
     given: dict[str, Any], morph: bool, store: Store
@@ -157,7 +162,7 @@ def test_the_next_update_overwrites_nothing_that_is_still_to_be_copied(
     assert not torn
 
 
-@pytest.mark.parametrize("given", CASES, ids=str)
+@pytest.mark.parametrize("given", CASES, ids=shown)
 def test_an_update_that_does_not_wait_tears_the_snapshot(given: dict[str, Any], store: Store) -> None:
     """What the test above rests on."""
     torn, _ = saved_while_training(Setup(build=SmallLanguage, **given), Rash, store)
