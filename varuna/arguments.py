@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from varuna.core.errors import UsageError
+from varuna.core.model import LINKS
 from varuna.core.precision import PRECISIONS, REDUCTIONS
 
 
@@ -19,6 +20,7 @@ def check_arguments(
     cut_points: int | None,
     precision: str,
     reduction: str,
+    links: str,
 ) -> None:
     """Refuse arguments that can be seen to be wrong before anything is built."""
     _check_whole(global_batch=global_batch, micro_batch=micro_batch, cut_points=cut_points)
@@ -37,6 +39,8 @@ def check_arguments(
         raise UsageError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
     if reduction not in REDUCTIONS:
         raise UsageError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}")
+    if links not in LINKS:
+        raise UsageError(f"links={links!r} must be one of {', '.join(LINKS)}")
 
 
 def check_builders(**builders: object) -> None:
@@ -87,6 +91,15 @@ def check_normalisation(micro_batch: int | None, *, batch_dependent: bool) -> No
         raise UsageError(
             "the model normalises over the examples of a micro-batch, so what it learns depends on their number. "
             "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes it."
+        )
+
+
+def check_links(links: str, device: torch.device) -> None:
+    """Refuse to train with links between GPUs on something else; looking at such a job needs none."""
+    if links == "nccl" and device.type != "cuda":
+        raise UsageError(
+            f'links="nccl" connects GPUs, and this worker computes on {device}. Leave links= out, or start it where '
+            "torch sees a GPU (torch.cuda.is_available())."
         )
 
 

@@ -1,11 +1,13 @@
 """What the training loop is given."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from varuna.core.plan import Plan
+from varuna.engine.evaluate import Sums
 from varuna.engine.session import Committed
 from varuna.engine.step import overflowed
 
@@ -63,6 +65,13 @@ class Evaluation:
     """sums over all examples"""
     complete: bool
     """False: a worker was lost meanwhile, or a morph was due; the next call measures again"""
+
+
+def evaluation_of(found: Sums | None, examples: int) -> Evaluation:
+    """An evaluation of so many examples; None: a morph came in between."""
+    if found is None:
+        return Evaluation(math.nan, 0.0, examples, {}, complete=False)
+    return Evaluation(found.loss, found.weight, examples, found.metrics, complete=True)
 
 
 def step_of(committed: Committed, examples: int, dtype: torch.dtype) -> Step:

@@ -1,7 +1,6 @@
 """The public face: a script for one GPU, run on whatever there is."""
 
 import atexit
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from varuna import arguments as given
 from varuna.configured import Configured
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
-from varuna.core.model import JobFacts, Offload
+from varuna.core.model import JobFacts, Links, Offload
 from varuna.core.precision import Precision, Reduction
 from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
@@ -43,7 +42,7 @@ from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.modules import chooser
 from varuna.partition.weighing import WeightFunction, check_weighing, weight_of
-from varuna.results import Evaluation, Step, step_of
+from varuna.results import Evaluation, Step, evaluation_of, step_of
 from varuna.store import opening
 
 _CAPTURED_SAMPLES = 2
@@ -80,6 +79,7 @@ class Trainer:
         keep_every: int | None = None,
         upload_bytes_per_s: float | None = None,
         device: str | torch.device | None = None,
+        links: Links = "host",
         precision: Precision = "fp32",
         reduction: Reduction = "fp32",
         compile: bool | str = False,
@@ -120,6 +120,7 @@ class Trainer:
             keep_every: keep for good those whose step is a multiple of this, too.
             upload_bytes_per_s: most that a worker sends to a bucket, so that training keeps its share of the network.
             device: default: this worker's GPU if there is one, else the CPU.
+            links: ``"nccl"``: activations and gradients go from GPU to GPU where each has one worker, else by the host.
             precision: ``"bf16"`` or ``"fp16"``: compute and send in it, as ``model.to(dtype)`` does, over parameters,
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
             reduction: ``"bf16"``: replicas send their gradients, summed in fp32, as bf16: half the bytes. Losses then
@@ -137,13 +138,13 @@ class Trainer:
         """
         watch_exceptions()
         given.check_builders(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)
-        given.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction)
+        given.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction, links)
         given.check_state(offload_optimizer, shard_optimizer, precision, sees_gradients=before_step is not None)
         given.check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)
         check_beginning(init, weights)
         self._precision, self.reduction, self._offloads = precision, reduction, offload_optimizer
         self.shares_state = shard_optimizer
-        self._device = given.choose_device(device)
+        self._device, self._links = given.choose_device(device), links
         self._compiler, self._build = compiler_of(compile, self._device), Configured(model)
         self.recipe = Recipe(self._build, loss, metrics, DTYPES[precision])
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
@@ -212,9 +213,7 @@ class Trainer:
             self._evaluated = on_device(model, self._device), self._cast(buffers)
         self._evaluations += 1
         found = self._session.evaluate(Work(self._evaluations, *self._evaluated, source, count, self._weight))
-        if found is None:
-            return Evaluation(math.nan, 0.0, count, {}, complete=False)
-        return Evaluation(found.loss, found.weight, count, found.metrics, complete=True)
+        return evaluation_of(found, count)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model as safetensors under its own names; call it on all ranks, the main one writes.
@@ -317,7 +316,7 @@ class Trainer:
             rounds=self.reduction == "bf16",
             compiler=self._compiler,
             offload=self._offloads,
-            lanes=lanes_of(self._device),
+            lanes=lanes_of(self._device, self._links),
             share=self.shares_state,
         )
 
@@ -353,6 +352,7 @@ class Trainer:
             compiled=self.compiled,
             offload_optimizer=self.offload,
             combines=model.facts.combines or self.before_step is not None,
+            links=self._links,
             memory_apart=self.memory_apart,
             shard_optimizer=self.shares_state,
         )
@@ -372,6 +372,7 @@ class Trainer:
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _start(self, n: int, membership: Membership) -> Session:
+        given.check_links(self._links, self._device)
         settle(self._device)
         saver = None
         if self._directory is not None:

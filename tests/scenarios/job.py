@@ -1,11 +1,14 @@
 """A small training script that misbehaves on demand; plain torch, so that workers start fast."""
 
 import argparse
+import atexit
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from torch import nn
 
 import varuna
+from varuna.engine.lanes import lanes_over
 from varuna.observe.bus import Span, subscribe
 
 VOCABULARY, LENGTH, WIDTH = 32, 12, 16
@@ -115,6 +119,18 @@ def misbehave(plan: str, folder: Path, patient: bool, seen: list[varuna.Step]) -
     subscribe(listener)
 
 
+def wired(folder: Path, **arguments: Any) -> varuna.Trainer:
+    """Workers have late devices and reach each other by a stand-in for NCCL; their files say how often."""
+    sys.path.append(str(Path(__file__).parents[2]))
+    late, wire = import_module("tests.unit.engine.late"), import_module("tests.unit.engine.wire")
+    trainer, fabric = import_module("varuna.trainer"), wire.Wire()
+    streams = late.LateStreams()
+    streams.device = wire.own_gpu()
+    vars(trainer)["lanes_of"] = lambda *_: lanes_over(streams, fabric)
+    atexit.register(lambda: (folder / f"wired-{os.getpid()}").write_text(str(len(fabric.made))))
+    return varuna.Trainer(**arguments)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
@@ -141,6 +157,7 @@ def main() -> None:
     parser.add_argument("--share", action="store_true", help="optimizer state shared out among replicas")
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
+    parser.add_argument("--links", default="host", help="also wire: see wired()")
     args = parser.parse_args()
     seen: list[varuna.Step] = []
     misbehave(args.misbehave, args.folder, args.spare_state, seen)
@@ -154,7 +171,8 @@ def main() -> None:
         parameters = [parameter for _, parameter in named]
         return Normed(parameters, lr=1e-2, momentum=0.5) if args.normed else torch.optim.AdamW(parameters, lr=1e-2)
 
-    trainer = varuna.Trainer(
+    make = partial(wired, args.folder) if args.links == "wire" else partial(varuna.Trainer, links=args.links)
+    trainer = make(
         model=lambda: Language(
             args.layers, args.dropout, args.batch_norm, disturbance=float(os.getpid()) if args.differs else 0.0
         ),

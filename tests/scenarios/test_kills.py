@@ -77,6 +77,17 @@ def test_sigkill_in_each_phase_of_the_computation(tmp_path: Path, undisturbed: d
     assert len(list(tmp_path.glob("done-*"))) == 4
 
 
+def test_kills_and_a_freeze_amid_direct_links_and_sums(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    """With a stand-in for NCCL: transfers never end by themselves when a peer is gone."""
+    around = "F:end:3:0,B:end:9:1,reduce:begin:15:0:SIGSTOP,reduce:end:21:1"
+    done = disturbed(tmp_path, around, more=("--spare-state", "--links", "wire"), slow="0.4")
+    assert done.code == 0, done.err
+    assert any(int(path.read_text()) for path in tmp_path.glob("wired-*"))
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))  # no committed step was redone
+    assert len(list(tmp_path.glob("done-*"))) == 4
+
+
 def test_running_statistics_survive_kills(tmp_path: Path) -> None:
     flags = ("--batch-norm", "--export", str(tmp_path / "expected.safetensors"))
     expected = python("--steps", str(STEPS), "--dropout", "0.1", *flags)

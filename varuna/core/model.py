@@ -1,6 +1,6 @@
 """What the planner and the manager know of a model: costs and bytes of its sections."""
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import Field
 
@@ -8,6 +8,11 @@ from varuna.core.precision import Precision, Reduction
 from varuna.core.value import Value
 
 Offload = Literal["none", "host", "same memory"]
+
+Links = Literal["host", "nccl"]
+"""How activations, their gradients and sums of gradients reach other workers' GPUs."""
+
+LINKS: tuple[Links, ...] = get_args(Links)
 """Where the optimizer's state lives: on the device; in host memory; in host memory that is the device's own (a CPU)."""
 
 
@@ -96,6 +101,7 @@ class JobFacts(Value):
     shard_optimizer: bool = Field(default=False, description="replicas of a stage share its state out by section")
     offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")
     combines: bool = Field(default=True, description="user's code in a step may combine values over stages")
+    links: Links = Field(default="host", description="how memory of GPUs reaches other workers")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")
     memory_bytes: int | None = Field(
         default=None, gt=0, description="that every worker's device has for it; said by who plans, not by workers"

@@ -21,6 +21,9 @@ class Event(Protocol):
     def wait(self) -> None:
         """Block this thread until the point is passed."""
 
+    def passed(self) -> bool:
+        """Whether it is."""
+
     def seconds_since(self, earlier: Self) -> float:
         """From one timed event to another; both are passed."""
 
@@ -41,10 +44,13 @@ class Streams(Protocol):
         """What is queued on ``stream`` from now on runs behind ``event``."""
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
-        """Queue a copy between pinned host memory and the device; returns at once."""
+        """Queue a copy within the device, or between pinned host memory and it; returns at once."""
 
     def fetch(self, stream: Stream, value: Tensor) -> Tensor:
         """Queue a copy of a host tensor into device memory that belongs to ``stream``; returns at once."""
+
+    def take(self, stream: Stream, size_bytes: int) -> Tensor:
+        """Device memory that belongs to ``stream``, as bytes."""
 
     def keep(self, value: Tensor, stream: Stream) -> None:
         """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
@@ -66,6 +72,10 @@ class CudaEvent:
     def wait(self) -> None:
         """Block this thread until the point is passed."""
         self.event.synchronize()
+
+    def passed(self) -> bool:
+        """Whether it is."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: "CudaEvent") -> float:
         """From one timed event to another; both are passed."""
@@ -102,7 +112,7 @@ class CudaStreams:
         stream.wait_event(event.event)
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
-        """Queue a copy between pinned host memory and the device; returns at once."""
+        """Queue a copy within the device, or between pinned host memory and it; returns at once."""
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
 
@@ -112,6 +122,11 @@ class CudaStreams:
             value = torch.empty_like(value, pin_memory=True).copy_(value)
         with torch.cuda.stream(stream):
             return value.to(self._device, non_blocking=True)
+
+    def take(self, stream: Stream, size_bytes: int) -> Tensor:
+        """Device memory that belongs to ``stream``, as bytes."""
+        with torch.cuda.stream(stream):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
     def keep(self, value: Tensor, stream: Stream) -> None:
         """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""

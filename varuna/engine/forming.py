@@ -20,10 +20,12 @@ from varuna.core.errors import DamagedCheckpoint
 from varuna.core.messages import Assignment
 from varuna.core.shares import held_by, holders_of
 from varuna.engine.agreement import check_agreement
+from varuna.engine.direct import connect
 from varuna.engine.groups import Groups, form
+from varuna.engine.lanes import Lanes
 from varuna.engine.takeover import is_lent_along
 from varuna.engine.transfer import exchange
-from varuna.engine.transport import Store
+from varuna.engine.transport import Store, prefixed
 from varuna.partition.model import PartitionedModel
 from varuna.store.opening import open_store
 
@@ -95,6 +97,8 @@ def form_generation(
     buffers: Mapping[str, Tensor],
     shares: bool | None,
     lends: bool,
+    rounds: bool,
+    lanes: Lanes,
     interface_host: str,
     made: list[Groups],
 ) -> Formed:
@@ -111,8 +115,9 @@ def form_generation(
     plan, rank = assignment.plan, assignment.rank
     stage = None if assignment.is_spare else plan.place_of(rank).stage
     peers = range(0) if stage is None else range(stage, plan.workers, plan.stages)
+    interruptible = InterruptibleStore(store, ended)
     groups = form(
-        InterruptibleStore(store, ended),
+        interruptible,
         generation=assignment.generation,
         rank=rank,
         members=len(assignment.members),
@@ -124,6 +129,19 @@ def form_generation(
     made.append(groups)
     if ended():
         raise RuntimeError("the generation ended while it formed")
+    if lanes.fabric is not None and lanes.streams is not None and groups.vote is not None and plan.workers > 1:
+        lanes.fabric.bind(interface_host)
+        connect(
+            groups.direct,
+            lanes.fabric,
+            lanes.streams,
+            plan=plan,
+            rank=rank,
+            group=groups.vote,
+            store=prefixed(f"g{assignment.generation}/direct", interruptible),
+            sums=not rounds,
+            ended=ended,
+        )
     states: dict[int, SectionState] = {}
     damage: DamagedCheckpoint | None = None
     try:

@@ -116,6 +116,8 @@ def form(
             buffers=setting.job.buffers,
             shares=shares,
             lends=setting.job.share,
+            rounds=setting.job.rounds,
+            lanes=setting.job.lanes,
             interface_host=setting.interface_host,
             made=made,
         )

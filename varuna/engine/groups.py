@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from varuna.core.threads import start
+from varuna.engine.direct import Direct
 from varuna.engine.transport import Group
 
 _kept: list["Groups"] = []
@@ -32,6 +33,8 @@ class Groups:
     """the P*D ranks of the grid"""
     stage: Group | None = None
     """the D replicas of this stage, by replica; None if D = 1"""
+    direct: Direct = field(default_factory=Direct)
+    """what goes from GPU to GPU"""
     _sockets: list[socket.socket] = field(default_factory=list)
 
     def abandon(self, *, exiting: bool = False) -> None:
@@ -47,6 +50,7 @@ class Groups:
         if exiting:
             _kept.append(self)
             return
+        start("abort", self.direct.abort)
         start("reaper", partial(_drop, [self]))
 
 
@@ -61,6 +65,8 @@ def _drop_kept() -> None:
     """Groups of sessions that have ended, in a process that went on: each has threads that wake 100 times a second."""
     abandoned = list(_kept)
     del _kept[: len(abandoned)]
+    for groups in abandoned:
+        start("abort", groups.direct.abort)
     if abandoned:
         start("reaper", partial(_drop, abandoned))
 

@@ -1,7 +1,8 @@
-"""How values pass between the device and host memory: what crosses links, samples, sums of gradients, what is saved.
+"""How values pass between the device and what links take: what crosses them, samples, sums of gradients, what is saved.
 
-Gloo takes host memory. On a GPU each kind of traffic has a lane of its own, two streams, so that neither way waits for
-the other nor for another kind; on a CPU there is nothing to pass, and nothing is copied that was not before.
+Gloo takes host memory, NCCL the device's. On a GPU each kind of traffic has a lane of its own, two streams, so that
+neither way waits for the other nor for another kind; on a CPU there is nothing to pass, and nothing is copied that was
+not before.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from varuna.core.model import Links
 from varuna.engine.device import Event, Streams, streams_of
+from varuna.engine.direct import Fabric
+from varuna.engine.nccl import Nccl
 
 
 class Ready(Protocol):
@@ -145,6 +149,21 @@ class StagedLane:
         streams.mark(self._up).wait()
 
 
+class DirectLane(StagedLane):
+    """Of a GPU whose links go from device to device: messages are packed, and come, in device memory."""
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Device memory."""
+        return self._streams.take(self._down, size_bytes)
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors, which have arrived; their memory stays until what computes with them is through."""
+        computing = self._streams.computing()
+        for value in values.values():
+            self._streams.keep(value, computing)
+        return dict(values)
+
+
 def _event(ready: Ready) -> Event:
     assert not isinstance(ready, Done), "a point of another lane's device"
     event: Event = ready  # type: ignore[assignment]
@@ -162,15 +181,24 @@ class Lanes(NamedTuple):
     """None: the training thread itself computes"""
     saves: Lane = HostLane()
     """state on its way into a checkpoint"""
+    direct: Lane = HostLane()
+    """what crosses links that go by ``fabric``"""
+    fabric: Fabric | None = None
+    """how this device reaches others without the host, where it may"""
 
 
-def lanes_of(device: torch.device) -> Lanes:
-    """Those of ``device``."""
-    return lanes_over(streams_of(device))
+def lanes_of(device: torch.device, links: Links = "host") -> Lanes:
+    """Those of ``device``.
+
+    Raises:
+        UsageError: there is no NCCL for such links.
+    """
+    return lanes_over(streams_of(device), Nccl(device) if links == "nccl" and device.type == "cuda" else None)
 
 
-def lanes_over(streams: Streams | None) -> Lanes:
+def lanes_over(streams: Streams | None, fabric: Fabric | None = None) -> Lanes:
     """Those over ``streams``."""
     if streams is None:
         return Lanes()
-    return Lanes(StagedLane(streams), StagedLane(streams), streams, saves=StagedLane(streams))
+    links, sums, saves = (StagedLane(streams) for _ in range(3))
+    return Lanes(links, sums, streams, saves, DirectLane(streams), fabric)

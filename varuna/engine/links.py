@@ -16,9 +16,10 @@ from torch import Tensor
 
 from varuna.core.errors import LinkError
 from varuna.core.threads import start
+from varuna.engine.direct import Channel
 from varuna.engine.inbox import Inbox
 from varuna.engine.lanes import DONE, HostLane, Lane
-from varuna.engine.message import Packed
+from varuna.engine.message import Apart, Packed
 from varuna.engine.transport import Group, Work
 
 _REMEMBERED = 256
@@ -32,11 +33,16 @@ class Sender:
     Every message is on its way as soon as it is ready; a thread waits for each to be through, and keeps it until
     then. Were the next one only started behind that wait, each would pay the link's latency again. Messages that a
     GPU is still writing are waited for by a thread of their own, for the same reason.
+
+    What travels apart goes by ``channel`` once its header has been received: the peer has room for it then.
     """
 
-    def __init__(self, group: Group, peer: int, tag: int, inbox: Inbox, name: str) -> None:
+    def __init__(
+        self, group: Group, peer: int, tag: int, inbox: Inbox, name: str, channel: Channel | None = None
+    ) -> None:
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
-        self._under_way: queue.SimpleQueue[tuple[Work, float] | None] = queue.SimpleQueue()
+        self._channel = channel
+        self._under_way: queue.SimpleQueue[tuple[Work, Packed, float] | None] = queue.SimpleQueue()
         self._unready: queue.SimpleQueue[Packed | None] | None = None  # once there was such a message
         self.sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         """bytes and seconds of the newest messages, until the transport was through with them"""
@@ -48,7 +54,7 @@ class Sender:
             self._unready = queue.SimpleQueue()
             start(f"ready-{self._name}", self._start_when_ready)
         if self._unready is None:
-            self._start(message.buffer)
+            self._start(message)
         else:
             self._unready.put(message)
 
@@ -56,9 +62,10 @@ class Sender:
         """Let the threads end once everything is through or its group is abandoned."""
         (self._under_way if self._unready is None else self._unready).put(None)
 
-    def _start(self, buffer: Tensor) -> None:
+    def _start(self, message: Packed) -> None:
         try:
-            self._under_way.put((self._group.send(buffer, self._peer, self._tag), time.monotonic()))
+            work = self._group.send(message.buffer, self._peer, self._tag)
+            self._under_way.put((work, message, time.monotonic()))
         except RuntimeError as error:
             self._broke(error)
 
@@ -66,21 +73,24 @@ class Sender:
         assert self._unready is not None
         while (message := self._unready.get()) is not None and not self._inbox.ended:
             try:
-                buffer = message.whole()
+                message.whole()
             except Exception as error:  # noqa: BLE001 - see _broke
                 self._broke(error)
                 break
-            self._start(buffer)
-            del message, buffer  # the thread that waits for it to be through keeps it as long as it must
+            self._start(message)
+            del message  # the thread that waits for it to be through keeps it as long as it must
         self._under_way.put(None)
 
     def _run(self) -> None:
         try:
             while (item := self._under_way.get()) is not None:
-                work, begin_s = item
+                work, message, begin_s = item
                 size_bytes = work.wait().nbytes
+                if self._channel is not None and message.body is not None:
+                    self._channel.send(message.body)
+                    size_bytes += message.body.nbytes
                 self.sent.append((size_bytes, time.monotonic() - begin_s))
-                del work, item
+                del work, message, item
         except Exception as error:  # noqa: BLE001 - see _broke
             self._broke(error)
 
@@ -98,8 +108,9 @@ class Receiver:
         tag: int,
         inbox: Inbox,
         name: str,
-        expected: Iterable[tuple[Hashable, int]],
+        expected: Iterable[tuple[Hashable, int] | tuple[Hashable, int, int]],
         lane: Lane | None = None,
+        channel: Channel | None = None,
     ) -> None:
         """Start receiving.
 
@@ -109,27 +120,36 @@ class Receiver:
             tag: keeps directions apart.
             inbox: where messages go.
             name: for errors.
-            expected: key and size in bytes of every message of the generation, in order; may be endless.
-            lane: gives the memory that messages come into; plain by default.
+            expected: key and size in bytes of every message of the generation, in order, and the size of what travels
+                apart if anything does; may be endless.
+            lane: gives the host memory that messages come into; plain by default.
+            channel: by which bodies come that travel apart. Room for one is there before its header is asked for.
         """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
-        self._expected, self._lane = expected, lane or HostLane()
+        self._expected, self._lane, self._channel = expected, lane or HostLane(), channel
         start(f"receive-{name}", self._run)
 
     def _run(self) -> None:
-        posted: deque[tuple[Hashable, Work]] = deque()
+        posted: deque[tuple[Hashable, Tensor | None, Work]] = deque()
         expected = iter(self._expected)
         try:
             while not self._inbox.ended:
-                for key, size_bytes in islice(expected, _POSTED - len(posted)):
+                for key, size_bytes, *apart_bytes in islice(expected, _POSTED - len(posted)):
+                    body = self._channel.room(*apart_bytes) if self._channel is not None else None
                     buffer = self._lane.room(size_bytes)
-                    posted.append((key, self._group.receive(buffer, self._peer, self._tag)))
+                    posted.append((key, body, self._group.receive(buffer, self._peer, self._tag)))
                 if not posted:
                     return
-                key, work = posted.popleft()
-                self._inbox.put(key, work.wait())
+                key, body, work = posted.popleft()
+                self._inbox.put(key, self._whole(work.wait(), body))
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence would hang the stage
             self._inbox.abort(_failure(error, f"the link {self._name} broke while receiving"))
+
+    def _whole(self, header: Tensor, body: Tensor | None) -> Tensor | Apart:
+        if self._channel is None or body is None:
+            return header
+        self._channel.receive(body)
+        return Apart(header, body)
 
 
 class Courier:

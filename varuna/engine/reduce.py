@@ -11,6 +11,7 @@ from torch import Tensor
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
+from varuna.engine.direct import Channel
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.lanes import Ready
@@ -52,7 +53,10 @@ class Reducer:
             self._courier.submit(("statistics", step, section), lambda: self._gather(section))
 
     def _reduce(self, group: Group, flat: Tensor, point: Ready) -> None:
-        rounds = self._stage.job.rounds
+        rounds, direct = self._stage.job.rounds, self._groups.direct.sums
+        if direct is not None:
+            self._reduce_directly(group, direct, flat, point)
+            return
         with self._lane.at_host(flat, point) as values:
             begin_s = time.monotonic()
             if rounds:
@@ -61,6 +65,13 @@ class Reducer:
                 group.all_reduce(values)
             taken_s = time.monotonic() - begin_s
         self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, taken_s))
+
+    def _reduce_directly(self, group: Group, direct: Channel, flat: Tensor, point: Ready) -> None:
+        point.wait()
+        begin_s = time.monotonic()
+        group.all_reduce(torch.zeros(1))  # the other replicas' sums are ready too: no device waits for them
+        direct.all_reduce(flat)
+        self.reductions.append((flat.nbytes, time.monotonic() - begin_s))
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from varuna.engine.ferry import Ferry, ferry_of
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.inputs import examples_of
+from varuna.engine.lanes import Lane
 from varuna.engine.lengths import Variants
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.losses import WeightFunction, sums_of
@@ -90,6 +91,8 @@ class Runtime:
         last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
         self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
         self._lane, self._pace = stage.job.lanes.links, pace_of(stage.job.lanes.streams, inbox)
+        ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
+        self._apart = frozenset(section for peer, section in ends if peer in groups.direct.sends)
         self._open_links(groups)
         self.activity = "starting"
         self.losses: list[tuple[int, list[float]]] = []
@@ -112,23 +115,26 @@ class Runtime:
         self._upstream = self._downstream = None
         if stage.index > 0:
             name = f"of rank {rank} with rank {rank - 1} (stage {stage.index - 1})"
-            self._upstream = Sender(groups.world, rank - 1, _GRADIENT_TAG, self._inbox, name)
+            channels = groups.direct.sends.get(rank - 1), groups.direct.receives.get(rank - 1)
+            self._upstream = Sender(groups.world, rank - 1, _GRADIENT_TAG, self._inbox, name, channels[0])
             expected = self._expected("activation", self._into_layout, range(len(self._mine)))
-            Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected, self._lane)
+            Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected, self._lane, channels[1])
         if not stage.is_last:
             name = f"of rank {rank} with rank {rank + 1} (stage {stage.index + 1})"
-            self._downstream = Sender(groups.world, rank + 1, _ACTIVATION_TAG, self._inbox, name)
+            channels = groups.direct.sends.get(rank + 1), groups.direct.receives.get(rank + 1)
+            self._downstream = Sender(groups.world, rank + 1, _ACTIVATION_TAG, self._inbox, name, channels[0])
             expected = self._expected("gradient", self._gradient_layout, self._policy().backward_order)
-            Receiver(groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name, expected, self._lane)
+            Receiver(groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name, expected, self._lane, channels[1])
 
     def _expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: range | tuple[int, ...]
-    ) -> Iterator[tuple[tuple[str, int, int], int]]:
+    ) -> Iterator[tuple[tuple[str, int, int], int, int]]:
         for step in range(self._stage.next_step, self._steps):
             for micro_batch in (self._mine[local] for local in order):
                 if not self._variants.wait(step, micro_batch):
                     return
-                yield (kind, step, micro_batch), layout(step, micro_batch).size_bytes
+                message = layout(step, micro_batch)
+                yield (kind, step, micro_batch), message.size_bytes, message.body_bytes
 
     def _policy(self) -> Policy:
         plan, stage = self._plan, self._stage.index
@@ -159,7 +165,10 @@ class Runtime:
 
     def _layout(self, step: int, micro_batch: int, section: int) -> Layout:
         crossings = self._graphs[self._variants.of(step, micro_batch)].split.crossings[section]
-        return Layout(crossings, len(self._plan.samples_of(micro_batch)), digests=True)
+        return Layout(crossings, len(self._plan.samples_of(micro_batch)), digests=True, apart=section in self._apart)
+
+    def _lane_of(self, layout: Layout) -> Lane:
+        return self._stage.job.lanes.direct if layout.apart else self._lane
 
     def _gradient_layout(self, step: int, micro_batch: int) -> Layout:
         return _differentiable(self._out_layout(step, micro_batch))
@@ -290,7 +299,7 @@ class Runtime:
         if stage.index > 0:
             buffer = self._inbox.take(("activation", step, micro_batch), lambda: f"activation {micro_batch}")
             layout = self._into_layout(step, micro_batch)
-            values, digests = layout.unpack(buffer, self._lane), layout.digests_of(buffer)
+            values, digests = layout.unpack(buffer, self._lane_of(layout)), layout.digests_of(buffer)
             self._compare(batch, digests)
         if batch is not None:
             digests = list(batch.digests)
@@ -302,7 +311,8 @@ class Runtime:
         if keep < len(stage.sections):
             self._stash.put(micro_batch, Waiting(begin, dict(examples.inputs)))
         if self._downstream is not None:
-            self._downstream.send(self._out_layout(step, micro_batch).pack(out, digests or [], self._lane))
+            layout = self._out_layout(step, micro_batch)
+            self._downstream.send(layout.pack(out, digests or [], self._lane_of(layout)))
         else:
             model = stage.job.model
             sums = sums_of(model, self._weight, micro_batch, results, examples, batch)
@@ -352,11 +362,13 @@ class Runtime:
             seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}
         buffer = self._inbox.take(("gradient", step, micro_batch), lambda: f"gradient {micro_batch}")
-        return self._gradient_layout(step, micro_batch).unpack(buffer, self._lane)
+        layout = self._gradient_layout(step, micro_batch)
+        return layout.unpack(buffer, self._lane_of(layout))
 
     def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
-            self._upstream.send(_differentiable(self._into_layout(step, micro_batch)).pack(gradients, lane=self._lane))
+            layout = _differentiable(self._into_layout(step, micro_batch))
+            self._upstream.send(layout.pack(gradients, lane=self._lane_of(layout)))
 
     # -- inputs and losses -------------------------------------------------------------------------------
 
@@ -380,4 +392,4 @@ class Runtime:
 
 
 def _differentiable(layout: Layout) -> Layout:
-    return Layout(tuple(c for c in layout.crossings if c.differentiable), layout.examples, digests=False)
+    return replace(layout, crossings=tuple(c for c in layout.crossings if c.differentiable), digests=False)

@@ -1,4 +1,5 @@
 """A device that is as late as it may be: copies run when something that was told to wait for them does, never before.
+So does whatever else is queued, such as a transfer that blocks its stream until a peer joins (``wire``).
 
 What has not been copied is full of ones (NaN as a floating value, -1 as a number), so whoever looks too early, or
 writes too early, changes the numbers of a run. Memory that was freed while a copy needs it is an error. Computations
@@ -20,9 +21,14 @@ from varuna.engine.device import Event
 
 _running = threading.RLock()
 
+WAITING = object()
+"""What work returns that must be asked again: its stream is blocked meanwhile."""
+
+_HANGS_S = 60.0
+
 
 class LateStream:
-    """Work that waits for someone who must have it."""
+    """Work that runs for someone who must have it."""
 
     def __init__(self) -> None:
         self.queue: deque[Callable[[], object]] = deque()
@@ -32,11 +38,15 @@ class LateStream:
         with _running:
             self.queue.append(work)
 
-    def run(self, until: int) -> None:
+    def run(self, until: int) -> bool:
+        """Whether all work up to there is done."""
         with _running:
             while self.passed < until:
+                if self.queue[0]() is WAITING:
+                    return False
+                self.queue.popleft()
                 self.passed += 1
-                self.queue.popleft()()
+            return True
 
 
 class LateEvent:
@@ -48,27 +58,46 @@ class LateEvent:
         self._at_s = time.monotonic()
 
     def wait(self) -> None:
-        if self._stream is not None:
-            self._stream.run(self._point)
+        deadline_s = time.monotonic() + _HANGS_S
+        while not self.passed():
+            assert time.monotonic() < deadline_s, "a stream is blocked for ever"
+            time.sleep(1e-4)
+
+    def passed(self) -> bool:
+        return self._stream is None or self._stream.run(self._point)
 
     def seconds_since(self, earlier: Self) -> float:
         return self._at_s - earlier._at_s
 
 
-class _Copy:
-    """One copy, which holds on to its source only if it was told to."""
+class Borrower:
+    """Work on memory, which it holds on to only if it was told to."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = weakref.ref(value)
+        self._kept: Tensor | None = None
+
+    def keep(self, value: Tensor) -> None:
+        if self._value() is value:
+            self._kept = value
+
+    def memory(self) -> Tensor:
+        value = self._kept if self._kept is not None else self._value()
+        if value is None:
+            raise RuntimeError("memory was given away before it was copied")
+        return value
+
+
+class _Copy(Borrower):
+    """One copy."""
 
     def __init__(self, target: Tensor, source: Tensor) -> None:
+        super().__init__(source)
         self.target = target
-        self._source = weakref.ref(source)
-        self.kept: Tensor | None = None
 
     def __call__(self) -> None:
-        source = self.kept if self.kept is not None else self._source()
-        if source is None:
-            raise RuntimeError("memory was given away before it was copied")
         with torch.no_grad():
-            self.target.copy_(source)
+            self.target.copy_(self.memory())
 
 
 class LateStreams:
@@ -100,7 +129,7 @@ class LateStreams:
         if stream is None:
             event.wait()
         else:
-            stream.put(event.wait)
+            stream.put(lambda: None if event.passed() else WAITING)
 
     def copy(self, stream: LateStream, target: Tensor, source: Tensor) -> None:
         self.copies += 1
@@ -112,7 +141,7 @@ class LateStreams:
         source = value.detach()  # the host allocator keeps it until it is copied
         self.copies += 1
         copy = _Copy(fetched, source)
-        copy.kept = source
+        copy.keep(source)
         stream.put(copy)
         self.unkept.add(id(fetched))
         return fetched
@@ -120,8 +149,11 @@ class LateStreams:
     def keep(self, value: Tensor, stream: LateStream | None) -> None:
         self.unkept.discard(id(value))
         for work in stream.queue if stream is not None else ():
-            if isinstance(work, _Copy) and work._source() is value:
-                work.kept = value
+            if isinstance(work, Borrower):
+                work.keep(value)
+
+    def take(self, stream: LateStream, size_bytes: int) -> Tensor:
+        return self.room(size_bytes)
 
     def memory(self) -> DeviceFacts | None:
         return self.device

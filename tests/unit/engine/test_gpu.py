@@ -1,12 +1,15 @@
-"""What only a GPU can show: ``pytest -m gpu``. Ranks share one GPU and talk through staged links.
+"""What only a GPU can show: ``pytest -m gpu``. Ranks share one GPU and talk through staged links; the last tests
+want two GPUs, and NCCL between them.
 
 Kernels that add in no fixed order (attention's backward, for one) make runs differ in their last bits, so losses are
 compared within a tolerance here; on the CPU the same comparisons are exact.
 """
 
 import json
+import re
 import subprocess
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,10 +28,12 @@ from varuna.checkpoint.shards import SectionState
 from varuna.checkpoint.snapshot import SnapshotBuffer, shares_of
 from varuna.core.devices import worker_bytes
 from varuna.engine.connect import solo_from_environment
-from varuna.engine.device import streams_of
+from varuna.engine.device import CudaStreams, streams_of
+from varuna.engine.direct import Channel
 from varuna.engine.ferry import StreamFerry, ferry_of
 from varuna.engine.lanes import StagedLane, lanes_of
 from varuna.engine.message import Layout
+from varuna.engine.nccl import Nccl
 from varuna.engine.transport import local_store
 from varuna.partition.split import Crossing
 
@@ -226,3 +231,73 @@ def test_stages_keep_to_the_promised_memory() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads(done.stdout.splitlines()[-1])["worst_error"] < 0.3
+
+
+def test_a_communicator_of_one_gpu_sums_on_a_given_stream_until_it_is_aborted() -> None:
+    device = torch.device(DEVICE)
+    fabric, streams = Nccl(device), CudaStreams(device)
+    fabric.bind("127.0.0.1")
+    communicator = fabric.connect(fabric.offer(), 0, 1)
+    channel = Channel(communicator, 0, streams, lambda: False)
+    channel.connected()
+    values = torch.arange(1000.0, device=device)
+    torch.cuda.synchronize()
+    channel.all_reduce(values)
+    assert values.tolist() == list(range(1000))
+    communicator.abort()
+    with pytest.raises(RuntimeError, match="was aborted"):
+        channel.all_reduce(values)
+
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+
+
+@two_gpus
+def test_bytes_go_from_gpu_to_gpu_and_an_abort_frees_a_stream_whose_peer_is_frozen() -> None:
+    devices = [torch.device("cuda", rank) for rank in range(2)]
+    fabrics = [Nccl(device) for device in devices]
+    identity = fabrics[0].offer()
+    sent = torch.arange(100_000, dtype=torch.int64).view(torch.uint8)
+    gates = threading.Barrier(2)
+
+    def work(rank: int) -> None:
+        streams = CudaStreams(devices[rank])
+        communicator = fabrics[rank].connect(identity, rank, 2)
+        channel = Channel(communicator, 1 - rank, streams, lambda: False)
+        channel.connected()
+        for _ in range(5):
+            body = channel.room(sent.nbytes)
+            if rank == 0:
+                body.copy_(sent)
+                torch.cuda.synchronize()
+                channel.send(body)
+            else:
+                channel.receive(body)
+                assert torch.equal(body.cpu(), sent)
+        if rank:  # the other one never sends
+            with pytest.raises(RuntimeError, match="waited 0 s"):
+                channel.receive(body, bound_s=0.2)
+            communicator.abort()
+            torch.cuda.synchronize()
+        gates.wait(60)
+        communicator.abort()
+
+    run_all([partial(work, rank) for rank in range(2)])
+
+
+@two_gpus
+@pytest.mark.parametrize(("stages", "misbehave"), [(2, ""), (1, ""), (2, "F:end:3:0,B:end:9:1")])
+def test_workers_with_gpus_of_their_own_follow_one_process(stages: int, misbehave: str, tmp_path: Path) -> None:
+    """With NCCL, and through kills."""
+    job = [str(Path(__file__).parents[2] / "scenarios" / "job.py"), "--steps", "20", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "varuna.cli.main", "run", "--workers", "2", "--stages", str(stages)]
+    alone = losses_of([sys.executable, *job])
+    found = losses_of([*command, *job, "--links", "nccl", "--slow", "0.1", "--misbehave", misbehave])
+    assert found.keys() == alone.keys()
+    assert all(found[step] == pytest.approx(alone[step], rel=CLOSE) for step in alone)
+
+
+def losses_of(command: list[str]) -> dict[int, float]:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", done.stdout, re.MULTILINE)}

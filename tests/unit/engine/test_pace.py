@@ -26,6 +26,9 @@ class Gate:
     def wait(self) -> None:
         assert self.open.wait(20)
 
+    def passed(self) -> bool:
+        return self.open.is_set()
+
     def seconds_since(self, earlier: "Gate") -> float:
         return self.at_s - earlier.at_s
 

@@ -172,3 +172,11 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     for wished in ("cuda", "cuda:0"):
         with pytest.raises(UsageError, match=rf"device='{wished}': torch sees 0 GPUs here. Leave device= out"):
             trainer(device=wished)
+
+
+def test_nccl_between_cpus_is_refused_once_they_train_and_other_links_at_once() -> None:
+    with pytest.raises(UsageError, match=r'links="nccl" connects GPUs, .* computes on cpu\. Leave links= out'):
+        next(trainer(links="nccl").steps(1))
+    assert trainer(links="nccl").partition().sections  # as ``varuna inspect`` looks at it
+    with pytest.raises(UsageError, match=r"links='tcp' must be one of host, nccl"):
+        trainer(links="tcp")
