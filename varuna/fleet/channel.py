@@ -9,7 +9,6 @@ already seen. When a new connection is made both say the newest number that they
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -72,7 +71,3 @@ class Channel(Generic[T]):
         while self.waiting and self.waiting[0][0] <= number:
             done.append(self.waiting.popleft()[1])
         return done
-
-    def resend(self) -> Iterable[tuple[int, T]]:
-        """All that is not confirmed, in order, for a new connection."""
-        return tuple(self.waiting)
