@@ -72,6 +72,8 @@ class Standing:
         with self._lock:
             self.stage = stage
             self._at_rest = stage is None
+            if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
+                self._end(self.generation)
 
     def asked(self, flag: Flag) -> bool:
         """Whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""

@@ -4,7 +4,7 @@ import threading
 from typing import Any, cast
 
 from varuna.core.membership import Membership
-from varuna.core.messages import Flag
+from varuna.core.messages import Flag, Held
 from varuna.engine.inbox import Inbox
 from varuna.engine.standing import Standing
 
@@ -41,3 +41,25 @@ def test_a_flag_that_arrives_while_the_rank_looks_is_not_lost() -> None:
     before = standing.asked("checkpoint")
     flags.arriving.join(5)
     assert [before, standing.asked("checkpoint")].count(True) == 1
+
+
+class Listening:
+    """The manager's ear."""
+
+    recorded_step = -1
+
+    def __init__(self) -> None:
+        self.heard: list[Held] = []
+
+    def held(self, held: Held) -> None:
+        self.heard.append(held)
+
+
+def test_a_spare_answers_a_hold_that_comes_when_its_generation_has_just_formed() -> None:
+    membership = Listening()
+    standing = Standing(cast(Membership, membership))
+    standing.enter(3, Inbox())
+    standing.on_hold(3)  # its training thread has taken what was formed, and waits for nothing any more
+    assert not membership.heard
+    standing.take(None)
+    assert [(held.generation, held.next_step) for held in membership.heard] == [(3, None)]
