@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.lease import BEAT_S, Lease, claim
-from varuna.checkpoint.manifest import Manifest, check_compatible, commit, newest_intact
+from varuna.checkpoint.manifest import Manifest, check_compatible, commit, newest_intact, survey
 from varuna.checkpoint.names import CONFIG
 from varuna.checkpoint.retention import Kept, prepare, retain
 from varuna.core.errors import CheckpointError
@@ -76,8 +76,8 @@ class Keeper:
                 self._run_id = found[0].run_id
                 self._collector = self._new_collector()
             self._collector.passed(found[0].step)
-            with self._changed:
-                self._committed_step = found[0].step
+        with self._changed:
+            self._committed_step = -1 if found is None else found[0].step
         if self._job.config is not None:
             self.store.put(CONFIG, self._job.config.encode())
         return found
@@ -149,7 +149,7 @@ class Keeper:
         manifest = self._collector.add(shard)
         if manifest is None:
             return
-        if self._lease is None or not self._lease.is_held():
+        if not self._holds():
             raise CheckpointError(
                 f"step {shard.step} is not committed, since another run has taken over {self.store.url}. Stop one of "
                 "them: this one's checkpoints end here."
@@ -159,6 +159,18 @@ class Keeper:
             self._committed_step = standing.step
             self._changed.notify_all()
         retain(self.store, standing.step, self._kept)
+
+    def _holds(self) -> bool:
+        """Whether this run may commit. A lease that somebody removed is made again, unless another run was here."""
+        lease = self._lease
+        if lease is None or not lease.is_missing():
+            return lease is not None and lease.is_held()
+        found = (folder.step for folder in survey(self.store) if folder.is_committed and not folder.is_damaged)
+        newest = max(found, default=-1)
+        if newest > self.committed_step or not lease.renew():
+            return False
+        self._warn(f"somebody removed files from {self.store.url} under this run; its claim is made again")
+        return True
 
     def _keep_lease(self) -> None:
         complained = False

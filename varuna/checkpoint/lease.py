@@ -51,6 +51,18 @@ class Lease:
         """Whether no other run has taken over."""
         return _epochs(self._store)[-1:] == [self._epoch]
 
+    def is_missing(self) -> bool:
+        """Whether nobody has a lease: it was removed by hand, or another run took over and is over."""
+        return not _epochs(self._store)
+
+    def renew(self) -> bool:
+        """Write a missing lease again; False if another run was faster."""
+        try:
+            self._store.create(_name(self._epoch), self._owner.model_dump_json().encode())
+        except ObjectExists:
+            return False
+        return self.is_held()
+
     def release(self) -> None:
         """The run is over: the next one need not wait."""
         self._store.remove(_name(self._epoch))

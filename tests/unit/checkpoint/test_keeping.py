@@ -77,6 +77,45 @@ def test_a_run_that_was_replaced_commits_nothing_more(place: str) -> None:
     second.close()
 
 
+def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for shard in save_parts(keep.store, 3, plan):
+        keep.collect(shard)
+    assert keep.wait_for(3, 10)
+    for folder in keep.store.folders():
+        keep.store.remove_folder(folder)
+    for shard in save_parts(keep.store, 6, plan):
+        keep.collect(shard)
+    assert keep.wait_for(6, 10)
+    assert keep.settle()
+    assert [folder.step for folder in survey(keep.store)] == [6]
+    assert warnings == [f"somebody removed files from {place} under this run; its claim is made again"]
+    assert "lease" in keep.store.folders()  # others can see again that this run lives
+    keep.close()
+    assert "lease" not in keep.store.folders()
+
+
+def test_a_run_that_was_replaced_by_one_that_is_over_commits_nothing_more(place: str) -> None:
+    warnings: list[str] = []
+    first, plan = keeper(place, warnings), make_plan()
+    first.begin(0, plan, first_step=0, rollback=True)
+    second = keeper(place, warnings)
+    second.begin(0, plan, first_step=0, rollback=True)
+    for shard in save_parts(second.store, 6, plan):
+        second.collect(shard)
+    assert second.wait_for(6, 10)
+    second.close()
+    assert "lease" not in first.store.folders()
+    for shard in save_parts(first.store, 3, plan):
+        first.collect(shard)
+    assert first.settle()
+    assert [text for text in warnings if "step 3 is not committed, since another run has taken over" in text]
+    assert [folder.step for folder in survey(first.store) if folder.is_committed] == [6]
+    first.close()
+
+
 def test_a_store_that_is_down_costs_a_checkpoint_and_not_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hooked = Hooked(open_store(place))
     monkeypatch.setattr(keeping, "open_store", lambda place: hooked)
