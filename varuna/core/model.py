@@ -8,12 +8,12 @@ from varuna.core.precision import Precision, Reduction
 from varuna.core.value import Value
 
 Offload = Literal["none", "host", "same memory"]
+"""Where the optimizer's state lives: on the device; in host memory; in host memory that is the device's own (a CPU)."""
 
 Links = Literal["host", "nccl"]
 """How activations, their gradients and sums of gradients reach other workers' GPUs."""
 
 LINKS: tuple[Links, ...] = get_args(Links)
-"""Where the optimizer's state lives: on the device; in host memory; in host memory that is the device's own (a CPU)."""
 
 
 class SectionFacts(Value):
