@@ -10,6 +10,7 @@ from varuna.cli.main import app
 from varuna.core.errors import NoPlanError, UsageError, WorkerError
 
 JOB = str(Path(__file__).parents[2] / "scenarios" / "job.py")
+TWO = ("--layers", "2")
 
 
 def inspected(*args: str) -> str:
@@ -21,7 +22,7 @@ def inspected(*args: str) -> str:
 
 
 def test_json_tells_cuts_stages_ties_and_errors() -> None:
-    report = json.loads(inspected("--stages", "2", "--verify", "--json", JOB, "--dropout", "0.1"))
+    report = json.loads(inspected("--stages", "2", "--verify", "--json", JOB, *TWO, "--dropout", "0.1"))
     assert report.keys() == {"cut_points", "stages", "tied", "batch_dependent", "verify", "dependencies"}
     assert report["dependencies"] is None
     assert not report["batch_dependent"]
@@ -36,11 +37,11 @@ def test_json_tells_cuts_stages_ties_and_errors() -> None:
 
 
 def test_batch_normalisation_is_told_and_verified_in_training_mode() -> None:
-    report = json.loads(inspected("--verify", "--json", JOB, "--dropout", "0.1", "--batch-norm"))
+    report = json.loads(inspected("--verify", "--json", JOB, *TWO, "--dropout", "0.1", "--batch-norm"))
     assert report["batch_dependent"]
     assert report["verify"]["loss_error"] < 1e-6
     assert report["verify"]["gradient_error"] < 1e-6
-    assert "micro_batch=" in inspected(JOB, "--batch-norm")
+    assert "micro_batch=" in inspected(JOB, *TWO, "--batch-norm")
 
 
 def test_trace_tells_what_crosses_stages_unseen(tmp_path: Path) -> None:
@@ -65,12 +66,12 @@ def test_trace_tells_what_crosses_stages_unseen(tmp_path: Path) -> None:
 
 
 def test_trace_is_silent_on_a_sound_job() -> None:
-    assert json.loads(inspected("--trace", "--json", JOB, "--dropout", "0.1"))["dependencies"] == []
-    assert "none found" in inspected("--trace", JOB, "--normed")
+    assert json.loads(inspected("--trace", "--json", JOB, *TWO, "--dropout", "0.1"))["dependencies"] == []
+    assert "none found" in inspected("--trace", JOB, *TWO, "--normed")
 
 
 def test_the_table_fits_a_terminal_and_names_the_modules() -> None:
-    text = inspected("--stages", "2", JOB)
+    text = inspected("--stages", "2", JOB, *TWO)
     assert "blocks." in text
     assert "f32[B, 12," in text
     assert "tied: embed.weight" in text
@@ -78,7 +79,7 @@ def test_the_table_fits_a_terminal_and_names_the_modules() -> None:
 
 def test_too_many_stages_are_refused_with_the_number() -> None:
     with pytest.raises(NoPlanError, match="Lower --stages to"):
-        inspected("--stages", "99", JOB)
+        inspected("--stages", "99", JOB, *TWO)
 
 
 def test_a_script_that_fails_or_never_trains_is_told_apart(tmp_path: Path) -> None:

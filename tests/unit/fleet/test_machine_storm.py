@@ -491,7 +491,7 @@ TestStorm.settings = settings(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(100))
 def test_random_storms(seed: int, shared: bool) -> None:
     """Longer than what hypothesis tries, and with deaths close together."""
     choose = random.Random(seed)

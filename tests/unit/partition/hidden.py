@@ -167,11 +167,11 @@ def over(build: Callable[..., torch.optim.Optimizer], **options: Any) -> Factory
 
 
 def shares_memory(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    """Ties the third layer's norm to the first's, but in a way that PyTorch does not know of."""
+    """Ties the third layer to the first, but in a way that PyTorch does not know of."""
 
     def built() -> nn.Module:
         model = build()
-        first, second = (model.get_submodule(f"transformer.h.{layer}.ln_1") for layer in (0, 2))
+        first, second = (model.get_submodule(f"layers.{layer}") for layer in (0, 2))
         second.get_parameter("weight").data = first.get_parameter("weight").data
         return model
 

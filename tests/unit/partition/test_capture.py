@@ -114,11 +114,11 @@ def test_a_model_that_returns_no_loss_is_refused_with_the_remedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "found"), [(lambda out: out.loss.reshape(1, 1), r"a tensor of shape \(1, 1\)"), (lambda _: 3, "a int")]
+    ("value", "found"), [(lambda out: out.reshape(1, 1), r"a tensor of shape \(1, 1\)"), (lambda _: 3, "a int")]
 )
 def test_a_metric_that_is_no_sum_is_named(value: Callable[[Any], Any], found: str) -> None:
     with pytest.raises(ModelError, match=rf"metrics= must return .* but 'odd' is {found}\. Add it up"):
-        partition(Recipe(tiny_gpt2, metrics=lambda out, _: {"odd": value(out)}), batch_of(Tokens()))
+        partition(Recipe(SmallLanguage, metrics=lambda out, _: {"odd": value(out)}), batch_of(Tokens()))
 
 
 def test_a_model_that_cannot_be_built_hears_how_it_is_built() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Setup, single_threaded, tiny_gpt2
+from tests.unit.engine.ranks import Setup, SmallLanguage, single_threaded
 from tests.unit.partition import hidden
 from tests.unit.partition.hidden import over
 from varuna.core.errors import WorkerError
@@ -139,10 +139,10 @@ def test_catches_an_optimizer_of_torch_at_the_line_that_builds_it() -> None:
 
 
 def test_catches_a_weight_that_is_shared_behind_the_frameworks_back() -> None:
-    setup = Setup(build=hidden.shares_memory(tiny_gpt2))
+    setup = Setup(build=hidden.shares_memory(SmallLanguage))
     found = trace(setup.job(), setup.recipe, materialise(setup.recipe, 0), setup.source.micro_batch(range(2)).tensors)
     (weight,) = [each for each in found if each.kind == "shared weight"]
-    assert sorted(weight.names) == ["transformer.h.0.ln_1.weight", "transformer.h.2.ln_1.weight"]
+    assert sorted(weight.names) == ["layers.0.weight", "layers.2.weight"]
     assert len(weight.sections) == 2
     assert "hidden.py:" in weight.where
 
