@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
-from varuna.planner.balance import balance_stages
+from varuna.planner.balance import Weigh, balance_stages
 from varuna.planner.costs import Pricer
 from varuna.planner.estimate import Guess, Shape, is_short, longest_run
 from varuna.planner.profile import Profile
@@ -26,8 +26,8 @@ _DEEP = 16  # stages
 _MUCH = 0.1  # of a worker's memory: a smaller stash is not worth a look at plans that move it away
 
 
-_Way = tuple[tuple[int, ...], bool, int]
-"""Wanted depths, and whether the stash may move."""
+_Way = tuple[tuple[int, ...], bool, int, int]
+"""Wanted depths, whether the stash may move, over how many replicas state is shared out; N if early stages get more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,8 @@ class Built:
     """Of its wanted depths."""
     stash_moves: bool
     """Whether its stash was allowed to wait in host memory."""
+    leans: bool
+    """Whether early stages got more, as the way to them and back is shorter."""
     bound_s: float
     promise_s: float
     """What it will probably take at least: shallow flight never reaches its bound, least of all in short steps."""
@@ -80,20 +82,22 @@ class Builder:
         likely, shallowest = self._factors[0], min(self._factors)
         for moves in (False, True)[: 1 + self.request.stash_moves]:
             for factor in dict.fromkeys((likely, shallowest)):
-                built = self._build(guess.shape, factor, guess.bottleneck_s * 1.05, stash_moves=moves)
+                built = self._build(guess.shape, factor, guess.bottleneck_s * 1.05, stash_moves=moves, leans=False)
                 if built is not None:
                     return built
         return self.misfit(guess.shape)
 
     def others(self, built: Built) -> Iterator[Built]:
-        """The same shape with other depths, and with the stash in host memory, where they differ."""
+        """The same shape with other depths, with the stash in host memory, and leaning, where they differ."""
         pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
         seen = {(built.starts, built.sizes)}
-        ways = [(factor, built.stash_moves) for factor in self._factors if factor != built.factor]
+        ways = [(factor, built.stash_moves, False) for factor in self._factors if factor != built.factor]
         if self.request.stash_moves and not built.stash_moves and self._has_large_stash(built):
-            ways += [(factor, True) for factor in self._factors]
-        for factor, moves in ways:
-            other = self._build(built.shape, factor, pace_s, stash_moves=moves)
+            ways += [(factor, True, False) for factor in self._factors]
+        if built.is_short and built.shape.stages > 1:
+            ways += [(factor, moves, True) for factor, moves, _ in ((built.factor, built.stash_moves, False), *ways)]
+        for factor, moves, leans in ways:
+            other = self._build(built.shape, factor, pace_s, stash_moves=moves, leans=leans)
             if other is not None and (other.starts, other.sizes) not in seen:
                 seen.add((other.starts, other.sizes))
                 yield other
@@ -118,12 +122,13 @@ class Builder:
     def _factors(self) -> tuple[int, ...]:
         return tuple(_EXCESS) if self.may_keep and self.request.limit_bytes is not None else (3,)
 
-    def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool) -> Built | None:
-        way = (self._depths(shape, factor), stash_moves, self._sharing(shape))
+    def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool, leans: bool) -> Built | None:
+        longest = longest_run(shape, self.request.global_batch) if leans else 0
+        way = (self._depths(shape, factor), stash_moves, self._sharing(shape), longest)
         if way not in self._balanced:  # with another D it is mostly the same
-            sizer = self._sizer(*way)
+            sizer = self._sizer(*way[:3])
             starts = balance_stages(
-                sizer.seconds,
+                self._leaning(sizer, shape.stages, longest) if leans else sizer.seconds,
                 sections=self.profile.sections,
                 stages=shape.stages,
                 cuts_s=self._cuts_s,
@@ -133,7 +138,20 @@ class Builder:
             )
             self._balanced[way] = (starts, self._sizes(sizer, starts)) if starts else None
         balanced = self._balanced[way]
-        return None if balanced is None else self._bounded(shape, *balanced, factor, stash_moves)
+        return None if balanced is None else self._bounded(shape, *balanced, factor, stash_moves, leans)
+
+    def _leaning(self, sizer: Sizer, stages: int, micro_batches: int) -> Weigh:
+        """Seconds of a stage, and its share in the way of the first micro-batch to it and of the last one from it.
+
+        A stage that is busy all the time still begins late and is not the last to end: of few micro-batches, early
+        stages may take longer for each, and may need to, since they keep least.
+        """
+        way_s = self.profile.work_s.before[-1] / stages / micro_batches
+
+        def weigh(stage: int, start: int, stop: int) -> float:
+            return sizer.seconds(stage, start, stop) + stage * way_s
+
+        return weigh
 
     def moved(self, built: Built, starts: tuple[int, ...], factor: int) -> Built | None:
         """The same shape with other boundaries or in-flight depths; None if it does not fit."""
@@ -141,7 +159,7 @@ class Builder:
         ends = (*starts[1:], self.profile.sections)
         if any(sizer.size(k, starts[k], ends[k]) is None for k in range(built.shape.stages)):
             return None
-        return self._bounded(built.shape, starts, self._sizes(sizer, starts), factor, built.stash_moves)
+        return self._bounded(built.shape, starts, self._sizes(sizer, starts), factor, built.stash_moves, built.leans)
 
     def misfit(self, shape: Shape) -> Misfit:
         """How much a shape lacks, balanced as if there were memory enough."""
@@ -200,7 +218,13 @@ class Builder:
         return tuple(reversed(sizes))
 
     def _bounded(
-        self, shape: Shape, starts: tuple[int, ...], sizes: tuple[Size, ...], factor: int, stash_moves: bool
+        self,
+        shape: Shape,
+        starts: tuple[int, ...],
+        sizes: tuple[Size, ...],
+        factor: int,
+        stash_moves: bool,
+        leans: bool,
     ) -> Built:
         split_last = self._split_last(shape)
         costs = self._pricer.costs(
@@ -230,6 +254,7 @@ class Builder:
             costs=costs,
             factor=factor,
             stash_moves=stash_moves,
+            leans=leans,
             bound_s=bound_s,
             promise_s=bound_s if short else bound_s * (1 + excess),
             is_short=short,

@@ -1,10 +1,10 @@
 """Best first: a guess at every shape is refined into a plan with a bound, and then simulated, only while it may win."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder, Built, Misfit
@@ -12,6 +12,7 @@ from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
 from varuna.planner.predict import Simulated, simulated
 from varuna.planner.request import PlanRequest
+from varuna.planner.splitting import with_best_split
 
 _OPTIMISM = 0.97  # guesses may be a little above what the shape becomes
 _SPARE = 4_000  # forwards: until so many are simulated, what should have lost is tried too
@@ -57,6 +58,9 @@ class _Others:
     built: Built
 
 
+_Start = tuple[Built, Simulated]
+"""What a plan was simulated from, and the plan."""
+
 _Entry = Depth | Guess | Built | _Others | Plan
 
 
@@ -78,6 +82,7 @@ class _Search:
         heapify(self._queue)
         self._best: dict[Shape, Simulated] = {}  # by shape
         self._origins: dict[Shape, Built] = {}  # of those plans
+        self._tried: dict[Shape, list[tuple[Built, Simulated]]] = {}  # of short steps
         self._misfits: list[Misfit] = []
         self._spent = 0  # forwards simulated
 
@@ -109,15 +114,33 @@ class _Search:
         return self._found()
 
     def _polish(self) -> None:
-        """Walk on from the short plans that are near the best, the best first."""
+        """Walk on from the short plans that are near the best, the best first; then from those that lean otherwise.
+
+        Which of the latter is best shows only with its drain split: they are slower without.
+        """
         scores = {shape: self._plan_score(best.plan) for shape, best in self._best.items()}
-        near, left = _NEAR * min(scores.values(), default=0.0), _WALKED
-        for shape, score in sorted(scores.items(), key=itemgetter(1)):
-            built = self._origins[shape]
-            if score <= near and built.is_short and left > 0:
-                walk = polished(self._builders[shape.micro_batch], built, self._best[shape])
-                self._best[shape] = walk.best
-                left -= walk.forwards
+        near = _NEAR * min(scores.values(), default=0.0)
+        shapes = [shape for shape, score in sorted(scores.items(), key=itemgetter(1)) if score <= near]
+        starts = {shape: (self._origins[shape], self._best[shape]) for shape in shapes if shape in self._tried}
+        self._walk(starts.values())
+        self._walk(self._leaning_otherwise(starts))
+
+    def _leaning_otherwise(self, starts: dict[Shape, _Start]) -> Iterator[_Start]:
+        for shape, (built, _) in starts.items():
+            tried = [
+                (other, with_best_split(start)) for other, start in self._tried[shape] if other.leans != built.leans
+            ]
+            if tried:
+                yield min(tried, key=lambda start: start[1].step_s)
+
+    def _walk(self, starts: Iterable[_Start]) -> None:
+        left = _WALKED
+        for built, start in starts:
+            walk = polished(self._builders[built.shape.micro_batch], built, start)
+            self._best[built.shape] = min(self._best[built.shape], walk.best, key=attrgetter("step_s"))
+            left -= walk.forwards
+            if left <= 0:
+                break
 
     def _found(self) -> Found:
         plans: dict[int, Simulated] = {}
@@ -153,8 +176,11 @@ class _Search:
         if known is not None and score > slack * self._plan_score(known.plan):
             return
         plan = self._builders[built.shape.micro_batch].plan(built)
-        self._spent += plan.stages * min(len(plan.micro_batches_of(0)), 4 * plan.stages)
+        if not built.leans:
+            self._spent += plan.stages * min(len(plan.micro_batches_of(0)), 4 * plan.stages)
         tried = simulated(built.costs, plan)
+        if built.is_short:
+            self._tried.setdefault(built.shape, []).append((built, tried))
         if known is None or tried.step_s < known.step_s:
             self._best[built.shape] = tried
             self._origins[built.shape] = built

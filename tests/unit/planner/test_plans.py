@@ -5,6 +5,13 @@ from hypothesis import strategies as st
 from tests.unit.planner.models import FAST, GB, MB, calibrated, gpt2_2_5b, model, rank, section
 from varuna.core.errors import UsageError
 from varuna.core.model import ModelFacts
+from varuna.core.nominal import nominal_calibration
+from varuna.planner.build import Builder, Built
+from varuna.planner.choose import best_plan
+from varuna.planner.estimate import Guesser
+from varuna.planner.predict import simulated
+from varuna.planner.profile import profile
+from varuna.planner.request import PlanRequest
 from varuna.schedule.policy import POLICIES, stash_limit
 
 
@@ -87,8 +94,30 @@ def test_a_model_without_a_network_to_fear_runs_one_stage_per_worker_group() -> 
 
 
 def test_large_all_reduces_ask_for_deeper_pipelines() -> None:
-    ranking = rank(gpt2_2_5b(), workers=100, global_batch=8192, micro_batch=4)
-    assert ranking.plans[0].stages > 4
+    known = nominal_calibration(gpt2_2_5b())
+    rings = tuple(ring.model_copy(update={"bytes_per_s": 100 * ring.bytes_per_s}) for ring in known.across_vms.rings)
+    faster = known.model_copy(update={"across_vms": known.across_vms.model_copy(update={"rings": rings})})
+    slow, fast = (
+        best_plan(PlanRequest(calibration=each, workers=100, global_batch=8192, micro_batch=4))
+        for each in (known, faster)
+    )
+    assert slow.stages > fast.stages
+
+
+def test_of_few_micro_batches_early_stages_take_more_than_the_balance_gives_them() -> None:
+    """They begin first and end last, and keep least: stages that take the same would wait for one another."""
+    known = nominal_calibration(model([section(0.01)] * 48))
+    request = PlanRequest(calibration=known, workers=6, stages=6, global_batch=12, micro_batch=1, memory_bytes=6 * GB)
+    builder = Builder(request, profile(known, 1))
+    [guess] = Guesser(request, builder.profile, may_keep=True).guesses(6)
+    balanced = builder.first(guess)
+    assert isinstance(balanced, Built)
+    leaning = [other for other in builder.others(balanced) if other.leans]
+    assert leaning
+    assert all(other.starts[-1] > balanced.starts[-1] for other in leaning)
+    best = best_plan(request)
+    assert best.step_s < simulated(balanced.costs, builder.plan(balanced)).step_s
+    assert best.starts[-1] > balanced.starts[-1]
 
 
 def test_plans_are_ranked_by_step() -> None:
