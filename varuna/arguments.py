@@ -43,16 +43,18 @@ def check_arguments(
         raise UsageError(f"links={links!r} must be one of {', '.join(LINKS)}")
 
 
-def check_builders(**builders: object) -> None:
-    """Refuse what cannot be called where a function is asked for; a built module can be called, but builds nothing."""
-    for name, found in builders.items():
-        if found is not None and (isinstance(found, nn.Module) or not callable(found)):
-            raise UsageError(f"{name}= must be {_BUILDERS[name]}: every worker calls it. It is {_described(found)}.")
+def check_functions(**functions: object) -> None:
+    """Refuse what cannot be called as it will be: a built module builds nothing, torch's losses know no batch."""
+    for name, found in functions.items():
+        other = nn.modules.loss._Loss if name == "loss" else nn.Module
+        if found is not None and (isinstance(found, other) or not callable(found)):
+            raise UsageError(f"{name}= must be {_FUNCTIONS[name]}: every worker calls it. It is {_described(found)}.")
 
 
-_BUILDERS: Mapping[str, str] = {
+_FUNCTIONS: Mapping[str, str] = {
     "model": "a function that builds the module, such as lambda: MyModel(config) or the class itself",
     "optimizer": "a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)",
+    "loss": "a function of the output and the batch, such as lambda output, batch: F.mse_loss(output, batch['y'])",
     "lr_scheduler": "a function, such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
 }
 

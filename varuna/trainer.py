@@ -137,7 +137,7 @@ class Trainer:
             DataError: the dataset cannot be read by index.
         """
         watch_exceptions()
-        given.check_builders(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler)
+        given.check_functions(model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, loss=loss)
         given.check_arguments(global_batch, micro_batch, clip_grad_norm, cut_points, precision, reduction, links)
         given.check_state(offload_optimizer, shard_optimizer, precision, sees_gradients=before_step is not None)
         given.check_checkpoint_arguments(checkpoint_dir, checkpoint_every, keep_last, keep_every, upload_bytes_per_s)

@@ -51,6 +51,7 @@ BAD = [
     ({"device": "tpu"}, r"device='tpu' is no device of torch's"),
     ({"model": torch.nn.Linear(2, 2)}, r"model= must be a function that builds the module, .*It is a Linear\."),
     ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"optimizer= must be a function, such as lambda named:.*a SGD"),
+    ({"loss": torch.nn.MSELoss()}, r"loss= must be a function of the output and the batch, .*It is a MSELoss\."),
     ({"lr_scheduler": "cosine"}, r"lr_scheduler= must be a function, such as lambda optimizer:.*a str"),
     ({"compile": "fast"}, r"compile='fast': torch has no such backend.*aot_eager"),
 ]
