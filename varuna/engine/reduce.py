@@ -38,7 +38,7 @@ class Reducer:
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
         self.reductions: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
-        """bytes and seconds of the newest all-reduces, waits for the other replicas included"""
+        """bytes and seconds of the newest all-reduces, from device to device, waits for the other replicas included"""
 
     def section_done(self, step: int, section: int) -> None:
         """The section's last backward is through: its sums may leave."""
@@ -57,14 +57,14 @@ class Reducer:
         if direct is not None:
             self._reduce_directly(group, direct, flat, point)
             return
+        point.wait()
+        begin_s = time.monotonic()
         with self._lane.at_host(flat, point) as values:
-            begin_s = time.monotonic()
             if rounds:
                 all_reduce_rounded(group, values)
             else:
                 group.all_reduce(values)
-            taken_s = time.monotonic() - begin_s
-        self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, taken_s))
+        self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, time.monotonic() - begin_s))
 
     def _reduce_directly(self, group: Group, direct: Channel, flat: Tensor, point: Ready) -> None:
         point.wait()

@@ -2,15 +2,17 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, single_threaded
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, single_threaded
 from tests.unit.engine.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
+from varuna.engine import reduce
 from varuna.engine.lanes import DONE, Lanes, StagedLane, lanes_of, lanes_over
 from varuna.engine.message import Layout
 from varuna.partition.split import Crossing
@@ -162,3 +164,36 @@ def test_a_session_tells_what_device_it_computes_on(gpu: DeviceFacts | None) -> 
     with pytest.raises(Told) as told:
         next(session.steps())
     assert told.value.args == (gpu,)
+
+
+class Clocked(LateStreams):
+    """Every copy takes a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def _tick(self) -> None:
+        self.now_s += 1.0
+
+    def copy(self, stream: LateStream, target: Tensor, source: Tensor) -> None:
+        stream.put(self._tick)
+        super().copy(stream, target, source)
+
+
+def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Clocked()
+    setup = Setup(build=SmallLanguage, lanes=lambda: lanes_over(streams))
+    setup.losses(1, 1, steps=1)
+    generation = setup.finished[0].current
+    assert generation is not None
+    monkeypatch.setattr(reduce, "time", SimpleNamespace(monotonic=lambda: streams.now_s))
+    streams.compute = LateStream()
+    streams.compute.put(lambda: setattr(streams, "now_s", 100.0))  # a backward
+    flat = generation.stage.buckets[0].flat
+    [group] = connected(1)
+    generation.reducer._reduce(group, flat, generation.stage.job.lanes.sums.point())
+    assert streams.now_s == 102.0
+    assert generation.reducer.reductions[-1] == (flat.nbytes, 2.0)
