@@ -3,6 +3,7 @@
 import atexit
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
-from varuna.core.threads import join_all
 from varuna.data.samples import SampleSource
 from varuna.engine.compiled import Compiler
 from varuna.engine.job import Job
@@ -127,7 +127,15 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
 
 
-atexit.register(join_all, 5.0)  # a reaper that comes back into a finalising interpreter aborts it
+def reaped(bound_s: float = 5.0) -> None:
+    """Wait for what drops groups. Receivers of ranks that are threads cannot tell their sockets, and stay."""
+    deadline_s = time.monotonic() + bound_s
+    for thread in threading.enumerate():
+        if thread.name in ("varuna-reaper", "varuna-abort"):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+
+atexit.register(reaped)  # a reaper that comes back into a finalising interpreter aborts it
 
 _sessions: list[tuple[Session, Any]] = []
 """What runs, or ran, in the present test."""
@@ -296,7 +304,7 @@ def close_sessions() -> None:
             session.current = None
         if saver is not None:
             saver.close()
-    join_all(0.2)  # reapers end; receivers of ranks that are threads cannot tell their sockets, and stay
+    reaped()
 
 
 def connected(size: int) -> list[Group]:

@@ -10,8 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.unit.engine.ranks import run_all
-from varuna.core.threads import join_all
+from tests.unit.engine.ranks import reaped, run_all
 from varuna.engine.forming import InterruptibleStore
 from varuna.engine.groups import Groups, _watched, form
 from varuna.engine.transport import Group, local_store
@@ -182,8 +181,8 @@ def test_groups_of_a_session_that_ended_go_when_the_next_one_forms() -> None:
     first = form_here(local_store(), 0, members=1, stages=1, replicas=1)
     world = weakref.ref(first.world)
     first.abandon(exiting=True)
-    join_all(5.0)
+    reaped()
     assert world() is not None  # the process may be about to end
     form_here(local_store(), 0, members=1, stages=1, replicas=1)
-    join_all(5.0)
+    reaped()
     assert world() is None
