@@ -50,13 +50,14 @@ azurite:
 		npm install --silent --no-audit --no-fund --no-save --prefix .azurite azurite@3 >/dev/null 2>&1 || \
 		echo "azurite cannot be installed: the scenarios with Azure Blob will be skipped" >&2
 
-# Scenarios that compute in one process share the cores; those that kill and freeze workers have the machine alone.
+# Scenarios that compute in one process share the cores; of those that start and kill workers, which wait for much of
+# their time, two files run at once.
 IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_scale_on_paper.py tests/scenarios/test_inductor.py
 
 test: install azurite
 	$(BIN)/python -m pytest -q -n auto --dist loadfile tests/unit
 	$(BIN)/python -m pytest -q -n auto $(IN_PROCESS)
-	$(BIN)/python -m pytest -q tests/scenarios $(IN_PROCESS:%=--ignore=%)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scenarios $(IN_PROCESS:%=--ignore=%)
 
 check: install
 	$(BIN)/ruff format --check .

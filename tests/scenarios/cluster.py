@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.launch import JOB, environment, json_log, wait_for
+from tests.scenarios.launch import BOUND_S, JOB, environment, json_log, wait_for
 from tests.scenarios.warm import Process
 from varuna.fleet.access import find
 from varuna.fleet.journal import read_events
@@ -84,7 +84,7 @@ class Cluster:
         return [line["step"] for line in json_log(self.log)] if self.log.exists() else []
 
     def until_step(self, step: int) -> None:
-        wait_for(lambda: max(self.steps(), default=-1) >= step, 60)
+        wait_for(lambda: max(self.steps(), default=-1) >= step)
 
     def events(self, kind: str) -> list[Any]:
         events: list[RunEvent] = read_events(self.run_dir)
@@ -110,7 +110,7 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait(10)
 
 
-def ended(process: subprocess.Popen[bytes], bound_s: float = 40.0) -> int:
+def ended(process: subprocess.Popen[bytes], bound_s: float = BOUND_S) -> int:
     return process.wait(bound_s)
 
 

@@ -100,8 +100,8 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def wait_for(condition: object, bound_s: float = 30.0) -> None:
-    """Poll with a bound."""
+def wait_for(condition: object, bound_s: float = BOUND_S) -> None:
+    """Poll with a bound, which a busy machine keeps too."""
     deadline_s = time.monotonic() + bound_s
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < deadline_s, "waited in vain"

