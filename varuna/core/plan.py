@@ -10,6 +10,15 @@ from varuna.core.value import Value
 SAMPLES_AHEAD = 4
 """Micro-batches whose samples a rank reads ahead of their F."""
 
+ACTIVATIONS_COMING = 2
+"""Places for the next activations, beside those that have come and wait for their F."""
+
+GRADIENTS_COMING = 2
+"""Gradients that have come and wait for their B, and places for the next ones: more stay where they were made."""
+
+MESSAGES_LEAVING = 3
+"""Activations that a stage has sent and the next one has not taken: with so many, the next F waits."""
+
 STASH_IN_TRANSIT = 3
 """Stash entries on the device beside those that stay: the newest, on its way out; the next one; and the one at work."""
 

@@ -48,6 +48,11 @@ class Inbox:
                 self._arrived.clear()
                 self._changed.notify_all()
 
+    def stir(self) -> None:
+        """Whoever waits looks again: something else has changed than what is here."""
+        with self._changed:
+            self._changed.notify_all()
+
     def check(self) -> None:
         """Raise what ended the generation, if anything did."""
         if self._failure is not None:
@@ -76,12 +81,13 @@ class Inbox:
         with self._changed:
             self.check()
             value = self._arrived.pop(key)
+            self._changed.notify_all()  # a receiver may wait for the place
         if isinstance(value, BaseException):
             raise value
         return value
 
     def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str]) -> None:
-        """Wait until ``ready``, which looks at arrivals only.
+        """Wait until ``ready``, which looks at arrivals, and at what somebody stirs for.
 
         Raises:
             LinkError: the bound has passed.

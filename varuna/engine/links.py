@@ -46,10 +46,17 @@ class Sender:
         self._unready: queue.SimpleQueue[Packed | None] | None = None  # once there was such a message
         self.sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         """bytes and seconds of the newest messages, until the transport was through with them"""
+        self._given = self._through = 0  # each is written by one thread
         start(f"send-{name}", self._run)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that the peer has not taken yet; the inbox is stirred when it takes one."""
+        return self._given - self._through
 
     def send(self, message: Packed) -> None:
         """Start to send; returns at once. The buffer must not be written any more."""
+        self._given += 1
         if self._unready is None and message.ready is not DONE:
             self._unready = queue.SimpleQueue()
             start(f"ready-{self._name}", self._start_when_ready)
@@ -91,6 +98,8 @@ class Sender:
                     size_bytes += message.body.nbytes
                 self.sent.append((size_bytes, time.monotonic() - begin_s))
                 del work, message, item
+                self._through += 1
+                self._inbox.stir()
         except Exception as error:  # noqa: BLE001 - see _broke
             self._broke(error)
 
@@ -111,6 +120,8 @@ class Receiver:
         expected: Iterable[tuple[Hashable, int] | tuple[Hashable, int, int]],
         lane: Lane | None = None,
         channel: Channel | None = None,
+        *,
+        places: int | None = None,
     ) -> None:
         """Start receiving.
 
@@ -124,9 +135,12 @@ class Receiver:
                 apart if anything does; may be endless.
             lane: gives the host memory that messages come into; plain by default.
             channel: by which bodies come that travel apart. Room for one is there before its header is asked for.
+            places: most messages that may come or wait to be taken; the others stay with the peer. None: any number.
         """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
         self._expected, self._lane, self._channel = expected, lane or HostLane(), channel
+        self._places = places
+        self._untaken: deque[Hashable] = deque()
         start(f"receive-{name}", self._run)
 
     def _run(self) -> None:
@@ -134,14 +148,19 @@ class Receiver:
         expected = iter(self._expected)
         try:
             while not self._inbox.ended:
-                for key, size_bytes, *apart_bytes in islice(expected, _POSTED - len(posted)):
+                for key, size_bytes, *apart_bytes in islice(expected, self._free() - len(posted)):
                     body = self._channel.room(*apart_bytes) if self._channel is not None else None
                     buffer = self._lane.room(size_bytes)
                     posted.append((key, body, self._group.receive(buffer, self._peer, self._tag)))
-                if not posted:
+                if posted:
+                    key, body, work = posted.popleft()
+                    if self._places is not None:
+                        self._untaken.append(key)
+                    self._inbox.put(key, self._whole(work.wait(), body))
+                elif self._untaken:
+                    self._inbox.wait(lambda: self._free() > 0, lambda: f"{self._name} to be used")
+                else:
                     return
-                key, body, work = posted.popleft()
-                self._inbox.put(key, self._whole(work.wait(), body))
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence would hang the stage
             self._inbox.abort(_failure(error, f"the link {self._name} broke while receiving"))
 
@@ -150,6 +169,14 @@ class Receiver:
             return header
         self._channel.receive(body)
         return Apart(header, body)
+
+    def _free(self) -> int:
+        """How many receives may wait for their message."""
+        if self._places is None:
+            return _POSTED
+        while self._untaken and not self._inbox.has(self._untaken[0]):
+            self._untaken.popleft()
+        return min(_POSTED, self._places - len(self._untaken))
 
 
 class Courier:

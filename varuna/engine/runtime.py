@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError
-from varuna.core.plan import SAMPLES_AHEAD, Plan
+from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD, Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 from varuna.engine.ferry import Ferry, ferry_of
@@ -16,6 +16,7 @@ from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.inputs import examples_of
 from varuna.engine.lanes import Lane
+from varuna.engine.layouts import Layouts
 from varuna.engine.lengths import Variants
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.losses import WeightFunction, sums_of
@@ -86,13 +87,14 @@ class Runtime:
         self._keys = self._input_keys()
         self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD) if self._reads_inputs else None
         self._requested = stage.next_step
-        self._inputs_in = self._gradients_in = 0
+        self._inputs_in = self._gradients_in = self._forwards = 0
         self._kept = len(plan.kept_sections_of(stage.index))
         last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
         self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
         self._lane, self._pace = stage.job.lanes.links, pace_of(stage.job.lanes.streams, inbox)
         ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
-        self._apart = frozenset(section for peer, section in ends if peer in groups.direct.sends)
+        apart = frozenset(section for peer, section in ends if peer in groups.direct.sends)
+        self._layouts = Layouts(plan, stage.sections, self._graphs, self._variants, apart)
         self._open_links(groups)
         self.activity = "starting"
         self.losses: list[tuple[int, list[float]]] = []
@@ -117,14 +119,15 @@ class Runtime:
             name = f"of rank {rank} with rank {rank - 1} (stage {stage.index - 1})"
             channels = groups.direct.sends.get(rank - 1), groups.direct.receives.get(rank - 1)
             self._upstream = Sender(groups.world, rank - 1, _GRADIENT_TAG, self._inbox, name, channels[0])
-            expected = self._expected("activation", self._into_layout, range(len(self._mine)))
+            expected = self._expected("activation", self._layouts.activation_in, range(len(self._mine)))
             Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected, self._lane, channels[1])
         if not stage.is_last:
             name = f"of rank {rank} with rank {rank + 1} (stage {stage.index + 1})"
             channels = groups.direct.sends.get(rank + 1), groups.direct.receives.get(rank + 1)
             self._downstream = Sender(groups.world, rank + 1, _ACTIVATION_TAG, self._inbox, name, channels[0])
-            expected = self._expected("gradient", self._gradient_layout, self._policy().backward_order)
-            Receiver(groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name, expected, self._lane, channels[1])
+            expected = self._expected("gradient", self._layouts.gradient_in, self._policy().backward_order)
+            where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name)
+            Receiver(*where, expected, self._lane, channels[1], places=GRADIENTS_COMING)
 
     def _expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: range | tuple[int, ...]
@@ -155,23 +158,8 @@ class Runtime:
             return Stash(order)
         return Stash(order, places=self._plan.stash_on_device[self._stage.index], ferry=self._ferry)
 
-    # -- layouts of messages, by step and global micro-batch --------------------------------------------
-
-    def _into_layout(self, step: int, micro_batch: int) -> Layout:
-        return self._layout(step, micro_batch, self._stage.sections.start)
-
-    def _out_layout(self, step: int, micro_batch: int) -> Layout:
-        return self._layout(step, micro_batch, self._stage.sections.stop)
-
-    def _layout(self, step: int, micro_batch: int, section: int) -> Layout:
-        crossings = self._graphs[self._variants.of(step, micro_batch)].split.crossings[section]
-        return Layout(crossings, len(self._plan.samples_of(micro_batch)), digests=True, apart=section in self._apart)
-
     def _lane_of(self, layout: Layout) -> Lane:
         return self._stage.job.lanes.direct if layout.apart else self._lane
-
-    def _gradient_layout(self, step: int, micro_batch: int) -> Layout:
-        return _differentiable(self._out_layout(step, micro_batch))
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -188,7 +176,7 @@ class Runtime:
         self._variants.forget(step)
         self._stage.clear_gradients()
         self.losses = []
-        self._inputs_in = self._gradients_in = 0
+        self._inputs_in = self._gradients_in = self._forwards = 0
         policy = self._policy()
         self._stash = self._new_stash(policy)
         flights: dict[int, _Flight] = {}
@@ -247,7 +235,11 @@ class Runtime:
         self._inbox.put(("batch", step, micro_batch), found)
 
     def _arrived(self, step: int, policy: Policy) -> tuple[int, int]:
-        """How many inputs and gradients have come so far, in the order of their use; both only grow."""
+        """How many inputs and gradients have come so far, in the order of their use; both only grow.
+
+        An input counts once its F has a place for what it makes: the next stage, or the network, may be behind. Its
+        receiver takes whatever comes, so that this waits for no action of any stage, and no order can block itself.
+        """
         total = len(self._mine)
         while self._inputs_in < total and self._has_input(step, self._mine[self._inputs_in]):
             self._inputs_in += 1
@@ -256,7 +248,12 @@ class Runtime:
             self._stage.is_last or self._inbox.has(("gradient", step, self._mine[order[self._gradients_in]]))
         ):
             self._gradients_in += 1
-        return self._inputs_in, self._gradients_in
+        return min(self._inputs_in, self._forwards + self._places), self._gradients_in
+
+    @property
+    def _places(self) -> int:
+        """For messages that leave: so many more forwards may run."""
+        return len(self._mine) if self._downstream is None else max(0, MESSAGES_LEAVING - self._downstream.waiting)
 
     def _has_input(self, step: int, micro_batch: int) -> bool:
         if self._inbox.failed(("batch", step, micro_batch)):
@@ -266,6 +263,8 @@ class Runtime:
 
     def _wait(self, step: int, policy: Policy, arrived: tuple[int, int], awaited: Action) -> None:
         def describe() -> str:
+            if awaited.kind is Kind.FORWARD and not self._places:
+                return f"stage {self._stage.index + 1} to take activations (step {step}, rank {self._rank})"
             what = "activation or input" if awaited.kind is Kind.FORWARD else "gradient"
             whole = Action(awaited.stage, awaited.kind, self._mine[awaited.micro_batch])
             return f"the {what} of {whole} (step {step}, rank {self._rank}, replica {self._replica})"
@@ -298,7 +297,7 @@ class Runtime:
         values: dict[str, Tensor] = {}
         if stage.index > 0:
             buffer = self._inbox.take(("activation", step, micro_batch), lambda: f"activation {micro_batch}")
-            layout = self._into_layout(step, micro_batch)
+            layout = self._layouts.activation_in(step, micro_batch)
             values, digests = layout.unpack(buffer, self._lane_of(layout)), layout.digests_of(buffer)
             self._compare(batch, digests)
         if batch is not None:
@@ -311,8 +310,9 @@ class Runtime:
         if keep < len(stage.sections):
             self._stash.put(micro_batch, Waiting(begin, dict(examples.inputs)))
         if self._downstream is not None:
-            layout = self._out_layout(step, micro_batch)
+            layout = self._layouts.activation_out(step, micro_batch)
             self._downstream.send(layout.pack(out, digests or [], self._lane_of(layout)))
+            self._forwards += 1
         else:
             model = stage.job.model
             sums = sums_of(model, self._weight, micro_batch, results, examples, batch)
@@ -362,12 +362,12 @@ class Runtime:
             seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}
         buffer = self._inbox.take(("gradient", step, micro_batch), lambda: f"gradient {micro_batch}")
-        layout = self._gradient_layout(step, micro_batch)
+        layout = self._layouts.gradient_in(step, micro_batch)
         return layout.unpack(buffer, self._lane_of(layout))
 
     def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
-            layout = _differentiable(self._into_layout(step, micro_batch))
+            layout = self._layouts.gradient_out(step, micro_batch)
             self._upstream.send(layout.pack(gradients, lane=self._lane_of(layout)))
 
     # -- inputs and losses -------------------------------------------------------------------------------
@@ -389,7 +389,3 @@ class Runtime:
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, job.buffers)
         return examples_of(batch, size, graph.inputs, self._lane, variant)
-
-
-def _differentiable(layout: Layout) -> Layout:
-    return replace(layout, crossings=tuple(c for c in layout.crossings if c.differentiable), digests=False)

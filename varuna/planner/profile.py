@@ -96,8 +96,6 @@ class Profile:
     """Optimizer state in host memory."""
     host_copy_bytes: Sums
     """What a tentative step copies there."""
-    cut_bytes: tuple[int, ...]
-    """Activation and gradient of a micro-batch over the cut before each section, and behind the last: none there."""
     trainable_bytes: tuple[int, ...]
     boundary_bytes: tuple[int, ...]
     """Activation behind each section."""
@@ -187,7 +185,6 @@ def profile(calibration: Calibration, micro_batch: int) -> Profile:
         most_update_bytes=Peaks.of(lay(update_bytes)),
         host_bytes=Sums.of(lay(lambda kind: kind.optimizer_bytes if on_host else 0)),
         host_copy_bytes=Sums.of(lay(lambda kind: kind.parameter_bytes + kind.optimizer_bytes if on_host else 0)),
-        cut_bytes=(0, *(there + back for there, back in zip(boundary_bytes[:-1], back_bytes[:-1], strict=True)), 0),
         trainable_bytes=whole(lambda kind: kind.trainable_bytes),
         boundary_bytes=boundary_bytes,
         gradient_boundary_bytes=back_bytes,

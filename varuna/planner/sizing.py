@@ -56,7 +56,7 @@ class StageBytes:
     live: int
     """Activations of the other sections, of one micro-batch, and what its section at work needs beside them."""
     messages: int
-    """At each end a message that leaves, and places for the next two that come."""
+    """At each end messages that leave, and places for the next ones that come."""
     update: int
     """When nothing is in flight: what the optimizer needs, and of offloaded state what is on its way through the GPU.
 

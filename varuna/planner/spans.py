@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from varuna.core.plan import SAMPLES_AHEAD
+from varuna.core.plan import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
 from varuna.planner.profile import Profile
 from varuna.planner.sharing import UNSHARED, Shared, shared_out
 
@@ -61,9 +61,10 @@ class Spans:
         self.incoming = (0, *profile.boundary_bytes[: profile.sections - 1])
         """By first section."""
         self._kept_from = _keeping(self._activations, self.incoming)
-        self._front = [cut + posted for cut, posted in zip(profile.cut_bytes, self.incoming, strict=False)]
-        posted_behind = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
-        self._rear = [cut + posted for cut, posted in zip(profile.cut_bytes, posted_behind, strict=True)]
+        behind = (*profile.boundary_bytes[: profile.sections - 1], 0)
+        back = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
+        self._front = [there + ACTIVATIONS_COMING * into for there, into in zip(back, self.incoming, strict=False)]
+        self._rear = [0, *(MESSAGES_LEAVING * a + GRADIENTS_COMING * b for a, b in zip(behind, back[1:], strict=True))]
         self._replicas = replicas if profile.calibration.optimizer.shared_out else 1
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
         self._has_updates = bool(profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1)
@@ -119,7 +120,11 @@ class Spans:
         return max(activations, self._queued[stop] - self._queued[start] - each)
 
     def messages(self, start: int, stop: int) -> int:
-        """At each end a message that leaves, and places for the next two that come."""
+        """At each end messages that leave, and places for the next ones that come.
+
+        Inputs that have come, and gradients that the stage before has not taken, count in the stash: of a micro-batch
+        that is in flight there, this stage has one or the other.
+        """
         return self._front[start] + self._rear[stop]
 
     def live(self, start: int, stop: int, recomputes: bool) -> float:

@@ -16,7 +16,7 @@ from varuna.planner.sizing import Size, Sizer
 from varuna.planner.spans import Spans
 
 LARGE = model([section(boundary_bytes=200 * MB, activation_bytes=300 * MB)] * 8)  # inputs as heavy as state
-TIGHT, ROOMY = 3_200 * MB, 3_800 * MB
+TIGHT, ROOMY = 3_600 * MB, 4_200 * MB
 HARDWARE = Hardware(name="test")
 
 

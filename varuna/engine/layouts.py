@@ -1,0 +1,48 @@
+"""Layouts of the messages that a stage takes and gives, by step and global micro-batch."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from varuna.core.plan import Plan
+from varuna.engine.lengths import Variants
+from varuna.engine.message import Layout
+from varuna.partition.model import PartitionedModel
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Of one stage in one generation."""
+
+    plan: Plan
+    sections: range
+    """of the stage"""
+    graphs: tuple[PartitionedModel, ...]
+    """one for each declared length"""
+    variants: Variants
+    """which of them a micro-batch is for"""
+    apart: Collection[int]
+    """sections into which values travel apart from their header"""
+
+    def activation_in(self, step: int, micro_batch: int) -> Layout:
+        """What the stage before sends."""
+        return self._into(self.sections.start, step, micro_batch)
+
+    def activation_out(self, step: int, micro_batch: int) -> Layout:
+        """What the next stage is sent."""
+        return self._into(self.sections.stop, step, micro_batch)
+
+    def gradient_in(self, step: int, micro_batch: int) -> Layout:
+        """What the next stage sends back."""
+        return _differentiable(self.activation_out(step, micro_batch))
+
+    def gradient_out(self, step: int, micro_batch: int) -> Layout:
+        """What is sent back to the stage before."""
+        return _differentiable(self.activation_in(step, micro_batch))
+
+    def _into(self, section: int, step: int, micro_batch: int) -> Layout:
+        crossings = self.graphs[self.variants.of(step, micro_batch)].split.crossings[section]
+        return Layout(crossings, len(self.plan.samples_of(micro_batch)), digests=True, apart=section in self.apart)
+
+
+def _differentiable(layout: Layout) -> Layout:
+    return replace(layout, crossings=tuple(c for c in layout.crossings if c.differentiable), digests=False)
