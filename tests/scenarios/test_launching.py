@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios.launch import json_log, python, torchrun, varuna
+from tests.scenarios.launch import json_log, python, run, torchrun, varuna
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("cold_start")]
 
@@ -94,3 +94,39 @@ def test_a_process_whose_loader_is_inside_torch_ends_in_order(tmp_path: Path) ->
             [sys.executable, tmp_path / "job.py"], check=False, capture_output=True, text=True, timeout=200
         )
         assert done.returncode == 0, done.stderr
+
+
+TWO = """
+import torch
+from torch import nn
+import varuna
+
+def samples(index):
+    return {"input": torch.randn(4, generator=torch.Generator().manual_seed(index)), "y": torch.ones(1)}
+
+for batch in (8, 4):
+    trainer = varuna.Trainer(
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)),
+        dataset=[samples(index) for index in range(24)],
+        optimizer=lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        global_batch=batch,
+        micro_batch=2,
+        loss=lambda output, batch: nn.functional.mse_loss(output, batch["y"]),
+    )
+    for step in trainer.steps(3):
+        if step.is_main:
+            print(batch, step.index, step.loss, flush=True)
+"""
+
+
+def test_trainers_one_after_another_are_jobs_of_their_own(tmp_path: Path) -> None:
+    """Under torchrun they share a store: keys of the first job must not answer questions of the second."""
+    script = tmp_path / "two.py"
+    script.write_text(TWO)
+    alone = run([sys.executable, str(script)])
+    fixed = run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)], VARUNA_STAGES="2"
+    )
+    assert (alone.code, fixed.code) == (0, 0), fixed.err
+    assert len(alone.out.splitlines()) == 6
+    assert fixed.out == alone.out

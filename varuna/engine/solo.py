@@ -5,6 +5,7 @@ A lost peer ends the run (torchrun restarts it, and it resumes).
 """
 
 import hashlib
+import itertools
 import os
 import sys
 import threading
@@ -31,6 +32,10 @@ _JOIN_BOUND_S = 300.0
 """Between the ranks: each captures the model for itself."""
 _CHOICE_BOUND_S = 1200.0
 """Rank 0 may wait for the directory's owner to be gone, and a quarter of an hour for a bucket that does not answer."""
+
+_jobs = itertools.count()
+"""Jobs of this process: a script may train one after another, and each needs keys of its own in torchrun's store."""
+_hosted: dict[tuple[str, int], Any] = {}
 
 PlanRun = Callable[[JobFacts, int, int | None], Plan]
 
@@ -62,11 +67,13 @@ def world_from_environment() -> World:
         ) from error
     hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = connect_store(host, port, hosts=hosts_store)
+        store = _hosted.get((host, port)) or connect_store(host, port, hosts=hosts_store)
     except RuntimeError as error:
         raise FleetError(f"the store of torchrun at {host}:{port} does not answer: {error}") from error
+    if hosts_store:
+        _hosted[host, port] = store
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return World(rank, size, prefixed(f"varuna/{attempt}", store), host, port)
+    return World(rank, size, prefixed(f"varuna/{attempt}/{next(_jobs)}", store), host, port)
 
 
 class Solo:

@@ -1,5 +1,6 @@
 """Without a manager: one process or torchrun's world agree on the job and on what to resume."""
 
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -88,6 +89,20 @@ def committed_steps(directory: Path) -> list[int]:
 def test_a_plain_process_is_a_world_of_one() -> None:
     world = world_from_environment()
     assert (world.rank, world.size) == (0, 1)
+
+
+def test_each_job_of_a_process_has_keys_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for name, value in zip(TORCHRUN, ("0", "1", "127.0.0.1", str(port)), strict=True):
+        monkeypatch.setenv(name, value)
+    first = world_from_environment()
+    first.store.set("job", "of the first Trainer")
+    second = world_from_environment()  # the port is taken: by ourselves
+    assert not second.store.check(["job"])
+    second.store.set("job", "of the second")
+    assert first.store.get("job") == b"of the first Trainer"
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
