@@ -42,8 +42,8 @@ def refine(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]) ->
     ]
     kinds = dict(calibration.kinds)
     order = calibration.kind_names
-    spans = [[order[section] for section in plan.sections_of(k)] for k in range(plan.stages)]
     for letters, names in _COLUMNS:
+        spans = [[order[section] for section in _ran(plan, k, stages[k], letters)] for k in range(plan.stages)]
         wanted = [_inside_s(stage, letters, beyond) for stage, beyond in zip(stages, around, strict=True)]
         kinds = _scaled(kinds, spans, wanted, m, names)
     across = _network(calibration.across_vms, plan, stages)
@@ -73,9 +73,21 @@ def _least_s(stages: Sequence[RankTimes], letters: str) -> float:
     return min(found, default=0.0)
 
 
+def _told(stage: RankTimes, letters: Sequence[str]) -> str | None:
+    """The first of some actions that was seen."""
+    return next((letter for letter in letters if letter in stage.actions), None)
+
+
+def _ran(plan: Plan, stage: int, times: RankTimes, letters: Sequence[str]) -> range:
+    """Sections that the action told of runs: R leaves out those that the plan keeps."""
+    sections = plan.sections_of(stage)
+    kept = len(plan.kept_sections_of(stage)) if _told(times, letters) == "R" else 0
+    return sections[: len(sections) - kept]
+
+
 def _inside_s(stage: RankTimes, letters: Sequence[str], around: Around) -> float | None:
     """What the sections of an action took; None if no such action was seen."""
-    letter = next((letter for letter in letters if letter in stage.actions), None)
+    letter = _told(stage, letters)
     if letter is None:
         return None
     beyond_s = {"F": around.forward_s, "B": around.moved_s, "I": around.moved_s}.get(letter, around.plain_s)

@@ -63,6 +63,13 @@ def test_a_run_that_goes_as_predicted_changes_nothing() -> None:
     )
 
 
+def test_a_recompute_of_some_sections_tells_of_these_only() -> None:
+    before, some = calibrated(FACTS), plan().model_copy(update={"kept": (1, 1)})
+    after = refine(before, some, as_predicted(before, some))
+    for name, kind in before.kinds.items():
+        assert after.kinds[name].recompute_s == pytest.approx(kind.recompute_s or kind.forward_s)
+
+
 def test_stages_pull_their_sections_to_what_their_actions_took() -> None:
     before, told = calibrated(FACTS), as_predicted(calibrated(FACTS), plan())
     slower = [changed(told[0], 1.0, "F", "R", "B"), told[1]]
