@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 import varuna  # noqa: E402
 from benchmarks.engine_overhead import Tokens, build  # noqa: E402
 from benchmarks.slept.network import NETWORKS, delay_sends, run_on_time  # noqa: E402
+from benchmarks.timed import step_times  # noqa: E402
 from varuna.core.model import JobFacts  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.engine.solo import Solo, world_from_environment  # noqa: E402
@@ -131,16 +132,13 @@ def run(trainer: varuna.Trainer, plan: Plan, steps: int) -> None:
     actions: dict[str, list[float]] = {}
     waited: list[float] = []
     rest: list[float] = []
-    last_s = time.perf_counter()
-    for _ in session.steps():
-        now_s = time.perf_counter()
-        times.append(now_s - last_s)
-        last_s = now_s
+    for step_s in step_times(session):
+        times.append(step_s)
         assert session.current is not None
         taken = session.current.runtime.times
         assert taken is not None
         waited.append(taken.waited_s)
-        rest.append(times[-1] - (taken.end_s - taken.begin_s))
+        rest.append(step_s - (taken.end_s - taken.begin_s))
         for took in taken.actions:
             actions.setdefault(took.action.kind.value, []).append(took.seconds)
     told = {"rank": world.rank, "times": times, "waited": median(waited), "rest": median(rest)}

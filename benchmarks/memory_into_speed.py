@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,16 +117,15 @@ class Planning:
 
     def run(self, plan: Any, steps: int) -> float:
         """Median seconds of a step of ``plan`` in fresh processes, one per rank."""
+        from benchmarks.timed import step_times
         from varuna.engine.solo import Solo, world_from_environment
 
         def rank() -> float:
             membership = Solo(world_from_environment(), lambda *_: plan)
             session = self.trainer.session(steps + 2, membership, self.model, self.trainer.beginning(self.model))
-            times, last_s = [], time.perf_counter()
-            for _ in session.steps():
-                times.append(time.perf_counter() - last_s)
-                last_s = time.perf_counter()
-            return statistics.median(times[2:])  # the first step is applied on copies, and kernels warm up
+            return statistics.median(
+                list(step_times(session))[2:]
+            )  # the first step is applied on copies, and kernels warm up
 
         median_s: float = run_ranks(plan.stages, rank)
         return median_s

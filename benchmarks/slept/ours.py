@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import varuna
 from benchmarks.forked import run_ranks
 from benchmarks.slept.network import NETWORKS, delay_sends, run_on_time
+from benchmarks.timed import step_times
 from varuna.core.plan import Plan
 from varuna.engine import generation
 from varuna.engine.section import Examples, Tape
@@ -141,11 +142,7 @@ def main() -> None:
         spans: list[Span] = []
         if folder is not None:
             bus.subscribe(spans.append)
-        times, last_s = [], time.perf_counter()
-        for _ in session.steps():
-            now_s = time.perf_counter()
-            times.append(now_s - last_s)
-            last_s = now_s
+        times = list(step_times(session))
         if folder is not None:
             last = [astuple(mark) for mark in spans if mark.step == steps - 1]
             (folder / f"{world.rank}.json").write_text(json.dumps(last))
