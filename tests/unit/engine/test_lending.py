@@ -16,6 +16,7 @@ from varuna.checkpoint.shards import from_bytes, to_bytes
 from varuna.core.errors import UsageError
 from varuna.core.messages import Held
 from varuna.core.precision import Precision
+from varuna.engine.compiled import Compiler
 from varuna.engine.optimizer import NamedParameters
 from varuna.engine.solo import Solo, World
 from varuna.engine.stage import Stage
@@ -151,6 +152,23 @@ def test_a_shared_checkpoint_is_resumed_in_another_plan(tmp_path: Path) -> None:
     first = train(Setup(directory=str(tmp_path), share=True), 1, 3, 2, str(tmp_path))
     second = train(Setup(directory=str(tmp_path), share=True), 2, 4, 4, str(tmp_path))
     assert worst(first + second, undisturbed) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_compiled_sections_share_out_without_a_change_of_bits_through_a_change_of_plan(
+    precision: Precision, tmp_path: Path
+) -> None:
+    def run(name: str, *, share: bool) -> tuple[list[Any], dict[str, Tensor]]:
+        given: dict[str, Any] = {"precision": precision, "directory": str(tmp_path / name), "share": share}
+        compiler = Compiler("aot_eager")  # one process keeps it over a morph
+        begun = train(Setup(**given, compiler=compiler), 1, 3, 2, given["directory"])
+        ended = Setup(**given, compiler=compiler)
+        return [*begun, *train(ended, 2, 4, 4, given["directory"])], all_states(ended)
+
+    shared, alone = run("shared", share=True), run("alone", share=False)
+    assert len(alone[0]) == 4
+    assert shared[0] == alone[0]
+    assert same(shared[1], alone[1])
 
 
 def test_before_a_step_has_come_round_only_what_is_held_is_offered() -> None:

@@ -40,6 +40,7 @@ def train(job: Setup, stages: int, replicas: int, steps: int, place: str | None 
         saver = None if place is None else Saver(open_store(place), 100, solo.saved, smallest_part_bytes=256)
         sessions.append(job.session(solo, meeting, steps, saver=saver, rank=rank))
     run_all([partial(_run, sessions[rank], found, rank) for rank in range(size)])
+    job.finished = sessions
     return [(each.totals.loss, each.totals.grad_norm) for each in found]
 
 
