@@ -25,9 +25,9 @@ from varuna.engine.groups import Groups
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.lanes import DirectLane, lanes_over
 from varuna.engine.links import Receiver, Sender
-from varuna.engine.message import Apart, Layout
+from varuna.engine.message import Apart, Layout, Packed
 from varuna.engine.reduce import Reducer
-from varuna.engine.transport import FORMING_BOUND_S, OPERATION_BOUND_S, local_store
+from varuna.engine.transport import FORMING_BOUND_S, local_store
 from varuna.partition.split import Crossing
 
 
@@ -141,36 +141,6 @@ def test_links_of_a_shared_gpu_and_rounded_sums_stay_with_the_host() -> None:
     assert {"sum"} not in calls
 
 
-class Hasty(Channel):
-    """Takes what was asked for as done."""
-
-    def _pass(self, value: torch.Tensor, bound_s: float) -> None:
-        if bound_s == OPERATION_BOUND_S:
-            self._streams.keep(value, self._stream)
-        else:
-            super()._pass(value, bound_s)
-
-
-def losses_of(setup: Setup) -> object:
-    try:
-        return setup.losses(2, 1, steps=1)
-    except Exception as error:  # an index of -1
-        return error
-
-
-def test_a_wait_that_is_left_out_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the tests above rest on."""
-    expected = Setup(build=SmallLanguage).losses(2, 1, steps=1)
-    setup = Setup(build=SmallLanguage, lanes=Wired())
-    assert setup.losses(2, 1, steps=1) == expected
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "Channel", Hasty)
-        assert losses_of(setup) != expected
-    with monkeypatch.context() as patch:
-        patch.setattr("varuna.engine.message.Packed.whole", lambda packed: packed.buffer)
-        assert losses_of(setup) != expected
-
-
 def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> None:
     """Two replicas; the computation is late."""
     groups, fabric, streams = connected(2), Wire(), [LateStreams() for _ in range(2)]
@@ -266,6 +236,22 @@ def test_bodies_follow_their_headers_in_order_and_come_whole(pair: Pair) -> None
     for number in range(3):
         sender.send(pack(pair, number, VALUE + number))
     assert [pair.take(number) for number in (2, 0, 1)] == [(VALUE + number).tolist() for number in (2, 0, 1)]
+    sender.close()
+
+
+def test_a_wait_that_is_left_out_would_be_seen(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the tests of whole runs rest on: for the transfer at its receiver, and for the tensors at their sender."""
+    sender = pair.sender()
+    pair.receive()
+    with monkeypatch.context() as patch:
+        hasty = pair.channels[1]
+        patch.setattr(hasty, "_pass", lambda value, _: pair.streams[1].keep(value, hasty._stream))
+        sender.send(pack(pair, 0))
+        assert pair.take(0) != VALUE.tolist()
+    with monkeypatch.context() as patch:
+        patch.setattr(Packed, "whole", lambda packed: packed.buffer)
+        sender.send(pack(pair, 1))
+        assert pair.take(1) != VALUE.tolist()
     sender.close()
 
 
