@@ -106,8 +106,8 @@ def test_the_planner_splits_no_compiled_backward() -> None:
     calibration = read_calibration(Path("examples/calibrations/gpt2-2.5b-v100.json"))
     facts = job_of(calibration, 64, 1)
     jobs = [facts.model_copy(update={"compiled": name}) for name in (None, "inductor")]
-    plans = [plan_run(job, workers=6, stages=6, calibration=calibration) for job in jobs]
-    assert [plan.split_last for plan in plans] == [6, 0]
+    split, whole = (plan_run(job, workers=6, stages=6, calibration=calibration).split_last for job in jobs)
+    assert split > 0 == whole
 
 
 def test_a_backend_that_computes_something_else_is_refused() -> None:

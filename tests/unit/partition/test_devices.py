@@ -38,7 +38,7 @@ def test_every_tensor_is_made_on_the_device(build: Callable[[], nn.Module]) -> N
 
 
 def test_facts_stay_and_the_cpu_changes_nothing() -> None:
-    model = Setup().model
+    model = Setup(build=tiny_gpt2).model  # makes masks
     assert on_device(model, torch.device("cpu")) is model
     moved = on_device(model, META)
     assert moved.facts is model.facts
