@@ -56,9 +56,9 @@ def split(text: TextDataset, held_out: int) -> tuple[Subset[Any], Subset[Any], S
 
 
 def train(args: argparse.Namespace) -> None:
-    """One run, of ``args.run``'s batch and ``args.learning_rate``; the main rank prints its curve as it comes."""
+    """One run, of ``args.only``'s batch and ``args.learning_rate``; the main rank prints its curve as it comes."""
     training, tuning, held_out = split(TextDataset(args.length), args.validation)
-    batch = args.run
+    batch = args.only
     steps = args.examples // batch
     betas = (0.9, SECOND_MOMENT ** (batch / (args.global_batch * args.times)))
     trainer = varuna.Trainer(
@@ -85,13 +85,13 @@ def train(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace, batch: int, rate: float) -> dict[str, Any]:
     """A run in processes of its own, or as kept: its curve, and its loss on the windows to tune by."""
-    given = {name: value for name, value in vars(args).items() if name not in ("keep", "svg", "tries", "run")}
+    given = {name: value for name, value in vars(args).items() if name not in ("keep", "svg", "tries", "only")}
     setting = {**given, "batch": batch, "learning_rate": rate, "stages": os.environ.get("VARUNA_STAGES")}
     for line in args.keep.read_text().splitlines() if args.keep and args.keep.exists() else ():
         kept = json.loads(line)
         if kept["setting"] == setting:
             return dict(kept)
-    command = [str(Path(__file__).resolve()), *sys.argv[1:], "--run", str(batch), "--learning-rate", repr(rate)]
+    command = [str(Path(__file__).resolve()), *sys.argv[1:], "--only", str(batch), "--learning-rate", repr(rate)]
     if args.workers > 1:
         command = ["-m", "torch.distributed.run", "--nproc-per-node", str(args.workers), *command]
     done = subprocess.run(
@@ -183,14 +183,14 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--keep", type=Path, help="keep finished runs here, and do not repeat them")
     parser.add_argument("--svg", type=Path, help="draw the curves here")
-    parser.add_argument("--run", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--only", type=int, help=argparse.SUPPRESS)
     add_arguments(parser)
     parser.set_defaults(layers=2, width=64, heads=2, length=32, dropout=0.0, learning_rate=1e-3)
     args = parser.parse_args()
     large = args.global_batch * args.times
     if args.examples < args.points * large or args.examples % large:
         parser.error(f"--examples must be a multiple of {large}, at least {args.points} times that")
-    if args.run:
+    if args.only:
         train(args)
         return
     tuned = {batch: tune(args, batch) for batch in (args.global_batch, large)}
