@@ -383,6 +383,7 @@ def test_a_damaged_only_checkpoint_is_refused_and_left_as_it_is(end: Ends) -> No
 
 
 def test_signals_end_a_run_and_its_workers(tmp_path: Path) -> None:
+    """SIGTERM at once; SIGINT behind the step in flight, with a checkpoint of it."""
     args = ("none", "--steps", "100000", "--checkpoint-dir", "{folder}/checkpoints")
     expected = {signal.SIGINT: 130, signal.SIGTERM: 143}
     parents = {}
@@ -406,6 +407,11 @@ def test_signals_end_a_run_and_its_workers(tmp_path: Path) -> None:
             ended = End(Done(parent.returncode, "", err), folder)
             ended.says(expected[number], f"stopped by {number.name}")
             assert ended.saved()
+            if number == signal.SIGINT:
+                done = re.search(r"stopped by SIGINT, (\d+) steps done", err)
+                assert done is not None, err
+                assert max(ended.saved()) == int(done[1])
+                ended.says(130, "once more: at once")
     finally:
         for parent in parents.values():
             parent.kill()

@@ -105,6 +105,7 @@ def run(
 
     Only the main worker's standard output is shown. Morphs and warnings go to
     standard error. With a checkpoint_dir in the script, the same command resumes.
+    Ctrl-C ends the run behind the step in flight; a second one at once.
     """
     if not script.is_file():
         raise UsageError(f"no script at {script}. Name a Python file: varuna run --workers {workers} train.py")

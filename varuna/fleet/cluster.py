@@ -30,7 +30,7 @@ from varuna.fleet.protocol import End, Tell
 from varuna.fleet.registry import TOKEN_LIFE_S, Registry
 from varuna.fleet.reunion import node_of
 from varuna.fleet.serving import Serving, raise_open_files
-from varuna.fleet.signals import handled
+from varuna.fleet.signals import INTERRUPTED, handled
 from varuna.fleet.state import Advice, Ended, FleetConfig, Planner
 from varuna.fleet.status import Picture
 from varuna.fleet.story import Notice, RunEvent
@@ -209,6 +209,7 @@ class Cluster:
             self.manager.post(StopRequested("stopped by SIGINT", 130))
         else:
             self._is_interrupted = True
+            self.manager.warn(INTERRUPTED)
             self.manager.post(FinishRequested("somebody pressed Ctrl-C"))
 
     def _say_goodbye(self, ended: Ended) -> None:

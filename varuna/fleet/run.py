@@ -14,15 +14,15 @@ from varuna.core.messages import ToWorker
 from varuna.fleet.access import Access, publish
 from varuna.fleet.audit import Audit
 from varuna.fleet.calibrator import Calibrator
-from varuna.fleet.events import Event, SpawnRequested, StopRequested
+from varuna.fleet.events import Event, FinishRequested, SpawnRequested, StopRequested
 from varuna.fleet.journal import Journal
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.launcher import Launcher
 from varuna.fleet.manager import Manager, Observer
 from varuna.fleet.people import People
 from varuna.fleet.server import Server
-from varuna.fleet.signals import handled
-from varuna.fleet.state import Advice, Ended, FleetConfig, Planner
+from varuna.fleet.signals import INTERRUPTED, handled
+from varuna.fleet.state import Advice, Ended, FleetConfig, Planner, Running
 from varuna.fleet.status import Picture
 from varuna.fleet.store import StoreHost
 from varuna.fleet.story import Notice, RunEvent
@@ -101,7 +101,7 @@ class Run:
             self.server.stop()
             raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give another place.") from error
         self._journal.begin(secrets.token_hex(8))
-        self._on_event, self._picture = on_event, Picture()
+        self._on_event, self._picture, self._is_interrupted = on_event, Picture(), False
         self.launcher = Launcher(
             [str(script), *args],
             environment={**(environment or {}), "VARUNA_MANAGER": self.server.worker_url, "VARUNA_TOKEN": token},
@@ -139,6 +139,8 @@ class Run:
                 try:
                     ended = self.manager.run()
                     assert ended is not None  # nobody tells this manager to leave
+                    if self._is_interrupted and ended.exit_code == 0:
+                        ended = Ended(128 + signal.SIGINT, f"stopped by SIGINT, {ended.text}")
                     if self._calibrator is not None and self.manager.fleet.history:
                         self._calibrator.finish(self.manager.fleet.record.plan)
                     return ended
@@ -169,7 +171,13 @@ class Run:
         self.manager.post(event)
 
     def _on_signal(self, number: int) -> None:
-        self.stop(f"stopped by {signal.Signals(number).name}", 128 + number)
+        """Ctrl-C in training ends the run behind the step in flight; at other times, or once more, at once."""
+        if number == signal.SIGINT and not self._is_interrupted and isinstance(self.manager.fleet.phase, Running):
+            self._is_interrupted = True
+            self.manager.warn(INTERRUPTED)
+            self.manager.post(FinishRequested("somebody pressed Ctrl-C"))
+        else:
+            self.stop(f"stopped by {signal.Signals(number).name}", 128 + number)
 
     def _observe(self, event: RunEvent) -> None:
         self._picture.take(event)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+INTERRUPTED = "Ctrl-C: the run ends behind the step in flight, with a checkpoint if it keeps any; once more: at once"
+
 
 @contextmanager
 def handled(call: Callable[[int], None]) -> Iterator[None]:
