@@ -84,6 +84,7 @@ def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
     for shard in save_parts(keep.store, 3, plan):
         keep.collect(shard)
     assert keep.wait_for(3, 10)
+    assert keep.settle()  # nothing of step 3 is under way
     for folder in keep.store.folders():
         keep.store.remove_folder(folder)
     for shard in save_parts(keep.store, 6, plan):

@@ -333,11 +333,12 @@ def run_all(works: list[Callable[[], object]], bound_s: float = 60.0) -> None:
     with _one_core():
         for thread in threads:
             thread.start()
-    for thread in threads:
-        thread.join(bound_s)
-        if errors:
-            raise errors[0]
-        assert not thread.is_alive(), "a rank hangs"
+    deadline_s = time.monotonic() + bound_s
+    while any(thread.is_alive() for thread in threads) and not errors:
+        assert time.monotonic() < deadline_s, "a rank hangs"
+        next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(0.02)
+    if errors:
+        raise errors[0]
 
 
 @contextmanager
