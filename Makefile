@@ -55,7 +55,7 @@ azurite:
 IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_scale_on_paper.py tests/scenarios/test_inductor.py
 
 test: install azurite
-	$(BIN)/python -m pytest -q -n auto --dist loadfile tests/unit
+	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/unit
 	$(BIN)/python -m pytest -q -n auto $(IN_PROCESS)
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scenarios $(IN_PROCESS:%=--ignore=%)
 

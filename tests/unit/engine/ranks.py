@@ -127,15 +127,16 @@ def adamw(named: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3)
 
 
-def reaped(bound_s: float = 5.0) -> None:
+def reaped(bound_s: float = 5.0, *begins: str) -> None:
     """Wait for what drops groups. Receivers of ranks that are threads cannot tell their sockets, and stay."""
     deadline_s = time.monotonic() + bound_s
     for thread in threading.enumerate():
-        if thread.name in ("varuna-reaper", "varuna-abort"):
+        if thread.name.startswith(("varuna-reaper", "varuna-abort", *begins)):
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
 
-atexit.register(reaped)  # a reaper that comes back into a finalising interpreter aborts it
+# What comes back from C++ into a finalising interpreter aborts it: reapers, and loaders and formings that a test left.
+atexit.register(reaped, 5.0, "varuna-loader", "varuna-forming", "varuna-export")
 
 _sessions: list[tuple[Session, Any]] = []
 """What runs, or ran, in the present test."""
