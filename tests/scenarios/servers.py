@@ -26,7 +26,7 @@ class Proxy:
     """Forwards connections to a port as long as ``mode`` says so.
 
     ``pass``: both ways. ``refuse``: connections are closed at once, as those that exist were. ``freeze``: nothing
-    moves. ``deaf``: requests reach the server, its answers get lost.
+    moves. ``deaf``: requests reach the server, its answers get lost. ``deaf once``: the next answer does.
     """
 
     def __init__(self, target: int) -> None:
@@ -70,7 +70,8 @@ class Proxy:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 self._moving.wait()
-                if is_answer and self.mode == "deaf":
+                if is_answer and self.mode in ("deaf", "deaf once"):
+                    self.mode = "pass" if self.mode == "deaf once" else self.mode
                     break
                 if not is_answer:
                     self.sent_bytes += len(data)

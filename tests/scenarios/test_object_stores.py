@@ -124,8 +124,9 @@ def test_a_frozen_network_delays_an_upload(server: Server, store: Store) -> None
     assert store.entries("x") == [("x/large", LARGE_BYTES)]
 
 
-def test_a_create_whose_answer_is_lost_is_found_to_be_ours(server: Server, store: Store) -> None:
-    server.proxy.set("deaf")
+@pytest.mark.parametrize("mode", ["deaf", "deaf once"])
+def test_a_create_whose_answer_is_lost_is_found_to_be_ours(server: Server, store: Store, mode: str) -> None:
+    server.proxy.set(mode)
     writing, errors = in_background(lambda: store.create("manifest", b"mine"))
     time.sleep(1.0)
     server.proxy.set("pass")

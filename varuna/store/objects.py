@@ -31,6 +31,9 @@ _MISCONFIGURED = "builder error"  # the client's words for a request that cannot
 
 QUICK: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 """For small objects: ``patience`` asks again."""
+ONCE: dict[str, Any] = {"max_retries": 0, "retry_timeout": timedelta(seconds=20)}
+"""For objects that must be new: behind an answer that was lost, a second try of the library's own finds the first one's
+object, and takes it for somebody else's. ``patience`` knows of the doubt."""
 PATIENT: dict[str, Any] = {
     "max_retries": 1000,
     "retry_timeout": timedelta(minutes=4),  # credentials are not renewed within one request
@@ -44,16 +47,18 @@ _CLIENT: dict[str, Any] = {"connect_timeout": timedelta(seconds=10), "timeout": 
 class ObjectStore:
     """Objects of a bucket, below the prefix that the URL names."""
 
-    def __init__(self, url: str, quick: Any, patient: Any, pace: Pace | None = None) -> None:
-        """Wrap two obstore stores of the same place.
+    def __init__(self, url: str, *, once: Any, quick: Any, patient: Any, pace: Pace | None = None) -> None:
+        """Wrap obstore stores of the same place.
 
         Args:
             url: for messages.
+            once: asks once.
             quick: gives up soon.
             patient: for parts of large objects.
             pace: bounds the bandwidth of ``write``.
         """
-        self._url, self._quick, self._patient, self._pace = url.rstrip("/"), quick, patient, pace
+        self._url, self._pace = url.rstrip("/"), pace
+        self._once, self._quick, self._patient = once, quick, patient
         self._process = os.getpid()
 
     @property
@@ -74,7 +79,7 @@ class ObjectStore:
     def create(self, name: str, data: bytes) -> None:
         """Write a small object that must be new. After ``StoreUnavailable`` it may have been written all the same."""
         with self._doing("create", name):
-            obstore.put(self._quick, checked(name), data, mode="create", use_multipart=False)
+            obstore.put(self._once, checked(name), data, mode="create", use_multipart=False)
 
     def write(self, name: str, chunks: Chunks) -> None:
         """Upload in parts of which several are under way at once, no faster than the pace allows."""
@@ -175,11 +180,13 @@ def connect(url: str, pace: Pace | None) -> ObjectStore:
     allows_http = any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP)
     client = {**_CLIENT, "allow_http": allows_http}  # options that are given here replace those of the environment
     try:
-        quick = from_url(url, client_options=client, retry_config=QUICK)  # type: ignore[call-overload]  # typed dicts
-        patient = from_url(url, client_options=client, retry_config=PATIENT)  # type: ignore[call-overload]
+        once, quick, patient = (
+            from_url(url, client_options=client, retry_config=retries)  # type: ignore[call-overload]  # typed dicts
+            for retries in (ONCE, QUICK, PATIENT)
+        )
     except (BaseError, ValueError) as error:
         raise StoreError(f"cannot open {url}: {_first_line(error)}") from error
-    return ObjectStore(url, quick, patient, pace)
+    return ObjectStore(url, once=once, quick=quick, patient=patient, pace=pace)
 
 
 def _first_line(error: Exception) -> str:

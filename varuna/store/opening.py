@@ -56,7 +56,7 @@ def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | Non
             from obstore.store import MemoryStore
 
             memory = MemoryStore()
-            _memory[where] = ObjectStore(where, memory, memory)
+            _memory[where] = ObjectStore(where, once=memory, quick=memory, patient=memory)
         return _memory[where]
     pace = Pace(upload_bytes_per_s) if upload_bytes_per_s is not None else None
     return PatientStore(connect(where, pace), patience_s=PATIENCE_S)
