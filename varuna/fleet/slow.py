@@ -15,6 +15,8 @@ def note_beat(turn: Turn, name: str, beat: Beat) -> None:
         return
     if beat.generation != fleet.generation or name not in fleet.record.grid or name in fleet.slow:
         return
+    if not fleet.is_joined(name):  # who leaves says so on another thread than its heart beats on
+        return
     if beat.forward_s is None or beat.backward_s is None:
         return
     turn.update_worker(name, compute_s=(beat.generation, beat.forward_s + beat.backward_s))

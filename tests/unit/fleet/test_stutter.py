@@ -5,7 +5,7 @@ import random
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
-from varuna.core.messages import Beat, RaiseFlag
+from varuna.core.messages import Beat, Leaving, RaiseFlag
 from varuna.fleet.state import FleetConfig
 from varuna.fleet.story import Notice
 from varuna.fleet.stutter import SLOW_RATIO, Evidence, slowness
@@ -93,6 +93,18 @@ def slow_run(**options: object) -> Driver:
     driver.gather()
     driver.voted(0, 1)
     return driver
+
+
+def test_the_beat_of_a_worker_that_has_said_that_it_leaves_is_not_judged() -> None:
+    driver = slow_run()
+    beat_all(driver, 1)
+    driver.say("w3", Leaving(step=2))
+    beat = Beat(generation=driver.fleet.generation, step=2, activity="", forward_s=1.0, backward_s=2.0)
+    driver.say("w3", beat)
+    assert not driver.fleet.slow
+    driver.say("w2", beat)  # and what it said before counts for nobody
+    driver.say("w1", Leaving(step=2))
+    driver.say("w1", beat)
 
 
 def test_a_slow_worker_is_reported_left_out_and_its_seat_taken_by_the_spare() -> None:
