@@ -40,6 +40,7 @@ from varuna.fleet.events import (
 from varuna.fleet.instructions import Instruction, Kill, Publish, Send
 from varuna.fleet.state import Checkpoint, Ended, FleetConfig, Running, Standing
 from varuna.fleet.story import GenerationStarted, StepRecorded
+from varuna.fleet.stutter import SLOW_RATIO
 
 SECTIONS, STEPS = 4, 400
 
@@ -148,7 +149,7 @@ class World:
         self.seen = 0
         self.checkpoints = checkpoints
         self.driver = Driver(
-            FleetConfig(workers=workers, max_start_failures=10_000),
+            FleetConfig(workers=workers, max_start_failures=10_000, slow_ratio=SLOW_RATIO),
             plan={1: one_stage, 2: two_stages, None: make_plan}[stages],
             job=make_job(sections=SECTIONS, steps=STEPS).model_copy(update={"shard_optimizer": shared}),
             node_of=lambda worker: worker,
@@ -374,7 +375,8 @@ class World:
         self.driver.now_s += 0.2
         for worker in self.workers.values():
             if worker.alive and worker.name in self.driver.fleet.workers:
-                self.feed(MessageReceived(worker.name, Beat(generation=worker.generation, step=0, activity="")))
+                beat = Beat(generation=worker.generation, step=0, activity="", forward_s=1.0, backward_s=2.0)
+                self.feed(MessageReceived(worker.name, beat))
         self.feed(Tick())
 
     def round(self) -> None:
