@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
+from varuna.core.threads import start
 from varuna.engine.device import Stream, Streams
 from varuna.engine.transport import FORMING_BOUND_S, OPERATION_BOUND_S, Group
 
@@ -193,6 +194,13 @@ class Direct:
                 return
         communicator.abort()
         raise RuntimeError("the generation was abandoned while it formed")
+
+    def abandon(self) -> None:
+        """As ``abort``, which may block, on a thread of its own; without one where there is nothing to abort."""
+        with self._lock:
+            self._is_over, is_empty = True, not self._held
+        if not is_empty:
+            start("abort", self.abort)
 
     def abort(self) -> None:
         """Abort all communicators, those that a thread is still making too."""

@@ -50,7 +50,7 @@ class Groups:
         if exiting:
             _kept.append(self)
             return
-        start("abort", self.direct.abort)
+        self.direct.abandon()
         start("reaper", partial(_drop, [self]))
 
 
@@ -66,7 +66,7 @@ def _drop_kept() -> None:
     abandoned = list(_kept)
     del _kept[: len(abandoned)]
     for groups in abandoned:
-        start("abort", groups.direct.abort)
+        groups.direct.abandon()
     if abandoned:
         start("reaper", partial(_drop, abandoned))
 

@@ -201,4 +201,4 @@ def lanes_over(streams: Streams | None, fabric: Fabric | None = None) -> Lanes:
     if streams is None:
         return Lanes()
     links, sums, saves = (StagedLane(streams) for _ in range(3))
-    return Lanes(links, sums, streams, saves, DirectLane(streams), fabric)
+    return Lanes(links, sums, streams, saves, HostLane() if fabric is None else DirectLane(streams), fabric)
