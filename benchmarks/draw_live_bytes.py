@@ -5,6 +5,7 @@ python benchmarks/draw_live_bytes.py [--output docs/live-bytes.svg]
 
 import argparse
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -51,9 +52,9 @@ class Point:
 
 def build() -> Any:
     """GPT-2 small with default flags."""
-    from transformers import GPT2Config, GPT2LMHeadModel, logging
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0))
 
 

@@ -10,6 +10,7 @@ with real compute; with more stages than cores, the cores' work is what is compa
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from functools import partial
@@ -25,9 +26,9 @@ LENGTH, MICRO_BATCH = 128, 2
 
 def build(layers: int) -> Any:
     """GPT-2 of width 256."""
-    from transformers import GPT2Config, GPT2LMHeadModel, logging
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     sizes: dict[str, Any] = {"n_layer": layers, "n_embd": 256, "n_head": 8, "vocab_size": 512, "n_positions": LENGTH}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 

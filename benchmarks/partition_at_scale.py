@@ -30,9 +30,9 @@ SHAPES: dict[str, dict[str, int]] = {
 
 def build(name: str) -> Any:
     """The unmodified Hugging Face model with default flags."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, logging
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     shape = SHAPES[name]
     ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
     if name.startswith("gpt2"):

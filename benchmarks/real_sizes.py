@@ -33,9 +33,9 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "A100": 312.0, "V100": 125.0}
 
 def build(name: str) -> Any:
     """The model with random weights, no dropout."""
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, logging
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     length = LENGTH.get(name, 1024)
     if name == "llama-1b":
         return LlamaForCausalLM(

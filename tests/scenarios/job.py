@@ -46,7 +46,9 @@ class Language(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
         with torch.no_grad():
-            self.blocks[-1].up.bias.add_(disturbance)  # type: ignore[operator, union-attr]
+            last = self.blocks[-1]
+            assert isinstance(last, Block)
+            last.up.bias.add_(disturbance)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

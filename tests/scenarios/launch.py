@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -100,10 +100,10 @@ def processes_with(text: str) -> list[int]:
     return found
 
 
-def wait_for(condition: object, bound_s: float = BOUND_S) -> None:
+def wait_for(condition: Callable[[], object], bound_s: float = BOUND_S) -> None:
     """Poll with a bound, which a busy machine keeps too."""
     deadline_s = time.monotonic() + bound_s
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline_s, "waited in vain"
         time.sleep(0.05)
 

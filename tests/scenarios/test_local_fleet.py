@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.timeout(200)
 class Theatre:
     """A run in the background, with everything that it said."""
 
-    def __init__(self, folder: Path, *, steps: int, fault: str = "none", **config: object) -> None:
+    def __init__(self, folder: Path, *, steps: int, fault: str = "none", **config: Any) -> None:
         self.events: list[RunEvent] = []
         self.lines: list[bytes] = []
         self.hooks: list[Callable[[RunEvent], None]] = []
@@ -44,7 +44,7 @@ class Theatre:
         self.run = Run(
             SCRIPT,
             [str(folder / "counter"), str(steps), fault],
-            config=FleetConfig(**{"lease_s": 60.0, **config}),  # type: ignore[arg-type]  # a busy machine is none that froze
+            config=FleetConfig(**{"lease_s": 60.0, **config}),  # a busy machine is none that froze
             planner=partial(make_plan, stages=1),
             run_dir=folder / "run",
             json_log=self.json_log,

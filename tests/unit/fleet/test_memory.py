@@ -53,12 +53,18 @@ def test_workers_on_cpus_are_planned_as_before() -> None:
     assert planner.memory == [None]
 
 
-def test_a_spare_with_a_smaller_gpu_takes_no_seat_of_a_plan_that_was_made_for_larger_ones() -> None:
-    planner = Asked()
+def five(planner: Asked) -> Driver:
+    """A run of five workers with large GPUs, one of them a spare, that has done a step."""
     driver = driven(planner, 5)
     for number in range(5):
         hello(driver, f"w{number}", BIG[number])
     driver.voted(0)
+    return driver
+
+
+def test_a_spare_with_a_smaller_gpu_takes_no_seat_of_a_plan_that_was_made_for_larger_ones() -> None:
+    planner = Asked()
+    driver = five(planner)
     driver.feed(SpawnRequested(1))
     hello(driver, "w5", SMALL)
     lose(driver, "w0")
@@ -68,10 +74,7 @@ def test_a_spare_with_a_smaller_gpu_takes_no_seat_of_a_plan_that_was_made_for_la
 
 def test_a_spare_like_the_others_takes_over_without_a_new_plan() -> None:
     planner = Asked()
-    driver = driven(planner, 5)
-    for number in range(5):
-        hello(driver, f"w{number}", BIG[number])
-    driver.voted(0)
+    driver = five(planner)
     lose(driver, "w0")
     assert planner.memory == [worker_bytes(BIG[:5])]
 
