@@ -4,6 +4,7 @@ import operator
 import os
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,11 +69,11 @@ def check_steps(n: int, *, started: bool) -> None:
         raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
 
 
-def _check_whole(**numbers: object) -> None:
+def _check_whole(**numbers: Any) -> None:
     """Numbers that a script may have read from its command line: text and fractions are no counts."""
     for name, found in numbers.items():
         try:
-            operator.index(0 if found is None else found)  # type: ignore[arg-type]
+            operator.index(0 if found is None else found)
         except TypeError:
             raise UsageError(f"{name}={found!r} must be a whole number, but is {_described(found)}") from None
 

@@ -13,16 +13,10 @@ from varuna.checkpoint.names import ShardName
 from varuna.checkpoint.pieces import SMALLEST_PART_BYTES, TensorFacts, count_parts, divide, understudy_of, writer_of
 from varuna.checkpoint.shards import DTYPE_NAMES, SectionState, scalars_as_json
 from varuna.core.errors import CheckpointError
+from varuna.core.ready import Ready
 from varuna.core.saved import Piece
 
 _ALIGNMENT = 64
-
-
-class Ready(Protocol):
-    """Something that will be done."""
-
-    def wait(self) -> None:
-        """Block this thread until it is."""
 
 
 class Way(Protocol):

@@ -13,26 +13,10 @@ import torch
 from torch import Tensor
 
 from varuna.core.model import Links
+from varuna.core.ready import DONE, Done, Ready
 from varuna.engine.device import Event, Streams, streams_of
 from varuna.engine.direct import Fabric
 from varuna.engine.nccl import Nccl
-
-
-class Ready(Protocol):
-    """Something that will be done; on a GPU, a point of a stream."""
-
-    def wait(self) -> None:
-        """Block this thread until it is."""
-
-
-class Done:
-    """It is."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-DONE = Done()
 
 
 class Lane(Protocol):

@@ -15,10 +15,11 @@ from itertools import islice
 from torch import Tensor
 
 from varuna.core.errors import LinkError
+from varuna.core.ready import DONE
 from varuna.core.threads import start
 from varuna.engine.direct import Channel
 from varuna.engine.inbox import Inbox
-from varuna.engine.lanes import DONE, HostLane, Lane
+from varuna.engine.lanes import HostLane, Lane
 from varuna.engine.message import Apart, Packed
 from varuna.engine.transport import Group, Work
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.engine.lanes import HostLane, Lane, Ready
+from varuna.core.ready import Ready
+from varuna.engine.lanes import HostLane, Lane
 from varuna.partition.split import Crossing
 
 _ALIGNMENT_BYTES = 64

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
+from varuna.core.ready import Ready
 from varuna.core.vote import VoteLayout
 from varuna.engine.direct import Channel
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
-from varuna.engine.lanes import Ready
 from varuna.engine.links import Courier
 from varuna.engine.rounded import all_reduce_rounded
 from varuna.engine.shared import StageExchange

@@ -14,8 +14,8 @@ from varuna.checkpoint.snapshot import Copied, Share, SnapshotBuffer, needed_byt
 from varuna.checkpoint.writer import BackgroundWriter
 from varuna.core.errors import CheckpointError, StoreError
 from varuna.core.messages import Assignment
+from varuna.core.ready import DONE, Ready
 from varuna.core.saved import SavedShard
-from varuna.engine.lanes import DONE, Ready
 from varuna.engine.stage import Stage
 from varuna.store.base import Store
 from varuna.store.patience import writer_id

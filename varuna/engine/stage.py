@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from varuna.checkpoint.shards import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
+from varuna.core.ready import DONE, Ready
 from varuna.engine.bucket import Bucket, squared_norms
 from varuna.engine.compiled import Compiler
 from varuna.engine.deferred import Pending
 from varuna.engine.ferry import HOST, ferry_of
 from varuna.engine.job import Job
-from varuna.engine.lanes import DONE, Ready
 from varuna.engine.lending import Shares
 from varuna.engine.offload import OffloadedOptimizer
 from varuna.engine.optimizer import StageOptimizer

@@ -11,8 +11,8 @@ import torch
 from tests.unit.engine.ranks import Setup, connected
 from varuna.core.errors import LinkError
 from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, Plan
+from varuna.core.ready import DONE
 from varuna.engine.inbox import GenerationEnded, Inbox
-from varuna.engine.lanes import DONE
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.message import Packed
 from varuna.engine.runtime import Runtime

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
 from varuna.core.nominal import nominal_calibration
 from varuna.core.plan import Plan
-from varuna.engine.lanes import Ready
+from varuna.core.ready import Ready
 from varuna.engine.links import Sender
 from varuna.engine.message import Packed
 from varuna.engine.reduce import Reducer

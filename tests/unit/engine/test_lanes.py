@@ -12,8 +12,9 @@ from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, single_threaded
 from tests.unit.engine.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
+from varuna.core.ready import DONE
 from varuna.engine import reduce
-from varuna.engine.lanes import DONE, Lanes, StagedLane, lanes_of, lanes_over
+from varuna.engine.lanes import Lanes, StagedLane, lanes_of, lanes_over
 from varuna.engine.message import Layout
 from varuna.partition.split import Crossing
 

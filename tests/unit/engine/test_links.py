@@ -9,8 +9,8 @@ import torch
 
 from tests.unit.engine.ranks import connected
 from varuna.core.errors import CheckpointError, LinkError
+from varuna.core.ready import DONE
 from varuna.engine.inbox import GenerationEnded, Inbox
-from varuna.engine.lanes import DONE
 from varuna.engine.links import Courier, Receiver, Sender
 from varuna.engine.message import Packed
 

@@ -19,8 +19,9 @@ from tests.unit.engine.test_saving import assigned, make_plan, manifest_of, stag
 from varuna.checkpoint.restore import everything, read_states
 from varuna.checkpoint.shards import SectionState
 from varuna.checkpoint.snapshot import SnapshotBuffer, shares_of
+from varuna.core.ready import Ready
 from varuna.core.saved import SavedShard
-from varuna.engine.lanes import Lanes, Ready, StagedLane, lanes_over
+from varuna.engine.lanes import Lanes, StagedLane, lanes_over
 from varuna.engine.saving import Saver
 from varuna.engine.stage import Stage
 from varuna.store.base import Store
