@@ -1,6 +1,5 @@
 """When a rank saves, and what: its share of the sections, copied at a step boundary, written behind its back."""
 
-import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,6 +15,7 @@ from varuna.core.errors import CheckpointError, StoreError
 from varuna.core.messages import Assignment
 from varuna.core.ready import DONE, Ready
 from varuna.core.saved import SavedShard
+from varuna.core.saying import warn
 from varuna.engine.stage import Stage
 from varuna.store.base import Store
 from varuna.store.patience import writer_id
@@ -48,7 +48,7 @@ class Saver:
         *,
         smallest_part_bytes: int = SMALLEST_PART_BYTES,
     ) -> None:
-        self._every, self._warn = every, on_unsaved or _warn
+        self._every, self._warn = every, on_unsaved or warn
         self._last_s = time.monotonic()
         self._asked, self._step_s = (-2, 0.0), 0.0  # newest step whose end was asked for, when, and how long one takes
         self.newest = (-1, -1)
@@ -158,7 +158,3 @@ def _expected_state(stage: Stage, section: int) -> SectionState:
     if guess_bytes and not any(name.startswith("optimizer/") for name in state.tensors):
         state.tensors["optimizer/"] = torch.empty(guess_bytes, dtype=torch.uint8, device="meta")
     return state
-
-
-def _warn(text: str) -> None:
-    print(f"varuna: warning: {text}", file=sys.stderr, flush=True)

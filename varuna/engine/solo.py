@@ -7,7 +7,6 @@ A lost peer ends the run (torchrun restarts it, and it resumes).
 import hashlib
 import itertools
 import os
-import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,6 +22,7 @@ from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, V
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.core.saying import say, warn
 from varuna.core.threads import start
 from varuna.engine.transport import connect_store, local_store, prefixed
 
@@ -132,7 +132,7 @@ class Solo:
         if self._keeper is not None:
             self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
         if self.world.rank == 0 and self.world.size > 1:
-            _say(f"plan {plan.shape} (stages x replicas), micro-batch {plan.micro_batch} x {plan.micro_batches}")
+            say(f"plan {plan.shape} (stages x replicas), micro-batch {plan.micro_batch} x {plan.micro_batches}")
         directory = self._job.checkpoint_dir
         return Assign(
             assignment=Assignment(
@@ -199,7 +199,7 @@ class Solo:
 
     def _newest(self, job: JobFacts) -> Manifest | None:
         if self._keeper is None:
-            self._keeper = Keeper(job, new=self._new, overwrite=self._overwrite, say=_say, warn=_warn)
+            self._keeper = Keeper(job, new=self._new, overwrite=self._overwrite, say=say, warn=warn)
             if self.world.size > 1:
                 start("collect", self._collect_shards)
         found = self._keeper.newest()
@@ -207,9 +207,9 @@ class Solo:
             return None
         manifest, warnings = found
         for warning in warnings:
-            _warn(warning)
+            warn(warning)
         complete = ", the last one: nothing is left to do" * (manifest.step >= job.steps)
-        _say(f"resuming from the checkpoint of step {manifest.step} in {job.checkpoint_dir}{complete}")
+        say(f"resuming from the checkpoint of step {manifest.step} in {job.checkpoint_dir}{complete}")
         return manifest
 
     # -- checkpoints -----------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class Solo:
             except RuntimeError:
                 return  # the store is gone, and the run with it
             except ValueError as error:
-                _warn(f"a shard's report cannot be read, so its checkpoint is not kept: {error}")
+                warn(f"a shard's report cannot be read, so its checkpoint is not kept: {error}")
             ticket += 1
 
     def saved(self, shard: SavedShard) -> None:
@@ -240,7 +240,7 @@ class Solo:
 
     def unsaved(self, reason: str) -> None:
         """Print it: the terminal is at hand."""
-        _warn(reason)
+        warn(reason)
 
     def leaving(self, step: int) -> None:
         """Rank 0 stays until the last checkpoint is committed."""
@@ -250,7 +250,7 @@ class Solo:
         if self.world.size == 1:
             keeper.settle()  # our own shards are all reported, or lost
         elif step > self._restored_step and not keeper.wait_for(step, COMMIT_BOUND_S):
-            _warn(f"the checkpoint of step {step} is incomplete after {COMMIT_BOUND_S:.0f} s")
+            warn(f"the checkpoint of step {step} is incomplete after {COMMIT_BOUND_S:.0f} s")
         self._closing.set()
         keeper.close()
 
@@ -275,11 +275,3 @@ class Solo:
         self._closing.set()
         if self._keeper is not None:
             self._keeper.close()
-
-
-def _warn(text: str) -> None:
-    _say(f"warning: {text}")
-
-
-def _say(text: str) -> None:
-    print(f"varuna: {text}", file=sys.stderr, flush=True)

@@ -2,7 +2,6 @@
 
 import json
 import sqlite3
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from pydantic import TypeAdapter
 from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
+from varuna.core.saying import warn
 from varuna.core.value import Value
 from varuna.fleet.database import FILE, open_database
 from varuna.fleet.story import GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
@@ -23,10 +23,6 @@ _PATIENCE_S = 60.0
 _PAUSE_S = 1.0
 _MOST_WAITING = 20_000
 _REMEDY = "Is the disk full, or another process using the file?"
-
-
-def _say(text: str) -> None:
-    print(f"varuna: warning: {text}", file=sys.stderr, flush=True)
 
 
 class Past(Value):
@@ -56,7 +52,7 @@ class Journal:
         json_log: Path | None,
         *,
         sleep: Callable[[float], None] = time.sleep,
-        say: Callable[[str], None] = _say,
+        say: Callable[[str], None] = warn,
     ) -> None:
         self._steps = json_log.open("ab", buffering=0) if json_log is not None else None
         self._path, self._database = run_dir / FILE, open_database(run_dir)

@@ -42,6 +42,7 @@ from varuna.core.messages import (
 )
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
+from varuna.core.saying import warn
 from varuna.core.threads import start
 
 MAX_FRAME_BYTES: Final = 64 * 2**20
@@ -155,7 +156,7 @@ class Member:
 
     def unsaved(self, reason: str) -> None:
         """Report, and print into this worker's log, that a checkpoint lacks a shard."""
-        print(f"varuna: warning: {reason}", file=sys.stderr, flush=True)
+        warn(reason)
         self._post(Unsaved(reason=reason))
 
     def failed(self, summary: str, traceback: str, exit_code: int) -> None:

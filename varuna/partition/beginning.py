@@ -4,7 +4,6 @@ All three are the same for every P and D. Only the first needs the memory of a w
 """
 
 import gc
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import ModelError, UsageError
+from varuna.core.saying import say, warn
 from varuna.core.units import format_bytes
 from varuna.partition.capture import Recipe
 from varuna.partition.construction import Construction, construct
@@ -186,7 +186,7 @@ class Pretrained:
         """Read these tensors and no others."""
         unexpected = [name for name in self._fit.unexpected if name not in self.construction.buffers]
         if check is not None and unexpected:  # said once, by the rank that checks
-            _say(f"warning: the model has no place for {some(unexpected)} of {self._path}")
+            warn(f"the model has no place for {some(unexpected)} of {self._path}")
         _check_small(self._recipe, self._shapes, self._seed, self._digest, check)
         return read_tensors({name: self._fit.entries[name] for name in names})
 
@@ -213,7 +213,7 @@ def _check_small(recipe: Recipe, shapes: Shapes, seed: int, digest: str, check: 
         with turn(digest):
             check(materialise(recipe, seed))
     else:
-        _say(
+        say(
             f"the loss's weighing is not checked: the model has {format_bytes(size)}, and no worker builds all of it. "
             "Check it once on a smaller configuration."
         )
@@ -225,7 +225,3 @@ def _filled(initial: Initial, beginning: Beginning) -> Initial:
     for name, value in beginning.buffers(initial.buffers).items():
         initial.buffers[name].copy_(value)
     return initial
-
-
-def _say(text: str) -> None:
-    print(f"varuna: {text}", file=sys.stderr, flush=True)

@@ -2,12 +2,12 @@
 
 import random
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from varuna.core.errors import ObjectExists, ObjectMissing, StoreUnavailable
+from varuna.core.saying import warn
 from varuna.store.base import Chunks, Entry, Store
 
 T = TypeVar("T")
@@ -16,10 +16,6 @@ PATIENCE_S = 900.0
 """How long one operation is tried. Longer than most outages, shorter than a night."""
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 _TRIES_IN_SILENCE = 3
-
-
-def _say(text: str) -> None:
-    print(f"varuna: warning: {text}", file=sys.stderr, flush=True)
 
 
 class PatientStore:
@@ -32,7 +28,7 @@ class PatientStore:
         patience_s: float = PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        say: Callable[[str], None] = _say,
+        say: Callable[[str], None] = warn,
     ) -> None:
         self.inner, self._patience_s, self._clock, self._sleep, self._say = inner, patience_s, clock, sleep, say
 
