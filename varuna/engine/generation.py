@@ -23,7 +23,7 @@ from varuna.engine.reduce import Reducer
 from varuna.engine.runtime import Runtime
 from varuna.engine.stage import Stage
 from varuna.observe.bus import span
-from varuna.partition.capture import user_frame
+from varuna.partition.explaining import user_frame
 
 
 class Setting(NamedTuple):

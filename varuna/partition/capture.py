@@ -6,15 +6,12 @@ survives.
 """
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.exc import UserError, UserErrorType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_unflatten
@@ -22,6 +19,7 @@ from torch.utils._pytree import tree_unflatten
 from varuna.core.errors import ModelError
 from varuna.partition.building import build_without_data, cast_fakes
 from varuna.partition.conditions import Conditions, conditions_of
+from varuna.partition.explaining import BUILDING, explain
 from varuna.partition.exporting import Exported, export
 
 Batch = Mapping[str, Tensor]
@@ -30,31 +28,6 @@ MetricsFunction = Callable[[Any, Batch], Mapping[str, Tensor]]
 
 EXPORT_EXAMPLES = 3
 """Examples in the batch that is exported: 1 would be specialised (0/1 rule), 2 is a common head count."""
-
-
-_WAYS_OUT = (
-    "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off in the "
-    "model's configuration; or wrap what cannot be followed into one operator with torch.library.custom_op. cut_at= "
-    "does not help: it names cuts of a model that can be captured. See docs/partitioning.md, section Refusals."
-)
-_DATA_DEPENDENT = (
-    "Varuna captures forward() once: it follows branches on the samples, but no Python branch or loop that depends on "
-    f"activations or random numbers (LayerDrop is one). {_WAYS_OUT}"
-)
-_ONE_NUMBER = (
-    "forward() works for one number of samples only, since it makes a Python number of it: len(x) and int(x.shape[0]) "
-    "do, x.shape[0] does not."
-)
-_BUILDING = (
-    "Varuna calls model= first in a mode in which tensors have shapes but no data, then for real, on the CPU. It must "
-    "build the same module each time, and leave the device to Varuna: no .cuda(), no .to(device). Does model() work in "
-    "plain PyTorch?"
-)
-_ANY_OTHER = (
-    "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data. Try "
-    "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there: "
-    f"{_WAYS_OUT}"
-)
 
 
 @dataclass(frozen=True)
@@ -199,7 +172,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(_explain("cannot be built without allocating it", error, _BUILDING)) from error
+        raise ModelError(explain("cannot be built without allocating it", error, BUILDING)) from error
     _check_keys(model, batch)
     module = LossModule(model, recipe)
     rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
@@ -213,7 +186,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     except ModelError:
         raise
     except Exception as error:
-        raise ModelError(_explain("cannot be captured by torch.export", error)) from error
+        raise ModelError(explain("cannot be captured by torch.export", error)) from error
     return _describe(exported, model, list(fake))
 
 
@@ -315,24 +288,3 @@ def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str]) -> Any:
     raise ModelError(
         f"forward() worked for {EXPORT_EXAMPLES} examples only. It must take any number: micro-batches may be short."
     )
-
-
-def _explain(what: str, error: Exception, remedy: str = "") -> str:
-    where = user_frame(error)
-    place = f" at {where}" if where else ""
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        return f"the model {what}: {_ONE_NUMBER} {_WAYS_OUT}"
-    remedy = remedy or (_DATA_DEPENDENT if type(error).__module__.startswith("torch") else _ANY_OTHER)
-    return f"the model {what}{place}: {type(error).__name__}: {first_line}\n{remedy}"
-
-
-def user_frame(error: BaseException) -> str | None:
-    """``file:line`` of the deepest frame outside torch and Varuna, which is where the user can act."""
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(skipped) and not frame.filename.startswith("<")
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
