@@ -147,8 +147,13 @@ class Reducer:
         self._stage.statistics.complete(section, table)
 
     def _sum_tied(self) -> None:
-        for number, tied in enumerate(self._stage.tied):
-            self._sum_one(tied, _TIED_TAG + number)
+        """One exchange for each tied parameter, numbered and ordered as in the job's facts, which all ranks share.
+
+        Each stage holds a selection of its own: its own counting would give one exchange two numbers.
+        """
+        for number, tied in enumerate(self._stage.job.model.facts.tied):
+            if tied.name in self._stage.totals:
+                self._sum_one(tied, _TIED_TAG + number)
 
     def _sum_one(self, tied: TiedParameter, tag: int) -> None:
         """Exchange the sums of all sections that use a parameter, then add them in section order.
