@@ -53,8 +53,24 @@ def fingerprint(certificate_pem: str) -> str:
     Raises:
         FleetError: it is no certificate.
     """
+    return hashlib.sha256(_der(certificate_pem)).hexdigest()
+
+
+def alone(certificate_pem: str) -> str:
+    """The one certificate that ``fingerprint`` is of, and nothing else that the text has.
+
+    A text may hold several certificates, and TLS would trust each of them: whoever compares a fingerprint must go on
+    with this, never with the text.
+
+    Raises:
+        FleetError: it is no certificate.
+    """
+    return ssl.DER_cert_to_PEM_cert(_der(certificate_pem))
+
+
+def _der(certificate_pem: str) -> bytes:
     try:
-        return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate_pem.strip())).hexdigest()
+        return ssl.PEM_cert_to_DER_cert(certificate_pem.strip())
     except ValueError as error:
         raise FleetError(
             "the answer is no certificate: is this address a Varuna manager? Compare it with the JOIN string that "
@@ -66,7 +82,7 @@ def client_context(certificate_pem: str) -> ssl.SSLContext:
     """Trust this authority alone; connect with ``server_hostname=SERVER_NAME``."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    context.load_verify_locations(cadata=certificate_pem)
+    context.load_verify_locations(cadata=alone(certificate_pem))
     return context
 
 

@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from varuna.core.errors import FleetError
 from varuna.core.value import Value
-from varuna.fleet.authority import write_private
+from varuna.fleet.authority import alone, fingerprint, write_private
 from varuna.fleet.protocol import Identity
 
 _FILE = "agent.json"
@@ -39,9 +39,12 @@ class Home:
         if not path.exists():
             return None
         try:
-            return Card.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError) as error:
+            card = Card.model_validate_json(path.read_bytes())
+            if fingerprint(card.certificate_pem) != card.fingerprint:
+                raise ValueError("the certificate is not that of the fingerprint")
+        except (OSError, ValueError, FleetError) as error:  # a ValidationError is a ValueError
             raise FleetError(f"{path} is damaged. Remove it, and join again with a new token.") from error
+        return card.model_copy(update={"certificate_pem": alone(card.certificate_pem)})
 
     def write(self, card: Card) -> None:
         """Keep the card, whole or not at all."""

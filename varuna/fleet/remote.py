@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from varuna.core.errors import FleetError
-from varuna.fleet.authority import SERVER_NAME, client_context, fingerprint, unverified_context
+from varuna.fleet.authority import SERVER_NAME, alone, client_context, fingerprint, unverified_context
 from varuna.fleet.invitation import Invitation
 
 _TIMEOUT_S = 10.0
@@ -108,7 +108,7 @@ def fetch_certificate(invitation: Invitation) -> str:
             f"fingerprint {found[:16]}..., expected {invitation.fingerprint[:16]}... Take a new JOIN string from "
             "the manager you mean; if you did, somebody in between pretends to be it."
         )
-    return pem
+    return alone(pem)
 
 
 def _exchange(connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, token: str) -> Answer:

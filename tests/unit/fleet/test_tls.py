@@ -20,8 +20,11 @@ from websockets.asyncio.client import connect
 
 from varuna.core.errors import FleetError
 from varuna.fleet import serving as serving_module
+from varuna.fleet.admission import admit
 from varuna.fleet.authority import SERVER_NAME, Authority, client_context, issue, open_authority
+from varuna.fleet.home import Card, Home
 from varuna.fleet.invitation import Invitation
+from varuna.fleet.protocol import Identity
 from varuna.fleet.remote import Remote, UnreachableError, fetch_certificate
 from varuna.fleet.serving import Serving
 
@@ -77,6 +80,45 @@ def test_the_certificate_behind_a_join_string_is_fetched_and_then_trusted(place:
 def test_another_fingerprint_is_refused_before_any_token_is_sent(place: Place) -> None:
     with pytest.raises(FleetError, match=r"not the one that this string was made for.*pretends to be it"):
         fetch_certificate(place.invitation(fingerprint="ab" * 32))
+
+
+@pytest.mark.parametrize("real_first", [True, False])
+def test_a_bundle_with_the_right_fingerprint_makes_nobody_else_trusted(tmp_path: Path, real_first: bool) -> None:
+    """Python's base64 ends at the padding, so that more certificates may follow the one that was compared."""
+    real, impostor = _padded(tmp_path / "real"), _padded(tmp_path / "impostor")
+    texts = [real.certificate_pem, impostor.certificate_pem]
+    bundle = "".join(texts if real_first else reversed(texts))
+    serving = serve(Authority(bundle, impostor.server_pem))  # the impostor listens, and shows both
+    try:
+        invitation = Place(real, tmp_path, serving.port).invitation()
+        with pytest.raises(FleetError, match=r"not the manager of this run|not the one that this string"):
+            admit(invitation, Home(tmp_path / "home"))
+        assert Home(tmp_path / "home").read() is None  # no token was spent, and nothing was stored
+        card = Card(
+            identity=Identity(node="n0", secret="s"), certificate_pem=bundle, fingerprint=invitation.fingerprint
+        )
+        Home(tmp_path / "home").write(card)  # as a version before this one left it
+        with pytest.raises(FleetError, match=r"not the manager of this run|is damaged"):
+            Remote("127.0.0.1", serving.port, _pem_kept_in(tmp_path / "home")).get("/ca")
+        with pytest.raises(FleetError, match="not the manager of this run"):  # nor does a bundle name more than one
+            Remote("127.0.0.1", serving.port, "".join(texts)).get("/ca")
+    finally:
+        serving.stop()
+
+
+def _pem_kept_in(folder: Path) -> str:
+    card = Home(folder).read()
+    assert card is not None
+    return card.certificate_pem
+
+
+def _padded(folder: Path) -> Authority:
+    """An authority whose certificate ends with padding, as two of three do."""
+    for number in range(100):
+        made = open_authority(folder / str(number))
+        if len(ssl.PEM_cert_to_DER_cert(made.certificate_pem)) % 3:
+            return made
+    raise AssertionError("none in a hundred")
 
 
 def test_another_run_at_the_same_address_is_not_trusted(place: Place, tmp_path: Path) -> None:
