@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna import arguments as given
+from varuna.checks.assumptions import check_assumptions
 from varuna.configured import Configured
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
@@ -32,7 +33,6 @@ from varuna.engine.saving import Saver, check_writable
 from varuna.engine.session import Session
 from varuna.intercept import offer
 from varuna.launched import failed, manager, watch_exceptions
-from varuna.partition.assumptions import check_assumptions
 from varuna.partition.beginning import Beginning, Init, begin_with, check_beginning
 from varuna.partition.capture import LossFunction, MetricsFunction, Recipe
 from varuna.partition.devices import on_device

@@ -9,12 +9,12 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from varuna.checks.verify import Verification, verify
 from varuna.core.units import format_bytes
 from varuna.intercept import take_trainer
 from varuna.partition.dependency import Dependency
 from varuna.partition.model import PartitionedModel
 from varuna.partition.tracer import trace
-from varuna.partition.verify import Verification, verify
 from varuna.planner.balance import balance
 
 _NAMES_SHOWN = 6

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from tests.unit.engine.ranks import Setup, Tokens, single_threaded
 from tests.unit.partition.families import Family
 from tests.unit.partition.in_turn import differences
+from varuna.checks.assumptions import check_assumptions
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
-from varuna.partition.assumptions import check_assumptions
 from varuna.partition.capture import Recipe
 from varuna.partition.conditions import check_conditions
 from varuna.partition.initialise import materialise

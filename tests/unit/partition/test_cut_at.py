@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import varuna
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.partition.families import NAMED, Samples
+from varuna.checks.verify import verify
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
@@ -18,7 +19,6 @@ from varuna.partition.flow import Flow
 from varuna.partition.initialise import materialise
 from varuna.partition.model import CutChooser, PartitionedModel, partition
 from varuna.partition.modules import chooser
-from varuna.partition.verify import verify
 
 
 def cut(recipe: Recipe, cut_at: list[str], dataset: Any = None) -> PartitionedModel:

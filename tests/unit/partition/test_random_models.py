@@ -7,13 +7,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.partition.random_models import OPERATIONS, WEIGHTS, Instruction, Points, RandomModel
+from varuna.checks.verify import verify
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
 from varuna.partition.costs import Cost
 from varuna.partition.flow import Flow
 from varuna.partition.initialise import materialise
 from varuna.partition.model import partition
-from varuna.partition.verify import verify
 
 INSTRUCTIONS = st.builds(
     Instruction,

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Tokens
 from tests.unit.partition.families import hugging_face
+from varuna.checks.verify import verify
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.model import partition
-from varuna.partition.verify import verify
 
 
 def batch(size: int) -> dict[str, Tensor]:

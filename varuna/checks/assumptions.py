@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from varuna.checks.verify import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource
@@ -16,7 +17,6 @@ from varuna.partition.initialise import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.loops import EveryPlace
 from varuna.partition.model import PartitionedModel
-from varuna.partition.verify import SameDraws
 
 _LOOKED_AT = 16
 _TOKENS = 3

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from varuna.checks.verify import verify
 from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.model import partition
-from varuna.partition.verify import verify
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), "y": torch.ones(6, 8)}
 
