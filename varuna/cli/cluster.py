@@ -71,9 +71,10 @@ def manager(
     from rich.console import Console
 
     from varuna.fleet.manage import manage_cluster
+    from varuna.fleet.outlet import unread_allowed
     from varuna.observe.progress import Progress, RunView
 
-    with Progress(Console(stderr=True), live_line=False) as progress:
+    with unread_allowed(), Progress(Console(stderr=True), live_line=False) as progress:
         view = RunView(progress)
         exit_code = manage_cluster(
             run_dir=run_dir,
@@ -141,6 +142,7 @@ def agent(
     from varuna.fleet.agent import Agent, AgentConfig, Notice, to_stderr
     from varuna.fleet.home import Home
     from varuna.fleet.invitation import parse_invitation
+    from varuna.fleet.outlet import unread_allowed
     from varuna.fleet.provider.imds import SpotNotices
     from varuna.fleet.remote import UnreachableError
     from varuna.fleet.uplink import Place
@@ -164,7 +166,8 @@ def agent(
     config = AgentConfig(script, tuple(args or ()), workers or count_gpus() or 1, interface)
     member = Agent(place, home, card, config, to_stderr)
     SpotNotices(lambda notice: member.notify(Notice(notice.in_s, f"spot notice: {notice.action}"))).start()
-    exit_code = member.run()
+    with unread_allowed():
+        exit_code = member.run()
     if exit_code == 0 and state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
     raise typer.Exit(exit_code)

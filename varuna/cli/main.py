@@ -114,10 +114,11 @@ def run(
 
     from rich.console import Console
 
+    from varuna.fleet.outlet import unread_allowed
     from varuna.fleet.run import run_job
     from varuna.observe.progress import Progress, RunView
 
-    with Progress(Console(stderr=True), live_line=False) as progress:
+    with unread_allowed(), Progress(Console(stderr=True), live_line=False) as progress:
         exit_code = run_job(
             script,
             args or [],

@@ -230,6 +230,7 @@ class _Hands:
 
     def __init__(self, door: AgentDoor, serving: Serving, manager: Callable[[], Manager]) -> None:
         self._door, self._call, self._manager = door, serving.call, manager
+        self._serving = serving
 
     def spawn(self) -> str:
         """Never asked for: machines come by themselves."""
@@ -246,6 +247,10 @@ class _Hands:
     def set_main(self, name: str) -> None:
         """Show the output of this worker."""
         self._call(self._door.set_main, name)
+
+    def heard_s(self) -> float | None:
+        """When agents could be heard."""
+        return self._serving.ran_s
 
     def release(self, node: str) -> None:
         """The run has left a machine; one that was drained may not come back with the same secret."""

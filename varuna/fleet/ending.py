@@ -13,11 +13,12 @@ from varuna.fleet.verdict import press, record_votes
 _STALL_S = 1.0
 
 
-def note_tick(turn: Turn) -> None:
-    """Time passed; time in which the manager itself stood still counts against nobody's lease."""
+def note_tick(turn: Turn, deaf_s: float) -> None:
+    """Time passed; time in which the manager itself stood still, or heard nobody, counts against nobody's lease."""
     fleet = turn.fleet
     gap_s = turn.now_s - fleet.ticked_s
-    if gap_s > _STALL_S:
+    gap_s = max(deaf_s, gap_s if gap_s > _STALL_S else 0.0)
+    if gap_s > 0.0:
         turn.update(
             workers={
                 name: replace(worker, seen_s=min(turn.now_s, worker.seen_s + gap_s))

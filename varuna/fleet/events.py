@@ -91,7 +91,9 @@ class StopRequested:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Time passed; for the last ``deaf_s`` of it nobody could be heard, since the server's event loop stood still."""
+
+    deaf_s: float = 0.0
 
 
 Event = (

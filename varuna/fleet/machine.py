@@ -51,8 +51,8 @@ def advance(fleet: Fleet, event: Event, now_s: float, advice: Advice) -> tuple[F
 def _note(turn: Turn, event: Event) -> None:
     """Take down what happened."""
     match event:
-        case Tick():
-            note_tick(turn)
+        case Tick(deaf_s=deaf_s):
+            note_tick(turn, deaf_s)
         case WorkerSpawned(worker=name, node=node):
             note_spawned(turn, name, node)
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():

@@ -19,6 +19,7 @@ from varuna.fleet.resume import lost_workers, resume
 from varuna.fleet.reunion import Reunion, reunite
 from varuna.fleet.state import Advice, Ended, Fleet, FleetConfig
 from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.watchdog import STOOD_STILL_S
 
 _TICK_S = 0.2
 
@@ -49,6 +50,10 @@ class Hands(Protocol):
 
     def release(self, node: str) -> None:
         """The run has left a machine."""
+        ...
+
+    def heard_s(self) -> float | None:
+        """The newest moment at which workers could be heard (``time.monotonic``); None if that is not known."""
         ...
 
 
@@ -105,14 +110,15 @@ class Manager:
 
     def _run(self) -> Ended | None:
         self._take_up()
-        next_tick_s = time.monotonic()
+        next_tick_s = last_tick_s = time.monotonic()
         while not isinstance(self.fleet.phase, Ended):
             if self._leaving:
                 return None
             now_s = time.monotonic()
             if now_s >= next_tick_s:
-                next_tick_s = now_s + _TICK_S
-                self._handle(Tick())
+                heard_s = self._hands.heard_s()
+                self._handle(Tick(0.0 if heard_s is None else deaf_s(heard_s, last_tick_s, now_s)))
+                next_tick_s, last_tick_s = now_s + _TICK_S, now_s
                 continue
             try:
                 self._take(self._queue.get(timeout=next_tick_s - now_s))
@@ -216,3 +222,14 @@ class Manager:
                 "either, and new checkpoints will replace the good ones: look at the data and the learning rate."
             )
         self._was_finite = is_finite
+
+
+def deaf_s(heard_s: float, last_tick_s: float, now_s: float) -> float:
+    """How long before now nobody could be heard, without what the last tick has counted already.
+
+    Workers' words that have come meanwhile lie unread: who holds the server up must not pass for their silence.
+    """
+    silence_s = now_s - heard_s
+    if silence_s <= STOOD_STILL_S:
+        return 0.0
+    return silence_s if last_tick_s - heard_s <= STOOD_STILL_S else now_s - last_tick_s

@@ -252,9 +252,16 @@ class _Hands:
     def release(self, node: str) -> None:
         """Its workers end by themselves; this machine stays."""
 
+    def heard_s(self) -> float | None:
+        """When workers could be heard."""
+        return self._server.ran_s
+
 
 def to_stdout(line: bytes) -> None:
-    """Pass on a line; a reader that is gone (``| head``), or a full disk, must not stop the worker that writes it."""
+    """Pass on a line; a reader that is gone (``| head``), or a full disk, must not stop the worker that writes it.
+
+    Nor must one that does not read, which is up to whoever set standard output: see ``outlet``.
+    """
     try:
         sys.stdout.buffer.write(line)
         sys.stdout.buffer.flush()

@@ -53,6 +53,11 @@ class Server:
         self.start, self.stop = self._serving.start, self._serving.stop
 
     @property
+    def ran_s(self) -> float | None:
+        """The newest moment at which it could hear anybody (``time.monotonic``); None while it does not serve."""
+        return self._serving.ran_s
+
+    @property
     def worker_url(self) -> str:
         """Where workers connect."""
         return f"ws://{self.host}:{self.port}/worker"

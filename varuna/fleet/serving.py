@@ -14,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from varuna.core.errors import FleetError
+from varuna.fleet.watchdog import Watchdog
 
 BACKLOG = 4096
 _HANDSHAKE_S = 10.0
@@ -45,6 +46,7 @@ class Serving:
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchdog = Watchdog()
         self._ready = threading.Event()
         config = uvicorn.Config(
             app,
@@ -62,6 +64,11 @@ class Serving:
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # whoever knocks with garbage is no news
         self._uvicorn = _Uvicorn(config, tls)
         self._thread = threading.Thread(target=self._run, name="varuna-server", daemon=True)
+
+    @property
+    def ran_s(self) -> float | None:
+        """The newest moment at which it could hear anybody (``time.monotonic``); None while it does not serve."""
+        return self._watchdog.ran_s
 
     def start(self) -> None:
         """Serve from now on.
@@ -96,8 +103,12 @@ class Serving:
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(_log_only)
+        self._watchdog.start(self._loop)
         self._ready.set()
-        await self._uvicorn.serve(sockets=[self._socket])
+        try:
+            await self._uvicorn.serve(sockets=[self._socket])
+        finally:
+            self._watchdog.stop()
 
 
 class _Uvicorn(uvicorn.Server):

@@ -19,7 +19,7 @@ from varuna.core.messages import (
 )
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.events import ConnectionLost, SpawnRequested, StopRequested
+from varuna.fleet.events import ConnectionLost, SpawnRequested, StopRequested, Tick
 from varuna.fleet.instructions import Complain, EndRun, Instruction, Kill, Publish, Send, Spawn
 from varuna.fleet.state import Checkpoint, FleetConfig, Running
 from varuna.fleet.story import GenerationStarted, Morphed, Notice, StepRecorded, VerdictReached, WorkerLost
@@ -196,6 +196,17 @@ def test_a_manager_that_stood_still_evicts_nobody() -> None:
     driver.now_s += 60
     driver.wait(0.2)
     assert driver.told(WorkerLost) == []
+
+
+def test_a_manager_that_heard_nobody_evicts_nobody_until_a_lease_of_hearing_has_passed() -> None:
+    """Its own thread ticks on while the server's event loop stands still."""
+    driver = running(2)
+    for _ in range(100):
+        driver.now_s += 0.2
+        driver.feed(Tick(deaf_s=0.2))
+    assert driver.told(WorkerLost) == []
+    driver.wait(6.5, silent=("w1",))
+    assert [event.worker for event in driver.told(WorkerLost)] == ["w1"]
 
 
 def test_a_closed_connection_is_a_loss_when_the_process_lives_on() -> None:

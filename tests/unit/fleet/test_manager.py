@@ -44,6 +44,9 @@ class Hands:
     def release(self, node: str) -> None:
         pass
 
+    def heard_s(self) -> float | None:
+        return None
+
 
 class Play:
     """A manager that hears what is said, in order, and is then told to stop."""
