@@ -176,6 +176,7 @@ def _made_up(crossings: Iterable[Crossing], examples: int, device: torch.device)
     made = {}
     for crossing in crossings:
         shape, dtype = crossing.shape(examples), crossing.dtype
-        random = torch.randn(shape, device=device).to(dtype) if dtype.is_floating_point else None
+        is_number = dtype.is_floating_point or dtype.is_complex
+        random = torch.randn(shape, device=device).to(dtype) if is_number else None
         made[crossing.name] = torch.zeros(shape, dtype=dtype, device=device) if random is None else random
     return made

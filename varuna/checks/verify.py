@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from varuna.data.keys import derive_key
 from varuna.data.randomness import generator_lock
-from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward
+from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
 from varuna.partition.capture import LossModule, Recipe
 from varuna.partition.initialise import Initial
 from varuna.partition.lengths import variant_of
@@ -63,7 +63,7 @@ def _run_sections(
     model: PartitionedModel, initial: Initial, batch: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss, and gradients summed over the sections that use a parameter."""
-    crossings = {crossing.name: crossing for into in model.split.crossings for crossing in into}
+    crossings = {each.name: each for into in model.split.crossings for each in into}
     examples = Examples(batch, len(next(iter(batch.values()))))
     values: dict[str, Tensor] = {}
     tapes: list[Tape] = []
@@ -76,7 +76,7 @@ def _run_sections(
         fixed = [initial.buffers[name] for name in section.buffers] + [model.constants[n] for n in section.constants]
         tensors = Tensors(tuple(mine[name] for name in section.parameters), tuple(fixed))
         tape = SectionRunner(section, tensors, crossings, 0).record(values, examples, 0, 0)
-        values.update(zip(section.makes, (made.detach().contiguous() for made in tape.made), strict=True))
+        values.update(zip(section.makes, crossing(tape.made), strict=True))
         tapes.append(tape)
         leaves.append(mine)
     gradients = {model.sections[-1].makes[0]: torch.ones(())}

@@ -92,7 +92,7 @@ class SectionRunner:
             run = self._run(arguments, examples, seeded)
             with seeded():
                 made = self._noted(run(*arguments), micro_batch)
-            return tuple(value.detach().contiguous() for value in made)
+            return crossing(made)
 
     def record(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, *, split: bool = False
@@ -165,6 +165,18 @@ class _Seeded(AbstractContextManager[object]):
         generator_lock.release()
 
 
+def crossing(made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Values as they cross a section boundary, also within a stage: without a graph, dense, nothing left to conjugate.
+
+    A message makes them so; they must not be others where no message is sent.
+    """
+    return tuple(_dense(value.detach()) for value in made)
+
+
+def _dense(value: Tensor) -> Tensor:
+    return value.contiguous().resolve_conj().resolve_neg()
+
+
 def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
     """Backward of one section, in place of ``gradients``: those of what it made go, those of what it took come.
 
@@ -181,5 +193,5 @@ def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
     for name, taken in tape.taken.items():
         if taken.grad is not None:
             known = gradients.get(name)
-            gradients[name] = taken.grad.contiguous() if known is None else known + taken.grad
+            gradients[name] = _dense(taken.grad) if known is None else known + taken.grad
             taken.grad = None

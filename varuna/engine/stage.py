@@ -20,7 +20,7 @@ from varuna.engine.lending import Shares
 from varuna.engine.offload import OffloadedOptimizer
 from varuna.engine.optimizer import StageOptimizer
 from varuna.engine.precision import ComputeCopies
-from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward
+from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
 from varuna.engine.shared import Exchange, StageExchange, Unprepared, Witness, installed
 from varuna.engine.statistics import Statistics
 from varuna.engine.takeover import LOSS_SCALE, buffers_of, loss_scale_of, optimizer_state_of, parameters_of
@@ -196,7 +196,7 @@ class Stage:
                 made = runner.forward(flowing, examples, step, micro_batch)
             else:
                 tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
-                made = _detached(tapes[-1].made)
+                made = crossing(tapes[-1].made)
             flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, made)
         return flowing, made, tapes, begin
 
@@ -216,7 +216,7 @@ class Stage:
         tapes: list[Tape] = []
         for runner in self.variants[examples.variant][first : len(self.sections) - keep]:
             tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
-            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, _detached(tapes[-1].made))
+            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, crossing(tapes[-1].made))
         return tapes
 
     def backward(
@@ -387,8 +387,3 @@ def flow_on(
         return {}
     known = {**flowing, **dict(zip(runner.section.makes, made, strict=True))}
     return {crossing.name: known[crossing.name] for crossing in model.split.crossings[behind]}
-
-
-def _detached(made: Results) -> Results:
-    """Values cross every section boundary detached, also within a stage."""
-    return tuple(value.detach().contiguous() for value in made)

@@ -37,8 +37,8 @@ class Flow:
                 self.rebuilt.add(node)
                 continue
             self.ops.append(node)
-            floating = any(value.is_floating_point() for value in tensors_of(node))
-            if floating and any(source in self.differentiable for source in node.all_input_nodes):
+            carries = any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
+            if carries and any(source in self.differentiable for source in node.all_input_nodes):
                 self.differentiable.add(node)
 
     def _is_rebuilt(self, node: Node) -> bool:
@@ -72,8 +72,9 @@ class Flow:
     def live_bytes(self) -> list[float | None]:
         """Bytes per example that cross a cut behind each op; None where cutting is impossible.
 
-        Not possible: between a tensor and a later in-place write to it or a view of it; where something other
-        than a tensor crosses; where a shape is no linear function of the batch.
+        Not possible: between a tensor and a later in-place write to it or a view of it, or a view with strides of
+        its own (``as_strided``); where something other than a tensor crosses; where a shape is no linear function of
+        the batch.
         """
         last = self.last_use()
         change = [0.0] * (len(self.ops) + 1)
@@ -88,22 +89,27 @@ class Flow:
             else:
                 forbidden[i] += 1
                 forbidden[last[node]] -= 1
-        for start, end in self._written_spans():
+        for start, end in self._spans_in_memory():
             forbidden[start] += 1
             forbidden[end] -= 1
         return _curve(change[:-1], forbidden[:-1])
 
-    def _written_spans(self) -> Iterable[tuple[int, int]]:
-        """Spans of ops within which a tensor, or a view of it, is written in place."""
+    def _spans_in_memory(self) -> Iterable[tuple[int, int]]:
+        """Spans of ops within which a tensor's memory itself is used: written in place, or viewed by its strides."""
         position = {node: i for i, node in enumerate(self.ops)}
-        root: dict[Node, Node] = {}
-        for node in self.ops:
-            sources = [s for s in node.all_input_nodes if s in position]
-            root[node] = root[sources[0]] if is_view(node) and sources else node
         for i, node in enumerate(self.ops):
-            for written in written_arguments(node):
-                if written in position:
-                    yield position[root[written]], i
+            viewed = node.all_input_nodes[:1] if op_name(node) == "aten::as_strided" else []
+            for used in (*written_arguments(node), *viewed):
+                if used in position:
+                    yield min(position[each] for each in views_of(used) if each in position), i
+
+
+def views_of(node: Node) -> list[Node]:
+    """``node``, what it is a view of, and so on to the op or placeholder that made its memory."""
+    found = [node]
+    while is_view(found[-1]) and found[-1].all_input_nodes:
+        found.append(found[-1].all_input_nodes[0])
+    return found
 
 
 def written_storage(graph: Graph) -> set[Node]:

@@ -5,14 +5,15 @@ written by hand (BLOOM's GELU, RecurrentGemma's bounded square root, straight-th
 """
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointFunction
 
 from varuna.core.errors import ModelError
 
@@ -57,6 +58,8 @@ def kept_functions() -> Iterator[None]:
     """While a model is exported, calls of its own autograd Functions become ops of the graph."""
 
     def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        if cls is CheckpointFunction:
+            return _as_called(*args)
         if cls.__module__.partition(".")[0] == "torch" or kwargs:
             return _apply_of_torch(cls, *args, **kwargs)
         return _as_op(cls, args)
@@ -66,6 +69,17 @@ def kept_functions() -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = classmethod(_apply_of_torch)  # type: ignore[assignment]
+
+
+def _as_called(run: Callable[..., Any], _preserves_randomness: bool, *args: Any) -> Any:
+    """What ``checkpoint(run, *args, use_reentrant=True)`` computes: Varuna recomputes by itself.
+
+    As there, nothing within learns if no argument does: ``CheckpointFunction`` would run it without a graph and, as
+    nothing leads back to it, never again with one.
+    """
+    learns = any(isinstance(each, Tensor) and each.requires_grad for each in args)
+    with nullcontext() if learns else torch.no_grad():
+        return run(*args)
 
 
 def _as_op(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:

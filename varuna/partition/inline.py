@@ -64,7 +64,7 @@ def _inline(capture: Capture, region: Node) -> None:
 
 def _detached(capture: Capture, node: Node) -> Node:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or not value.is_floating_point():
+    if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
         return node
     result = capture.graph.call_function(torch.ops.aten.detach.default, (node,))
     result.meta = dict(node.meta)

@@ -21,6 +21,7 @@ from varuna.partition.inputs import InputLayout, layouts_of
 from varuna.partition.operations import Operation, operation
 from varuna.partition.simplify import simplify
 from varuna.partition.split import Crossing, SectionGraph, Split, section_graph, split
+from varuna.partition.strides import settle_strides
 from varuna.partition.update import OptimizerFactory, Update, try_update
 from varuna.partition.weight import add_target_count
 
@@ -121,6 +122,7 @@ def partition(
     captured = capture(recipe, batch)
     inline_no_grad(captured)
     simplify(captured)
+    settle_strides(captured)
     counter = add_target_count(captured) if count_targets else None
     output = next(node for node in captured.graph.nodes if node.op == "output")
     results = [output.args[0][0], *([counter] if counter else []), *output.args[0][1:]]
