@@ -199,7 +199,7 @@ class Cluster:
 
     def status(self) -> dict[str, object]:
         """What ``GET /status`` says."""
-        return {**self._picture.describe(self.manager.fleet), "connected": self._door.connected}
+        return {**self._picture.describe(self.manager.fleet, time.monotonic()), "connected": self._door.connected}
 
     def _on_signal(self, number: int) -> None:
         """SIGTERM is for this process, Ctrl-C for the run: behind the step in flight, and at once if it comes again."""

@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -81,7 +82,7 @@ class Run:
             raise UsageError(f"no script at {script}. Name a Python file.")
         token, operator_token, page_token = (secrets.token_urlsafe(24) for _ in range(3))
         people = People(
-            status=lambda: self._picture.describe(self.manager.fleet),
+            status=lambda: self._picture.describe(self.manager.fleet, time.monotonic()),
             logs=run_dir,
             post=self._post,
             audit=Audit(lambda event: self.manager.post(event)),

@@ -66,16 +66,18 @@ class Picture:
         if len(self.failures) < _FAILURES_KEPT:
             self.failures.append({"worker": worker, "cause": cause})
 
-    def describe(self, fleet: Fleet) -> dict[str, object]:
-        """Everything, as plain JSON values."""
-        return {**describe(fleet), **self._losses.describe(), "failures": self.failures}
+    def describe(self, fleet: Fleet, now_s: float) -> dict[str, object]:
+        """Everything, as plain JSON values; ``now_s`` by the manager's clock."""
+        return {**describe(fleet, now_s), **self._losses.describe(), "failures": self.failures}
 
 
-def describe(fleet: Fleet) -> dict[str, object]:
+def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
     """The fleet for people and tools; read-only."""
     return {
         "state": _state(fleet),
         "steps": fleet.job.steps if fleet.job else 0,
+        "checkpoint_dir": fleet.job.checkpoint_dir if fleet.job else None,
+        "lease_s": fleet.config.lease_s,
         "generation": fleet.generation,
         "plan": fleet.record.plan.model_dump() if fleet.history else None,
         "members": list(fleet.members),
@@ -89,6 +91,7 @@ def describe(fleet: Fleet) -> dict[str, object]:
                 "rank": fleet.rank_of(worker.name),
                 "pid": worker.pid,
                 "activity": worker.beat.activity if worker.beat else "",
+                "silent_s": now_s - worker.seen_s if worker.beat else None,
             }
             for worker in fleet.workers.values()
         ],

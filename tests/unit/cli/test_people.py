@@ -50,7 +50,7 @@ class Desk:
                 self.journal.append(done.event)
                 self.picture.take(done.event)
         people = People(
-            status=lambda: self.picture.describe(driver.fleet),
+            status=lambda: self.picture.describe(driver.fleet, 0.0),
             logs=folder / "logs",
             post=self.events.append,
             audit=Audit(lambda event: None),
@@ -102,6 +102,17 @@ def test_status_shows_plan_workers_generations_and_the_first_failure(desk: Desk,
         assert said in out
     code, out, _ = shell("status", "--json")
     assert (code, json.loads(out)["generation"]) == (0, 1)
+
+
+def test_doctor_finds_no_fault_in_a_run_that_lost_a_worker(desk: Desk, shell: Shell) -> None:
+    code, out, _ = shell("doctor", "--json")
+    found = json.loads(out)
+    assert (code, found["healthy"]) == (0, True)
+    assert "3 steps" in next(f["text"] for f in found["findings"] if f["subject"] == "ledger")
+    desk.serving.stop()
+    code, out, _ = shell("doctor", str(desk.folder))
+    assert code == 1
+    assert "fault" in out
 
 
 def test_long_activities_leave_names_readable(desk: Desk, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,57 @@
+"""``varuna doctor``: whether a run keeps its promises, looked at from outside."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna.cli import options
+
+if TYPE_CHECKING:
+    from varuna.doctor.diagnose import Finding
+
+_MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "fault": "[red]fault[/]"}
+
+
+def doctor(
+    run: Annotated[
+        Path | None, typer.Argument(metavar="RUN", help="Folder of the run; default: your newest one.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Do not read the newest checkpoint, only see that it is complete.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Check a run from outside: ledger, checkpoint, leases, disks, open ports, clocks.
+
+    Nothing is changed. Every byte of the newest checkpoint is read and
+    compared with its checksum. Exit code 1 if something is broken; warnings
+    alone exit with 0.
+    """
+    from varuna.doctor.diagnose import diagnose, is_healthy
+    from varuna.doctor.gather import gather
+    from varuna.fleet.access import find
+
+    folder, access = find(run)
+    findings = diagnose(gather(folder, access, reads=not quick))
+    if as_json:
+        rows = [{**dataclasses.asdict(finding), "level": finding.level.value} for finding in findings]
+        print(json.dumps({"run": str(folder), "healthy": is_healthy(findings), "findings": rows}, indent=1))
+    else:
+        _show(folder, findings)
+    if not is_healthy(findings):
+        raise typer.Exit(1)
+
+
+def _show(folder: Path, findings: "tuple[Finding, ...]") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0), title=f"run {folder}", title_justify="left")
+    for finding in findings:
+        remedy = f"\n[dim]{escape(finding.remedy)}[/]" if finding.remedy else ""
+        table.add_row(_MARKS[finding.level.value], finding.subject, escape(finding.text) + remedy)
+    Console().print(table)

@@ -1,0 +1,253 @@
+"""From what was read of a run to what is wrong with it. Pure: no clock, no disk, no network."""
+
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from varuna.core.units import format_bytes, format_duration
+from varuna.fleet.ledger import Ledger
+
+FEW_BYTES = 1 << 30
+FEW_SHARE = 0.02
+"""Of a disk: below either of both bounds it is nearly full."""
+CLOCK_SKEW_S = 5.0
+"""More than that and expiry dates and logs of two machines tell different stories."""
+OVERDUE = 3.0
+"""A checkpoint this many times older than the interval between two of them is overdue."""
+
+
+class Level(Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    level: Level
+    subject: str
+    text: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class WorkerSeen:
+    """A worker as the manager sees it."""
+
+    name: str
+    node: str
+    state: str
+    silent_s: float | None
+    """since its last sign of life; None if it has given none yet"""
+
+
+@dataclass(frozen=True)
+class CheckpointSeen:
+    """The newest checkpoint of the run's directory."""
+
+    directory: str
+    step: int | None
+    """None: there is none yet"""
+    problem: str = ""
+    """why it cannot be used; empty if it can"""
+    read_bytes: int | None = None
+    """that were read and compared with their checksums; None if only the listing was looked at"""
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A file system that the run writes to."""
+
+    use: str
+    path: str
+    free_bytes: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Listener:
+    """A socket that accepts connections."""
+
+    process: str
+    address: str
+    port: int
+    is_door: bool = False
+    """the manager's own port, which is protected"""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Another machine's clock."""
+
+    machine: str
+    ahead_s: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything that was read."""
+
+    state: str
+    """in the manager's words; empty if it did not answer"""
+    unreachable: str = ""
+    """why it did not"""
+    ledger: Ledger | None = None
+    unreadable: str = ""
+    """why the journal could not be read"""
+    lease_s: float = 6.0
+    workers: Sequence[WorkerSeen] = ()
+    single_holders: int = 0
+    """sections that one worker alone holds"""
+    checkpoint: CheckpointSeen | None = None
+    """None: the run keeps no checkpoints"""
+    steps_since_checkpoint: int | None = None
+    disks: Sequence[Disk] = ()
+    listeners: Sequence[Listener] | None = field(default=())
+    """None: this system does not tell"""
+    clocks: Sequence[Clock] = ()
+
+
+def diagnose(facts: Facts) -> tuple[Finding, ...]:
+    """Everything that was looked at, in the order in which a person would want to know it."""
+    return (
+        *_manager(facts),
+        *_ledger(facts),
+        *_workers(facts),
+        *_checkpoint(facts),
+        *_disks(facts.disks),
+        *_ports(facts.listeners),
+        *_clocks(facts.clocks),
+    )
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    """Whether nothing is broken; warnings are allowed."""
+    return all(finding.level is not Level.FAULT for finding in findings)
+
+
+def _manager(facts: Facts) -> list[Finding]:
+    if facts.unreachable:
+        remedy = "Training may go on without it. Start the same `varuna manager` command again to take the run up."
+        return [Finding(Level.FAULT, "manager", facts.unreachable, remedy)]
+    return [Finding(Level.OK, "manager", f"answers: {facts.state}")]
+
+
+def _ledger(facts: Facts) -> list[Finding]:
+    ledger = facts.ledger
+    if ledger is None:
+        return [
+            Finding(Level.FAULT, "ledger", facts.unreadable, "Keep the run's folder as it is, and look at its disk.")
+        ]
+    if ledger.faults:
+        more = f" (and {len(ledger.faults) - 1} more)" if len(ledger.faults) > 1 else ""
+        remedy = "Samples may be missing or used twice: please report this with the run's folder."
+        return [Finding(Level.FAULT, "ledger", f"{ledger.faults[0]}{more}", remedy)]
+    undone = f"; {ledger.undone} steps were rolled back" if ledger.undone else ""
+    text = f"{ledger.steps} steps, {ledger.samples} samples, each used exactly once{undone}"
+    return [Finding(Level.OK, "ledger", text)]
+
+
+def _workers(facts: Facts) -> list[Finding]:
+    if facts.unreachable:
+        return []
+    if not facts.workers:
+        return [Finding(Level.WARNING, "workers", "there are none", "Start `varuna agent` on a machine.")]
+    late = [w for w in facts.workers if w.silent_s is not None and w.silent_s > facts.lease_s]
+    found = [
+        Finding(
+            Level.WARNING,
+            "leases",
+            f"{worker.name} on {worker.node} was last heard {format_duration(worker.silent_s or 0.0)} ago, "
+            f"and its lease is {facts.lease_s:g} s",
+            "Look at that machine and its network; `varuna logs --worker` shows what the worker wrote.",
+        )
+        for worker in late
+    ]
+    if not late:
+        found.append(Finding(Level.OK, "leases", f"{len(facts.workers)} workers, all heard within {facts.lease_s:g} s"))
+    if facts.single_holders:
+        found.append(
+            Finding(
+                Level.WARNING,
+                "copies",
+                f"{facts.single_holders} sections are held by one worker each: losing it falls back to a checkpoint",
+                "More workers, or fewer stages (--stages), give a second replica.",
+            )
+        )
+    return found
+
+
+def _checkpoint(facts: Facts) -> list[Finding]:
+    seen = facts.checkpoint
+    if seen is None:
+        remedy = "Give Trainer(checkpoint_dir=...)."
+        return [Finding(Level.WARNING, "checkpoint", "this run keeps none: what all workers lose is lost", remedy)]
+    if seen.problem:
+        remedy = (
+            f"`varuna checkpoints verify {seen.directory}` looks at all of them. The run falls back to an older one."
+        )
+        return [Finding(Level.FAULT, "checkpoint", f"{seen.directory}: {seen.problem}", remedy)]
+    if seen.step is None:
+        return [
+            Finding(Level.WARNING, "checkpoint", f"{seen.directory} has none yet", "The first one is still to come.")
+        ]
+    how = "complete" if seen.read_bytes is None else f"intact ({format_bytes(seen.read_bytes)} read)"
+    behind = facts.steps_since_checkpoint
+    age = f", {behind} steps ago" if behind is not None and behind >= 0 else ""
+    return [Finding(Level.OK, "checkpoint", f"the newest one, of step {seen.step}{age}, is {how}")]
+
+
+def _disks(disks: Sequence[Disk]) -> list[Finding]:
+    found = []
+    for disk in disks:
+        free = (
+            f"{format_bytes(disk.free_bytes)} of {format_bytes(disk.size_bytes)} are free for {disk.use} ({disk.path})"
+        )
+        if disk.free_bytes < FEW_BYTES or disk.free_bytes < FEW_SHARE * disk.size_bytes:
+            remedy = "Make room: a full disk ends checkpoints first, then logs."
+            found.append(Finding(Level.WARNING, "disk", free, remedy))
+        else:
+            found.append(Finding(Level.OK, "disk", free))
+    return found
+
+
+def _ports(listeners: Sequence[Listener] | None) -> list[Finding]:
+    if listeners is None:
+        return [Finding(Level.WARNING, "ports", "this system does not tell which ports are open", "")]
+    found = [
+        Finding(
+            Level.FAULT,
+            "ports",
+            f"{each.process} accepts connections on {each.address} port {each.port}, which is not a private address",
+            "Tensors and their rendezvous are not encrypted. Give --interface (or --host) a private address.",
+        )
+        for each in listeners
+        if not each.is_door and is_exposed(each.address)
+    ]
+    count = len(listeners)
+    return found or [Finding(Level.OK, "ports", f"{count} open on this machine, none but the manager's in public")]
+
+
+def is_exposed(address: str) -> bool:
+    """Whether strangers may reach what listens here: every address of the machine, or a public one."""
+    found = ipaddress.ip_address(address)
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_unspecified or (mapped or found).is_global
+
+
+def _clocks(clocks: Sequence[Clock]) -> list[Finding]:
+    found = []
+    for clock in clocks:
+        if abs(clock.ahead_s) > CLOCK_SKEW_S:
+            way = "ahead of" if clock.ahead_s > 0 else "behind"
+            text = f"the clock of {clock.machine} is {format_duration(abs(clock.ahead_s))} {way} this machine's"
+            remedy = "Training does not depend on clocks, but certificates, leases of buckets and logs do: run NTP."
+            found.append(Finding(Level.WARNING, "clock", text, remedy))
+    if clocks and not found:
+        found.append(Finding(Level.OK, "clock", f"{len(clocks)} compared, all within {CLOCK_SKEW_S:g} s"))
+    return found

@@ -1,0 +1,142 @@
+"""Read what there is to know of a run: the manager's answers, the journal, checkpoints, sockets, disks."""
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+from varuna.checkpoint import restore
+from varuna.checkpoint.manifest import Manifest, newest_intact, survey
+from varuna.core.errors import CheckpointError, VarunaError
+from varuna.doctor import sockets
+from varuna.doctor.diagnose import CheckpointSeen, Clock, Disk, Facts, Listener, WorkerSeen
+from varuna.fleet.access import Access
+from varuna.fleet.journal import read_events
+from varuna.fleet.ledger import Ledger, audit
+from varuna.store.base import Store
+from varuna.store.opening import is_local, open_store
+
+
+def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
+    """Look at the run in ``folder``.
+
+    Args:
+        folder: of the run.
+        access: how to reach its manager.
+        reads: also read every byte of the newest checkpoint.
+    """
+    ledger, unreadable = _ledger(folder)
+    status, clocks, unreachable = _ask(access)
+    directory = status.get("checkpoint_dir")
+    seen = look_at_checkpoints(directory, reads=reads) if isinstance(directory, str) else None
+    step = status.get("step")
+    plan = status.get("plan") or {}
+    return Facts(
+        state=str(status.get("state", "")),
+        unreachable=unreachable,
+        ledger=ledger,
+        unreadable=unreadable,
+        lease_s=float(status.get("lease_s", 6.0)),
+        workers=tuple(
+            WorkerSeen(worker["name"], worker["node"], worker["state"], worker["silent_s"])
+            for worker in status.get("workers", ())
+        ),
+        single_holders=int(plan.get("sections", 0)) if plan.get("replicas") == 1 else 0,
+        checkpoint=seen,
+        steps_since_checkpoint=step + 1 - seen.step if seen and seen.step is not None and step is not None else None,
+        disks=_disks(folder, directory),
+        listeners=_listeners(access),
+        clocks=clocks,
+    )
+
+
+def _ledger(folder: Path) -> tuple[Ledger | None, str]:
+    try:
+        return audit(read_events(folder)), ""
+    except VarunaError as error:
+        return None, str(error)
+
+
+def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[Clock, ...], str]:
+    """Status and clocks, or why there are none."""
+    try:
+        before_s = time.time()
+        answer = access.remote().get("/status")
+        after_s = time.time()
+    except VarunaError as error:
+        return {}, (), str(error)
+    if answer.status >= 300:
+        return {}, (), f"the manager answers with HTTP {answer.status}: this folder's token is not its own"
+    status: Mapping[str, Any] = json.loads(answer.body)
+    return status, _clocks(answer.headers, (before_s + after_s) / 2), ""
+
+
+def _clocks(headers: Mapping[str, str], now_s: float) -> tuple[Clock, ...]:
+    told = {name.lower(): value for name, value in headers.items()}.get("date")
+    if told is None:
+        return ()
+    return (Clock("the manager", parsedate_to_datetime(told).timestamp() + 0.5 - now_s),)  # it tells whole seconds
+
+
+def look_at_checkpoints(directory: str, *, reads: bool) -> CheckpointSeen:
+    """The newest checkpoint of a directory, and whether it can be used."""
+    try:
+        store = open_store(directory)
+        if not any(folder.is_committed for folder in survey(store)):
+            return CheckpointSeen(directory, None)
+        found = newest_intact(store)
+        assert found is not None, "there is a committed one"
+        manifest, warnings = found
+        if warnings:
+            return CheckpointSeen(directory, manifest.step, warnings[0])
+        read_bytes = _read(store, manifest) if reads else None
+    except CheckpointError as error:
+        return CheckpointSeen(directory, None, str(error))
+    return CheckpointSeen(directory, manifest.step, read_bytes=read_bytes)
+
+
+def _read(store: Store, manifest: Manifest) -> int | None:
+    """Compare every byte; None if newer checkpoints have replaced this one while it was read.
+
+    Raises:
+        CheckpointError: bytes are not those that were written.
+    """
+    try:
+        return sum(shard.size_bytes for shard in restore.verify(store, manifest))
+    except CheckpointError:
+        if any(folder.step == manifest.step and folder.is_committed for folder in survey(store)):
+            raise
+        return None
+
+
+def _disks(folder: Path, directory: object) -> tuple[Disk, ...]:
+    places = {"the run's journal and logs": folder}
+    if isinstance(directory, str) and is_local(directory):
+        places["checkpoints"] = Path(directory)
+    found = []
+    for use, path in places.items():
+        if path.exists():
+            usage = shutil.disk_usage(path)
+            found.append(Disk(use, str(path), usage.free, usage.total))
+    return tuple(found)
+
+
+def _listeners(access: Access) -> tuple[Listener, ...] | None:
+    """What the manager, and the processes that it has started, listen on; empty if it is on another machine."""
+    if not sockets.available():
+        return None
+    manager = sockets.owner_of(access.port)
+    if manager is None:
+        return ()
+    return tuple(
+        Listener(
+            "the manager" if each.pid == manager else f"process {each.pid}",
+            each.address,
+            each.port,
+            is_door=each.pid == manager and each.port == access.port,
+        )
+        for each in sockets.listening(sockets.family_of(manager))
+    )
