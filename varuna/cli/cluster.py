@@ -152,6 +152,7 @@ def agent(
         raise UsageError(f"no script at {script}. Name a Python file behind --: varuna agent JOIN -- train.py")
     folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
     home = Home(folder)
+    ownership = home.own()
     deadline_s = time.monotonic() + _JOIN_PATIENCE_S
     while True:
         try:
@@ -168,6 +169,7 @@ def agent(
     SpotNotices(lambda notice: member.notify(Notice(notice.in_s, f"spot notice: {notice.action}"))).start()
     with unread_allowed():
         exit_code = member.run()
+    ownership.release()
     if exit_code == 0 and state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
     raise typer.Exit(exit_code)

@@ -4,16 +4,16 @@ Workers talk to the agent over loopback, as they talk to the manager of ``varuna
 that is away does not disturb them: what counts is remembered (``wards``) and told when it is back.
 """
 
-import contextlib
 import queue
 import secrets
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from varuna.core.errors import FleetError
 from varuna.core.messages import Assign, Beat, FromWorker, Leaving, ToWorker
@@ -22,8 +22,9 @@ from varuna.fleet.events import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.forwarder import LogForwarder
 from varuna.fleet.home import Card, Home
 from varuna.fleet.launcher import Launcher
+from varuna.fleet.people import first_problem
 from varuna.fleet.protocol import (
-    Charge,
+    MAX_REASON,
     Dismiss,
     DownBody,
     End,
@@ -37,11 +38,11 @@ from varuna.fleet.protocol import (
     Started,
     Tell,
 )
+from varuna.fleet.roster import Roster
 from varuna.fleet.server import Server
 from varuna.fleet.signals import handled
 from varuna.fleet.slots import Slot, Slots
 from varuna.fleet.uplink import FromUplink, Place, Refused, Trouble, Uplink, Welcomed
-from varuna.fleet.wards import Ward
 
 SIGTERM_NOTICE_S = 25.0
 """What a SIGTERM leaves us: Kubernetes and Slurm kill after 30 s."""
@@ -102,26 +103,25 @@ class Agent:
     def __init__(self, place: Place, home: Home, card: Card, config: AgentConfig, tell: Callable[[str], None]) -> None:
         self._home, self._card, self._config, self._tell = home, card, config, tell
         self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # guards the wards, which the uplink's loop reads
-        self._wards: dict[str, Ward] = {}
         self._slots = Slots(config.workers)
+        self._roster = Roster(kept=4 * config.workers)
         token = secrets.token_urlsafe(24)
         self._server = Server(port=0, token=token, on_event=self._inputs.put)
         self._local = {"VARUNA_MANAGER": self._server.worker_url, "VARUNA_TOKEN": token}
         self._launcher = Launcher(
             [str(config.script), *config.args],
             environment=config.environment,
-            run_dir=home.logs,
+            run_dir=home.logs_of(card),
             on_exit=self._inputs.put,
             write=self._print,
         )
-        self._forwarder = LogForwarder(home.logs)
+        self._forwarder = LogForwarder(home.logs_of(card))
         self._uplink = Uplink(
             place,
             card.identity,
             job_identity(config.script, config.args),
-            charges=self._charges,
-            beats=self._beats,
+            charges=self._roster.charges,
+            beats=self._roster.beats,
             on_event=self._inputs.put,
             on_body=self._inputs.put,
             on_confirmed=lambda outputs: self._inputs.put(_Confirmed(outputs)),
@@ -150,8 +150,7 @@ class Agent:
         try:
             with handled(self._on_signal):
                 while self._exit is None:
-                    with contextlib.suppress(queue.Empty):
-                        self._take(self._inputs.get(timeout=_TICK_S))
+                    self._take_next()
                     self._tend(time.monotonic())
                     if not self._run and time.monotonic() > begin_s + _FIRST_WELCOME_S:
                         raise FleetError(f"no manager answered at {self._place} for {_FIRST_WELCOME_S:.0f} s")
@@ -164,6 +163,15 @@ class Agent:
         return self._exit
 
     # -- what happens --------------------------------------------------------------------------------------
+
+    def _take_next(self) -> None:
+        """What happens next, if anything does soon; what cannot be said in a message is said here, and left out."""
+        try:
+            self._take(self._inputs.get(timeout=_TICK_S))
+        except queue.Empty:
+            pass
+        except ValidationError as error:
+            self._tell(f"a message to the manager is left out, by a mistake of Varuna's: {first_problem(error)}")
 
     def _take(self, event: _Input) -> None:
         match event:
@@ -199,22 +207,17 @@ class Agent:
 
     def _pass_on(self, worker: str, message: ToWorker) -> None:
         """The manager tells a worker something."""
-        with self._lock:
-            if worker in self._wards:
-                self._wards[worker].told(message)
+        self._roster.told(worker, message)
         if isinstance(message, Assign):
             self._note_main(worker, message)
         self._server.send(worker, message)
 
     def _hear(self, worker: str, message: FromWorker) -> None:
         """A worker said something: beats wait for the next pulse, the rest goes at once."""
-        with self._lock:
-            ward = self._wards.get(worker)
-            if ward is None:
-                return
-            if ward.hear(message):
-                self._progress_s = time.monotonic()
-        if not isinstance(message, Beat):
+        is_ours, got_on = self._roster.hear(worker, message)
+        if got_on:
+            self._progress_s = time.monotonic()
+        if is_ours and not isinstance(message, Beat):
             self._uplink.send(Said(worker=worker, message=message))
 
     def _meet(self, event: Welcomed) -> None:
@@ -224,8 +227,7 @@ class Agent:
         self._interface = self._interface or event.interface
         if self._run and welcome.run != self._run:
             self._tell("the manager began another run: this machine's workers start again")
-            with self._lock:
-                self._wards.clear()
+            self._roster.clear()
             self._slots.begin_anew()
             for worker in self._slots.workers:
                 self._launcher.kill(worker)
@@ -252,13 +254,9 @@ class Agent:
         """A process ended."""
         if not self._slots.ended(event.worker, event.code, time.monotonic()):
             return
-        exited = Exited(code=event.code, stderr_tail=event.stderr_tail)
-        with self._lock:
-            ward = self._wards.get(event.worker)
-            if ward is None:
-                return  # of another run
-            ward.exited = exited
-        self._uplink.send(Ended(worker=event.worker, exited=exited))
+        exited = Exited.of(event.code, event.stderr_tail)
+        if self._roster.ended(event.worker, exited):
+            self._uplink.send(Ended(worker=event.worker, exited=exited))
 
     def _note_notice(self, in_s: float, reason: str) -> None:
         """Of several notices the first deadline counts."""
@@ -271,7 +269,7 @@ class Agent:
     def _say_notice(self) -> None:
         assert self._notice_until_s is not None
         left_s = max(0.0, self._notice_until_s - time.monotonic())
-        self._uplink.send(Noticed(in_s=left_s, reason=self._notice_reason))
+        self._uplink.send(Noticed(in_s=left_s, reason=self._notice_reason[:MAX_REASON]))
 
     def _note_main(self, worker: str, message: Assign) -> None:
         """Only the main worker's lines are shown, wherever it runs."""
@@ -284,9 +282,9 @@ class Agent:
     def _leave(self, dismissal: Dismiss) -> None:
         """Workers that were sent home end by themselves; then we go."""
         self._tell(dismissal.reason)
-        for name, ward in self._wards.items():
+        for ward in self._roster.all():
             if ward.hello is None:  # it is still starting, and would wait for a part that never comes
-                self._launcher.kill(name)
+                self._launcher.kill(ward.name)
         self._launcher.stop_all(_LEAVE_S)
         if dismissal.drained:
             self._home.forget()
@@ -323,23 +321,15 @@ class Agent:
         self._card = self._card.model_copy(update={"next_worker": number + 1})
         self._home.write(self._card)
         name = f"{self._card.identity.node}.{number}"
-        with self._lock:
-            self._wards[name] = Ward(name)
-            self._forget_old()
+        self._roster.add(name)
         self._slots.started(slot, name, now_s)
         more = {**self._local, "VARUNA_INTERFACE": self._interface, "LOCAL_RANK": str(slot.index)}
         self._uplink.send(Started(worker=name))
         self._launcher.spawn(name, more)
 
-    def _forget_old(self) -> None:
-        """The ends of a few workers are remembered, in case the manager has not heard of them."""
-        ended = [name for name, ward in self._wards.items() if ward.exited is not None]
-        for name in ended[: -4 * len(self._slots)]:
-            del self._wards[name]
-
     def _end_alone(self) -> None:
         """All workers ended, and nobody sent us home."""
-        wards = list(self._wards.values())
+        wards = self._roster.all()
         codes = [
             ward.exited.code for ward in wards if ward.exited is not None and not isinstance(ward.leaving, Leaving)
         ]
@@ -364,15 +354,6 @@ class Agent:
                 self._uplink.send(output, epoch=self._forwarder.epoch)
 
     # -- other threads -------------------------------------------------------------------------------------
-
-    def _charges(self) -> tuple[Charge, ...]:
-        with self._lock:
-            return tuple(ward.charge() for ward in self._wards.values())
-
-    def _beats(self) -> dict[str, Beat]:
-        with self._lock:
-            beats = {name: ward.take_beat() for name, ward in self._wards.items()}
-        return {name: beat for name, beat in beats.items() if beat is not None}
 
     def _print(self, line: bytes) -> None:
         self._uplink.send(Printed(worker=self._main or self._card.identity.node + ".0", data=line[: 2**15]))

@@ -25,6 +25,7 @@ from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.logs import LogKeeper
 from varuna.fleet.manager import Manager, Observer
 from varuna.fleet.member import MAX_FRAME_BYTES
+from varuna.fleet.ownership import own
 from varuna.fleet.people import People
 from varuna.fleet.protocol import End, Tell
 from varuna.fleet.registry import TOKEN_LIFE_S, Registry
@@ -95,6 +96,7 @@ class Cluster:
         raise_open_files()
         try:
             (place.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+            self._ownership = own(place.run_dir, "manager", remedy="Stop that one, or give another --run-dir.")
             self._journal = Journal(place.run_dir, place.json_log)
         except OSError as error:
             raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give another place.") from error
@@ -164,6 +166,8 @@ class Cluster:
             Access(host=local, port=self.port, certificate_pem=self._authority.certificate_pem, token=operator_token),
         )
         self._observe(Notice(text=f"manager at {self._advertised}:{self.port}, run folder {place.run_dir}"))
+        if self._ownership.warning:
+            self._observe(Notice(text=self._ownership.warning, warning=True))
 
     def invite(self, *, uses: int = 1, life_s: float = TOKEN_LIFE_S) -> Invitation:
         """A JOIN string."""
@@ -195,6 +199,7 @@ class Cluster:
             self._serving.stop()
             self._registry.close()
             self._journal.close()
+            self._ownership.release()
         return ended
 
     def status(self) -> dict[str, object]:

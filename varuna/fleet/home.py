@@ -1,5 +1,6 @@
 """An agent's folder: who it is, across restarts, and its workers' logs."""
 
+import shutil
 from pathlib import Path
 
 from pydantic import Field
@@ -7,6 +8,7 @@ from pydantic import Field
 from varuna.core.errors import FleetError
 from varuna.core.value import Value
 from varuna.fleet.authority import alone, fingerprint, write_private
+from varuna.fleet.ownership import Ownership, own
 from varuna.fleet.protocol import Identity
 
 _FILE = "agent.json"
@@ -26,8 +28,28 @@ class Home:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.logs = folder / "logs"
-        self.logs.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def logs_of(self, card: Card) -> Path:
+        """Logs of this identity's workers: another run, or another identity in this one, must not be sent them.
+
+        Those of the identity before this one are kept, older ones go.
+        """
+        all_logs = self.folder / "logs"
+        mine = all_logs / f"{card.identity.node}-{card.fingerprint[:8]}"
+        mine.mkdir(parents=True, exist_ok=True, mode=0o700)
+        others = sorted((path for path in all_logs.iterdir() if path.is_dir() and path != mine), key=_changed_s)
+        for old in others[:-1]:
+            shutil.rmtree(old, ignore_errors=True)
+        return mine
+
+    def own(self) -> Ownership:
+        """Be the one agent with this folder.
+
+        Raises:
+            FleetError: another one has it.
+        """
+        return own(self.folder, "agent", remedy="Stop that one, or give another --state-dir.")
 
     def read(self) -> Card | None:
         """The card; None if there is none.
@@ -53,3 +75,7 @@ class Home:
     def forget(self) -> None:
         """The identity is void."""
         (self.folder / _FILE).unlink(missing_ok=True)
+
+
+def _changed_s(path: Path) -> float:
+    return path.stat().st_mtime

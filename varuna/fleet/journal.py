@@ -15,6 +15,7 @@ from varuna.core.model import JobFacts
 from varuna.core.saying import warn
 from varuna.core.value import Value
 from varuna.fleet.database import FILE, open_database
+from varuna.fleet.ownership import locked
 from varuna.fleet.story import GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
@@ -44,6 +45,7 @@ class Journal:
     Raises:
         FleetError: the database cannot be used.
         OSError: the JSON log cannot be written.
+        UsageError: another run writes it.
     """
 
     def __init__(
@@ -55,6 +57,9 @@ class Journal:
         say: Callable[[str], None] = warn,
     ) -> None:
         self._steps = json_log.open("ab", buffering=0) if json_log is not None else None
+        if self._steps is not None and not locked(self._steps):
+            self._steps.close()
+            raise UsageError(f"another run writes {json_log}. Give this one another --json-log.")
         self._path, self._database = run_dir / FILE, open_database(run_dir)
         self._sleep, self._say = sleep, say
         self._rows: deque[tuple[float, RunEvent, Vote | None]] = deque(maxlen=_MOST_WAITING)

@@ -10,12 +10,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import IO
 
 from varuna.fleet.events import WorkerExited
+from varuna.fleet.lines import Lines, Tail
 
-_TAIL_LINES = 200
+_READ_BYTES = 64 * 2**10
+_LOG_BYTES = 2**30
+"""More of one worker's output than this is not kept: a machine's disk is shared with what it trains."""
 _KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
 _DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
 
@@ -29,7 +33,7 @@ class _Process:
         self.name = name
         self.place = place
         self.popen = popen
-        self.stderr_tail: deque[str] = deque(maxlen=_TAIL_LINES)
+        self.stderr_tail = Tail()
         self.readers: list[threading.Thread] = []
         self.waiter: threading.Thread | None = None
         self.lock = threading.Lock()  # the process group's number is ours only until the process is reaped
@@ -98,13 +102,7 @@ class Launcher:
         assert popen.stderr is not None
         process.readers = [
             _start(f"{name}-stdout", self._read, popen.stdout, log, lambda line: self._stream(name, line)),
-            _start(
-                f"{name}-stderr",
-                self._read,
-                popen.stderr,
-                log,
-                lambda line: process.stderr_tail.append(line.decode(errors="replace")),
-            ),
+            _start(f"{name}-stderr", self._read, popen.stderr, log, process.stderr_tail.add),
         ]
         with self._lock:
             self._processes[name] = process
@@ -173,10 +171,12 @@ class Launcher:
 
     def _read(self, pipe: IO[bytes], log: "_Log", take: Callable[[bytes], None]) -> None:
         """Pass on complete lines; half a line at the end goes to the log only."""
+        assert isinstance(pipe, BufferedReader)
+        lines = Lines()
         with pipe:
-            for line in pipe:
-                log.write(line)
-                if line.endswith(b"\n"):
+            while data := pipe.read1(_READ_BYTES):
+                log.write(data)
+                for line in lines.feed(data):
                     take(line)
 
     def _stream(self, name: str, line: bytes) -> None:
@@ -197,31 +197,41 @@ class Launcher:
         for reader in process.readers:
             reader.join(_DRAIN_S)
         log.close()
-        self._on_exit(WorkerExited(process.name, code, "".join(process.stderr_tail)))
+        self._on_exit(WorkerExited(process.name, code, process.stderr_tail.text()))
 
 
 class _Log:
     """A worker's log file, written by two threads.
 
-    What a full disk does not take is lost, and said once: whoever read no further would stop the worker at its next
-    line.
+    What a full disk does not take, or a bound, is lost, and said once: whoever read no further would stop the worker
+    at its next line.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
-        self._file = path.open("wb", buffering=0)
+        # Appending, so that a log which somebody truncates, as logrotate does, has no hole after that.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self._file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
         self._complained = False
+        self._written_bytes = 0
 
-    def write(self, line: bytes) -> None:
+    def write(self, data: bytes) -> None:
         """Append at once, so that a person can follow it."""
         with self._lock:
-            if not self._file.closed:
-                try:
-                    self._file.write(line)
-                except OSError as error:
-                    if not self._complained:
-                        logger.warning("%s misses output: %s. The worker goes on.", self._path, error.strerror)
-                    self._complained = True
+            if self._file.closed:
+                return
+            if self._written_bytes + len(data) > _LOG_BYTES:
+                self._complain(f"it has reached {_LOG_BYTES // 2**20} MiB")
+                return
+            try:
+                self._written_bytes += self._file.write(data)
+            except OSError as error:
+                self._complain(error.strerror)
+
+    def _complain(self, why: str | None) -> None:
+        if not self._complained:
+            logger.warning("%s misses output: %s. The worker goes on.", self._path, why)
+        self._complained = True
 
     def close(self) -> None:
         """Later output, by grandchildren, is dropped."""

@@ -14,6 +14,10 @@ from varuna.core.value import Value
 WORKER_NAME: Final = r"^[a-z0-9][a-z0-9.-]{0,63}$"
 MAX_JOIN_BYTES: Final = 16 * 2**10
 OUTPUT_CHUNK_BYTES: Final = 32 * 2**10
+MAX_TAIL: Final = 256 * 2**10
+"""Characters of what a worker wrote last."""
+MAX_REASON: Final = 1000
+"""Characters."""
 BAD_MESSAGE, BAD_SECRET, BAD_JOB, STALLED, BAD_TWIN = 4400, 4401, 4403, 4408, 4409
 """Codes with which the manager closes an agent's connection."""
 
@@ -53,7 +57,12 @@ class Exited(Value):
     """How a process ended; a negative code is the signal that killed it."""
 
     code: int
-    stderr_tail: str = Field(default="", max_length=256 * 2**10)
+    stderr_tail: str = Field(default="", max_length=MAX_TAIL)
+
+    @classmethod
+    def of(cls, code: int, stderr_tail: str) -> "Exited":
+        """With as much of the newest output as a message may have."""
+        return cls(code=code, stderr_tail=stderr_tail[-MAX_TAIL:])
 
 
 class Charge(Value):
@@ -140,7 +149,7 @@ class Noticed(Value):
 
     kind: Literal["noticed"] = "noticed"
     in_s: float = Field(ge=0, allow_inf_nan=False)
-    reason: str = Field(max_length=1000)
+    reason: str = Field(max_length=MAX_REASON)
 
 
 UpBody = Annotated[Started | Said | Parted | Ended | Output | Printed | Noticed, Field(discriminator="kind")]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from varuna.calibration.cache import cache_file
-from varuna.core.errors import UsageError
+from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import ToWorker
 from varuna.fleet.access import Access, publish
 from varuna.fleet.audit import Audit
@@ -20,6 +20,7 @@ from varuna.fleet.journal import Journal
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.launcher import Launcher
 from varuna.fleet.manager import Manager, Observer
+from varuna.fleet.ownership import own
 from varuna.fleet.people import People
 from varuna.fleet.server import Server
 from varuna.fleet.signals import INTERRUPTED, handled
@@ -93,11 +94,15 @@ class Run:
         self.page_url = f"http://{self.server.host}:{self.server.port}/?token={page_token}"
         try:
             run_dir.mkdir(parents=True, exist_ok=True)
+            self._ownership = own(run_dir, "manager", remedy="Stop that one, or give another --run-dir.")
             self._journal = Journal(run_dir, json_log)
             publish(
                 run_dir,
                 Access(host=self.server.host, port=self.server.port, certificate_pem=None, token=operator_token),
             )
+        except FleetError:
+            self.server.stop()
+            raise
         except OSError as error:
             self.server.stop()
             raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give another place.") from error
@@ -151,6 +156,7 @@ class Run:
         finally:
             self.server.stop()
             self._journal.close()
+            self._ownership.release()
 
     def spawn(self, count: int = 1) -> None:
         """Ask for more workers."""

@@ -21,6 +21,7 @@ from varuna.fleet.member import MAX_FRAME_BYTES
 from varuna.fleet.outgoing import Outgoing
 from varuna.fleet.protocol import (
     BAD_JOB,
+    BAD_MESSAGE,
     BAD_SECRET,
     Charge,
     DownBody,
@@ -44,6 +45,7 @@ _OPEN_S = 10.0
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
 _START_S = 10.0
 _MOST_FAULTS = 5  # connections in a row that end with an error that nobody foresaw
+_MOST_REJECTIONS = 20  # the same with words that the manager does not take
 _ITEMS_WAITING = 8192
 _PRINTED_WAITING = 1000
 
@@ -126,7 +128,7 @@ class Uplink:
         self._manager = self._run = ""
         self._channel: Channel[UpBody] = Channel(_ITEMS_WAITING)
         self._outgoing: Outgoing[UpBody] | None = None
-        self._connections = self._epoch = 0
+        self._connections = self._epoch = self._rejections = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready = threading.Event()
@@ -190,10 +192,17 @@ class Uplink:
                 faults = 0 if fault is None else faults + 1
                 if fault is not None and faults == _MOST_FAULTS:
                     raise fault
+                if self._rejections == _MOST_REJECTIONS:
+                    text = (
+                        f"the manager at {self.place} refused what this agent says {_MOST_REJECTIONS} times: {trouble}"
+                    )
+                    self._on_event(Refused(text))
+                    return
                 was_welcome = self._connections > before
-                delay_s = _FIRST_DELAY_S if was_welcome and not faults else min(_LONGEST_DELAY_S, delay_s * 1.7)
+                is_well = was_welcome and not faults and not self._rejections
+                delay_s = _FIRST_DELAY_S if is_well else min(_LONGEST_DELAY_S, delay_s * 1.7)
                 self._on_event(Trouble(trouble, was_welcome))
-                await asyncio.sleep(random.uniform(0.5, 1.0) * delay_s)
+                await _pause(random.uniform(0.5, 1.0) * delay_s)
 
     async def _one_connection(self) -> str:
         """Connect, greet, talk until it breaks; returns why it did.
@@ -219,6 +228,7 @@ class Uplink:
             except ConnectionClosed as closed:
                 code = closed.rcvd.code if closed.rcvd is not None else None
                 reason = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
+                self._rejections = self._rejections + 1 if code == BAD_MESSAGE else 0
                 if code in (BAD_SECRET, BAD_JOB):
                     raise FleetError(f"the manager at {self.place} refused this agent: {reason}") from closed
                 return reason or "the manager closed the connection"
@@ -339,6 +349,9 @@ class Uplink:
 
 def _frame(number: int, received: int, body: UpBody) -> str:
     return UpItem(number=number, received=received, body=body).model_dump_json()
+
+
+_pause = asyncio.sleep
 
 
 def _bracketed(host: str) -> str:

@@ -58,13 +58,14 @@ class Gate:
         self.events: list[Event | Reunion] = []
         self.audited: list[Audited] = []
         self.folder = folder
+        self.logs = LogKeeper(folder)
         self.door = AgentDoor(
             registry=self.registry,
             certificate_pem="PEM",
             manager="m1",
             run="r1",
             post=self.events.append,
-            logs=LogKeeper(folder),
+            logs=self.logs,
             audit=Audit(self.audited.append),
             write=lambda line: None,
         )
@@ -180,6 +181,7 @@ def test_what_an_agent_says_reaches_the_manager_in_order_and_once(gate: Gate) ->
     assert heard == MessageReceived(worker, hello)
     assert isinstance(notice, NoticeReceived)
     assert exited == WorkerExited(worker, 3, "")
+    assert gate.logs.settle()
     assert (gate.folder / f"{worker}.log").read_bytes() == b"\xff\x00text\n"
 
 
@@ -343,15 +345,20 @@ def test_a_connection_in_which_a_frame_is_stuck_can_be_cut(tmp_path: Path) -> No
     assert link.connection is None
 
 
-def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path) -> None:
+def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()
     (folder / "n0.0.log").symlink_to("/dev/full")
-    keeper = LogKeeper(folder)
+    now = [0.0]
+    keeper = LogKeeper(folder, clock=lambda: now[0])
     for offset in (0, 3):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"abc"))
+    assert keeper.settle()
+    assert capfd.readouterr().err.count("n0.0.log misses output: No space left on device") == 1
+    now[0] = 61.0  # there may be room now
     keeper.write(Output(worker="n0.1", offset=0, data=b"abc"))
-    assert keeper.sizes("n0") == {"n0.0": 0, "n0.1": 3}
+    assert keeper.settle()
+    assert (folder / "n0.1.log").read_bytes() == b"abc"
 
 
 # -- pure: patience ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from varuna.fleet.agents import AgentDoor
 from varuna.fleet.audit import Audit
 from varuna.fleet.authority import SERVER_NAME, Authority, client_context, open_authority
 from varuna.fleet.logs import LogKeeper
-from varuna.fleet.protocol import Charge, Identity, JobIdentity
+from varuna.fleet.protocol import Charge, Identity, JobIdentity, Started
 from varuna.fleet.registry import Registry
 from varuna.fleet.serving import Serving
 from varuna.fleet.uplink import FromUplink, Place, Refused, Trouble, Uplink, Welcomed
@@ -114,6 +114,31 @@ def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(
     assert "ended by a mistake of Varuna's: ZeroDivisionError('always')" in heard[-1].reason  # type: ignore[union-attr]
     uplink.stop(0.0)
     assert manager.heard.empty()
+
+
+def test_one_that_is_refused_again_and_again_asks_ever_less_often_and_then_ends(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as one whose folder has words of another node: it was welcomed, and thrown out, 16 times a second."""
+    delays: list[float] = []
+    sleep = asyncio.sleep
+
+    async def note(seconds: float) -> None:
+        delays.append(seconds)
+        await sleep(0.0)
+
+    monkeypatch.setattr(uplink_module, "_pause", note)
+    uplink = manager.uplink()
+    uplink.start()
+    heard: list[FromUplink] = []
+    while not heard or not isinstance(heard[-1], Refused):
+        heard.append(manager.hears())
+        if isinstance(heard[-1], Welcomed):
+            uplink.send(Started(worker="n9-other.0"))
+    uplink.stop(0.0)
+    assert len([event for event in heard if isinstance(event, Welcomed)]) == 20
+    assert "speaks for worker n9-other.0" in heard[-1].reason
+    assert sum(delays) > 20.0
 
 
 def test_a_frame_that_is_too_large_ends_its_own_connection_and_nobody_elses(manager: Manager) -> None:

@@ -1,5 +1,6 @@
 """What an agent remembers, and logs on their way."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -129,9 +130,59 @@ def test_logs_arrive_whole_over_windows_restarts_and_repetitions(
             keeper.write(Output.model_validate_json(output.model_dump_json()))
             keeper.write(output)  # said twice
         forwarder.confirmed(taken)
+    assert keeper.settle()
     assert (there / "n0.0.log").read_bytes() == content
-    with pytest.raises(ValueError, match="starts at byte 900"):
-        keeper.write(Output(worker="n0.0", offset=900, data=b"x"))
+
+
+def test_a_log_that_is_truncated_or_removed_on_either_side_costs_nobody_anything(tmp_path: Path) -> None:
+    """As logrotate's copytruncate does, or ``: > file``."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    forwarder, keeper = LogForwarder(here), LogKeeper(there)
+    forwarder.begin(1, keeper.sizes("n0"))
+
+    def forward() -> None:
+        for output in forwarder.take():
+            keeper.write(output)
+            forwarder.confirmed([output])
+        assert keeper.settle()
+
+    log, kept = here / "n0.0.log", there / "n0.0.log"
+    log.write_bytes(b"one\n")
+    forward()
+    kept.write_bytes(b"")
+    log.write_bytes(b"one\ntwo\n")
+    forward()
+    assert kept.read_bytes() == b"two\n"
+    log.write_bytes(b"x\n")
+    forward()
+    kept.unlink()
+    log.write_bytes(b"x\nyy\n")
+    forward()
+    assert kept.read_bytes() == b"yy\n"
+    assert keeper.sizes("n0") == {"n0.0": 13}
+    keeper.write(Output(worker="n0.0", offset=900, data=b"late"))
+    assert keeper.settle()
+    assert kept.read_bytes() == b"yy\n\n[varuna: 887 bytes are missing here]\nlate"
+    log.unlink()
+    forward()
+
+
+def test_a_slow_disk_holds_nobody_up_and_what_it_does_not_take_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "WAITING_BYTES", 20)
+    os.mkfifo(tmp_path / "n0.0.log")  # nobody reads: whoever opens it waits
+    keeper = LogKeeper(tmp_path)
+    for offset in range(0, 50, 10):
+        keeper.write(Output(worker="n0.0", offset=offset, data=b"012345678\n"))
+    assert not keeper.settle(0.0)
+    with (tmp_path / "n0.0.log").open("rb", buffering=0) as slow:
+        assert keeper.settle()
+        keeper.write(Output(worker="n0.0", offset=50, data=b"end"))
+        assert keeper.settle()
+        assert slow.read(1000) == b"012345678\n" * 2 + b"\n[varuna: 30 bytes are missing here]\nend"
 
 
 def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(
@@ -141,4 +192,5 @@ def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(
     keeper = LogKeeper(tmp_path)
     for offset in range(0, 100, 10):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"0123456789"))
+    assert keeper.settle()
     assert (tmp_path / "n0.0.log").stat().st_size == 15
