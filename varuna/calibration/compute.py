@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from varuna.engine.job import Job
 from varuna.partition.beginning import Beginning
 from varuna.partition.lengths import at_longest
 
+_Made = TypeVar("_Made")
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 30
 BUDGET_S = 2.0
@@ -70,9 +71,8 @@ def measure_window(
     def seconds(size: int) -> float | None:
         if memory_bytes is not None and window_bytes(job.model.facts, span, size) > memory_bytes:
             return None
-        try:
-            passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, budget_s)
-        except torch.OutOfMemoryError:
+        passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, budget_s)
+        if passes is None:
             return None
         samples.extend(_samples(passes, span, size))
         return agree(median(sum(each.forward_s.values()) for each in passes))
@@ -83,12 +83,28 @@ def measure_window(
 
 def _rounds(
     window: Window, batch: dict[str, Tensor], size: int, agree: Callable[[float], float], budget_s: float
-) -> list[Pass]:
-    """Rounds at one size; the first, which fills allocators, does not count."""
-    window.round(batch, size)
-    taken_s = agree(_length(window.round(batch, size)))
-    count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(budget_s / max(taken_s, 1e-6))))
-    return [window.round(batch, size) for _ in range(count)]
+) -> list[Pass] | None:
+    """Rounds at one size; the first, which fills allocators, does not count. None if memory did not do for some worker.
+
+    Every worker asks ``agree`` equally often, whichever of them runs out of memory.
+    """
+
+    def everywhere(work: Callable[[], _Made]) -> _Made | None:
+        try:
+            made = work()
+        except torch.OutOfMemoryError:
+            made = None
+        return None if agree(float(made is None)) else made
+
+    def warm() -> float:
+        window.round(batch, size)
+        return _length(window.round(batch, size))
+
+    taken_s = everywhere(warm)
+    if taken_s is None:
+        return None
+    count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(budget_s / max(agree(taken_s), 1e-6))))
+    return everywhere(lambda: [window.round(batch, size) for _ in range(count)])
 
 
 def _length(each: Pass) -> float:

@@ -15,6 +15,7 @@ from varuna.engine.inbox import Inbox
 from varuna.engine.lanes import Lane, Lanes
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.message import Packed
+from varuna.engine.patience import Awaited, Patience
 from varuna.engine.transport import Group
 
 _ROUNDS = 100
@@ -131,7 +132,7 @@ def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, l
     The time at which it was sent is written by the host, as digests of samples are. The rest begins and ends on the
     device, if it has a memory of its own; to pack it on a CPU is part of the action that sends it, not of the link.
     """
-    inbox, lane = Inbox(_WAIT_S), lanes.links
+    inbox, lane = Inbox(Patience(last_s=_WAIT_S)), lanes.links
     body = lane.up({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
     sender = Sender(pair, peer, tag, inbox, f"with rank {peer}")
     Receiver(pair, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], lane)
@@ -142,7 +143,7 @@ def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, l
         pairs = [(body, buffer[_TIME_BYTES:])] if lanes.streams is not None else []
         buffer[:_TIME_BYTES].view(torch.float64)[0] = time.monotonic()
         sender.send(Packed(buffer, lane.down(pairs)))
-        received: torch.Tensor = inbox.take(number, lambda: "a message of the calibration")
+        received: torch.Tensor = inbox.take(number, lambda: Awaited("a message of the calibration", (peer,)))
         lane.up({"body": received[_TIME_BYTES:]})
         lane.point().wait()
         taken_s.append(time.monotonic() - float(received[:_TIME_BYTES].view(torch.float64)[0]))

@@ -53,7 +53,7 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
     moved = on_device(model, trainer.device)
     job = replace(trainer.job(moved, buffers), offload=False)  # the planner adds what streaming takes
-    memory_bytes = usable_bytes(trainer.device, peers.size)
+    memory_bytes = _smallest(usable_bytes(trainer.device, peers.size), peers)
     windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
     whole = len(windows) == 1
     sizes = sizes_to_measure(trainer.global_batch, trainer.micro_batch)
@@ -72,12 +72,14 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     ]
     sections = [sample for each in computed for sample in each.sections]
     peers.meet()
-    sent_bytes = _message_bytes(facts, sections)
+    micro_batch = int(peers.agree(max((sample.micro_batch for sample in sections), default=0)))
+    sent_bytes = _message_bytes(facts, micro_batch)
     messages = peers.messages(sent_bytes, Lanes())
     staged = peers.messages(sent_bytes, job.lanes) if job.lanes.streams is not None else ()
     rings = peers.rings(_gradient_bytes(facts), job.lanes.sums)
     pilots: list[PilotSamples] = []
     if whole:
+        times = _agreed_times(sections, micro_batch, peers)
 
         def rehearse(world: World, plan: Plan) -> PilotSamples | None:
             def open_session(n: int, solo: Solo) -> Session:
@@ -85,7 +87,7 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
 
             return run_pilot(open_session, world, plan, facts)
 
-        pilots = _pilots(rehearse, peers, store, facts, sections, memory_bytes)
+        pilots = _pilots(rehearse, peers, store, facts, micro_batch, times, memory_bytes)
     return Measured(
         worker=peers.rank,
         hardware=hardware_name(trainer.device),
@@ -107,16 +109,14 @@ def _pilots(
     peers: Peers,
     store: Any,
     facts: ModelFacts,
-    sections: Sequence[SectionSamples],
+    micro_batch: int,
+    times: Sequence[StageTimes],
     memory_bytes: int | None,
 ) -> list[PilotSamples]:
-    """Real steps of every worker alone, all at once; then of one pipeline over all of them."""
-    micro_batch = max(sample.micro_batch for sample in sections)
-    times = [
-        StageTimes(median(each.forward_s), median(each.recompute_s), median(each.backward_s))
-        for each in sections
-        if each.micro_batch == micro_batch
-    ]
+    """Real steps of every worker alone, all at once; then of one pipeline over all of them.
+
+    All must make the same plan: everything that it follows from has been agreed on.
+    """
     found: list[PilotSamples] = []
     alone = World(0, 1, prefixed(f"calibrate/alone{peers.rank}", store), _HOST, 0)
     together = World(peers.rank, peers.size, prefixed("calibrate/together", store), _HOST, 0)
@@ -131,9 +131,25 @@ def _pilots(
     return found
 
 
-def _message_bytes(facts: ModelFacts, sections: Sequence[SectionSamples]) -> list[int]:
+def _smallest(memory_bytes: int | None, peers: Peers) -> int | None:
+    """What every worker has: what is measured follows from it, and must be the same everywhere."""
+    found = peers.agree(0.0 if memory_bytes is None else 1.0)
+    least = -peers.agree(-float("inf") if memory_bytes is None else -float(memory_bytes))
+    return int(least) if found else None
+
+
+def _agreed_times(sections: Sequence[SectionSamples], micro_batch: int, peers: Peers) -> list[StageTimes]:
+    """Of each section at ``micro_batch``, on the worker that took longest."""
+    return [
+        StageTimes(*(peers.agree(median(each)) for each in (sample.forward_s, sample.recompute_s, sample.backward_s)))
+        for sample in sections
+        if sample.micro_batch == micro_batch
+    ]
+
+
+def _message_bytes(facts: ModelFacts, micro_batch: int) -> list[int]:
     """Sizes between a bare message and the largest that crosses a cut at the largest m measured."""
-    largest = max(each.boundary_bytes for each in facts.sections) * max(each.micro_batch for each in sections)
+    largest = max(each.boundary_bytes for each in facts.sections) * micro_batch
     largest = min(max(largest, 2**16), _MOST_MESSAGE_BYTES)
     return [_SMALL_BYTES, largest // 4, largest]
 

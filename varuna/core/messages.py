@@ -73,6 +73,7 @@ class Beat(Value):
     generation: int
     step: int
     activity: str
+    at_work: bool = Field(default=False, description="it waits for no other rank")
     forward_s: float | None = Field(default=None, description="compute of a forward, mean since the last beat")
     backward_s: float | None = Field(default=None, description="compute of a backward, recomputation included")
     times: RankTimes | None = Field(default=None, description="what the steps since the last beat took")

@@ -5,7 +5,7 @@ before every use anyway. All ranks take part, between two steps; if the generati
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from varuna.engine.lengths import Variants
 from varuna.engine.links import Courier, Receiver, Sender
 from varuna.engine.losses import WeightFunction, sums_of
 from varuna.engine.message import Layout
+from varuna.engine.patience import Awaited
 from varuna.engine.stage import flow_on
 from varuna.partition.conditions import check_conditions
 from varuna.partition.model import PartitionedModel
@@ -45,7 +46,7 @@ class Work(NamedTuple):
     """What to evaluate."""
 
     number: int
-    """of this evaluation in the run: all ranks count alike"""
+    """of this evaluation in this process: nothing that ranks exchange depends on it"""
     model: PartitionedModel
     """in evaluation mode, for the job's device"""
     buffers: Mapping[str, Tensor]
@@ -120,7 +121,7 @@ class _Pipeline:
         table = layout.pack(own, lane=stage.job.lanes.links).whole()
         key = ("evaluation's buffers", self._work.number)
         self._courier.submit(key, lambda: group.all_reduce(table.view(torch.int64)))
-        self._inbox.take(key, lambda: "the other stages' running statistics for an evaluation")
+        self._take(key, "the running statistics of other stages, in an evaluation")
         return layout.unpack(table, stage.job.lanes.links)
 
     def _open_links(self) -> Sender | None:
@@ -174,7 +175,8 @@ class _Pipeline:
         batch: MicroBatch | None = None
         if self._loader is not None:
             batch = self._inbox.take(
-                self._key("samples", micro_batch), lambda: f"the samples of micro-batch {micro_batch} of an evaluation"
+                self._key("samples", micro_batch),
+                lambda: Awaited(f"the samples of micro-batch {micro_batch} of an evaluation"),
             )
             self._loader.taken()
         variant = self._variants.of(work.number, micro_batch)
@@ -183,7 +185,7 @@ class _Pipeline:
         if stage.index > 0:
             buffer = self._inbox.take(
                 self._key("activation", micro_batch),
-                lambda: f"the activation of micro-batch {micro_batch} of an evaluation",
+                lambda: Awaited(f"the activation of micro-batch {micro_batch} of an evaluation", (self._rank - 1,)),
             )
             layout = self._layout(micro_batch, stage.sections.start)
             flowing, digests = layout.unpack(buffer, lane), layout.digests_of(buffer)
@@ -214,8 +216,13 @@ class _Pipeline:
         if group is not None:
             key = ("evaluation's sums", self._work.number, first)
             self._courier.submit(key, lambda: group.all_reduce(table))
-            self._inbox.take(key, lambda: f"the other ranks' part of an evaluation (from micro-batch {first} on)")
+            self._take(key, f"the sums of an evaluation (from micro-batch {first} on)")
         return table.view(-1, width)
+
+    def _take(self, key: Hashable, what: str) -> None:
+        """Wait for a sum over all ranks."""
+        others = tuple(rank for rank in range(self._plan.workers) if rank != self._rank)
+        self._inbox.take(key, lambda: Awaited(what, others))
 
     def close(self) -> None:
         """Let the threads end."""

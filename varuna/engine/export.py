@@ -13,11 +13,12 @@ from varuna.core.messages import Transfer
 from varuna.engine.generation import Generation
 from varuna.engine.inbox import Inbox
 from varuna.engine.links import Courier
+from varuna.engine.patience import Awaited, Patience
 from varuna.engine.transfer import exchange
 from varuna.partition.model import PartitionedModel
 from varuna.store.folder import unwritable
 
-_BOUND_S = 600.0
+_BOUND_S, _LEAST_BYTES_PER_S = 600.0, 5e6
 
 
 def export_model(generation: Generation | None, model: PartitionedModel, path: Path, config: str | None = None) -> None:
@@ -39,11 +40,16 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
     states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
     if any(rank in (t.source_rank, t.target_rank) for t in transfers):
         # Not the generation's inbox: ranks that have nothing to export may be gone, and their links broken.
-        inbox = Inbox(_BOUND_S, who=f"rank {rank}")
+        facts = model.facts.sections
+        size_bytes = sum(
+            facts[each.section].parameter_bytes + facts[each.section].optimizer_bytes for each in transfers
+        )
+        inbox = Inbox(Patience(last_s=_BOUND_S + size_bytes / _LEAST_BYTES_PER_S), who=f"rank {rank}", rank=rank)
+        peers = tuple(sorted({each.source_rank for each in transfers} if rank == 0 else {0}))
         courier = Courier(inbox, "export")
         courier.submit("exported", lambda: exchange(generation.groups.world, transfers, rank, states))
         try:
-            states.update(inbox.take("exported", lambda: f"the sections of {len(transfers)} other stages"))
+            states.update(inbox.take("exported", lambda: Awaited(f"the export of {len(transfers)} sections", peers)))
         except LinkError as error:
             raise FleetError(
                 f"a worker vanished during export: {error} Its sections are in the last checkpoint, if there is one: "

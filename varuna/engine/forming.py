@@ -23,9 +23,10 @@ from varuna.engine.agreement import check_agreement
 from varuna.engine.direct import connect
 from varuna.engine.groups import Groups, form
 from varuna.engine.lanes import Lanes
+from varuna.engine.patience import Awaited
 from varuna.engine.takeover import is_lent_along
 from varuna.engine.transfer import exchange
-from varuna.engine.transport import Store, prefixed
+from varuna.engine.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.partition.model import PartitionedModel
 from varuna.store.opening import open_store
 
@@ -48,10 +49,12 @@ class InterruptibleStore(Store):  # type: ignore[misc]
     Groups look for their peers' addresses with long waits inside C++; those end up here.
     """
 
-    def __init__(self, inner: Any, ended: Callable[[], bool]) -> None:
+    def __init__(self, inner: Any, ended: Callable[[], bool], bound_s: float = FORMING_BOUND_S) -> None:
+        """Wait on ``inner``, for ``bound_s`` unless a call says otherwise."""
         super().__init__()
         self._inner = inner
         self._ended = ended
+        self._bound = timedelta(seconds=bound_s)
 
     def set(self, key: str, value: bytes | str) -> None:
         """Pass on."""
@@ -59,7 +62,7 @@ class InterruptibleStore(Store):  # type: ignore[misc]
 
     def get(self, key: str) -> bytes:
         """Wait for a key."""
-        self.wait([key], timedelta(minutes=30))
+        self.wait([key])
         value: bytes = self._inner.get(key)
         return value
 
@@ -73,13 +76,13 @@ class InterruptibleStore(Store):  # type: ignore[misc]
         found: bool = self._inner.check(list(keys))
         return found
 
-    def wait(self, keys: Sequence[str], timeout: timedelta = timedelta(minutes=30)) -> None:
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Poll, so that the end of the generation ends the wait.
 
         Raises:
             RuntimeError: the generation is over, or the time is.
         """
-        deadline_s = time.monotonic() + timeout.total_seconds()
+        deadline_s = time.monotonic() + (timeout or self._bound).total_seconds()
         while not self._inner.check(list(keys)):
             if self._ended() or time.monotonic() > deadline_s:
                 raise RuntimeError(f"a member did not come (it has not set {', '.join(keys)})")
@@ -101,10 +104,11 @@ def form_generation(
     lanes: Lanes,
     interface_host: str,
     made: list[Groups],
+    at: Callable[[Awaited], None],
 ) -> Formed:
     """Bring this rank to the point where the first step can run; blocks until all members are there.
 
-    Groups are put into ``made`` as soon as they exist, for whoever has to abandon them.
+    Groups are put into ``made`` as soon as they exist, for whoever has to abandon them; ``at`` is told of each part.
 
     Raises:
         RuntimeError: a peer is gone, or the generation was ended meanwhile.
@@ -115,7 +119,9 @@ def form_generation(
     plan, rank = assignment.plan, assignment.rank
     stage = None if assignment.is_spare else plan.place_of(rank).stage
     peers = range(0) if stage is None else range(stage, plan.workers, plan.stages)
+    others = tuple(member for member in range(len(assignment.members)) if member != rank)
     interruptible = InterruptibleStore(store, ended)
+    at(Awaited("connections", others))
     groups = form(
         interruptible,
         generation=assignment.generation,
@@ -145,9 +151,10 @@ def form_generation(
     states: dict[int, SectionState] = {}
     damage: DamagedCheckpoint | None = None
     try:
-        states = _states(assignment, groups, held, model, initial, buffers, lends=lends)
+        states = _states(assignment, groups, held, model, initial, buffers, lends=lends, at=at)
     except DamagedCheckpoint as error:
         damage = error
+    at(Awaited("the end of forming", others))
     known = torch.tensor([float(shares is True), float(shares is False), float(damage is not None)])
     if len(assignment.members) > 1:  # nobody drops old state before everyone has its own
         groups.world.all_reduce(known)
@@ -165,13 +172,18 @@ def _states(
     buffers: Mapping[str, Tensor],
     *,
     lends: bool,
+    at: Callable[[Awaited], None],
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
     plan, rank = assignment.plan, assignment.rank
     replica, stage = plan.place_of(rank)
     wanted = range(0) if assignment.is_spare else plan.sections_of(stage)
+    sources = {each.source_rank for each in assignment.transfers if each.target_rank == rank}
+    targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
+    at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
     received = exchange(groups.world, assignment.transfers, rank, held) if assignment.transfers else {}
     states: dict[int, SectionState] = {}
+    at(Awaited(f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"))
     if assignment.fresh:
         states = initial_states(model, wanted, initial, buffers) if wanted else {}
     elif assignment.checkpoint is not None:
@@ -180,6 +192,7 @@ def _states(
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
     if len(assignment.members) > 1 and assignment.fresh:
+        at(Awaited("the comparison of first values", tuple(m for m in range(len(assignment.members)) if m != rank)))
         check_agreement(groups.world, model, plan, rank, states)
     return states
 

@@ -18,7 +18,9 @@ from varuna.engine.groups import Groups
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.job import Job
 from varuna.engine.links import Courier
+from varuna.engine.lookout import watch
 from varuna.engine.losses import WeightFunction
+from varuna.engine.patience import Awaited, Doing
 from varuna.engine.reduce import Reducer
 from varuna.engine.runtime import Runtime
 from varuna.engine.stage import Stage
@@ -85,7 +87,12 @@ class Generation:
 
 
 def form(
-    setting: Setting, assignment: Assignment, inbox: Inbox, held: dict[int, SectionState], shares: bool | None
+    setting: Setting,
+    assignment: Assignment,
+    inbox: Inbox,
+    held: dict[int, SectionState],
+    shares: bool | None,
+    doing: Callable[[int], Doing],
 ) -> Formed:
     """Groups, and the state of this rank's sections; blocks until all members are there, or the inbox is aborted.
 
@@ -95,6 +102,7 @@ def form(
         inbox: of the generation.
         held: state that this worker has, for itself and others.
         shares: whether the job's steps call ``all_reduce_shared``; None: unknown here.
+        doing: what this rank does, for the others: see ``lookout``.
 
     Raises:
         GenerationEnded: the manager ended the generation.
@@ -104,11 +112,15 @@ def form(
     """
     courier = Courier(inbox, f"forming generation {assignment.generation}")
     made: list[Groups] = []
+    parts = [Awaited("the store of the generation")]
 
     def work() -> Formed:
+        store, grid = setting.connect(assignment), range(assignment.plan.workers)
+        if len(grid) > 1:
+            watch(inbox, store, assignment.generation, assignment.rank, grid, doing)
         return form_generation(
             assignment,
-            store=setting.connect(assignment),
+            store=store,
             ended=lambda: inbox.ended,
             held=held,
             model=setting.job.model,
@@ -120,6 +132,7 @@ def form(
             lanes=setting.job.lanes,
             interface_host=setting.interface_host,
             made=made,
+            at=parts.append,
         )
 
     stage = assignment.plan.place_of(assignment.rank).stage
@@ -127,7 +140,7 @@ def form(
         courier.submit("formed", work)
         courier.close()
         try:
-            formed: Formed = inbox.take("formed", lambda: f"the members of generation {assignment.generation}")
+            formed: Formed = inbox.take("formed", lambda: parts[-1])
         except BaseException:
             for groups in made:  # a courier that is stuck behind a frozen peer comes free
                 groups.abandon()

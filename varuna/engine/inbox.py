@@ -6,13 +6,15 @@ put here; whoever ends the generation aborts it. So every wait has a bound, an o
 
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from varuna.core.errors import LinkError
+from varuna.core.saying import say
+from varuna.engine.patience import Awaited, Heard, Patience, Scene, Waiting
 
-WAIT_BOUND_S = 1800.0
-"""Last resort: longer than any legal wait (a peer's evaluation between two steps), but never for ever."""
+_LOOK_S = 5.0
+"""A wait that lasts is looked at this often."""
 
 
 class GenerationEnded(Exception):
@@ -20,15 +22,40 @@ class GenerationEnded(Exception):
 
 
 class Inbox:
-    """Arrivals of one generation, by key; thread-safe."""
+    """Arrivals of one generation, by key; thread-safe. One thread waits: see ``pause`` for the others."""
 
-    def __init__(self, bound_s: float = WAIT_BOUND_S, *, who: str = "this rank") -> None:
+    def __init__(
+        self,
+        patience: Patience | None = None,
+        *,
+        who: str = "this rank",
+        rank: int = 0,
+        ranks: Sequence[int] = (0,),
+        tell: Callable[[str], None] = say,
+    ) -> None:
+        """Begin empty, for a generation that forms.
+
+        Args:
+            patience: bounds of waits.
+            who: waits here, for errors: the log that has them may be another rank's.
+            rank: the same as a number.
+            ranks: all that run a stage of the generation.
+            tell: is given what people should hear of a wait that lasts.
+        """
         self.who = who
-        """waits here, for errors: the log that has them may be another rank's"""
+        self._rank, self._ranks, self._tell = rank, ranks, tell
+        self.patience = patience or Patience()
         self._changed = threading.Condition()
         self._arrived: dict[Hashable, Any] = {}
         self._failure: BaseException | None = None
-        self._bound_s = bound_s
+        self._stalled_s = self.patience.forming_s
+        self._waits = 0
+        self.waiting: Waiting | None = None
+        """what the training thread waits for just now"""
+        self.heard: Mapping[int, Heard] = {}
+        """what other ranks do"""
+        self.over = threading.Event()
+        """the generation was aborted"""
 
     def put(self, key: Hashable, value: Any) -> None:
         """Deliver; dropped if the generation is over."""
@@ -47,6 +74,7 @@ class Inbox:
                 self._failure = failure
                 self._arrived.clear()
                 self._changed.notify_all()
+        self.over.set()
 
     def stir(self) -> None:
         """Whoever waits looks again: something else has changed than what is here."""
@@ -71,13 +99,17 @@ class Inbox:
         """Whether an exception has arrived in place of ``key``."""
         return isinstance(self._arrived.get(key), BaseException)
 
-    def take(self, key: Hashable, waiting_for: Callable[[], str]) -> Any:
+    def pace(self, *step_s: float) -> None:
+        """Steps take so long, as predicted and as measured: all ranks wait for each other that much longer at most."""
+        self._stalled_s = self.patience.stalled_after_s(*step_s)
+
+    def take(self, key: Hashable, awaited: Callable[[], Awaited]) -> Any:
         """Wait for ``key`` and remove it; an exception in its place is raised.
 
         Raises:
-            LinkError: the bound has passed; names what ``waiting_for`` says.
+            LinkError: as ``wait``.
         """
-        self.wait(lambda: key in self._arrived, waiting_for)
+        self.wait(lambda: key in self._arrived, awaited)
         with self._changed:
             self.check()
             value = self._arrived.pop(key)
@@ -86,22 +118,46 @@ class Inbox:
             raise value
         return value
 
-    def wait(self, ready: Callable[[], bool], waiting_for: Callable[[], str]) -> None:
-        """Wait until ``ready``, which looks at arrivals, and at what somebody stirs for.
+    def wait(self, ready: Callable[[], bool], awaited: Callable[[], Awaited]) -> None:
+        """Wait until ``ready``, which looks at arrivals, and at what somebody stirs for; says so if that lasts.
 
         Raises:
-            LinkError: the bound has passed.
+            LinkError: the wait cannot be right any more (``engine.patience``); names what is ``awaited``, and from
+                whom.
         """
-        deadline_s = time.monotonic() + self._bound_s
+        with self._changed:
+            self.check()
+            if ready():
+                return
+            self._waits += 1
+            waiting = self.waiting = Waiting(self._waits, time.monotonic(), awaited)
+        told = False
+        try:
+            while not self._comes(ready, _LOOK_S if told else min(self.patience.told_s, self.patience.last_s)):
+                now_s, scene = time.monotonic(), self._scene()
+                if fault := scene.fault(waiting, now_s, self.patience):
+                    raise LinkError(fault)
+                if not told:
+                    self._tell(scene.told(awaited(), now_s - waiting.since_s))
+                    told = True
+        finally:
+            self.waiting = None
+
+    def pause(self, ready: Callable[[], bool]) -> None:
+        """Wait for the training thread of this rank, on another one: no longer than the generation lasts."""
+        self._comes(ready, None)
+
+    def _comes(self, ready: Callable[[], bool], bound_s: float | None) -> bool:
+        deadline_s = None if bound_s is None else time.monotonic() + bound_s
         with self._changed:
             while True:
                 self.check()
                 if ready():
-                    return
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0:
-                    raise LinkError(
-                        f"{self.who} waited {self._bound_s:.0f} s for {waiting_for()}, and nothing came. The peer may "
-                        "be frozen or cut off; look at its log, then start the same command again to resume."
-                    )
+                    return True
+                left_s = None if deadline_s is None else deadline_s - time.monotonic()
+                if left_s is not None and left_s <= 0:
+                    return False
                 self._changed.wait(left_s)
+
+    def _scene(self) -> Scene:
+        return Scene(self.who, self._rank, self._ranks, self.heard, self._stalled_s)

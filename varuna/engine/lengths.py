@@ -38,9 +38,7 @@ class Variants:
         if not self.several:
             return True
         try:
-            self._inbox.wait(
-                lambda: (step, micro_batch) in self._known, lambda: f"the samples of micro-batch {micro_batch}"
-            )
+            self._inbox.pause(lambda: (step, micro_batch) in self._known)
         except (GenerationEnded, LinkError):  # the training thread is told too
             return False
         return True

@@ -159,7 +159,7 @@ class Receiver:
                         self._untaken.append(key)
                     self._inbox.put(key, self._whole(work.wait(), body))
                 elif self._untaken:
-                    self._inbox.wait(lambda: self._free() > 0, lambda: f"{self._name} to be used")
+                    self._inbox.pause(lambda: self._free() > 0)
                 else:
                     return
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence would hang the stage

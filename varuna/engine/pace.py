@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from varuna.engine.device import Event, Streams
 from varuna.engine.inbox import Inbox
 from varuna.engine.links import Courier
+from varuna.engine.patience import Awaited
 from varuna.engine.timing import StepTimes, Took
 from varuna.schedule.actions import Action
 
@@ -95,7 +96,7 @@ class DevicePace:
         self._started = self._mark()
         if self._origin is None:
             self._watch.submit(("started", step), self._started.wait)
-            self._inbox.take(("started", step), lambda: "the device to finish what came before the first step")
+            self._inbox.take(("started", step), lambda: Awaited("the device to finish what came before the first step"))
             self._origin = self._started, time.monotonic()
 
     def waited(self, awaited: Action) -> None:
@@ -134,7 +135,7 @@ class DevicePace:
     def _pass(self, number: int) -> None:
         self._inbox.take(
             ("passed", self._step, number),
-            lambda: f"the device to finish {self._noted[number].action} of step {self._step}",
+            lambda: Awaited(f"the device to finish {self._noted[number].action} of step {self._step}"),
         )
 
 

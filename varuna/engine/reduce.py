@@ -2,7 +2,8 @@
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import cached_property
 from itertools import count
 
 import torch
@@ -16,6 +17,7 @@ from varuna.engine.direct import Channel
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.links import Courier
+from varuna.engine.patience import Awaited
 from varuna.engine.rounded import all_reduce_rounded
 from varuna.engine.shared import StageExchange
 from varuna.engine.stage import Stage
@@ -35,10 +37,21 @@ class Reducer:
         self._groups = groups
         self._inbox = inbox
         self._lane = stage.job.lanes.sums
+        own = plan.place_of(rank).stage
+        self._replicas = tuple(r for r in range(own, plan.workers, plan.stages) if r != rank)
+        self._others = tuple(r for r in range(plan.workers) if r != rank)
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
         self.reductions: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
         """bytes and seconds of the newest all-reduces, from device to device, waits for the other replicas included"""
+
+    @cached_property
+    def _sharers(self) -> tuple[int, ...]:
+        """Other ranks of this replica that hold a tied parameter of this stage."""
+        plan, replica = self._plan, self._plan.place_of(self._rank).replica
+        shared = {section for tied in self._stage.tied for section in tied.sections}
+        homes = {plan.rank_of(replica, plan.stage_of(section)) for section in shared}
+        return tuple(sorted(homes - {self._rank}))
 
     def section_done(self, step: int, section: int) -> None:
         """The section's last backward is through: its sums may leave."""
@@ -77,12 +90,14 @@ class Reducer:
         """Wait until every section is reduced and tied gradients are summed."""
         self._courier.submit(("tied", step), self._sum_tied)
         for section in reversed(self._stage.sections):
-            what = f"of section {section} (step {step})"
-            self._inbox.take(("reduced", step, section), lambda what=what: f"the all-reduce {what}")  # type: ignore[misc]
+            self._take(("reduced", step, section), f"the sums of section {section} (step {step})", self._replicas)
             if self._stage.statistics.has(section):
-                statistics = f"the other replicas' batch statistics {what}"
-                self._inbox.take(("statistics", step, section), lambda what=statistics: what)  # type: ignore[misc]
-        self._inbox.take(("tied", step), lambda: f"the gradients of tied parameters from other stages (step {step})")
+                what = f"the batch statistics of section {section} (step {step})"
+                self._take(("statistics", step, section), what, self._replicas)
+        self._take(("tied", step), f"the gradients of tied parameters (step {step})", self._sharers)
+
+    def _take(self, key: Hashable, what: str, on: tuple[int, ...]) -> None:
+        self._inbox.take(key, lambda: Awaited(what, on))
 
     def exchange(self, step: int) -> StageExchange:
         """Lets the user's code combine values over the stages while ``step`` is applied tentatively."""
@@ -96,7 +111,7 @@ class Reducer:
                 table[place.stage] = row
             key = ("shared", step, next(number))
             self._votes.submit(key, lambda: group.all_reduce(table))
-            self._inbox.take(key, lambda: f"the other stages' part of a shared value (step {step})")
+            self._take(key, f"the other stages' part of a shared value (step {step})", self._others)
             return table
 
         return StageExchange(rows, self._stage.owned)
@@ -106,7 +121,7 @@ class Reducer:
         group, known = self._groups.vote, vector.clone()
         assert group is not None
         self._votes.submit(("tally", step), lambda: group.all_reduce(known))
-        self._inbox.take(("tally", step), lambda: f"the totals of step {step}")
+        self._take(("tally", step), f"the totals of step {step}", self._others)
         return tuple(known.tolist())
 
     def vote(self, step: int, vector: Tensor) -> tuple[float, ...]:
@@ -115,7 +130,7 @@ class Reducer:
         if group is None:
             return tuple(vector.tolist())
         self._votes.submit(("vote", step), lambda: group.all_reduce(vector))
-        self._inbox.take(("vote", step), lambda: f"the vote on step {step}")
+        self._take(("vote", step), f"the vote on step {step}", self._others)
         return tuple(vector.tolist())
 
     def gather(self, step: int) -> None:
@@ -124,7 +139,7 @@ class Reducer:
         assert group is not None
         values = stage.lendable()
         self._courier.submit(("gathered", step), lambda: stage.shares.gather(values, group))
-        self._inbox.take(("gathered", step), lambda: f"new parameters from the other replicas (step {step})")
+        self._take(("gathered", step), f"new parameters (step {step})", self._replicas)
         stage.shares.complete = True
 
     def farewell(self) -> None:
@@ -132,7 +147,7 @@ class Reducer:
         group = self._groups.vote
         if group is not None:
             self._votes.submit("farewell", lambda: group.all_reduce(torch.zeros(1)))
-            self._inbox.take("farewell", lambda: "the other ranks' last step")
+            self._take("farewell", "the end of the last step", self._others)
 
     def close(self) -> None:
         """Let the threads end."""

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from varuna.engine.links import Receiver, Sender
 from varuna.engine.losses import WeightFunction, sums_of
 from varuna.engine.message import Layout
 from varuna.engine.pace import pace_of
+from varuna.engine.patience import Awaited
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import Examples, Tape
 from varuna.engine.stage import Left, Stage
@@ -262,14 +264,17 @@ class Runtime:
         return activation_here and (self._loader is None or self._inbox.has(("batch", step, micro_batch)))
 
     def _wait(self, step: int, policy: Policy, arrived: tuple[int, int], awaited: Action) -> None:
-        def describe() -> str:
-            if awaited.kind is Kind.FORWARD and not self._places:
-                return f"stage {self._stage.index + 1} to take activations (step {step}, rank {self._rank})"
-            what = "activation or input" if awaited.kind is Kind.FORWARD else "gradient"
-            whole = Action(awaited.stage, awaited.kind, self._mine[awaited.micro_batch])
-            return f"the {what} of {whole} (step {step}, rank {self._rank}, replica {self._replica})"
+        whole = Action(awaited.stage, awaited.kind, self._mine[awaited.micro_batch])
 
-        self.activity = f"waits for {describe()}"
+        def describe() -> Awaited:
+            if awaited.kind is not Kind.FORWARD:
+                return Awaited(f"the gradient of {whole} (step {step})", (self._rank + 1,))
+            if self._loader is not None and not self._inbox.has(("batch", step, whole.micro_batch)):
+                return Awaited(f"the samples of {whole} (step {step})")  # nobody else's business, however long it takes
+            if not self._places:
+                return Awaited(f"places for the activation of {whole} (step {step})", (self._rank + 1,))
+            return Awaited(f"the activation of {whole} (step {step})", (self._rank - 1,))
+
         self._inbox.wait(lambda: self._arrived(step, policy) != arrived, describe)
 
     # -- actions -----------------------------------------------------------------------------------------
@@ -296,7 +301,7 @@ class Runtime:
         batch = self._take_batch(step, micro_batch)
         values: dict[str, Tensor] = {}
         if stage.index > 0:
-            buffer = self._inbox.take(("activation", step, micro_batch), lambda: f"activation {micro_batch}")
+            buffer = self._here(("activation", step, micro_batch))
             layout = self._layouts.activation_in(step, micro_batch)
             values, digests = layout.unpack(buffer, self._lane_of(layout)), layout.digests_of(buffer)
             self._compare(batch, digests)
@@ -361,7 +366,7 @@ class Runtime:
             scaled = flight.weight * stage.gradient_scale
             seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}
-        buffer = self._inbox.take(("gradient", step, micro_batch), lambda: f"gradient {micro_batch}")
+        buffer = self._here(("gradient", step, micro_batch))
         layout = self._layouts.gradient_in(step, micro_batch)
         return layout.unpack(buffer, self._lane_of(layout))
 
@@ -370,12 +375,16 @@ class Runtime:
             layout = self._layouts.gradient_out(step, micro_batch)
             self._upstream.send(layout.pack(gradients, lane=self._lane_of(layout)))
 
+    def _here(self, key: tuple[str, int, int]) -> Any:
+        """What the action that runs needs: the policy saw it arrive."""
+        return self._inbox.take(key, lambda: Awaited(f"the {key[0]} of micro-batch {key[2]} (step {key[1]})"))
+
     # -- inputs and losses -------------------------------------------------------------------------------
 
     def _take_batch(self, step: int, micro_batch: int) -> MicroBatch | None:
         if self._loader is None:
             return None
-        batch: MicroBatch = self._inbox.take(("batch", step, micro_batch), lambda: f"the samples of {micro_batch}")
+        batch: MicroBatch = self._here(("batch", step, micro_batch))
         self._loader.taken()
         return batch
 

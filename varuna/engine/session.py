@@ -2,8 +2,10 @@
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 from torch import Tensor
@@ -21,13 +23,16 @@ from varuna.engine.generation import Generation, Setting, build_stage, form, ope
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.job import Job
 from varuna.engine.losses import WeightFunction
+from varuna.engine.patience import Doing, Patience, doing_of
 from varuna.engine.reporting import Reporter
 from varuna.engine.saving import Saver
 from varuna.engine.standing import Standing
-from varuna.engine.step import run_step
+from varuna.engine.step import overflowed, run_step
 from varuna.engine.timing import StepTimes
 
 _EXIT_BOUND_S = 5.0
+_RECENT_STEPS = 32
+"""The median of so many tells how long a step takes: one may compile, or wait for code of the training loop."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Session:
         initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]],
         connect: Callable[[Assignment], Any],
         interface_host: str,
+        patience: Patience | None = None,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
 
@@ -71,6 +77,7 @@ class Session:
             initial: first values of named parameters, for a fresh start; checks the loss's weighing if told so.
             connect: opens the store of an assignment.
             interface_host: address that the data plane binds to.
+            patience: of waits for other ranks.
         """
         self._setting = Setting(job, source, weight, facts.steps, initial, connect, interface_host)
         self._facts, self._membership, self._saver = facts, membership, saver
@@ -80,6 +87,7 @@ class Session:
         self._reporter = Reporter()
         self._what = "starting"
         self._told_times: StepTimes | None = None  # of the newest beat that carried any
+        self._patience, self._inbox = patience, Inbox()  # of the newest generation
         self.current: Generation | None = None
 
     # -- called by the trainer -----------------------------------------------------------------------------
@@ -180,16 +188,22 @@ class Session:
 
     def _form(self, assignment: Assignment) -> Generation | None:
         """Groups, state, stage; None for a spare."""
-        standing, inbox = self.standing, Inbox(who=_who(assignment))
+        standing, plan = self.standing, assignment.plan
+        inbox = Inbox(self._patience, who=_who(assignment), rank=assignment.rank, ranks=range(plan.workers))
         standing.enter(assignment.generation, inbox)
-        self._what = f"forms generation {assignment.generation}"
-        formed = form(self._setting, assignment, inbox, standing.states(), self._shares)
+        self._what, self._inbox = f"forms generation {assignment.generation}", inbox
+        try:
+            formed = form(self._setting, assignment, inbox, standing.states(), self._shares, self._doing)
+        except BaseException:
+            inbox.abort(GenerationEnded(assignment.generation))
+            raise
         self._shares = formed.shares
         if assignment.fresh or assignment.checkpoint is not None:
             standing.forget_votes()
         if assignment.is_spare:
             standing.take(None)
             formed.groups.abandon()
+            inbox.abort(GenerationEnded(assignment.generation))
             return None
         stage = build_stage(self._setting, assignment, formed.states)
         standing.take(stage)
@@ -198,21 +212,25 @@ class Session:
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage)
         self._close_current()
         self._reporter.begin()
+        inbox.pace(plan.step_s)
         self.current = generation
         return generation
 
     def _step_through(self, generation: Generation) -> Generator[Committed, None, bool]:
         """Run steps until the run, the generation or the user's patience ends; True if the run is over."""
         stage, assignment, plan = generation.stage, generation.assignment, generation.plan
+        recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         while stage.next_step < self._facts.steps and not (plan.workers == 1 and self._stopping):
             step = stage.next_step
             begin_s = time.monotonic()
             totals = self._one_step(generation, step)
             step_s = time.monotonic() - begin_s
+            recent_s.append(step_s)
+            generation.inbox.pace(plan.step_s, median(recent_s))
             is_over = totals.stop or stage.next_step == self._facts.steps
             if totals.checkpoint or is_over:
                 self._save(generation, is_last=is_over)
-            self._what = "runs the code of the training loop"
+            self._what = f"runs the code of the training loop after step {step}"
             with self.standing.resting(regroup=totals.regroup and not is_over):
                 yield Committed(step, totals, assignment.generation, plan, assignment.rank == 0, step_s)
             if is_over:
@@ -232,7 +250,8 @@ class Session:
             remember=self.standing.remember,
             reporter=self._reporter,
         )
-        self._shares = self._shares or generation.stage.witness.used
+        if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so nobody was asked
+            self._shares = self._shares or generation.stage.witness.used
         if generation.assignment.rank == 0:
             self._membership.voted(vote)
         return totals
@@ -277,16 +296,20 @@ class Session:
             self.current.close()
             self.current = None
 
+    def _doing(self, tick: int = 0) -> Doing:
+        """What this rank does or waits for, for the manager and the other ranks."""
+        waiting, activity = self._inbox.waiting, self._what
+        if self.current is not None and waiting is None and activity.startswith("runs step"):
+            activity = self.current.runtime.activity
+        return doing_of(activity, waiting, tick=tick)
+
     def _beat(self) -> Beat:
-        current = self.current
-        activity = self._what
-        if current is not None and activity.startswith("runs step"):
-            activity = current.runtime.activity
-        standing = self.standing
+        current, standing, doing = self.current, self.standing, self._doing()
         beat = Beat(
             generation=standing.generation,
             step=standing.next_step or 0,
-            activity=activity,
+            activity=doing.text,
+            at_work=not doing.on,
             times=self._reporter.drain(),
         )
         times = current.runtime.times if current is not None else None

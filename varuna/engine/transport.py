@@ -13,8 +13,8 @@ from torch import Tensor
 c10d: Any = dist
 Store: Any = c10d.Store
 
-OPERATION_BOUND_S = 1800.0
-"""Last resort of a transfer; membership is decided by leases long before."""
+OPERATION_BOUND_S = 100_000.0
+"""Longer than any wait in the inbox (``patience``), which ends what is blocked here by abandoning the group."""
 FORMING_BOUND_S = 30.0
 """Members of a generation look for each other at most this long."""
 

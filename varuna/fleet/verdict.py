@@ -140,9 +140,18 @@ def watch_generation(turn: Turn, phase: Running) -> None:
 
 
 def _copying(fleet: Fleet) -> list[str]:
-    """Members whose beats say that they are still getting ready for this generation."""
-    beats = {name: fleet.workers[name].beat for name in fleet.live_members}
-    return [name for name, beat in beats.items() if beat is not None and beat.activity.startswith("forms generation")]
+    """Members whose beats say that they are still getting ready for this generation, and wait for others.
+
+    Nobody, while one of them builds a model or reads a checkpoint: that takes as long as it takes.
+    """
+    found = []
+    for name in fleet.live_members:
+        beat = fleet.workers[name].beat
+        if beat is not None and beat.activity.startswith("forms generation"):
+            if beat.at_work:
+                return []
+            found.append(name)
+    return found
 
 
 def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> None:

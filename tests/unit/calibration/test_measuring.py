@@ -4,17 +4,21 @@ import threading
 import time
 from collections.abc import Hashable, Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded, tiny_gpt2
-from varuna.calibration.compute import measure_window
+from varuna.calibration.compute import _rounds, measure_window
 from varuna.calibration.kinds import section_kinds
-from varuna.calibration.measured import RingSamples, Sized
+from varuna.calibration.measured import RingSamples, SectionSamples, Sized
 from varuna.calibration.network import Peers
 from varuna.calibration.standin import StandIns
+from varuna.calibration.window import Pass
+from varuna.calibration.worker import _agreed_times, _smallest
 from varuna.core.errors import NoPlanError
 from varuna.engine.inbox import Inbox
 from varuna.engine.lanes import HostLane, Lanes, lanes_over
@@ -138,3 +142,45 @@ def test_messages_and_rings_of_a_device_are_over_when_both_copies_are() -> None:
         assert streams.left == 0
 
     run_all([partial(measure, rank) for rank in range(2)])
+
+
+class Rounds:
+    """A window whose rounds take a moment, or more memory than there is."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.fails = fails
+
+    def round(self, batch: dict[str, torch.Tensor], size: int) -> Pass:
+        if self.fails:
+            raise torch.OutOfMemoryError
+        return Pass({0: 0.1}, {}, {}, {}, {})
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_workers_ask_each_other_equally_often_whichever_runs_out_of_memory(fails: bool) -> None:
+    asked: list[float] = []
+
+    def agree(value: float) -> float:
+        asked.append(value)
+        return 1.0  # some worker has run out of memory
+
+    window: Any = Rounds(fails=fails)
+    assert _rounds(window, {}, 4, agree, 1.0) is None
+    assert asked == [float(fails)]
+    passes = _rounds(window, {}, 4, lambda value: value, 1.0)
+    assert passes is None if fails else len(passes or ()) > 1
+
+
+def test_what_the_plan_of_a_rehearsal_follows_from_is_the_same_on_all_workers() -> None:
+    def sample(section: int, micro_batch: int) -> SectionSamples:
+        each = (1.0 * section, 2.0 * section, 9.0)
+        return SectionSamples(
+            section=section, micro_batch=micro_batch, forward_s=each, recompute_s=each, backward_s=each
+        )
+
+    samples = [sample(section, micro_batch) for micro_batch in (2, 4) for section in (1, 2)]
+    slower: Any = SimpleNamespace(agree=lambda value: max(value, 3.0))
+    assert [each.forward_s for each in _agreed_times(samples, 4, slower)] == [3.0, 4.0]
+    table: Any = SimpleNamespace(agree=lambda value: max(value, -5e9))
+    assert _smallest(8 * 10**9, table) == 5 * 10**9
+    assert _smallest(None, SimpleNamespace(agree=lambda value: value)) is None  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.compiled import Compiler
 from varuna.engine.job import Job
 from varuna.engine.lanes import Lanes, lanes_of
+from varuna.engine.patience import Patience
 from varuna.engine.precision import DTYPES, cast
 from varuna.engine.session import Committed, Session
 from varuna.engine.solo import Solo, World
@@ -177,6 +178,7 @@ class Setup:
     lanes: Callable[[], Lanes] | None = None
     """of each rank; the device's by default"""
     share: bool = False
+    patience: Patience | None = None
 
     def __post_init__(self) -> None:
         self.recipe = Recipe(self.build, metrics=self.metrics, dtype=DTYPES[self.precision])
@@ -250,6 +252,7 @@ class Setup:
             initial=lambda names, _checks: self.initial(rank, names),
             connect=lambda _assignment: store,
             interface_host="127.0.0.1",
+            patience=self.patience,
         )
         _sessions.append((session, saver))
         return session

@@ -15,6 +15,7 @@ from varuna.core.ready import DONE
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.message import Packed
+from varuna.engine.patience import Awaited, Patience, doing_of
 from varuna.engine.runtime import Runtime
 from varuna.engine.stage import Stage
 from varuna.engine.transport import Group, Work
@@ -47,13 +48,17 @@ class Frozen:
         def arrived_and_told(runtime: Runtime, *given: Any) -> tuple[int, int]:
             if runtime._downstream is not None and not self.thawed.is_set():
                 self.most = max(self.most, runtime._downstream.waiting)
-                is_stuck = runtime.activity.startswith("waits for stage 1")
+                is_stuck = "places for the activation" in _awaited(runtime)
                 if is_stuck or runtime._forwards == _MICRO_BATCHES:  # all of them: nothing held it back
                     then(self, runtime)
             return arrived(runtime, *given)
 
         patch.setattr(Group, "receive", receive_late)
         patch.setattr(Runtime, "_arrived", arrived_and_told)
+
+
+def _awaited(runtime: Runtime) -> str:
+    return doing_of("", runtime._inbox.waiting).text
 
 
 @pytest.mark.parametrize("policy", ["gpipe", "adaptive"])
@@ -70,7 +75,7 @@ def test_a_stage_that_stays_frozen_is_named_and_its_lease_ends_the_wait(monkeypa
     said = []
 
     def end(_: Frozen, runtime: Runtime) -> None:
-        said.append(runtime.activity)
+        said.append(_awaited(runtime))
         threading.Timer(0.0, runtime._inbox.abort, [LinkError("the lease of rank 1 has ended")]).start()
 
     frozen = Frozen(monkeypatch, end)
@@ -78,7 +83,7 @@ def test_a_stage_that_stays_frozen_is_named_and_its_lease_ends_the_wait(monkeypa
         deep().run(2, 1, steps=2)
     frozen.thawed.set()
     assert frozen.most == MESSAGES_LEAVING
-    assert said[0] == "waits for stage 1 to take activations (step 0, rank 0)"
+    assert said[0] == ": waits for places for the activation of 0F3 (step 0) from rank 1"
 
 
 def test_gradients_that_a_slow_stage_has_no_place_for_stay_where_they_were_made(
@@ -112,25 +117,25 @@ def test_gradients_that_a_slow_stage_has_no_place_for_stay_where_they_were_made(
 
 def test_a_receiver_with_places_takes_what_it_has_room_for_and_goes_on_when_something_is_used() -> None:
     groups = connected(2)
-    outgoing, inbox = Inbox(bound_s=10), Inbox(bound_s=10)
+    outgoing, inbox = Inbox(Patience(last_s=10)), Inbox(Patience(last_s=10))
     Receiver(groups[1], 0, 1, inbox, "in", ((number, 4) for number in range(6)), places=2)
     sender = Sender(groups[0], 1, 1, outgoing, "out")
     for number in range(6):
         sender.send(Packed(torch.full((4,), number, dtype=torch.uint8), DONE))
     for number in range(6):
-        outgoing.wait(lambda: sender.waiting == max(0, 4 - number), lambda: "places")  # noqa: B023 - runs at once
+        outgoing.wait(lambda: sender.waiting == max(0, 4 - number), lambda: Awaited("places"))  # noqa: B023 - runs at once
         assert not inbox.has(number + 2)
-        assert inbox.take(number, lambda: "a message").tolist() == [number] * 4
+        assert inbox.take(number, lambda: Awaited("a message")).tolist() == [number] * 4
     sender.close()
 
 
 def test_a_receiver_that_waits_for_a_place_ends_with_its_generation() -> None:
     groups = connected(2)
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     Receiver(groups[1], 0, 1, inbox, "crowded", ((number, 4) for number in range(2)), places=1)
     [thread] = [each for each in threading.enumerate() if each.name == "varuna-receive-crowded"]
     groups[0].send(torch.zeros(4, dtype=torch.uint8), 1, 1).wait()
-    inbox.wait(lambda: inbox.has(0), lambda: "the message")
+    inbox.wait(lambda: inbox.has(0), lambda: Awaited("the message"))
     inbox.abort(GenerationEnded())
     thread.join(5)
     assert not thread.is_alive()

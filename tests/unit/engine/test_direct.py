@@ -26,6 +26,7 @@ from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.lanes import DirectLane, lanes_over
 from varuna.engine.links import Receiver, Sender
 from varuna.engine.message import Apart, Layout, Packed
+from varuna.engine.patience import Awaited, Patience
 from varuna.engine.reduce import Reducer
 from varuna.engine.transport import FORMING_BOUND_S, local_store
 from varuna.partition.split import Crossing
@@ -145,7 +146,7 @@ def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> 
     """Two replicas; the computation is late."""
     groups, fabric, streams = connected(2), Wire(), [LateStreams() for _ in range(2)]
     identity = fabric.offer()
-    inboxes, reducers, sums = [Inbox(bound_s=20) for _ in range(2)], list[Reducer](), list[torch.Tensor]()
+    inboxes, reducers, sums = [Inbox(Patience(last_s=20)) for _ in range(2)], list[Reducer](), list[torch.Tensor]()
     channels = []
     for rank in range(2):
         streams[rank].compute = LateStream()
@@ -181,8 +182,8 @@ LAYOUT = Layout((HIDDEN,), 2, digests=True, apart=True)
 VALUE = torch.arange(6.0).view(2, 3)
 
 
-def nothing() -> str:
-    return "a message"
+def nothing() -> Awaited:
+    return Awaited("a message")
 
 
 class Pair:
@@ -192,7 +193,7 @@ class Pair:
         self.groups, self.fabric = connected(2), Wire()
         identity = self.fabric.offer()
         self.communicators = [self.fabric.connect(identity, rank, 2) for rank in range(2)]
-        self.inboxes = [Inbox(bound_s=20) for _ in range(2)]
+        self.inboxes = [Inbox(Patience(last_s=20)) for _ in range(2)]
         self.streams = [LateStreams() for _ in range(2)]
         self.lanes = [DirectLane(streams) for streams in self.streams]
         ends = zip(self.communicators, self.streams, self.inboxes, strict=True)

@@ -7,10 +7,11 @@ import pytest
 
 from varuna.core.errors import DataError, LinkError
 from varuna.engine.inbox import GenerationEnded, Inbox
+from varuna.engine.patience import Awaited, Patience
 
 
-def nothing() -> str:
-    return "nothing"
+def nothing() -> Awaited:
+    return Awaited("nothing")
 
 
 class Waiting:
@@ -44,8 +45,9 @@ class Waiting:
 
 
 def test_a_wait_ends_at_its_bound_and_names_what_it_waited_for() -> None:
-    with pytest.raises(LinkError, match=r"rank 4 waited 0 s for the gradient of 2B7 \(step 3\), and nothing.*resume"):
-        Inbox(bound_s=0.02, who="rank 4").take("gradient", lambda: "the gradient of 2B7 (step 3)")
+    inbox = Inbox(Patience(last_s=0.02), who="rank 4")
+    with pytest.raises(LinkError, match=r"rank 4 waited 0 s for the gradient of 2B7 \(step 3\) from rank 5, .*resume"):
+        inbox.take("gradient", lambda: Awaited("the gradient of 2B7 (step 3)", (5,)))
 
 
 def test_the_text_of_a_wait_is_made_only_when_it_is_needed() -> None:
@@ -55,7 +57,7 @@ def test_the_text_of_a_wait_is_made_only_when_it_is_needed() -> None:
 
 
 def test_other_arrivals_neither_end_nor_prolong_a_wait() -> None:
-    inbox = Inbox(bound_s=0.1)
+    inbox = Inbox(Patience(last_s=0.1))
     stop = threading.Event()
 
     def chatter() -> None:
@@ -75,7 +77,7 @@ def test_other_arrivals_neither_end_nor_prolong_a_wait() -> None:
 
 
 def test_a_value_arrives_once_and_none_is_a_value() -> None:
-    inbox = Inbox(bound_s=0.02)
+    inbox = Inbox(Patience(last_s=0.02))
     waiting = Waiting(inbox, "key")
     inbox.put("key", None)
     waiting.end()

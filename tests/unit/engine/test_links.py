@@ -13,12 +13,13 @@ from varuna.core.ready import DONE
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.links import Courier, Receiver, Sender
 from varuna.engine.message import Packed
+from varuna.engine.patience import Awaited, Patience
 
 SIZES = [1, 8, 100_003, 64, 4096, 7] * 5
 
 
-def nothing() -> str:
-    return "a message"
+def nothing() -> Awaited:
+    return Awaited("a message")
 
 
 def numbered() -> Iterator[tuple[tuple[str, int], int]]:
@@ -28,7 +29,7 @@ def numbered() -> Iterator[tuple[tuple[str, int], int]]:
 
 def test_messages_of_any_size_keep_their_order_in_both_directions_at_once() -> None:
     groups = connected(2)
-    inboxes = [Inbox(bound_s=20) for _ in range(2)]
+    inboxes = [Inbox(Patience(last_s=20)) for _ in range(2)]
     senders = []
     for rank in range(2):
         Receiver(groups[rank], 1 - rank, 1 + rank, inboxes[rank], f"into {rank}", numbered())
@@ -47,7 +48,7 @@ def test_messages_of_any_size_keep_their_order_in_both_directions_at_once() -> N
 
 def test_sending_never_blocks_and_a_peer_that_is_gone_is_named_by_the_sender() -> None:
     groups = connected(2)
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     sender = Sender(groups[0], 1, 1, inbox, "of rank 0 with rank 1 (stage 1)")
     for _ in range(20):
         sender.send(Packed(torch.zeros(1_000_000, dtype=torch.uint8), DONE))  # nobody receives
@@ -59,7 +60,7 @@ def test_sending_never_blocks_and_a_peer_that_is_gone_is_named_by_the_sender() -
 
 def test_a_peer_that_is_gone_is_named_by_the_receiver() -> None:
     groups = connected(2)
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     Receiver(groups[0], 1, 1, inbox, "of rank 0 with rank 1 (stage 1)", numbered())
     del groups[1]
     with pytest.raises(LinkError, match=r"the link of rank 0 with rank 1 \(stage 1\) broke while receiving: [^\n]+$"):
@@ -68,7 +69,7 @@ def test_a_peer_that_is_gone_is_named_by_the_receiver() -> None:
 
 def test_what_came_before_the_break_is_delivered_only_until_the_break() -> None:
     groups = connected(2)
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     Receiver(groups[0], 1, 1, inbox, "broken", numbered())
     groups[1].send(torch.full((1,), 9, dtype=torch.uint8), 0, 1).wait()
     assert inbox.take(("message", 0), nothing).tolist() == [9]
@@ -79,7 +80,7 @@ def test_what_came_before_the_break_is_delivered_only_until_the_break() -> None:
 
 def test_a_broken_link_does_not_hide_the_managers_word() -> None:
     groups = connected(2)
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     inbox.abort(GenerationEnded(3))
     Sender(groups[0], 1, 1, inbox, "x").send(Packed(torch.zeros(8, dtype=torch.uint8), DONE))
     del groups[1]
@@ -88,7 +89,7 @@ def test_a_broken_link_does_not_hide_the_managers_word() -> None:
 
 
 def test_a_courier_works_in_order_and_posts_results() -> None:
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     courier = Courier(inbox, "reduction")
     done: list[int] = []
 
@@ -104,7 +105,7 @@ def test_a_courier_works_in_order_and_posts_results() -> None:
 
 
 def test_a_courier_whose_collective_fails_ends_the_generation_and_stops() -> None:
-    inbox = Inbox(bound_s=10, who="rank 1 (stage 0)")
+    inbox = Inbox(Patience(last_s=10), who="rank 1 (stage 0)")
     courier = Courier(inbox, "the reduction")
     ran = threading.Event()
 
@@ -123,7 +124,7 @@ def test_a_courier_whose_collective_fails_ends_the_generation_and_stops() -> Non
 
 
 def test_an_error_that_is_no_links_reaches_whoever_takes_the_result() -> None:
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     courier = Courier(inbox, "forming generation 0")
 
     def damaged() -> None:
@@ -137,14 +138,14 @@ def test_an_error_that_is_no_links_reaches_whoever_takes_the_result() -> None:
 
 
 def test_a_courier_hands_on_an_exit_that_its_thread_would_swallow() -> None:
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     Courier(inbox, "forming generation 0").submit("formed", lambda: sys.exit("no weights here"))
     with pytest.raises(SystemExit, match="no weights here"):
         inbox.take("formed", nothing)
 
 
 def test_a_receiver_that_cannot_tell_what_comes_says_why() -> None:
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
 
     def unknown() -> Iterator[tuple[str, int]]:
         yield "message", SIZES[len(SIZES)]
@@ -155,7 +156,7 @@ def test_a_receiver_that_cannot_tell_what_comes_says_why() -> None:
 
 
 def test_a_courier_drops_its_work_when_the_generation_is_over() -> None:
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     courier = Courier(inbox, "vote")
     begun, go, ran = threading.Event(), threading.Event(), threading.Event()
 
@@ -184,9 +185,9 @@ class Later:
 
 def test_messages_that_are_not_ready_are_sent_in_order_once_they_are() -> None:
     groups = connected(2)
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     Receiver(groups[1], 0, 1, inbox, "in", ((number, 4) for number in range(3)))
-    sender = Sender(groups[0], 1, 1, Inbox(bound_s=10), "out")
+    sender = Sender(groups[0], 1, 1, Inbox(Patience(last_s=10)), "out")
     pending = [Later(), Later(), Later()]
     buffers = [torch.zeros(4, dtype=torch.uint8) for _ in pending]
     for buffer, ready in zip(buffers, pending, strict=True):
@@ -203,7 +204,7 @@ def test_a_device_that_fails_under_a_message_breaks_the_link() -> None:
         def wait(self) -> None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered\nmore lines")
 
-    inbox = Inbox(bound_s=10)
+    inbox = Inbox(Patience(last_s=10))
     sender = Sender(connected(2)[0], 1, 1, inbox, "out")
     sender.send(Packed(torch.zeros(4, dtype=torch.uint8), Failed()))
     with pytest.raises(LinkError, match="the link out broke while sending: CUDA error: an illegal memory access"):

@@ -10,6 +10,7 @@ from tests.unit.engine.ranks import Setup, SmallLanguage
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.lanes import lanes_over
 from varuna.engine.pace import DevicePace, HostPace, Noted, pace_of, times_of
+from varuna.engine.patience import Patience
 from varuna.engine.timing import Took
 from varuna.schedule.actions import Action, Kind
 
@@ -48,7 +49,7 @@ class Gates(LateStreams):
 
 
 def test_the_action_before_must_be_done_and_no_more() -> None:
-    streams, inbox = Gates(), Inbox(bound_s=20)
+    streams, inbox = Gates(), Inbox(Patience(last_s=20))
     pace = DevicePace(streams, inbox)
     pace.begin(0, 0.0)
     begun = threading.Event()
@@ -75,7 +76,7 @@ def test_the_action_before_must_be_done_and_no_more() -> None:
 
 
 def test_the_end_of_a_generation_ends_the_wait_for_the_device() -> None:
-    streams, inbox = Gates(), Inbox(bound_s=20)
+    streams, inbox = Gates(), Inbox(Patience(last_s=20))
     pace = DevicePace(streams, inbox)
     pace.begin(0, 0.0)
     pace.acting()

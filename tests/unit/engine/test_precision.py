@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import nn
 
+import varuna
 from tests.unit.engine.ranks import Setup, Tokens, adamw, single_threaded, tiny_gpt2, tiny_llama, worst
 from varuna.checkpoint.shards import from_bytes, to_bytes
 from varuna.core.errors import UsageError
 from varuna.core.precision import LossScale, Precision
 from varuna.data import sample_index
+from varuna.engine.optimizer import NamedParameters
 from varuna.engine.precision import DTYPES
 from varuna.engine.stage import Stage
 from varuna.trainer import Trainer
@@ -97,6 +99,21 @@ def test_fp16_skips_the_steps_that_a_plain_loop_skips(grid: tuple[int, int]) -> 
     assert 2 < len(skipped) < 11
     kept = [step for step in range(12) if step not in skipped]
     assert worst([found[s] for s in kept], [expected[s] for s in kept]) < 2e-3
+
+
+def test_shared_values_are_combined_though_the_first_steps_are_skipped() -> None:
+    seen: list[float] = []
+
+    def count(named: NamedParameters) -> None:
+        own = sum(value.numel() for _, value in named if varuna.owned(value))
+        seen.append(float(varuna.all_reduce_shared(torch.tensor(float(own)))))
+
+    setup = half("fp16", unit=1.0)
+    setup.before_step = count
+    skipped = skipped_by(setup.losses(2, 1, steps=12))
+    assert skipped[0] == 0
+    assert len(seen) == 2 * (12 - len(skipped))
+    assert len(set(seen)) == 1
 
 
 def test_the_scale_goes_wherever_state_goes() -> None:

@@ -14,6 +14,7 @@ from varuna.engine.forming import initial_states
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.job import Job
+from varuna.engine.patience import Patience
 from varuna.engine.reduce import Reducer
 from varuna.engine.section import Examples
 from varuna.engine.stage import Stage
@@ -56,7 +57,7 @@ def whole(setup: Setup, job: Job) -> Stage:
 
 def gradients_of(setup: Setup, stage: Stage, step: int) -> None:
     """F, B and the sums of tied parameters of a step, on a single stage."""
-    reducer = Reducer(stage, stage.plan, 0, Groups(cast(Any, None)), Inbox(bound_s=10))
+    reducer = Reducer(stage, stage.plan, 0, Groups(cast(Any, None)), Inbox(Patience(last_s=10)))
     stage.clear_gradients()
     for micro_batch in range(2):
         first = 4 * step + 2 * micro_batch

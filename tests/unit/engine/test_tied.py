@@ -1,9 +1,16 @@
 """Parameters that several stages share."""
 
+from dataclasses import replace
+from functools import partial
+
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
+from tests.unit.engine.ranks import Setup, close_sessions, reference, single_threaded, worst
+from tests.unit.engine.sharing import BLOCKS, Pattern, Sharing, distance, momentum, trained_plainly
+from varuna.core.plan import Plan
 
 
 class TwoTied(nn.Module):
@@ -34,3 +41,51 @@ def test_exchanges_of_tied_parameters_have_the_same_numbers_on_all_stages() -> N
         assert own == [{"embed.weight"}, {"layers.2.weight"}, {"embed.weight", "layers.2.weight"}]
         assert deep == setup.losses(1, 1, 2)
         assert worst(deep, reference(setup, 2)) < 1e-5
+
+
+_NUMBERS = st.lists(st.integers(0, BLOCKS - 1), min_size=BLOCKS, max_size=BLOCKS).map(tuple)
+PATTERNS = st.builds(
+    Pattern,
+    modules=_NUMBERS,
+    biases=_NUMBERS,
+    leaves=_NUMBERS,
+    tied_head=st.booleans(),
+    frozen=st.just(0) | st.integers(0, (1 << 10) - 1),
+)
+GRIDS = st.tuples(
+    st.integers(1, 6), st.integers(1, 3), st.integers(0, 1 << 30), st.sampled_from(["varuna", "adaptive"])
+)
+_STEPS = 3
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(pattern=PATTERNS, grids=st.lists(GRIDS, min_size=2, max_size=2))
+def test_whatever_is_shared_any_plan_trains_as_one_process(
+    pattern: Pattern, grids: list[tuple[int, int, int, str]]
+) -> None:
+    check_sharing(pattern, grids)
+
+
+def check_sharing(pattern: Pattern, grids: list[tuple[int, int, int, str]]) -> None:
+    """Losses and parameters of a plain loop; and with one replica, to the bit, those of one process."""
+    setup = Setup(partial(Sharing, pattern), optimizer=momentum, clip=None, global_batch=6, micro_batch=1)
+    with single_threaded():
+        expected, parameters = trained_plainly(setup, _STEPS)
+        alone = setup.losses(1, 1, _STEPS)
+        own = setup.parameters()
+        for stages, replicas, seed, policy in grids:
+            run = replace(setup, policy=policy, adjusted=partial(_cut, seed))
+            found = run.losses(stages, replicas, _STEPS)
+            assert max(abs(loss / other - 1) for (loss, _), other in zip(found, expected, strict=True)) < 2e-6
+            assert distance(run.parameters(), parameters) < 5e-6
+            if replicas == 1:
+                assert found == alone
+                assert distance(run.parameters(), own) == 0
+            close_sessions()
+
+
+def _cut(seed: int, plan: Plan) -> Plan:
+    """The plan with its stages cut anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = 1 + torch.randperm(plan.sections - 1, generator=generator)[: plan.stages - 1]
+    return plan.model_copy(update={"starts": (0, *sorted(cuts.tolist())), "kept": ()})

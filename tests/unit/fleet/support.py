@@ -109,14 +109,22 @@ class Driver:
     def feed_tick(self) -> list[Instruction]:
         return self.feed(Tick())
 
-    def wait(self, seconds: float, *, silent: tuple[str, ...] = (), activity: str = "waits") -> list[Instruction]:
+    def wait(
+        self,
+        seconds: float,
+        *,
+        silent: tuple[str, ...] = (),
+        activity: str = "waits",
+        at_work: tuple[str, ...] = (),
+    ) -> list[Instruction]:
         """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats."""
         start = len(self.done)
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 0.2)
             for worker in set(self.fleet.joined) - set(silent):
-                self.say(worker, Beat(generation=self.fleet.generation, step=0, activity=activity))
+                generation, works = self.fleet.generation, worker in at_work
+                self.say(worker, Beat(generation=generation, step=0, activity=activity, at_work=works))
             self.feed(Tick())
         return self.done[start:]
 

@@ -15,7 +15,7 @@ from varuna.fleet.events import (
     WorkerSpawned,
 )
 from varuna.fleet.instructions import Release, Spawn
-from varuna.fleet.state import Checkpoint, Ended, Fleet, FleetConfig, Idle, Running
+from varuna.fleet.state import Checkpoint, Ended, Fleet, FleetConfig, Idle, Running, Stopping
 from varuna.fleet.story import Notice, WorkerLost
 
 
@@ -249,3 +249,13 @@ def test_a_joiner_that_cannot_copy_is_dropped() -> None:
     assert driver.fleet.record.grid == ("w0", "w1", "w2", "w3")
     driver.voted(3)
     assert driver.fleet.recorded_step == 3
+
+
+def test_nobody_is_dropped_while_a_worker_builds_the_model() -> None:
+    driver = Driver(FleetConfig(workers=2, form_timeout_s=5), plan=two_stages)
+    driver.gather()
+    driver.wait(20, activity="forms generation 0", at_work=("w1",))
+    assert driver.fleet.generation == 0
+    assert not driver.told(WorkerLost)
+    driver.wait(0.4, activity="forms generation 0")
+    assert isinstance(driver.fleet.phase, Stopping)

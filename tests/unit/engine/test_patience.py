@@ -1,0 +1,169 @@
+"""What a wait says, and when it ends: by facts alone, and among ranks."""
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.unit.engine.ranks import Setup
+from varuna.core.errors import LinkError
+from varuna.engine.inbox import Inbox
+from varuna.engine.lookout import watch
+from varuna.engine.patience import Awaited, Doing, Heard, Patience, Scene, Waiting, doing_of, hear
+from varuna.engine.reduce import Reducer
+from varuna.engine.session import Session
+
+PATIENCE = Patience()
+GRADIENT = Awaited("the gradient of 0B3 (step 12)", (1,))
+WAITING = Waiting(7, 100.0, lambda: GRADIENT)
+BUSY = Doing(text="runs the code of the training loop after step 11")
+VOTING = Doing(text="runs step 12: waits for the vote on step 12 from ranks 0 and 1", on=(0, 1), wait=4)
+
+
+def scene(*heard: Heard) -> Scene:
+    """Rank 0 of three, 300 s of patience with a step."""
+    return Scene("rank 0 (stage 0)", 0, range(3), dict(enumerate(heard, 1)), PATIENCE.stalled_after_s(1.0))
+
+
+def since(doing: Doing, since_s: float, *, read_s: float = 1e6, alive_s: float | None = None) -> Heard:
+    return Heard(doing, since_s, read_s if alive_s is None else alive_s, read_s)
+
+
+def test_patience_follows_from_what_a_step_takes() -> None:
+    assert PATIENCE.stalled_after_s(0.0) == 300
+    assert PATIENCE.stalled_after_s(2.0, 60.0) == 1200
+    assert PATIENCE.told_s < 60
+
+
+def test_a_wait_names_whom_it_is_for_and_what_they_do_those_at_work_first() -> None:
+    said = scene(since(VOTING, 0), since(BUSY, 0)).told(Awaited("the vote on step 12", (1, 2)), 31.2)
+    assert said == (
+        "rank 0 (stage 0) has waited 31 s for the vote on step 12 from ranks 1 and 2 (rank 2: runs the code of the "
+        "training loop after step 11; rank 1: runs step 12: waits for the vote on step 12 from ranks 0 and 1)"
+    )
+    assert scene().told(Awaited("the samples of 0F3"), 40) == "rank 0 (stage 0) has waited 40 s for the samples of 0F3"
+
+
+def test_a_rank_at_work_is_waited_for_as_long_as_it_gives_signs_of_life() -> None:
+    watched = scene(since(BUSY, 0), since(VOTING, 0))
+    assert watched.fault(WAITING, 100 + 86_399, PATIENCE) is None
+    fault = watched.fault(WAITING, 100 + 86_400, PATIENCE)
+    assert fault is not None
+    assert "(rank 1: runs the code of the training loop after step 11)" in fault
+
+
+def test_a_circle_of_waits_ends_and_is_named() -> None:
+    other = Doing(text="runs step 12: waits for the activation of 1F3 (step 12) from rank 0", on=(0,), wait=9)
+    watched = scene(since(other, 110, read_s=409), since(VOTING, 120, read_s=421))
+    assert watched.fault(WAITING, 430, PATIENCE) is None  # known since 120, and for rank 1 until 409
+    watched = scene(since(other, 110, read_s=420), since(VOTING, 120, read_s=421))
+    fault = watched.fault(WAITING, 430, PATIENCE)
+    assert fault is not None
+    assert fault.startswith(
+        "rank 0 (stage 0) waited 330 s for the gradient of 0B3 (step 12) from rank 1. For 300 s every rank has waited "
+        "for another one (rank 1: runs step 12: waits for the activation of 1F3 (step 12) from rank 0; rank 2: runs "
+        "step 12: waits for the vote on step 12 from ranks 0 and 1; rank 0: waits for the gradient of 0B3 (step 12) "
+        "from rank 1)"
+    )
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        (since(VOTING, 0),),  # a rank was not heard
+        (since(VOTING, 0), since(BUSY, 0)),  # or is at work
+        (since(VOTING, 0), since(VOTING, 0, alive_s=1e6 - 61)),  # or cannot tell
+    ],
+)
+def test_without_everybodys_word_nothing_is_a_circle(others: tuple[Heard, ...]) -> None:
+    assert scene(*others).fault(WAITING, 50_000, PATIENCE) is None
+
+
+def test_who_waits_for_its_own_work_is_in_no_circle() -> None:
+    own = Waiting(1, 0.0, lambda: Awaited("the samples of 0F3 (step 12)"))
+    assert scene(since(VOTING, 0), since(VOTING, 0)).fault(own, 50_000, PATIENCE) is None
+
+
+def test_a_silent_rank_is_given_up_if_it_is_waited_for() -> None:
+    silent, lively = since(BUSY, 0, read_s=900, alive_s=300), since(BUSY, 0, read_s=900)
+    fault = scene(silent, lively).fault(WAITING, 901, PATIENCE)
+    assert fault is not None
+    assert "and rank 1 gave no sign of life for 600 s: frozen or cut off" in fault
+    assert scene(lively, silent).fault(WAITING, 901, PATIENCE) is None
+
+
+def test_another_wait_is_progress_and_another_tick_a_sign_of_life() -> None:
+    first = hear(None, Doing(text="", on=(1,), wait=1, tick=1), 10)
+    same = hear(first, Doing(text="", on=(1,), wait=1, tick=2), 20)
+    assert (same.since_s, same.alive_s, same.silent_s) == (10, 20, 0)
+    assert hear(same, Doing(text="", on=(1,), wait=2, tick=3), 30).since_s == 30
+    assert hear(same, Doing(text="", wait=1, tick=3), 30).since_s == 30
+    silent = hear(same, Doing(text="", on=(1,), wait=1, tick=2), 30)
+    assert (silent.since_s, silent.silent_s) == (10, 10)
+
+
+def test_a_rank_tells_what_it_waits_for_and_its_activity() -> None:
+    assert doing_of("runs step 12", WAITING) == Doing(
+        text="runs step 12: waits for the gradient of 0B3 (step 12) from rank 1", on=(1,), wait=7
+    )
+    assert doing_of("step 12: 0F1", None, tick=3) == Doing(text="step 12: 0F1", tick=3)
+
+
+def test_a_store_that_is_away_makes_nobody_silent() -> None:
+    class Away:
+        def set(self, key: str, value: str) -> None:
+            raise RuntimeError("connection reset")
+
+    inbox = Inbox(Patience(word_s=0.01), ranks=range(2))
+    inbox.heard = {1: since(BUSY, 0)}
+    watch(inbox, Away(), 0, 0, range(2), lambda tick: Doing(text="", on=(1,), tick=tick))
+    deadline_s = time.monotonic() + 5
+    while inbox.heard and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    inbox.abort(LinkError("over"))
+    assert not inbox.heard
+
+
+# -- among ranks -----------------------------------------------------------------------------------------------
+
+
+def test_a_deadlock_of_three_ranks_is_told_and_ended_with_all_their_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add = Reducer._sum_one
+
+    def astray(reducer: Reducer, tied: Any, tag: int) -> None:
+        add(reducer, tied, tag + reducer._rank)
+
+    monkeypatch.setattr(Reducer, "_sum_one", astray)
+    setup = Setup(patience=Patience(word_s=0.05, told_s=0.2, stalled_s=0.6, steps=0.0))
+    with pytest.raises(LinkError, match=r"every rank has waited for another one \(.*; ") as raised:
+        setup.run(3, 1, steps=2)
+    assert "waits for the gradients of tied parameters (step 0) from rank 2" in str(raised.value)
+    assert "rank 1: runs step 0: waits for the vote on step 0 from ranks 0 and 2" in str(raised.value)
+    said = capsys.readouterr().err
+    assert said.count("rank 1 (stage 1) has waited 0 s for the vote on step 0 from ranks 0 and 2 (") == 1
+
+
+def test_code_of_the_training_loop_may_take_longer_than_any_bound_of_a_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    setup = Setup(patience=Patience(word_s=0.05, told_s=0.2, stalled_s=0.4, steps=0.0, silent_s=0.8))
+    plain = setup.losses(2, 1, steps=2)
+    losses: dict[int, list[float]] = {0: [], 1: []}
+    steps = Session.steps
+
+    def slow(session: Session) -> Any:
+        for committed in steps(session):
+            losses[0 if committed.is_main else 1].append(committed.totals.loss)
+            yield committed
+            if committed.is_main and committed.step == 0:
+                time.sleep(1.5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "steps", slow)
+        setup.run(2, 1, steps=2)
+    assert losses[0] == losses[1] == [loss for loss, _ in plain]
+    said = capsys.readouterr().err
+    assert "rank 1 (stage 1) has waited 0 s for the activation of 1F0 (step 1) from rank 0" in said
+    assert "(rank 0: runs the code of the training loop after step 0)" in said

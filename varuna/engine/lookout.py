@@ -1,0 +1,58 @@
+"""The ranks of a generation tell each other what they do, so that who waits knows for whom and why.
+
+By the generation's store, every few seconds, on a thread of its own: a rank's word comes while its training thread runs
+the user's code, and a store that does not answer holds nobody up.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from varuna.core.threads import start
+from varuna.engine.inbox import Inbox
+from varuna.engine.patience import Doing, Heard, hear
+
+
+def watch(
+    inbox: Inbox,
+    store: Any,
+    generation: int,
+    rank: int,
+    ranks: Sequence[int],
+    doing: Callable[[int], Doing],
+) -> None:
+    """Tell and hear until the generation is over.
+
+    Args:
+        inbox: of the generation; is shown what was heard.
+        store: of the generation.
+        generation: its number.
+        rank: this one.
+        ranks: all that run a stage.
+        doing: what this rank does; gets the number of the word.
+    """
+    heard: dict[int, Heard] = {}
+
+    def place(other: int) -> str:
+        return f"g{generation}/doing/{other}"
+
+    def read(other: int) -> None:
+        if store.check([place(other)]):
+            word = Doing.model_validate_json(store.get(place(other)))
+            heard[other] = hear(heard.get(other), word, time.monotonic())
+
+    def run() -> None:
+        tick = 0
+        while not inbox.over.wait(inbox.patience.word_s):
+            tick += 1
+            mine = doing(tick)
+            try:
+                store.set(place(rank), mine.model_dump_json())
+                for other in ranks if mine.on else ():
+                    if other != rank:
+                        read(other)
+            except (RuntimeError, ValueError):  # the store is away: what was heard may be wrong by now
+                heard.clear()
+            inbox.heard = dict(heard)
+
+    start("lookout", run)

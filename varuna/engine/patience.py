@@ -1,0 +1,195 @@
+"""How long ranks wait for each other: what a wait that lasts says, and when it cannot be right any more.
+
+A rank that computes, reads samples or runs the user's code may take its time: the others wait, and say for whom. What
+cannot be right is that nobody does anything. So a wait ends in an error
+
+- once every rank has waited for another one, in the same waits, for far longer than a step takes: a deadlock;
+- once a rank that is waited for has given no sign of life for long: it is frozen or cut off;
+- after a day, whatever the reason.
+
+All of it follows from facts that are passed in: nothing here asks a clock, a store or a rank.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from pydantic import Field
+
+from varuna.core.value import Value
+
+_NAMED = 4
+"""Ranks whose doing is told one by one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Bounds of waits, in seconds."""
+
+    word_s: float = 10.0
+    """Ranks tell each other what they do this often."""
+    told_s: float = 30.0
+    """A wait says so after this long."""
+    stalled_s: float = 300.0
+    """Least time for which all ranks of a step must have waited for each other: a message may be on its way."""
+    steps: float = 20.0
+    """The same in steps, each as long as was predicted or measured, whichever is longer."""
+    forming_s: float = 1800.0
+    """The same while a generation forms, when whole sections travel."""
+    silent_s: float = 600.0
+    """A rank that is waited for must have given a sign of life within this time."""
+    fresh_s: float = 60.0
+    """Without a sign of life within this time it is not known to wait: it may only be unable to tell."""
+    last_s: float = 86_400.0
+    """Whatever the reason."""
+
+    def stalled_after_s(self, *step_s: float) -> float:
+        """How long all ranks may wait for each other in a step, which takes ``step_s``: predicted, or measured."""
+        return max(self.stalled_s, self.steps * max(step_s, default=0.0))
+
+
+class Awaited(NamedTuple):
+    """What a rank waits for."""
+
+    what: str
+    on: tuple[int, ...] = ()
+    """the ranks that it comes from; none: this rank's own work, such as reading samples"""
+
+
+class Waiting(NamedTuple):
+    """A wait of the training thread."""
+
+    number: int
+    """of this wait: another number is progress"""
+    since_s: float
+    awaited: Callable[[], Awaited]
+    """asked whenever it is told: what is there already is not waited for"""
+
+
+class Doing(Value):
+    """What a rank does, as it tells the others."""
+
+    text: str
+    on: tuple[int, ...] = Field(default=(), description="ranks that it waits for; none: it is at work")
+    wait: int = Field(default=0, description="number of its wait")
+    tick: int = Field(default=0, description="counts what it tells: a sign of life")
+
+
+class Heard(NamedTuple):
+    """The newest word of a rank, by this rank's clock."""
+
+    doing: Doing
+    since_s: float
+    """it is in the same wait, or at work, since then"""
+    alive_s: float
+    """its newest sign of life"""
+    read_s: float
+    """when its word was last looked at: what has been since is not known"""
+
+    @property
+    def silent_s(self) -> float:
+        """For how long it is known to have given no sign of life."""
+        return self.read_s - self.alive_s
+
+
+def hear(before: Heard | None, doing: Doing, now_s: float) -> Heard:
+    """A rank's word, after what was heard ``before``."""
+    if before is None:
+        return Heard(doing, now_s, now_s, now_s)
+    same = (before.doing.wait, bool(before.doing.on)) == (doing.wait, bool(doing.on))
+    silent = before.doing.tick == doing.tick
+    return Heard(doing, before.since_s if same else now_s, before.alive_s if silent else now_s, now_s)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a rank knows of a generation while it waits."""
+
+    who: str
+    """waits, such as ``rank 1 (stage 0)``"""
+    rank: int
+    ranks: Sequence[int]
+    """all that run a stage"""
+    heard: Mapping[int, Heard]
+    """by rank; those that were not heard are missing"""
+    stalled_s: float
+    """see ``Patience.stalled_after_s``"""
+
+    def told(self, awaited: Awaited, waited_s: float) -> str:
+        """What to say of a wait that lasts."""
+        return f"{self.who} has waited {waited_s:.0f} s for {_source(awaited)}{self._others(awaited)}"
+
+    def fault(self, waiting: Waiting, now_s: float, patience: Patience) -> str | None:
+        """Why a wait must end, if it must."""
+        awaited, waited_s = waiting.awaited(), now_s - waiting.since_s
+        waits = f"{self.who} waited {waited_s:.0f} s for {_source(awaited)}"
+        stalled_s = self._stalled_s(awaited, waiting.since_s, patience)
+        if stalled_s >= self.stalled_s:
+            return (
+                f"{waits}. For {stalled_s:.0f} s every rank has waited for another one ({self._circle(awaited)}). Do "
+                "all ranks make the same calls, such as trainer.evaluate, at the same steps? If so, this is a fault of "
+                "Varuna: please report this text. Start the same command again to resume."
+            )
+        silent = [rank for rank in awaited.on if rank in self.heard and self.heard[rank].silent_s >= patience.silent_s]
+        if silent:
+            return (
+                f"{waits}, and {_ranks(silent)} gave no sign of life for {self.heard[silent[0]].silent_s:.0f} s: "
+                "frozen or cut off. Look at its log, then start the same command again to resume."
+            )
+        if waited_s >= patience.last_s:
+            return (
+                f"{waits}, and nothing came{self._others(awaited)}. The peer may be frozen or cut off; look at its "
+                "log, then start the same command again to resume."
+            )
+        return None
+
+    def _stalled_s(self, awaited: Awaited, since_s: float, patience: Patience) -> float:
+        """For how long all ranks are known to have waited for others; 0 if one is at work, or was not heard."""
+        others = [self.heard.get(rank) for rank in self.ranks if rank != self.rank]
+        known = [each for each in others if each is not None and each.doing.on and each.silent_s < patience.fresh_s]
+        if not awaited.on or not known or len(known) < len(others):
+            return 0.0
+        return min(each.read_s for each in known) - max(since_s, *(each.since_s for each in known))
+
+    def _others(self, awaited: Awaited) -> str:
+        """What those do that are waited for, those at work first: the others wait for somebody themselves."""
+        known = [(rank, self.heard[rank].doing) for rank in awaited.on if rank in self.heard]
+        known.sort(key=lambda each: bool(each[1].on))
+        said = "; ".join(f"rank {rank}: {doing.text}" for rank, doing in known[:_NAMED])
+        more = f"; and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
+        return f" ({said}{more})" if said else ""
+
+    def _circle(self, awaited: Awaited) -> str:
+        """Who waits for what, equal waits together."""
+        said = {rank: self.heard[rank].doing.text for rank in self.ranks if rank != self.rank}
+        said[self.rank] = f"waits for {_source(awaited)}"
+        texts = sorted(said.items(), key=lambda each: (each[1], each[0]))
+        found = [(text, [rank for rank, _ in rows]) for text, rows in groupby(texts, key=lambda each: each[1])]
+        return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in found)
+
+
+def _source(awaited: Awaited) -> str:
+    return f"{awaited.what} from {_ranks(awaited.on)}" if awaited.on else awaited.what
+
+
+def doing_of(activity: str, waiting: Waiting | None, *, tick: int = 0) -> Doing:
+    """What a rank tells of itself.
+
+    Args:
+        activity: what it does, such as "runs step 3".
+        waiting: what it waits for meanwhile, if anything.
+        tick: see ``Doing``.
+    """
+    if waiting is None:
+        return Doing(text=activity, tick=tick)
+    awaited = waiting.awaited()
+    return Doing(text=f"{activity}: waits for {_source(awaited)}", on=awaited.on, wait=waiting.number, tick=tick)
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    """``rank 1``, ``ranks 1 and 2``, ``ranks 0, 3 and 5``."""
+    names = [str(rank) for rank in ranks]
+    if len(names) == 1:
+        return f"rank {names[0]}"
+    return f"ranks {', '.join(names[:-1])} and {names[-1]}"
