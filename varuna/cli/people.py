@@ -214,7 +214,7 @@ def _accept(status: int, body: bytes) -> None:
     """Anything but a success is an error with the manager's own words."""
     if status < 300:
         return
-    from varuna.fleet.admission import reason
+    from varuna.fleet.remote import reason
 
     if status == 401:
         raise FleetError(

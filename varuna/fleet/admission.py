@@ -1,7 +1,6 @@
 """How a machine becomes part of a run: the certificate is compared with the JOIN string, then the token is spent."""
 
 import hashlib
-import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from varuna.core.errors import FleetError
 from varuna.fleet.home import Card, Home
 from varuna.fleet.invitation import Invitation
 from varuna.fleet.protocol import Identity, JobIdentity, JoinRequest
-from varuna.fleet.remote import Remote, fetch_certificate
+from varuna.fleet.remote import Remote, fetch_certificate, reason
 
 
 def admit(invitation: Invitation, home: Home) -> Card:
@@ -56,11 +55,3 @@ def job_identity(script: Path, args: Sequence[str]) -> JobIdentity:
         script_sha256=hashlib.sha256(content).hexdigest(),
         args_sha256=hashlib.sha256("\0".join(args).encode(errors="surrogateescape")).hexdigest(),
     )
-
-
-def reason(body: bytes) -> str:
-    """The text of a refusal."""
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError):
-        return body[:200].decode(errors="replace") or "no reason given"

@@ -25,7 +25,6 @@ from varuna.fleet.people import address_of, bearer, first_problem, read_body
 from varuna.fleet.protocol import (
     BAD_JOB,
     BAD_MESSAGE,
-    BAD_SECRET,
     BAD_TWIN,
     MAX_JOIN_BYTES,
     STALLED,
@@ -56,6 +55,7 @@ PATIENCE_S = 15.0
 _GREET_S = 10.0
 _RETURN_S = 0.5  # a living agent is back within this time
 _GOODBYE_S = 2.0
+_REVOKED_S = 10.0  # for the rest of its logs
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +113,15 @@ class AgentDoor:
             self._give_up(link, f"its agent does not read what it is sent ({error})")
 
     def dismiss(self, node: str | None, reason: str, exit_code: int, *, drained: bool = False) -> None:
-        """Send one agent home, or all."""
+        """Send one agent home, or all; one that was drained, and whose secret is void, has a moment to say goodbye."""
         if node is not None and drained:
-            self._registry.revoke(node, reason)
+            asyncio.get_running_loop().call_later(_REVOKED_S, self._shut_out, node)
         for name in [node] if node is not None else list(self._links):
             self.send(name, Dismiss(reason=reason, exit_code=exit_code, drained=drained))
+
+    def _shut_out(self, node: str) -> None:
+        if (link := self._links.get(node)) is not None:
+            self._give_up(link, "its secret is void")
 
     def set_main(self, worker: str) -> None:
         """Show the output of this worker."""
@@ -149,7 +153,7 @@ class AgentDoor:
             self._audit.refused("join", address, f"version {wanted.version}")
             return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
         try:
-            identity = self._registry.join(wanted.token, wanted.hostname)
+            identity = await asyncio.to_thread(self._registry.join, wanted.token, wanted.hostname)
         except RefusedError as error:
             self._audit.refused("join", address, str(error))
             return _error(403, str(error))
@@ -160,19 +164,21 @@ class AgentDoor:
 
     async def _agent(self, websocket: WebSocket) -> None:
         """One agent's connection, from its greeting to its end."""
-        await websocket.accept()
         node = websocket.query_params.get("node", "")[:64]
         address = websocket.client.host if websocket.client else "unknown"
         try:
-            self._registry.check(node, bearer(websocket.headers.get("authorization", "")))
+            secret = bearer(websocket.headers.get("authorization", ""))
+            await asyncio.to_thread(self._registry.check, node, secret)
         except RefusedError as error:
             self._audit.refused("connect an agent", address, str(error))
-            await websocket.close(BAD_SECRET, str(error)[:120])
+            # Before it is accepted: frames of a stranger's would be read.
+            await websocket.send_denial_response(_error(403, str(error)))
             return
+        await websocket.accept()
         greet = await self._read_greet(websocket, node)
         if greet is None:
             return
-        if difference := self._registry.agree(greet.job):
+        if difference := await asyncio.to_thread(self._registry.agree, greet.job):
             self._audit.refused(f"connect agent {node}", address, difference)
             await websocket.close(BAD_JOB, difference[:120])
             return

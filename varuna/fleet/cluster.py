@@ -153,7 +153,7 @@ class Cluster:
                 store=store(self._advertised),
                 **({} if calibrator is None else calibrator.advice()),
             ),
-            hands=_Hands(self._door, self._serving, lambda: self.manager),
+            hands=_Hands(self._door, self._serving, self._registry, lambda: self.manager),
             journal=self._journal,
             keeper=keeper,
             observer=self._observe,
@@ -233,7 +233,8 @@ class Cluster:
 class _Hands:
     """The manager's hands on other machines: their agents."""
 
-    def __init__(self, door: AgentDoor, serving: Serving, manager: Callable[[], Manager]) -> None:
+    def __init__(self, door: AgentDoor, serving: Serving, registry: Registry, manager: Callable[[], Manager]) -> None:
+        self._registry = registry
         self._door, self._call, self._manager = door, serving.call, manager
         self._serving = serving
 
@@ -262,6 +263,8 @@ class _Hands:
         departure = self._manager().fleet.departing.get(node)
         drained = departure is not None and departure.deadline_s == float("inf")
         reason = "drained" if drained else "the run has left this machine"
+        if drained:
+            self._registry.revoke(node, reason)
         self._call(lambda: self._door.dismiss(node, reason, 0, drained=drained))
 
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Final
 
 from pydantic import ValidationError
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
 from varuna import __version__
@@ -121,6 +121,11 @@ class Member:
                     proxy=None,
                 )
             )
+        except InvalidStatus as error:
+            said = bytes(error.response.body or b"").decode(errors="replace")
+            raise FleetError(
+                f"worker {self._worker} was refused by the manager at {self._url}: {said or error.response.status_code}"
+            ) from error
         except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
             raise FleetError(f"worker {self._worker} cannot reach the manager at {self._url}: {error}") from error
         for name, target in (("reader", self._read), ("writer", self._write)):

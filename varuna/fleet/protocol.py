@@ -18,7 +18,7 @@ MAX_TAIL: Final = 256 * 2**10
 """Characters of what a worker wrote last."""
 MAX_REASON: Final = 1000
 """Characters."""
-BAD_MESSAGE, BAD_SECRET, BAD_JOB, STALLED, BAD_TWIN = 4400, 4401, 4403, 4408, 4409
+BAD_MESSAGE, BAD_JOB, STALLED, BAD_TWIN = 4400, 4403, 4408, 4409
 """Codes with which the manager closes an agent's connection."""
 
 WorkerName = Annotated[str, Field(pattern=WORKER_NAME)]

@@ -4,6 +4,7 @@ import hashlib
 import re
 import secrets
 import sqlite3
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ class RefusedError(FleetError):
 
 
 class Registry:
-    """Tokens and machines. Only hashes are stored: who reads the file learns no secret.
+    """Tokens and machines. Only hashes are stored: who reads the file learns no secret. For any thread.
 
     Args:
         run_dir: of the run.
@@ -30,12 +31,13 @@ class Registry:
     def __init__(self, run_dir: Path, clock: Callable[[], float] = time.time) -> None:
         self._database: sqlite3.Connection = open_database(run_dir)
         self._clock = clock
+        self._lock = threading.Lock()  # one transaction at a time
 
     def mint(self, *, uses: int = 1, life_s: float = TOKEN_LIFE_S) -> str:
         """A new token, good for ``uses`` joins within ``life_s`` seconds."""
         token = secrets.token_urlsafe(24)
         now = self._clock()
-        with self._database:
+        with self._lock, self._database:
             self._database.execute("DELETE FROM tokens WHERE expires < ?", (now - TOKEN_LIFE_S,))
             self._database.execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (_hash(token), uses, now + life_s, now))
         return token
@@ -73,7 +75,8 @@ class Registry:
         Raises:
             RefusedError: it did not, or is not welcome any more.
         """
-        row = self._database.execute("SELECT secret_sha256, revoked FROM nodes WHERE name = ?", (node,)).fetchone()
+        with self._lock:
+            row = self._database.execute("SELECT secret_sha256, revoked FROM nodes WHERE name = ?", (node,)).fetchone()
         if row is None or not secrets.compare_digest(row[0], _hash(secret)):
             raise RefusedError("node or secret is wrong: join again with a new token")
         if row[1]:
@@ -81,16 +84,17 @@ class Registry:
 
     def revoke(self, node: str, why: str) -> None:
         """A machine's secret is void from now on."""
-        with self._database:
+        with self._lock, self._database:
             self._database.execute("UPDATE nodes SET revoked = ? WHERE name = ?", (why, node))
 
     def agree(self, job: JobIdentity) -> str:
         """The first agent says what is run; for all others, the first difference to that, or nothing."""
-        row = self._database.execute("SELECT body FROM facts WHERE name = 'identity'").fetchone()
-        if row is None:
-            with self._database:
-                self._database.execute("INSERT INTO facts VALUES ('identity', ?)", (job.model_dump_json(),))
-            return ""
+        with self._lock:
+            row = self._database.execute("SELECT body FROM facts WHERE name = 'identity'").fetchone()
+            if row is None:
+                with self._database:
+                    self._database.execute("INSERT INTO facts VALUES ('identity', ?)", (job.model_dump_json(),))
+                return ""
         agreed = JobIdentity.model_validate_json(row[0])
         if agreed.version != job.version:
             return f"this agent runs Varuna {job.version}, the run {agreed.version}"

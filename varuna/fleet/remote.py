@@ -163,3 +163,11 @@ def explain(error: Exception, where: str) -> FleetError:
             return UnreachableError(f"the name in {where} cannot be resolved ({error.strerror}). Check the address.")
         case _:
             return UnreachableError(f"cannot reach a manager at {where}: {error}")
+
+
+def reason(body: bytes) -> str:
+    """The text of a refusal."""
+    try:
+        return str(json.loads(body)["error"])
+    except (ValueError, KeyError, TypeError):
+        return body[:200].decode(errors="replace") or "no reason given"

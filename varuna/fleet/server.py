@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
@@ -16,7 +17,7 @@ from varuna.fleet.serving import Serving
 
 _QUEUE_FRAMES = 1024  # a worker that reads nothing for so long is gone
 _LAST_WORDS_S = 5.0
-_BAD_MESSAGE, _BAD_TOKEN, _BAD_NAME = 4400, 4401, 4409
+_BAD_MESSAGE, _BAD_NAME = 4400, 4409
 
 log = logging.getLogger(__name__)
 
@@ -83,12 +84,12 @@ class Server:
 
     async def _worker(self, websocket: WebSocket) -> None:
         """One worker's connection, from its first frame to its end."""
-        await websocket.accept()
         name = websocket.query_params.get("worker", "")
         if not same(bearer(websocket.headers.get("authorization", "")), self._token):
             log.warning("a connection from %s with a wrong token was refused", websocket.client)
-            await websocket.close(_BAD_TOKEN, "wrong token")
+            await websocket.send_denial_response(PlainTextResponse("wrong token", 403))
             return
+        await websocket.accept()
         if not name or name in self._outboxes:
             log.warning("a second connection for worker %r was refused", name)
             await websocket.close(_BAD_NAME, f"worker {name[:64]!r} is connected already, or has no name")

@@ -9,11 +9,13 @@ import socket
 import ssl
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from varuna.core.errors import FleetError
+from varuna.fleet.doorkeeper import Doorkeeper, GuardedProtocol, Quiet
 from varuna.fleet.watchdog import Watchdog
 
 BACKLOG = 4096
@@ -50,6 +52,7 @@ class Serving:
         self._ready = threading.Event()
         config = uvicorn.Config(
             app,
+            http=partial(GuardedProtocol, keeper=Doorkeeper()),  # type: ignore[arg-type]  # it is called as a class is
             ws="websockets-sansio",
             ws_max_size=max_frame_bytes,
             ws_ping_interval=None,  # leases decide who is alive
@@ -61,7 +64,9 @@ class Serving:
             backlog=BACKLOG,
             timeout_graceful_shutdown=1,
         )
-        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # whoever knocks with garbage is no news
+        logger = logging.getLogger("uvicorn.error")
+        logger.setLevel(logging.ERROR)
+        logger.handlers, logger.propagate = [Quiet()], False
         self._uvicorn = _Uvicorn(config, tls)
         self._thread = threading.Thread(target=self._run, name="varuna-server", daemon=True)
 
@@ -114,7 +119,7 @@ class Serving:
 class _Uvicorn(uvicorn.Server):
     """With a bound on TLS handshakes: uvicorn's own leaves a silent client a minute, and asyncio's default holds.
 
-    Overrides an internal of uvicorn; ``tests/unit/fleet/test_serving.py`` would see it change.
+    Overrides an internal of uvicorn; ``tests/unit/fleet/test_tls.py`` would see it change.
     """
 
     def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from varuna.core.errors import FleetError
 from varuna.core.messages import Beat
@@ -22,7 +22,6 @@ from varuna.fleet.outgoing import Outgoing
 from varuna.fleet.protocol import (
     BAD_JOB,
     BAD_MESSAGE,
-    BAD_SECRET,
     Charge,
     DownBody,
     DownItem,
@@ -37,7 +36,7 @@ from varuna.fleet.protocol import (
     Welcome,
     down_frame,
 )
-from varuna.fleet.remote import explain
+from varuna.fleet.remote import explain, reason
 
 _PULSE_S = 1.0
 _SILENCE_S = 8.0
@@ -180,6 +179,12 @@ class Uplink:
                 before, fault = self._connections, None
                 try:
                     trouble = await self._one_connection()
+                except InvalidStatus as error:
+                    if error.response.status_code == 403:
+                        said = reason(bytes(error.response.body or b""))
+                        self._on_event(Refused(f"the manager at {self.place} refused this agent: {said}"))
+                        return
+                    trouble = str(explain(error, str(self.place)))
                 except (OSError, TimeoutError, InvalidHandshake) as error:  # ssl.SSLError is an OSError
                     trouble = str(explain(error, str(self.place)))
                 except FleetError as error:
@@ -227,11 +232,11 @@ class Uplink:
                 return await self._talk(websocket)
             except ConnectionClosed as closed:
                 code = closed.rcvd.code if closed.rcvd is not None else None
-                reason = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
+                why = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
                 self._rejections = self._rejections + 1 if code == BAD_MESSAGE else 0
-                if code in (BAD_SECRET, BAD_JOB):
-                    raise FleetError(f"the manager at {self.place} refused this agent: {reason}") from closed
-                return reason or "the manager closed the connection"
+                if code == BAD_JOB:
+                    raise FleetError(f"the manager at {self.place} refused this agent: {why}") from closed
+                return why or "the manager closed the connection"
             except (ValidationError, ValueError) as error:
                 self._begin_anew()
                 return f"the manager said something that this version does not know: {error}"

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -11,12 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.applications import Starlette
-from starlette.testclient import TestClient, WebSocketTestSession
+from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from tests.unit.fleet.support import make_job
 from varuna import __version__
 from varuna.core.messages import Beat, Finish, Hello
+from varuna.fleet import agents as agents_module
 from varuna.fleet.agents import AgentDoor
 from varuna.fleet.audit import Audit
 from varuna.fleet.channel import Channel
@@ -87,6 +88,20 @@ class Gate:
         with self.knock(identity) as session:
             session.send_text(Greet(**{"session": "s1", "job": JOB, **greet}).model_dump_json())
             yield Visit(session, (identity or self.me).node)
+
+    def on_loop(self, work: Callable[[], None]) -> None:
+        async def run() -> None:
+            work()
+
+        assert self.client.portal is not None
+        self.client.portal.call(run)
+
+    def refused(self, who: Identity) -> str:
+        with pytest.raises(WebSocketDenialResponse) as raised, self.knock(who):
+            pass
+        assert raised.value.status_code == 403
+        error: str = raised.value.json()["error"]
+        return error
 
     def refusals(self) -> list[str]:
         return [line.why for line in self.audited if not line.allowed]
@@ -215,9 +230,7 @@ def test_another_manager_or_another_life_of_the_agent_begins_anew(gate: Gate) ->
 @pytest.mark.parametrize("secret", ["", "guess", None])
 def test_a_wrong_secret_is_refused(gate: Gate, secret: str | None) -> None:
     who = gate.me.model_copy(update={"secret": gate.join().secret if secret is None else secret})
-    with gate.knock(who) as session:
-        code, reason = Visit(session, "").closed()
-    assert (code, "secret is wrong" in reason) == (4401, True)
+    assert "secret is wrong" in gate.refused(who)
     assert gate.refusals()
     assert not gate.events
 
@@ -225,10 +238,22 @@ def test_a_wrong_secret_is_refused(gate: Gate, secret: str | None) -> None:
 def test_a_drained_machine_may_not_come_back(gate: Gate) -> None:
     with gate.visit() as agent:
         agent.hear()
-        gate.door.dismiss(gate.me.node, "drained", 0, drained=True)
+        gate.registry.revoke(gate.me.node, "drained")
+        gate.on_loop(lambda: gate.door.dismiss(gate.me.node, "drained", 0, drained=True))
         assert agent.hear().body.drained
+    assert gate.refused(gate.me) == f"node {gate.me.node} was sent away (drained): join again with a new token"
+
+
+def test_a_drained_machine_may_not_go_on_over_the_connection_that_it_has(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_module, "_REVOKED_S", 0.01)
     with gate.visit() as agent:
-        assert agent.closed() == (4401, f"node {gate.me.node} was sent away (drained): join again with a new token")
+        agent.hear()
+        agent.say(Started(worker=f"{gate.me.node}.0"))
+        gate.on_loop(lambda: gate.door.dismiss(gate.me.node, "drained", 0, drained=True))
+        assert agent.closed() == (STALLED, "its secret is void")
+    assert gate.events[-1] == ConnectionLost(f"{gate.me.node}.0", "its secret is void")
 
 
 def test_another_script_is_refused(gate: Gate) -> None:

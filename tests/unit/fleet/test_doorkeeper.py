@@ -1,0 +1,126 @@
+"""Strangers at the door, over real sockets: they have few places and little time, and bring nothing to the terminal."""
+
+import http.client
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+from websockets.sync.client import connect
+
+from varuna.fleet import serving as serving_module
+from varuna.fleet.doorkeeper import Doorkeeper
+from varuna.fleet.people import read_body
+from varuna.fleet.serving import Serving
+
+pytestmark = pytest.mark.timeout(20)
+PATIENCE_S = 0.3
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def take(request: Request) -> Response:
+    return PlainTextResponse(str(len(await read_body(request, 100) or b"")))
+
+
+async def fail(request: Request) -> Response:
+    raise ZeroDivisionError
+
+
+async def echo(websocket: WebSocket) -> None:
+    await websocket.accept()
+    while True:
+        await websocket.send_text(await websocket.receive_text())
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=PATIENCE_S))
+    routes = [Route("/", hello), Route("/fail", fail), Route("/take", take, methods=["POST"])]
+    serving = Serving(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]), port=0, max_frame_bytes=1000)
+    serving.start()
+    yield serving.port
+    serving.stop()
+
+
+def get(port: int, path: str = "/") -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", path)
+    body = connection.getresponse().read().decode()
+    connection.close()
+    return body
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"])
+def test_who_brings_no_request_or_no_second_one_is_sent_away(port: int, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(said)
+        heard = b""
+        while data := _read(stranger):
+            heard += data
+    assert heard.endswith(b"hello") == said.endswith(b"\r\n\r\n")
+
+
+def _read(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1000)
+    except ConnectionResetError:
+        return b""
+
+
+def test_one_address_has_few_places_for_strangers_and_they_come_free_again(port: int) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(20)]
+    try:
+        refused = [_read(stranger) for stranger in strangers[4:]]  # at once, and not after a while
+        assert refused == [b""] * 16
+        for stranger in strangers[:4]:
+            assert _read(stranger) == b""
+        assert get(port) == "hello"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def test_those_that_said_what_they_want_are_no_strangers(port: int) -> None:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(connect(f"ws://127.0.0.1:{port}/echo", proxy=None)) for _ in range(6)]
+        with pytest.raises(TimeoutError):
+            sockets[0].recv(timeout=1.5 * PATIENCE_S)
+        for websocket in sockets:
+            websocket.send("still here")
+            assert websocket.recv(timeout=5) == "still here"
+        assert get(port) == "hello"
+
+
+def test_garbage_brings_nothing_to_the_terminal_and_a_mistake_of_ours_one_line(
+    port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    garbage = [
+        b"\x16\x03\x01\x00" * 20 + b"\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /take HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\nshort",
+        b"POST /take HTTP/1.1\r\nHost: h\r\nContent-Length: -5\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\nGET / HTTP/1.1\r\nbroken",
+        b"GET /echo HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    ]
+    for said in garbage:
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            while _read(stranger):
+                pass
+    for _ in range(3):
+        get(port, "/fail")
+    assert get(port) == "hello"
+    said_aloud = capfd.readouterr()
+    assert (said_aloud.out, said_aloud.err.splitlines()) == (
+        "",
+        ["a request ended with an error that nobody foresaw: ZeroDivisionError()"],
+    )

@@ -1,0 +1,118 @@
+"""Who may stand in the server's door: strangers have few places, and little time to say what they want.
+
+A connection is a stranger's until it has brought one whole request; what it costs before that (memory, a descriptor)
+nobody has to show a secret for.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from typing import Any
+
+import h11
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+MOST_STRANGERS, MOST_OF_ONE_ADDRESS = 1024, 256
+_REQUEST_S = 10.0
+_DENIED = "ASGI callable returned without completing handshake."  # what uvicorn says of each refused WebSocket
+
+
+class Doorkeeper:
+    """Counts strangers; for one event loop.
+
+    Args:
+        most: strangers at once.
+        most_of_one: the same, of one address.
+        patience_s: for a whole request.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int = MOST_STRANGERS,
+        most_of_one: int = MOST_OF_ONE_ADDRESS,
+        patience_s: float = _REQUEST_S,
+    ) -> None:
+        self._most, self._most_of_one, self._patience_s = most, most_of_one, patience_s
+        self._strangers: dict[object, tuple[str, asyncio.TimerHandle]] = {}
+        self._addresses: Counter[str] = Counter()
+
+    def meet(self, who: object, address: str, transport: asyncio.Transport) -> None:
+        """Somebody is here, or wants something else: without a whole request in time the connection is cut."""
+        self.know(who)
+        if len(self._strangers) >= self._most or self._addresses[address] >= self._most_of_one:
+            transport.abort()
+            return
+        timer = asyncio.get_running_loop().call_later(self._patience_s, transport.abort)
+        self._strangers[who] = address, timer
+        self._addresses[address] += 1
+
+    def know(self, who: object) -> None:
+        """It has said what it wants, or is gone."""
+        if who in self._strangers:
+            address, timer = self._strangers.pop(who)
+            timer.cancel()
+            self._addresses[address] -= 1
+            if not self._addresses[address]:
+                del self._addresses[address]
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection of uvicorn's; overrides internals of it, which ``tests/unit/fleet/test_doorkeeper.py`` watches."""
+
+    def __init__(self, *args: Any, keeper: Doorkeeper, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._keeper = keeper
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Somebody is here."""
+        super().connection_made(transport)
+        self._meet()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        self._keeper.know(self)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """What it said may be a whole request."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._keeper.know(self)
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """It is a whole request, for a connection that is somebody else's business."""
+        self._keeper.know(self)
+        super().handle_websocket_upgrade(event)
+
+    def on_response_complete(self) -> None:
+        """It may want something else."""
+        super().on_response_complete()
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            self._meet()
+
+    def _meet(self) -> None:
+        address = self.client[0] if self.client else ""
+        self._keeper.meet(self, address, self.transport)
+
+
+class Quiet(logging.Handler):
+    """Takes what uvicorn says: who knocks with garbage is no news; a mistake of ours is one line, once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._told: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say what nobody outside can bring about."""
+        error = record.exc_info[1] if record.exc_info else None
+        what = type(error).__name__ if error is not None else record.getMessage()
+        is_no_news = isinstance(error, h11.ProtocolError | ClientDisconnect | ConnectionError) or what == _DENIED
+        if is_no_news or what in self._told:
+            return
+        self._told.add(what)
+        log.warning("a request ended with an error that nobody foresaw: %r", error or record.getMessage())
