@@ -45,7 +45,7 @@ from varuna.fleet.protocol import (
     UpItem,
     down_frame,
 )
-from varuna.fleet.registry import Registry
+from varuna.fleet.registry import Registry, hashed
 from varuna.fleet.reunion import node_of
 from varuna.fleet.serving import raise_open_files
 
@@ -250,7 +250,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, manager(Path(folder)) as (pipe, port):
         registry = Registry(Path(folder))
         token = registry.mint(uses=args.agents)
-        identities = [registry.join(token, f"vm{number}") for number in range(args.agents)]
+        identities = [
+            Identity(node=registry.join(token, f"vm{number}", hashed(f"secret{number}")), secret=f"secret{number}")
+            for number in range(args.agents)
+        ]
         registry.close()
         crowd = Crowd(port, (Path(folder) / "tls" / "ca.pem").read_text(), identities)
         print(json.dumps(event_loop()(measure(args, pipe, crowd)), indent=1))

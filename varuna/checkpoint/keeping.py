@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable
 
 from varuna.checkpoint.collector import Collector
+from varuna.checkpoint.configuration import keep_configuration
 from varuna.checkpoint.lease import BEAT_S, Lease, claim
 from varuna.checkpoint.manifest import Manifest, check_compatible, commit, newest_intact, survey
-from varuna.checkpoint.names import CONFIG
 from varuna.checkpoint.retention import Kept, prepare, retain
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
@@ -78,8 +78,8 @@ class Keeper:
             self._collector.passed(found[0].step)
         with self._changed:
             self._committed_step = -1 if found is None else found[0].step
-        if self._job.config is not None:
-            self.store.put(CONFIG, self._job.config.encode())
+        if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
+            self._warn(warning)
         return found
 
     @property

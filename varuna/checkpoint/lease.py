@@ -33,6 +33,8 @@ class Owner(Value):
     pid: int
     started: str
     beats: int = 0
+    is_over: bool = False
+    """It has given the directory free. What it wrote stays: a number that was an owner's is never another's."""
 
 
 class Lease:
@@ -48,8 +50,14 @@ class Lease:
             self._store.put(_name(self._epoch), self._owner.model_dump_json().encode())
 
     def is_held(self) -> bool:
-        """Whether no other run has taken over."""
-        return _epochs(self._store)[-1:] == [self._epoch]
+        """Whether no other run has taken over.
+
+        The number alone does not say it: somebody may have removed all leases, and some stores take two first ones.
+        """
+        if _epochs(self._store)[-1:] != [self._epoch]:
+            return False
+        owner = _read(self._store, self._epoch)
+        return owner is not None and owner.writer == self._owner.writer and not owner.is_over
 
     def is_missing(self) -> bool:
         """Whether nobody has a lease: it was removed by hand, or another run took over and is over."""
@@ -64,8 +72,9 @@ class Lease:
         return self.is_held()
 
     def release(self) -> None:
-        """The run is over: the next one need not wait."""
-        self._store.remove(_name(self._epoch))
+        """The run is over: the next one need not wait, and gets a number of its own."""
+        self._owner = self._owner.model_copy(update={"is_over": True})
+        self._store.put(_name(self._epoch), self._owner.model_dump_json().encode())
 
 
 def claim(
@@ -94,7 +103,7 @@ def claim(
         epochs = _epochs(store)
         if epochs:
             owner = _read(store, epochs[-1])
-            if owner is not None and _lives(store, epochs[-1], owner, me, say, clock, sleep):
+            if owner is not None and not owner.is_over and _lives(store, epochs[-1], owner, me, say, clock, sleep):
                 raise CheckpointError(
                     f"another run, process {owner.pid} on {owner.host}, saves its checkpoints in {store.url}. Stop it, "
                     f"or give this run another checkpoint directory."
@@ -130,8 +139,8 @@ def _lives(
     while clock() - begin_s < EXPIRY_S:
         sleep(BEAT_S / 2)
         now = _read(store, epoch)
-        if now is None:
-            return False  # released
+        if now is None or now.is_over:
+            return False
         if now.beats != owner.beats:
             return True
     return False

@@ -5,6 +5,7 @@
     <directory>/
         config.json                                  the model's configuration, if it has one
         lease/000003.json                            who may commit here
+        lease/config.sha256                          of the configuration: only that one is ever replaced
         step-00000010/                               10 steps are committed; step 10 runs next
             section-000.0of2.g1.5f0c….safetensors    part 0 of 2, saved by generation 1
             section-000.1of2.g1.9b1e….safetensors
@@ -20,6 +21,7 @@ from typing import NamedTuple
 MANIFEST = "manifest.json"
 DAMAGED = "damaged.txt"
 CONFIG = "config.json"
+CONFIG_NOTE = "lease/config.sha256"
 START_AFRESH = "--new --overwrite (without `varuna run`: VARUNA_NEW=overwrite)"
 _STEP = re.compile(r"step-(\d{8,})")
 _SHARD = re.compile(r"section-(\d{3,})\.(\d+)of(\d+)\.g(\d+)\.[0-9a-f]{8,}\.safetensors")

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +16,7 @@ from varuna.cli import options
 from varuna.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from varuna.fleet.invitation import Invitation
     from varuna.fleet.provider.grower import Grower
 
 MANAGER_EXAMPLES = """Examples:
@@ -31,10 +31,8 @@ AGENT_EXAMPLES = """Examples:
 
 \b
 varuna agent 'varuna://...' -- train.py
-varuna agent 'varuna://...' --state-dir /var/lib/varuna -- train.py --lr 1e-3
+varuna agent --join-file /run/secrets/varuna-join --state-dir /var/lib/varuna -- train.py --lr 1e-3
 """
-
-_JOIN_PATIENCE_S = 600.0
 
 
 def manager(
@@ -53,6 +51,9 @@ def manager(
         str, typer.Option(metavar="GROUP", help="AWS Auto Scaling group to ask for machines; its VMs start agents.")
     ] = "",
     nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="With --asg: how many machines.")] = "",
+    checkpoints: Annotated[
+        str, typer.Option(metavar="PLACE", help="The job may save checkpoints here or below, and nowhere else.")
+    ] = "",
     json_log: options.JsonLog = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
@@ -87,6 +88,7 @@ def manager(
             json_log=json_log,
             new=new,
             overwrite=overwrite,
+            checkpoints=checkpoints,
             on_event=view,
             on_past=view.recall,
             on_join=lambda text: print(f"JOIN {text}", flush=True),
@@ -119,9 +121,14 @@ def _grower(asg: str, nodes: str, run_dir: Path) -> "Callable[[Callable[[str], N
 
 
 def agent(
-    join: Annotated[str, typer.Argument(metavar="JOIN", help="What `varuna manager` printed, in quotes.")],
-    script: Annotated[Path, typer.Argument(help="Training script, behind `--`.")],
-    args: options.ScriptArguments = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[JOIN] -- SCRIPT [ARGS]...", help="What `varuna manager` printed, and what to run."),
+    ] = None,
+    join_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Has the JOIN string, which arguments show to every user of the machine."),
+    ] = None,
     workers: Annotated[
         int | None, typer.Option("--workers", "-n", min=1, help="Workers; by default one per GPU, or one.")
     ] = None,
@@ -136,43 +143,57 @@ def agent(
 
     Starts a worker per GPU, starts it again when it is killed, and sends its
     output to the manager. SIGTERM is taken as a preemption notice. Tensors
-    travel unencrypted: the interface must be a private one.
+    travel unencrypted: the interface must be a private one. The JOIN string may
+    be in --join-file or VARUNA_JOIN, where other users do not see its token.
     """
-    from varuna.fleet.admission import admit
+    from varuna.fleet.admission import serve
     from varuna.fleet.agent import Agent, AgentConfig, Notice, to_stderr
-    from varuna.fleet.home import Home
-    from varuna.fleet.invitation import parse_invitation
+    from varuna.fleet.home import Card, Home
     from varuna.fleet.outlet import unread_allowed
     from varuna.fleet.provider.imds import SpotNotices
-    from varuna.fleet.remote import UnreachableError
     from varuna.fleet.uplink import Place
 
-    invitation = parse_invitation(join)
-    if not script.is_file():
+    invitation, (script, *args) = invited(words or [], join_file)
+    if not Path(script).is_file():
         raise UsageError(f"no script at {script}. Name a Python file behind --: varuna agent JOIN -- train.py")
     folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
     home = Home(folder)
     ownership = home.own()
-    deadline_s = time.monotonic() + _JOIN_PATIENCE_S
-    while True:
-        try:
-            card = admit(invitation, home)
-            break
-        except UnreachableError as error:
-            if time.monotonic() > deadline_s:
-                raise
-            to_stderr(f"{error} Trying again.")
-            time.sleep(2.0)
-    place = Place(invitation.host, invitation.port, card.certificate_pem)
-    config = AgentConfig(script, tuple(args or ()), workers or count_gpus() or 1, interface)
-    member = Agent(place, home, card, config, to_stderr)
-    SpotNotices(lambda notice: member.notify(Notice(notice.in_s, f"spot notice: {notice.action}"))).start()
+    config = AgentConfig(Path(script), tuple(args), workers or count_gpus() or 1, interface)
+
+    def run(card: Card) -> int:
+        place = Place(invitation.host, invitation.port, card.certificate_pem)
+        member = Agent(place, home, card, config, to_stderr)
+        SpotNotices(lambda notice: member.notify(Notice(notice.in_s, f"spot notice: {notice.action}"))).start()
+        return member.run()
+
     with unread_allowed():
-        exit_code = member.run()
+        exit_code = serve(invitation, home, run, to_stderr)
     ownership.release()
     if exit_code == 0 and state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
     raise typer.Exit(exit_code)
+
+
+def invited(words: list[str], join_file: Path | None) -> "tuple[Invitation, list[str]]":
+    """The JOIN string, from wherever it is, and the words behind it.
+
+    Raises:
+        UsageError: there is none, or no script.
+    """
+    from varuna.fleet.invitation import JOIN_VARIABLE, SCHEME, parse_invitation
+
+    join = os.environ.get(JOIN_VARIABLE, "")
+    if join_file is not None:
+        try:
+            join = join_file.read_text()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read --join-file {join_file}: {error}") from error
+    if words and (not join or words[0].startswith(SCHEME)):
+        join, words = words[0], words[1:]
+    if not words:
+        raise UsageError("say what to join and what to run: varuna agent JOIN -- train.py")
+    return parse_invitation(join), words
 
 
 def count_gpus() -> int:

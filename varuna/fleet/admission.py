@@ -2,7 +2,8 @@
 
 import hashlib
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -11,8 +12,12 @@ from varuna import __version__
 from varuna.core.errors import FleetError
 from varuna.fleet.home import Card, Home
 from varuna.fleet.invitation import Invitation
-from varuna.fleet.protocol import Identity, JobIdentity, JoinRequest
-from varuna.fleet.remote import Remote, fetch_certificate, reason
+from varuna.fleet.protocol import Identity, JobIdentity, Joined, JoinRequest
+from varuna.fleet.registry import hashed
+from varuna.fleet.remote import Remote, UnreachableError, VoidSecretError, fetch_certificate, reason
+
+_JOIN_PATIENCE_S = 600.0
+_PAUSE_S = 2.0
 
 
 def admit(invitation: Invitation, home: Home) -> Card:
@@ -26,17 +31,64 @@ def admit(invitation: Invitation, home: Home) -> Card:
     if card is not None and card.fingerprint == invitation.fingerprint:
         return card
     certificate_pem = fetch_certificate(invitation)
-    request = JoinRequest(token=invitation.token, version=__version__, hostname=socket.gethostname()[:255])
+    wish = home.wish(hashed(invitation.token), invitation.fingerprint)
+    request = JoinRequest(
+        token=invitation.token,
+        version=__version__,
+        hostname=socket.gethostname()[:255],
+        secret_sha256=hashed(wish.secret),
+    )
     answer = Remote(invitation.host, invitation.port, certificate_pem).post("/join", request.model_dump())
     if answer.status != 201:
         raise FleetError(f"the manager at {invitation.address} refused to let this machine join: {reason(answer.body)}")
     try:
-        identity = Identity.model_validate_json(answer.body)
+        identity = Identity(node=Joined.model_validate_json(answer.body).node, secret=wish.secret)
     except ValidationError as error:
         raise FleetError(f"the manager at {invitation.address} answered something unknown: {error}") from error
-    card = Card(identity=identity, certificate_pem=certificate_pem, fingerprint=invitation.fingerprint)
+    card = Card(
+        identity=identity,
+        certificate_pem=certificate_pem,
+        fingerprint=invitation.fingerprint,
+        token_sha256=wish.token_sha256,
+    )
     home.write(card)
     return card
+
+
+def serve(invitation: Invitation, home: Home, run: Callable[[Card], int], tell: Callable[[str], None]) -> int:
+    """Be an agent; one whose secret is void joins once more, if its JOIN string has a token that it has not used.
+
+    Args:
+        invitation: the JOIN string.
+        home: its folder.
+        run: with a card, to the end; returns the exit code.
+        tell: shows a line.
+
+    Raises:
+        UnreachableError: nobody answers for ten minutes.
+        FleetError: the manager refuses it.
+    """
+    card = _admit_patiently(invitation, home, tell)
+    try:
+        return run(card)
+    except VoidSecretError as error:
+        if card.token_sha256 == hashed(invitation.token):
+            raise
+        tell(f"{error}. It is done, since this JOIN string has one.")
+    home.forget()
+    return run(_admit_patiently(invitation, home, tell))
+
+
+def _admit_patiently(invitation: Invitation, home: Home, tell: Callable[[str], None]) -> Card:
+    deadline_s = time.monotonic() + _JOIN_PATIENCE_S
+    while True:
+        try:
+            return admit(invitation, home)
+        except UnreachableError as error:
+            if time.monotonic() > deadline_s:
+                raise
+            tell(f"{error} Trying again.")
+            time.sleep(_PAUSE_S)
 
 
 def job_identity(script: Path, args: Sequence[str]) -> JobIdentity:

@@ -38,6 +38,7 @@ from varuna.fleet.protocol import (
     Started,
     Tell,
 )
+from varuna.fleet.remote import VoidSecretError
 from varuna.fleet.roster import Roster
 from varuna.fleet.server import Server
 from varuna.fleet.signals import handled
@@ -194,8 +195,8 @@ class Agent:
                 self._meet(event)
             case Trouble(reason=reason, was_welcome=was_welcome):
                 self._note_trouble(reason, was_welcome)
-            case Refused(reason=reason):
-                raise FleetError(reason)
+            case Refused(reason=reason, is_void=is_void):
+                raise VoidSecretError(reason) if is_void else FleetError(reason)
             case Tell(worker=worker, message=message):
                 self._pass_on(worker, message)
             case End(worker=worker):

@@ -33,6 +33,7 @@ from varuna.fleet.protocol import (
     DownBody,
     Ended,
     Greet,
+    Joined,
     JoinRequest,
     Noticed,
     Output,
@@ -153,12 +154,13 @@ class AgentDoor:
             self._audit.refused("join", address, f"version {wanted.version}")
             return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
         try:
-            identity = await asyncio.to_thread(self._registry.join, wanted.token, wanted.hostname)
+            join = self._registry.join
+            node = await asyncio.to_thread(join, wanted.token, wanted.hostname, wanted.secret_sha256)
         except RefusedError as error:
             self._audit.refused("join", address, str(error))
             return _error(403, str(error))
-        self._audit.did(f"join as {identity.node}", address)
-        return JSONResponse(identity.model_dump(), 201)
+        self._audit.did(f"join as {node}", address)
+        return JSONResponse(Joined(node=node).model_dump(), 201)
 
     # -- one connection ----------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class ManagerConfig:
         json_log: file that gets a line per committed step.
         new: start afresh instead of resuming from checkpoints.
         overwrite: with ``new``: move existing checkpoints aside.
+        checkpoints: the job may save checkpoints here or below, and nowhere else; empty: where it wants.
     """
 
     run_dir: Path
@@ -61,6 +62,7 @@ class ManagerConfig:
     json_log: Path | None = None
     new: bool = False
     overwrite: bool = False
+    checkpoints: str = ""
 
 
 class Cluster:
@@ -143,7 +145,10 @@ class Cluster:
         self.port = self._serving.port
         fresh = place.new and past is None  # a run that goes on keeps its checkpoints
         keeper = CheckpointKeeper(
-            new=fresh, overwrite=fresh and place.overwrite, warn=lambda text: self.manager.warn(text)
+            new=fresh,
+            overwrite=fresh and place.overwrite,
+            warn=lambda text: self.manager.warn(text),
+            allowed=place.checkpoints,
         )
         self.manager = Manager(
             config,

@@ -1,9 +1,11 @@
 """An agent's folder: who it is, across restarts, and its workers' logs."""
 
+import contextlib
+import secrets
 import shutil
 from pathlib import Path
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from varuna.core.errors import FleetError
 from varuna.core.value import Value
@@ -11,7 +13,15 @@ from varuna.fleet.authority import alone, fingerprint, write_private
 from varuna.fleet.ownership import Ownership, own
 from varuna.fleet.protocol import Identity
 
-_FILE = "agent.json"
+_FILE, _WISH = "agent.json", "joining.json"
+
+
+class Wish(Value):
+    """What a machine is about to join with: written first, so that a lost answer costs no token."""
+
+    secret: str
+    token_sha256: str
+    fingerprint: str
 
 
 class Card(Value):
@@ -20,6 +30,7 @@ class Card(Value):
     identity: Identity
     certificate_pem: str
     fingerprint: str
+    token_sha256: str = Field(default="", description="of the token that it was joined with")
     next_worker: int = Field(default=0, description="numbers of workers are never used twice")
 
 
@@ -71,6 +82,18 @@ class Home:
     def write(self, card: Card) -> None:
         """Keep the card, whole or not at all."""
         write_private(self.folder / _FILE, card.model_dump_json().encode())
+        (self.folder / _WISH).unlink(missing_ok=True)
+
+    def wish(self, token_sha256: str, fingerprint: str) -> Wish:
+        """The one that was begun with this token, or a new one with a secret that nobody else has seen."""
+        path = self.folder / _WISH
+        with contextlib.suppress(OSError, ValidationError):
+            begun = Wish.model_validate_json(path.read_bytes())
+            if (begun.token_sha256, begun.fingerprint) == (token_sha256, fingerprint):
+                return begun
+        wish = Wish(secret=secrets.token_urlsafe(32), token_sha256=token_sha256, fingerprint=fingerprint)
+        write_private(path, wish.model_dump_json().encode())
+        return wish
 
     def forget(self) -> None:
         """The identity is void."""

@@ -7,7 +7,9 @@ from pydantic import Field
 from varuna.core.errors import UsageError
 from varuna.core.value import Value
 
-_SCHEME = "varuna://"
+SCHEME = "varuna://"
+JOIN_VARIABLE = "VARUNA_JOIN"
+"""In an agent's environment: the JOIN string. Its workers never get it."""
 _FORM = re.compile(
     r"varuna://(?P<token>[A-Za-z0-9_-]{8,128})@(?P<host>\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})"
     r"/(?P<fingerprint>[0-9a-f]{64})"
@@ -24,7 +26,7 @@ class Invitation(Value):
 
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{_SCHEME}{self.token}@{host}:{self.port}/{self.fingerprint}"
+        return f"{SCHEME}{self.token}@{host}:{self.port}/{self.fingerprint}"
 
     @property
     def address(self) -> str:
@@ -40,7 +42,7 @@ def parse_invitation(text: str) -> Invitation:
     """
     found = _FORM.fullmatch(text.strip())
     if found is None or not 1 <= int(found["port"]) <= 65535:
-        shown = text if len(text) <= 24 else text[:24] + "..."
+        shown = text if len(text) <= 16 else text[:16] + "..."
         raise UsageError(
             f"{shown!r} is no JOIN string: it reads varuna://TOKEN@HOST:PORT/FINGERPRINT. Copy the whole line that "
             "`varuna manager` or `varuna join-token` printed, in quotes."

@@ -1,9 +1,11 @@
 """The manager's part in checkpoints: it alone makes shards into a checkpoint, and says which one is the newest."""
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from varuna.checkpoint.keeping import Keeper
 from varuna.checkpoint.names import checkpoint_place
+from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.fleet.state import Checkpoint
@@ -13,11 +15,12 @@ from varuna.fleet.story import GenerationRecord
 class CheckpointKeeper:
     """Commits, retains and finds checkpoints in the job's ``checkpoint_dir``; without one it does nothing.
 
-    ``warn`` is called by any thread. Only ``newest`` and ``close`` wait for the store.
+    ``warn`` is called by any thread. Only ``newest`` and ``close`` wait for the store. The job comes from the first
+    machine that joins: with ``allowed`` it chooses a directory there or below, or none.
     """
 
-    def __init__(self, *, new: bool, overwrite: bool, warn: Callable[[str], None]) -> None:
-        self._new, self._overwrite, self._warn = new, overwrite, warn
+    def __init__(self, *, new: bool, overwrite: bool, warn: Callable[[str], None], allowed: str = "") -> None:
+        self._new, self._overwrite, self._warn, self._allowed = new, overwrite, warn, allowed
         self._keeper: Keeper | None = None
         self._complained_at = -2  # newest complete step when a worker complained
 
@@ -25,11 +28,17 @@ class CheckpointKeeper:
         """The newest checkpoint that can be used; the first call takes the directory for this run.
 
         Raises:
-            CheckpointError: the directory cannot be used, or its checkpoints are damaged or of another job.
+            CheckpointError: the directory cannot be used, is not allowed, or its checkpoints are damaged or of
+                another job.
             UsageError: ``overwrite`` without ``new``.
         """
         if job.checkpoint_dir is None:
             return None
+        if self._allowed and not is_within(job.checkpoint_dir, self._allowed):
+            raise CheckpointError(
+                f"the job wants to save its checkpoints in {job.checkpoint_dir}, this manager allows {self._allowed} "
+                "alone (--checkpoints). Change one of them."
+            )
         if self._keeper is None:
             self._keeper = Keeper(job, new=self._new, overwrite=self._overwrite, say=self._warn, warn=self._warn)
         found = self._keeper.newest()
@@ -86,3 +95,11 @@ class CheckpointKeeper:
         """Finish what is under way, and give the directory free."""
         if self._keeper is not None:
             self._keeper.close()
+
+
+def is_within(place: str, allowed: str) -> bool:
+    """Whether a directory (a path or a URL) is ``allowed``, or below it; nothing leads out of it again."""
+    if "://" in place or "://" in allowed:
+        parts, prefix = place.rstrip("/").split("/"), allowed.rstrip("/").split("/")
+        return parts[: len(prefix)] == prefix and not {"..", "."} & set(parts)
+    return Path(place).resolve().is_relative_to(Path(allowed).resolve())

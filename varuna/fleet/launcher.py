@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from varuna.fleet.events import WorkerExited
+from varuna.fleet.invitation import JOIN_VARIABLE
 from varuna.fleet.lines import Lines, Tail
 
 _READ_BYTES = 64 * 2**10
@@ -66,7 +67,8 @@ class Launcher:
         write: Callable[[bytes], None],
     ) -> None:
         self._command = [sys.executable, *command]
-        self._environment = {"OMP_NUM_THREADS": "1", **os.environ, **environment}
+        inherited = {name: value for name, value in os.environ.items() if name != JOIN_VARIABLE}
+        self._environment = {"OMP_NUM_THREADS": "1", **inherited, **environment}
         self._run_dir = run_dir
         self._on_exit = on_exit
         self._write = write

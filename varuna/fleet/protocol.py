@@ -32,6 +32,13 @@ class JoinRequest(Value):
     token: str = Field(max_length=128)
     version: str = Field(max_length=64)
     hostname: str = Field(default="", max_length=255)
+    secret_sha256: str = Field(pattern=r"^[0-9a-f]{64}$", description="of the secret that the machine chose for itself")
+
+
+class Joined(Value):
+    """The answer: what the machine is called from now on."""
+
+    node: WorkerName
 
 
 class Identity(Value):

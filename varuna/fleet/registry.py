@@ -11,7 +11,7 @@ from pathlib import Path
 
 from varuna.core.errors import FleetError
 from varuna.fleet.database import open_database
-from varuna.fleet.protocol import Identity, JobIdentity
+from varuna.fleet.protocol import JobIdentity
 
 TOKEN_LIFE_S = 24 * 3600.0
 
@@ -39,35 +39,48 @@ class Registry:
         now = self._clock()
         with self._lock, self._database:
             self._database.execute("DELETE FROM tokens WHERE expires < ?", (now - TOKEN_LIFE_S,))
-            self._database.execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (_hash(token), uses, now + life_s, now))
+            self._database.execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (hashed(token), uses, now + life_s, now))
         return token
 
-    def join(self, token: str, hostname: str) -> Identity:
-        """Spend one use of a token; returns who the machine is from now on.
+    def join(self, token: str, hostname: str, secret_sha256: str) -> str:
+        """Spend one use of a token; returns what the machine is called from now on.
+
+        Who asks again, since the answer was lost, gets the same one, and spends nothing.
 
         Raises:
-            RefusedError: the token is unknown, spent or expired.
+            RefusedError: the token is unknown, spent or expired, or the secret is void.
         """
-        row = self._database.execute("SELECT uses, expires FROM tokens WHERE sha256 = ?", (_hash(token),)).fetchone()
+        with self._lock:
+            return self._join(token, hostname, secret_sha256)
+
+    def _join(self, token: str, hostname: str, secret_sha256: str) -> str:
+        row = self._database.execute("SELECT uses, expires FROM tokens WHERE sha256 = ?", (hashed(token),)).fetchone()
         if row is None:
             raise RefusedError("this token is not known. Mint one with `varuna join-token`.")
         if row[1] < self._clock():
             raise RefusedError("this token has expired. Mint another one with `varuna join-token`.")
+        known = self._database.execute(
+            "SELECT name, revoked FROM nodes WHERE secret_sha256 = ?", (secret_sha256,)
+        ).fetchone()
+        if known is not None:
+            if known[1]:
+                raise RefusedError(f"node {known[0]} was sent away ({known[1]}): join again with a new token")
+            return str(known[0])
         self._database.execute("BEGIN IMMEDIATE")
         spent = self._database.execute(
-            "UPDATE tokens SET uses = uses - 1 WHERE sha256 = ? AND uses > 0", (_hash(token),)
+            "UPDATE tokens SET uses = uses - 1 WHERE sha256 = ? AND uses > 0", (hashed(token),)
         ).rowcount
         if not spent:
             self._database.execute("ROLLBACK")
             raise RefusedError("this token has been used. Mint another one with `varuna join-token`.")
         number = self._database.execute("SELECT COUNT(*) FROM nodes").fetchone()[0]
-        identity = Identity(node=_name(hostname, number), secret=secrets.token_urlsafe(32))
+        node = _name(hostname, number)
         self._database.execute(
             "INSERT INTO nodes (name, secret_sha256, hostname, joined) VALUES (?, ?, ?, ?)",
-            (identity.node, _hash(identity.secret), hostname, self._clock()),
+            (node, secret_sha256, hostname, self._clock()),
         )
         self._database.execute("COMMIT")
-        return identity
+        return node
 
     def check(self, node: str, secret: str) -> None:
         """Let a machine in that joined before.
@@ -77,7 +90,7 @@ class Registry:
         """
         with self._lock:
             row = self._database.execute("SELECT secret_sha256, revoked FROM nodes WHERE name = ?", (node,)).fetchone()
-        if row is None or not secrets.compare_digest(row[0], _hash(secret)):
+        if row is None or not secrets.compare_digest(row[0], hashed(secret)):
             raise RefusedError("node or secret is wrong: join again with a new token")
         if row[1]:
             raise RefusedError(f"node {node} was sent away ({row[1]}): join again with a new token")
@@ -109,8 +122,8 @@ class Registry:
         self._database.close()
 
 
-def _hash(text: str) -> str:
-    """Secrets are long and random, so a plain hash is enough."""
+def hashed(text: str) -> str:
+    """What is stored of a secret: they are long and random, so a plain hash is enough."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 

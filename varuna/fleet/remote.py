@@ -19,6 +19,10 @@ class UnreachableError(FleetError):
     """Nobody answers; trying again later may help."""
 
 
+class VoidSecretError(FleetError):
+    """A machine that joined before is not let in any more; another token may help."""
+
+
 @dataclass(frozen=True)
 class Answer:
     """What came back."""

@@ -79,6 +79,8 @@ class Refused:
     """The manager does not want this agent, or this side cannot go on: nothing is tried any more."""
 
     reason: str
+    is_void: bool = False
+    """Its secret: another token may help."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Uplink:
                 except InvalidStatus as error:
                     if error.response.status_code == 403:
                         said = reason(bytes(error.response.body or b""))
-                        self._on_event(Refused(f"the manager at {self.place} refused this agent: {said}"))
+                        self._on_event(Refused(f"the manager at {self.place} refused this agent: {said}", is_void=True))
                         return
                     trouble = str(explain(error, str(self.place)))
                 except (OSError, TimeoutError, InvalidHandshake) as error:  # ssl.SSLError is an OSError

@@ -36,8 +36,10 @@ def test_a_free_directory_is_taken_and_given_back(store: Store) -> None:
     assert lease.is_held()
     lease.beat()
     lease.release()
-    assert store.entries() == []
     assert not lease.is_held()
+    time = Time()
+    assert take(store, time).is_held()
+    assert time.now_s == 0  # nobody is waited for
 
 
 def test_a_run_on_another_machine_that_beats_is_left_alone(store: Store) -> None:
@@ -83,6 +85,31 @@ def test_an_earlier_run_of_the_same_process_is_over(store: Store) -> None:
     assert (first.is_held(), second.is_held()) == (False, True)
     first.beat()  # does not come back
     assert (first.is_held(), second.is_held()) == (False, True)
+
+
+def test_who_was_frozen_for_two_other_runs_never_takes_the_last_ones_lease_for_its_own(store: Store) -> None:
+    """Hibernation and SIGSTOP: numbers must not begin again, or both commit and retain."""
+    frozen = claim(store, "a", say=lambda text: None)
+    second = claim(store, "b", say=lambda text: None)
+    second.release()
+    third = claim(store, "c", say=lambda text: None)
+    frozen.beat()
+    assert (frozen.is_held(), second.is_held(), third.is_held()) == (False, False, True)
+    for entry in store.entries():
+        store.remove(entry.name)
+    assert third.renew()  # somebody removed it by hand: the number is another's now
+    assert claim(store, "d", say=lambda text: None).is_held()
+    assert not third.is_held()
+
+
+def test_of_two_first_ones_that_a_store_took_both_one_is_held(store: Store) -> None:
+    """Some look-alikes of S3 ignore the condition of a create-only put."""
+    first = take(store)
+    store.put("lease/000001.json", elsewhere(writer="second").model_dump_json().encode())
+    second = Lease(store, 1, elsewhere(writer="second"))
+    assert (first.is_held(), second.is_held()) == (False, True)
+    first.beat()
+    assert second.is_held()
 
 
 def test_of_two_claimants_one_gets_it(store: Store) -> None:

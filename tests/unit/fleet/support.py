@@ -1,5 +1,6 @@
 """A small job, a planner that likes many workers, and a driver for the state machine."""
 
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -13,6 +14,8 @@ from varuna.core.vote import VoteLayout
 from varuna.fleet.events import Event, MessageReceived, Tick, WorkerExited, WorkerSpawned
 from varuna.fleet.instructions import EndRun, Instruction, Publish, Send, Spawn
 from varuna.fleet.machine import advance
+from varuna.fleet.protocol import Identity
+from varuna.fleet.registry import Registry, hashed
 from varuna.fleet.state import Advice, Checkpoint, Fleet, FleetConfig
 from varuna.fleet.story import RunEvent
 
@@ -184,3 +187,9 @@ def sends(instructions: list[Instruction], kind: type[T]) -> list[tuple[str, T]]
         for item in instructions
         if isinstance(item, Send) and isinstance(item.message, kind)
     ]
+
+
+def join(registry: Registry, token: str = "", hostname: str = "vm") -> Identity:
+    """As a machine does: with a secret of its own."""
+    secret = secrets.token_urlsafe(16)
+    return Identity(node=registry.join(token or registry.mint(), hostname, hashed(secret)), secret=secret)

@@ -14,7 +14,7 @@ from starlette.applications import Starlette
 from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from tests.unit.fleet.support import make_job
+from tests.unit.fleet.support import join, make_job
 from varuna import __version__
 from varuna.core.messages import Beat, Finish, Hello
 from varuna.fleet import agents as agents_module
@@ -33,6 +33,7 @@ from varuna.fleet.protocol import (
     Greet,
     Identity,
     JobIdentity,
+    Joined,
     Noticed,
     Output,
     Pulse,
@@ -44,7 +45,7 @@ from varuna.fleet.protocol import (
     Welcome,
     down_frame,
 )
-from varuna.fleet.registry import Registry
+from varuna.fleet.registry import Registry, hashed
 from varuna.fleet.reunion import Reunion
 from varuna.fleet.story import Audited
 
@@ -74,7 +75,7 @@ class Gate:
         self.me = self.join()
 
     def join(self) -> Identity:
-        return self.registry.join(self.registry.mint(), "vm")
+        return join(self.registry)
 
     @contextmanager
     def knock(self, identity: Identity | None = None) -> Iterator[WebSocketTestSession]:
@@ -147,17 +148,19 @@ def gate(tmp_path: Path) -> Iterator[Gate]:
 
 
 def request(**changes: Any) -> dict[str, Any]:
-    return {"token": "guess", "version": __version__, "hostname": "vm", **changes}
+    return {"token": "guess", "version": __version__, "hostname": "vm", "secret_sha256": hashed("chosen"), **changes}
 
 
 def test_a_token_buys_a_name_and_a_secret_once(gate: Gate) -> None:
     body = request(token=gate.registry.mint())
     answer = gate.client.post("/join", json=body)
     assert answer.status_code == 201
-    identity = Identity.model_validate_json(answer.content)
-    gate.registry.check(identity.node, identity.secret)
+    node = Joined.model_validate_json(answer.content).node
+    gate.registry.check(node, "chosen")
+    assert gate.client.post("/join", json=body).json() == {"node": node}  # the answer was lost: nothing is spent
+    body["secret_sha256"] = hashed("another")
     assert gate.client.post("/join", json=body).status_code == 403
-    assert [line.action for line in gate.audited if line.allowed] == [f"join as {identity.node}"]
+    assert [line.action for line in gate.audited if line.allowed] == [f"join as {node}"] * 2
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from tests.unit.fleet.support import make_job
 from varuna.checkpoint.names import checkpoint_place
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
-from varuna.fleet.keeper import CheckpointKeeper
+from varuna.fleet.keeper import CheckpointKeeper, is_within
 from varuna.fleet.state import Checkpoint
 from varuna.fleet.story import GenerationRecord
 from varuna.store.opening import open_store
@@ -174,3 +174,45 @@ def test_a_run_whose_end_is_in_no_checkpoint_says_so(place: str, steps: int, sai
     keep.account(steps)
     assert [text.split(":")[0] for text in warnings] == ["the end of this run is in no checkpoint"] * said
     assert all("it ended after step 15. The newest complete one is of step 15. Look" in text for text in warnings)
+
+
+@pytest.mark.parametrize(
+    ("place", "allowed", "expected"),
+    [
+        ("/srv/c", "/srv/c", True),
+        ("/srv/c/run-1", "/srv/c/", True),
+        ("/srv/c/../.ssh", "/srv/c", False),
+        ("/srv/cc", "/srv/c", False),
+        ("s3://b/c/run", "s3://b/c", True),
+        ("s3://b/cc", "s3://b/c", False),
+        ("s3://b/c/../d", "s3://b/c", False),
+        ("s3://other/c", "s3://b/c", False),
+        ("/srv/c", "s3://b/c", False),
+    ],
+)
+def test_a_job_stays_within_what_the_manager_allows(place: str, allowed: str, expected: bool) -> None:
+    assert is_within(place, allowed) is expected
+
+
+def test_the_first_machine_does_not_choose_where_the_manager_writes(tmp_path: Path) -> None:
+    keep = CheckpointKeeper(new=False, overwrite=False, warn=lambda text: None, allowed=str(tmp_path / "here"))
+    with pytest.raises(CheckpointError, match="--checkpoints"):
+        keep.newest(job_in(str(tmp_path / "elsewhere")))
+    assert not (tmp_path / "elsewhere").exists()
+    assert keep.newest(job_in(str(tmp_path / "here" / "run"))) is None
+    keep.close()
+
+
+def test_a_configuration_of_another_program_is_never_replaced_and_our_own_is(tmp_path: Path) -> None:
+    """Think of a job whose checkpoint_dir is ~/.docker."""
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "config.json").write_text("{another program's}")
+    for place, expected in ((foreign, "{another program's}"), (tmp_path / "own", "second")):
+        for config in ("first", "second"):  # also by the next run, when the folder looks like one of ours
+            warnings: list[str] = []
+            keep = keeper(warnings)
+            keep.newest(job_in(str(place)).model_copy(update={"config": config}))
+            keep.close()
+            assert ["is left as it is" in text for text in warnings] == [True] * (place == foreign)
+        assert (place / "config.json").read_text() == expected

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.fleet.support import join
 from varuna.fleet.database import FILE
 from varuna.fleet.protocol import JobIdentity
-from varuna.fleet.registry import RefusedError, Registry
+from varuna.fleet.registry import RefusedError, Registry, hashed
 
 
 class Clock:
@@ -37,31 +38,31 @@ def refusal(call: Callable[[], object]) -> str:
 
 def test_a_token_lets_one_machine_in_once(registry: Registry) -> None:
     token = registry.mint()
-    identity = registry.join(token, "GPU box_7.example.org")
+    identity = join(registry, token, "GPU box_7.example.org")
     assert identity.node == "n0-gpu-box-7"
     registry.check(identity.node, identity.secret)
     registry.mint()  # spent tokens are remembered for as long as they could have been good
-    assert "has been used" in refusal(lambda: registry.join(token, "b"))
-    assert "not known" in refusal(lambda: registry.join("guess", "b"))
+    assert "has been used" in refusal(lambda: join(registry, token, "b"))
+    assert "not known" in refusal(lambda: join(registry, "guess", "b"))
 
 
 def test_a_token_for_many_machines_is_minted_on_purpose_and_expires(registry: Registry, clock: Clock) -> None:
     token = registry.mint(uses=3, life_s=60)
-    names = [registry.join(token, "vm").node for _ in range(2)]
+    names = [join(registry, token, "vm").node for _ in range(2)]
     assert names == ["n0-vm", "n1-vm"]
     clock.now_s += 61
-    assert "expired" in refusal(lambda: registry.join(token, "vm"))
+    assert "expired" in refusal(lambda: join(registry, token, "vm"))
 
 
 def test_a_clock_that_jumps_back_gives_nobody_a_second_use(registry: Registry, clock: Clock) -> None:
     token = registry.mint()
-    registry.join(token, "vm")
+    join(registry, token, "vm")
     clock.now_s -= 1e6
-    assert "used" in refusal(lambda: registry.join(token, "vm"))
+    assert "used" in refusal(lambda: join(registry, token, "vm"))
 
 
 def test_secrets_are_checked_and_can_be_revoked(registry: Registry) -> None:
-    one, other = (registry.join(registry.mint(), "vm") for _ in range(2))
+    one, other = (join(registry) for _ in range(2))
     assert "wrong" in refusal(lambda: registry.check(one.node, other.secret))
     assert "wrong" in refusal(lambda: registry.check("n9", one.secret))
     registry.revoke(one.node, "drained")
@@ -72,11 +73,11 @@ def test_secrets_are_checked_and_can_be_revoked(registry: Registry) -> None:
 def test_what_was_given_out_outlives_the_manager_and_is_nowhere_on_disk(tmp_path: Path, clock: Clock) -> None:
     first = Registry(tmp_path, clock)
     token, spare = first.mint(), first.mint()
-    identity = first.join(token, "vm")
+    identity = join(first, token, "vm")
     first.close()
     again = Registry(tmp_path, clock)
     again.check(identity.node, identity.secret)
-    assert again.join(spare, "vm").node == "n1-vm"
+    assert join(again, spare, "vm").node == "n1-vm"
     again.close()
     content = b"".join(path.read_bytes() for path in tmp_path.glob(FILE + "*"))
     assert not any(secret.encode() in content for secret in (token, spare, identity.secret))
@@ -92,3 +93,13 @@ def test_all_agents_must_run_the_same(registry: Registry, changed: dict[str, str
     assert registry.agree(job) == ""
     assert registry.agree(job) == ""
     assert said in registry.agree(job.model_copy(update=changed))
+
+
+def test_a_lost_answer_costs_no_token_and_nobody_elses_secret_gets_the_name(registry: Registry) -> None:
+    token, mine = registry.mint(), hashed("mine")
+    node = registry.join(token, "vm", mine)
+    assert registry.join(token, "vm", mine) == node  # again, since the answer did not come
+    registry.check(node, "mine")
+    assert "has been used" in refusal(lambda: registry.join(token, "vm", hashed("other")))
+    registry.revoke(node, "drained")
+    assert "sent away" in refusal(lambda: registry.join(token, "vm", mine))

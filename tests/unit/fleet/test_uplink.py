@@ -14,6 +14,7 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
+from tests.unit.fleet.support import join
 from varuna import __version__
 from varuna.core.errors import FleetError
 from varuna.fleet import serving as serving_module
@@ -51,7 +52,7 @@ class Manager:
         app = Starlette(routes=self.door.routes())
         self.serving = Serving(app, port=0, max_frame_bytes=LIMIT_BYTES, tls=self.authority.server_context())
         self.serving.start()
-        self.identity: Identity = self.registry.join(self.registry.mint(), "vm")
+        self.identity: Identity = join(self.registry)
         self.heard: queue.SimpleQueue[FromUplink] = queue.SimpleQueue()
 
     def uplink(self, charges: Callable[[], tuple[Charge, ...]] = lambda: ()) -> Uplink:
@@ -142,7 +143,7 @@ def test_one_that_is_refused_again_and_again_asks_ever_less_often_and_then_ends(
 
 
 def test_a_frame_that_is_too_large_ends_its_own_connection_and_nobody_elses(manager: Manager) -> None:
-    hostile = manager.registry.join(manager.registry.mint(), "vm")
+    hostile = join(manager.registry)
     uplink = manager.uplink()
     uplink.start()
     try:

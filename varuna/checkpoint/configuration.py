@@ -1,0 +1,41 @@
+"""The model's configuration beside its checkpoints, and whose file it is.
+
+Where it goes, and what is in it, the job says; who writes it may have more rights than the job. So only what an earlier
+run put there is ever replaced, which a note of its checksum tells.
+"""
+
+import hashlib
+
+from varuna.checkpoint.names import CONFIG, CONFIG_NOTE
+from varuna.core.errors import ObjectMissing
+from varuna.store.base import Store
+
+
+def keep_configuration(store: Store, config: str) -> str:
+    """Write it, unless somebody else's file is there; returns a warning, or nothing.
+
+    Raises:
+        StoreError: the store cannot be used.
+    """
+    content = config.encode()
+    found = _get(store, CONFIG)
+    if found is not None and found != content and _get(store, CONFIG_NOTE) != _checksum(found):
+        return (
+            f"{CONFIG} in {store.url} was not written by a run of Varuna, and is left as it is. Move it away if the "
+            "checkpoints there are to carry this model's configuration."
+        )
+    store.put(CONFIG_NOTE, _checksum(content))
+    if found != content:
+        store.put(CONFIG, content)
+    return ""
+
+
+def _checksum(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+def _get(store: Store, name: str) -> bytes | None:
+    try:
+        return store.get(name)
+    except ObjectMissing:
+        return None
