@@ -13,21 +13,25 @@ _NORM_RUN = 4096
 class Bucket:
     """Gradients of one section in one flat buffer: accumulated, reduced and normed as a whole.
 
+    Those of complex parameters are pairs in it.
+
     Everything that sums does so per section, so merging or splitting stages cannot change a bit (DESIGN §5.2).
     """
 
     def __init__(self, leaves: Mapping[str, Tensor], device: torch.device) -> None:
-        self.names = tuple(leaves)
-        sizes = [leaf.numel() for leaf in leaves.values()]
+        self.names = tuple(sorted(leaves, key=lambda name: not leaves[name].is_complex()))  # pairs begin at even places
+        sizes = [leaves[name].numel() * (2 if leaves[name].is_complex() else 1) for name in self.names]
         self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
-        self.views = dict(zip(leaves, torch.split(self.flat, sizes) if sizes else (), strict=True))
+        self.views = dict(zip(self.names, torch.split(self.flat, sizes) if sizes else (), strict=True))
         self._cast: list[tuple[Tensor, Tensor]] = []  # leaves of another dtype, and where their gradients are summed
         for name, leaf in leaves.items():
-            self.views[name] = self.views[name].view(leaf.shape)
-            if leaf.dtype is torch.float32:
-                leaf.grad = self.views[name]
+            view = self.views[name]
+            view = torch.view_as_complex(view.view(*leaf.shape, 2)) if leaf.is_complex() else view.view(leaf.shape)
+            self.views[name] = view
+            if leaf.dtype is view.dtype:
+                leaf.grad = view
             else:
-                self._cast.append((leaf, self.views[name]))
+                self._cast.append((leaf, view))
 
     def collect(self) -> None:
         """Add what a backward left in leaves of another dtype; others add up in place."""

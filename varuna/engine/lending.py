@@ -87,8 +87,8 @@ class Shares:
                     arriving.append((section, group.receive(buffer, owner, _TAG + section)))
             for owner, section in messages:
                 if owner == self.replica:
-                    flat = torch.cat([value.detach().reshape(-1) for value in values[section]])
-                    packed = flat.cpu().view(torch.uint8)  # gloo's point-to-point takes host tensors only
+                    parts = [value.detach().reshape(-1).view(torch.uint8) for value in values[section]]
+                    packed = torch.cat(parts).cpu()  # gloo's point-to-point takes host tensors only
                     others = (r for r in range(self.replicas) if r not in self.holders[section])
                     leaving += [group.send(packed, other, _TAG + section) for other in others]
             for section, work in arriving:
@@ -102,5 +102,6 @@ def _unpack(buffer: Tensor, values: Sequence[Tensor]) -> None:
     with torch.no_grad():
         for value in values:
             stop = first + value.nbytes
-            value.copy_(buffer[first:stop].view(value.dtype).view(value.shape))
+            part = buffer[first:stop] if first % value.itemsize == 0 else buffer[first:stop].clone()
+            value.copy_(part.view(value.dtype).view(value.shape))
             first = stop

@@ -46,7 +46,8 @@ def parameters_of(
         trained = name in trainable
         is_updated = trained and lowest[name] in held
         place, kept = (masters_at, torch.float32) if is_updated else (device, dtype)
-        value = states[lowest[name]].tensors[f"parameters/{name}"].to(place, kept)
+        value = states[lowest[name]].tensors[f"parameters/{name}"]
+        value = value.to(place, kept if value.is_floating_point() else value.dtype)
         parameters[name] = nn.Parameter(value, requires_grad=trained)
     return parameters
 

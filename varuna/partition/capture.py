@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_unflatten
 from varuna.core.errors import ModelError
 from varuna.partition.building import build_without_data, cast_fakes
 from varuna.partition.conditions import Conditions, conditions_of
+from varuna.partition.dtypes import check_dtypes
 from varuna.partition.explaining import BUILDING, explain
 from varuna.partition.exporting import Exported, export
 
@@ -67,6 +68,8 @@ class Capture:
     metrics: tuple[str, ...]
     shapes: dict[str, tuple[int, ...]]
     """parameter -> shape"""
+    pairs: frozenset[str]
+    """complex parameters"""
     visits_all: bool
     """loops over the places where a mask is true were captured for every place"""
     conditions: Conditions | None
@@ -162,6 +165,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
         model = build_without_data(recipe.build, mode)
+        check_dtypes(model, recipe.dtype)
         if recipe.dtype is not torch.float32:
             cast_fakes(model, mode, recipe.dtype)
         model.train(recipe.training)
@@ -250,6 +254,7 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str]) -> Capture:
         batch_symbol=_batch_symbol(graph, inputs),
         metrics=_metric_names(program),
         shapes={name: tuple(value.shape) for name, value in named.items()},
+        pairs=frozenset(name for name, value in named.items() if value.is_complex()),
         visits_all=exported.visits_all,
         conditions=_conditions(program, model, keys) if exported.follows_samples else None,
     )

@@ -146,7 +146,7 @@ def partition(
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     readers = (*divided.sections, *([count] if count else ()))
     inputs = layouts_of(batch, (*(key for reader in readers for key in reader.inputs), *captured.condition_inputs))
-    trainable = {name: captured.shapes[name] for name in captured.trainable}
+    trainable = {name: captured.shapes[name] + (2,) * (name in captured.pairs) for name in captured.trainable}
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
     facts = _facts(captured, divided, flow, cuts, update, CPU_SLOWDOWN if on_cpu else 1.0, recipe.dtype, inputs)
@@ -178,7 +178,9 @@ def _facts(
     inputs: Mapping[str, InputLayout],
 ) -> ModelFacts:
     state_bytes = dict(update.state_bytes) if update else {}
-    counts = {name: torch.Size(shape).numel() for name, shape in captured.shapes.items()}
+    counts = {
+        name: torch.Size(shape).numel() * (1 + (name in captured.pairs)) for name, shape in captured.shapes.items()
+    }
     sizes = {name: dtype.itemsize * count for name, count in counts.items()}
     if dtype is not torch.float32:  # the fp32 parameters that the optimizer updates
         for name in captured.trainable:

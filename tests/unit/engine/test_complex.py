@@ -1,0 +1,75 @@
+"""Complex parameters train as in one process."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.unit.engine.ranks import Setup, close_sessions, reference, run_all, single_threaded, worst
+from tests.unit.engine.sharing import distance, momentum, trained_plainly
+from varuna.checkpoint.shards import from_bytes, to_bytes
+from varuna.engine.export import export_model
+
+LENGTH, WIDTH = 16, 8
+
+
+class Spectral(nn.Module):
+    """Filters in frequency space beside real layers; the first block's filter is the last block's, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, WIDTH)
+        shape = (LENGTH // 2 + 1, WIDTH)
+        filters = [nn.Parameter(torch.randn(shape, dtype=torch.complex64) / 4) for _ in range(3)]
+        self.filters = nn.ParameterList([*filters, filters[0]])
+        self.gains = nn.ParameterList(nn.Parameter(torch.ones(3)) for _ in range(4))  # an odd number before each filter
+        self.head = nn.Linear(WIDTH, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for gain, each in zip(self.gains, self.filters, strict=True):
+            mixed = torch.fft.irfft(torch.fft.rfft(x * gain.sum(), dim=1) * each, n=LENGTH, dim=1)
+            x = x + torch.tanh(mixed)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def test_any_plan_trains_complex_parameters_as_a_plain_loop() -> None:
+    setup = Setup(Spectral)
+    assert [tied.name for tied in setup.model.facts.tied] == ["filters.0"]
+    with single_threaded():
+        expected = reference(setup, 4)
+        flat = setup.losses(1, 1, 4)
+        assert worst(flat, expected) < 1e-5
+        own = setup.parameters()
+        assert setup.losses(3, 1, 4) == flat
+        assert distance(setup.parameters(), own) == 0
+        close_sessions()
+        shared = replace(setup, share=True)
+        assert worst(shared.losses(2, 3, 4), expected) < 1e-5
+
+
+def test_complex_parameters_end_where_a_plain_loop_ends_and_survive_files(tmp_path: Path) -> None:
+    setup = Setup(Spectral, optimizer=momentum, clip=None)
+    with single_threaded():
+        _, parameters = trained_plainly(setup, 4)
+        setup.losses(3, 1, 4)
+    assert distance(setup.parameters(), parameters) < 2e-6
+    generations = [session.current for session in setup.finished if session.current is not None]
+    for generation in generations:
+        for section in generation.stage.sections:
+            state = generation.stage.state_of(section)
+            found = from_bytes(to_bytes(state))
+            assert all(torch.equal(found.tensors[name], value) for name, value in state.tensors.items())
+    run_all([lambda each=each: export_model(each, setup.model, tmp_path / "m.safetensors") for each in generations])  # type: ignore[misc]
+    assert distance(load_file(tmp_path / "m.safetensors"), setup.parameters()) == 0
+
+
+def test_memory_of_complex_parameters_is_counted_in_pairs() -> None:
+    facts = Setup(Spectral).model.facts
+    per_filter = 4 * 2 * (LENGTH // 2 + 1) * WIDTH
+    assert facts.tied[0].size_bytes == per_filter
+    states = sum(section.optimizer_bytes for section in facts.sections)
+    parameters = sum(section.parameter_bytes for section in facts.sections)
+    assert states >= 2 * parameters
