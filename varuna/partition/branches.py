@@ -1,10 +1,13 @@
-"""Python branches on sizes that depend on data, such as the number of tokens that an expert got."""
+"""Python branches that export would not follow: on sizes that depend on data, and on whether tensors are equal."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
+from torch.overrides import TorchFunctionMode
 
 _evaluate = ShapeEnv.evaluate_expr
 
@@ -29,3 +32,19 @@ def general_sizes() -> Iterator[None]:
         yield
     finally:
         ShapeEnv.evaluate_expr = _evaluate  # type: ignore[method-assign]
+
+
+class Comparing(TorchFunctionMode):
+    """``torch.equal`` and ``torch.allclose`` as the tensor operations that they are: their answer can be followed."""
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One call of torch."""
+        given = dict(kwargs or {})
+        if func in (torch.equal, Tensor.equal) and len(args) == 2 and args[0].dtype is args[1].dtype:
+            one, other = args
+            return one.shape == other.shape and bool((one == other).all())
+        if func in (torch.allclose, Tensor.allclose):
+            return bool(torch.isclose(*args, **given).all())
+        return func(*args, **given)

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from varuna.core.errors import ModelError
-from varuna.partition.capture import Capture
+from varuna.partition.captured import Capture
 from varuna.partition.flow import written_storage
 from varuna.partition.simplify import NORMS_WITH_STATISTICS, op_name, written_arguments
 

@@ -6,16 +6,17 @@ kept as plain attributes. So what is small and follows from the code alone is co
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
+from varuna.partition.construction import construct
 
 MOST_ELEMENTS = 1 << 20
 """Known values of up to so many elements are real."""
@@ -57,7 +58,15 @@ def _shape_of(value: Tensor) -> Tensor:
     return value if value.is_meta else value.to("meta")
 
 
-def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> nn.Module:
+class Built(NamedTuple):
+    """A module without data."""
+
+    module: nn.Module
+    buffers: dict[str, Tensor]
+    """values that the constructor gives to buffers, where they are known and small"""
+
+
+def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> Built:
     """The module in training mode, its parameters and buffers fakes of ``mode``.
 
     Raises:
@@ -74,10 +83,13 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
         known = False
     if not isinstance(model, nn.Module):
         raise ModelError(f"model= must build a torch.nn.Module, it returned {type(model).__name__}")
+    buffers: dict[str, Tensor] = {}
     if known:
+        buffers = {name: value for name, value in model.named_buffers() if not value.is_meta}
         _to_fakes(model, mode)
+    _fill_attributes(model, build)
     with mode:
-        return model.train()
+        return Built(model.train(), buffers)
 
 
 def cast_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
@@ -125,3 +137,27 @@ def _to_fakes(model: nn.Module, mode: FakeTensorMode) -> None:
             if isinstance(value, Tensor) and (value.is_meta or id(value) in made):
                 originals.append(value)
                 object.__setattr__(module, name, fake(value))
+
+
+def _fill_attributes(model: nn.Module, build: Callable[[], nn.Module]) -> None:
+    """Give plain tensor attributes values, such as a mask that begins as ``torch.empty`` and is then filled.
+
+    Parameters begin so as well: only what happens to the memory later tells, so the constructor is recorded.
+    """
+    own = {value.untyped_storage()._cdata for value in (*model.parameters(), *model.buffers())}
+    missing = [
+        (path, name)
+        for path, module in model.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, FakeTensor) and value.untyped_storage()._cdata not in own
+    ]
+    if not missing:
+        return
+    try:
+        construction = construct(build, seed=0)
+    except ModelError:  # then export says which it needs
+        return
+    for path, name in missing:
+        value = construction.attribute(path, name)
+        if value is not None:
+            object.__setattr__(model.get_submodule(path), name, value)

@@ -18,10 +18,13 @@ from torch.utils._pytree import tree_unflatten
 
 from varuna.core.errors import ModelError
 from varuna.partition.building import build_without_data, cast_fakes
-from varuna.partition.conditions import Conditions, conditions_of
+from varuna.partition.captured import Capture as Capture
 from varuna.partition.dtypes import check_dtypes
 from varuna.partition.explaining import BUILDING, explain
-from varuna.partition.exporting import Exported, export
+from varuna.partition.exporting import Exported, Given, export
+from varuna.partition.inline import inline_no_grad
+from varuna.partition.truths import Taken, taken_for_granted
+from varuna.partition.values import Grade
 
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -42,43 +45,6 @@ class Recipe:
     """anything else: parameters, floating buffers and floating inputs are cast to it, as ``model.to(dtype)`` does"""
     training: bool = True
     """False: as ``model.eval()`` makes it"""
-
-
-@dataclass(frozen=True)
-class Capture:
-    """A flat training graph with the names of everything that flows into it.
-
-    ``graph`` returns ``(loss, *metric sums)``. Placeholders are keyed by node name.
-    """
-
-    graph: torch.fx.Graph
-    owner: torch.fx.GraphModule
-    parameters: dict[str, str]
-    """placeholder -> the model's own name of the parameter (the first, for a tied one)"""
-    trainable: frozenset[str]
-    aliases: dict[str, str]
-    """every further name of a tied parameter or buffer -> its first name"""
-    buffers: dict[str, str]
-    """placeholder -> the model's own name of the buffer (the first, for one that modules share)"""
-    constants: dict[str, Tensor]
-    inputs: dict[str, str]
-    """placeholder -> key of the batch"""
-    batch_symbol: Any
-    """sympy symbol of the batch dimension"""
-    metrics: tuple[str, ...]
-    shapes: dict[str, tuple[int, ...]]
-    """parameter -> shape"""
-    pairs: frozenset[str]
-    """complex parameters"""
-    visits_all: bool
-    """loops over the places where a mask is true were captured for every place"""
-    conditions: Conditions | None
-    """what the branches of forward() on samples took for granted"""
-
-    @property
-    def condition_inputs(self) -> tuple[str, ...]:
-        """Keys of the batch that the conditions read."""
-        return () if self.conditions is None else self.conditions.inputs
 
 
 class LossModule(nn.Module):
@@ -164,7 +130,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
-        model = build_without_data(recipe.build, mode)
+        model, buffers = build_without_data(recipe.build, mode)
         check_dtypes(model, recipe.dtype)
         if recipe.dtype is not torch.float32:
             cast_fakes(model, mode, recipe.dtype)
@@ -182,21 +148,41 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
     samples = {key: value.detach().cpu()[rows] for key, value in batch.items()}
 
-    def accept(program: torch.export.ExportedProgram) -> bool:
-        return _conditions(program, model, list(fake)) is not None
+    def given(most: Grade) -> Given | None:
+        if most is Grade.PARAMETERS:
+            return None
+        if most is Grade.CODE:
+            return {}
+        held = {id(fake[key]): (value.clone(), most) for key, value in samples.items()}
+        for name, value in model.named_buffers():
+            if name in buffers:
+                held[id(value)] = (buffers[name].to(value.dtype, copy=True), most)
+        return held
+
+    taken = Taken(None, ())
+
+    def accept(program: torch.export.ExportedProgram, most: Grade) -> bool:
+        nonlocal taken
+        inputs, buffers = _inputs(program, list(fake)), _buffers(program, _first_names(model))
+        inline_no_grad(program.graph, program.graph_module, buffers)
+        found = taken_for_granted(
+            program.graph,
+            program.graph_module,
+            inputs,
+            buffers,
+            _constants(program),
+            of_activations=most is Grade.PARAMETERS,
+        )
+        taken = found or taken
+        return found is not None
 
     try:
-        exported = export(module, fake, samples, accept)
+        exported = export(module, fake, given, accept)
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(explain("cannot be captured by torch.export", error)) from error
-    return _describe(exported, model, list(fake))
-
-
-def _conditions(program: torch.export.ExportedProgram, model: nn.Module, keys: list[str]) -> Conditions | None:
-    inputs, buffers = _inputs(program, keys), _buffers(program, _first_names(model))
-    return conditions_of(program.graph, program.graph_module, inputs, buffers, _constants(program))
+    return _describe(exported, model, list(fake), taken)
 
 
 def _check_keys(model: nn.Module, batch: Batch) -> None:
@@ -232,7 +218,7 @@ def _constants(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
     return {placeholder: _real(program.constants[name], name) for placeholder, name in found.items()}
 
 
-def _describe(exported: Exported, model: nn.Module, keys: list[str]) -> Capture:
+def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Taken) -> Capture:
     program = exported.program
     first_name = _first_names(model)
     parameters = {
@@ -241,14 +227,15 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str]) -> Capture:
     }
     inputs = _inputs(program, keys)
     named = dict(model.named_parameters())
-    graph = program.graph
+    graph, buffers = program.graph, _buffers(program, first_name)
+    inline_no_grad(graph, program.graph_module, buffers)
     return Capture(
         graph=graph,
         owner=program.graph_module,
         parameters=parameters,
         trainable=frozenset(name for name, value in named.items() if value.requires_grad),
         aliases={name: first for name, first in first_name.items() if name != first},
-        buffers=_buffers(program, first_name),
+        buffers=buffers,
         constants=_constants(program),
         inputs=inputs,
         batch_symbol=_batch_symbol(graph, inputs),
@@ -256,7 +243,8 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str]) -> Capture:
         shapes={name: tuple(value.shape) for name, value in named.items()},
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
         visits_all=exported.visits_all,
-        conditions=_conditions(program, model, keys) if exported.follows_samples else None,
+        conditions=taken.conditions,
+        truths=taken.truths,
     )
 
 

@@ -21,6 +21,8 @@ _init: Any = nn.init
 class Construction:
     """Places of a model's parameters (by first name) and buffers, and the recorder that can fill them."""
 
+    module: nn.Module
+    """as built, without data"""
     recorder: Recorder
     parameters: dict[str, View]
     aliases: dict[str, str]
@@ -41,6 +43,12 @@ class Construction:
     def buffer(self, name: str, seed: int) -> Tensor:
         """Values of one buffer, as the constructor makes them; random ones from a generator of its own."""
         return self.recorder.replay(self.buffers[name], seed, "buffer", name)
+
+    def attribute(self, module: str, name: str) -> Tensor | None:
+        """Values of a tensor that a module holds as a plain attribute; None if it holds none, or random numbers."""
+        value = getattr(self.module.get_submodule(module), name, None)
+        view = self.recorder.view(value) if isinstance(value, Tensor) else None
+        return None if view is None or self.recorder.draws(view) else self.recorder.replay(view)
 
     def is_random(self, buffer: str) -> bool:
         """Whether a buffer's values depend on random numbers."""
@@ -82,6 +90,7 @@ def construct(build: Callable[[], nn.Module], seed: int) -> Construction:
     names = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return Construction(
+        model,
         recorder,
         {name: recorder.view(value) for name, value in model.named_parameters()},
         {name: name_of_tensor for name, name_of_tensor in names.items() if name != name_of_tensor},

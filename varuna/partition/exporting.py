@@ -1,8 +1,9 @@
 """torch.export, helped over what it cannot follow by itself.
 
 Models ask whether they are being compiled, and then take other paths. Export tries that path first, since it avoids
-branches on data; then the path of plain eager; last, with the first samples at hand, it takes branches on data as they
-do. Such branches are kept as conditions (``conditions.py``), which every batch must meet.
+branches on data; then the path of plain eager. In both it knows what follows from the code alone (``values.py``). Then
+it tries both with the first samples at hand, and goes as they do where ``forward`` branches on them; last with first
+parameters, too. Such branches are kept, and every batch must go the same way (``conditions.py``, ``truths.py``).
 """
 
 import logging
@@ -14,13 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import UserError, UserErrorType
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import _trace as _torch_trace
 
 from varuna.core.errors import ModelError
-from varuna.partition.branches import general_sizes
+from varuna.partition.branches import Comparing, general_sizes
 from varuna.partition.functions import kept_functions
 from varuna.partition.loops import EveryPlace
+from varuna.partition.values import Grade, Values
 
 _trace: Any = _torch_trace
 
@@ -31,42 +32,49 @@ class Exported(NamedTuple):
     program: torch.export.ExportedProgram
     visits_all: bool
     """loops over the places where a mask is true run for every place"""
-    follows_samples: bool
-    """branches on data went as for the first samples"""
+    follows: Grade
+    """branches went as for values of this grade"""
+
+
+Given = Mapping[int, tuple[Tensor, Grade]]
+"""id of a tensor without data -> its value, and what that follows from"""
 
 
 def export(
     module: nn.Module,
     fake: Mapping[str, Tensor],
-    samples: Mapping[str, Tensor],
-    accept: Callable[[torch.export.ExportedProgram], bool],
+    given: Callable[[Grade], Given | None],
+    accept: Callable[[torch.export.ExportedProgram, Grade], bool],
 ) -> Exported:
     """Export for any batch size.
 
     Args:
         module: called with one dict of tensors.
         fake: a batch without data.
-        samples: the same batch with data.
-        accept: whether branches that follow the samples follow them alone.
+        given: values of what the module is given, up to a grade; None if there are none of that grade.
+        accept: whether the branches of a program that followed values of a grade can be checked.
 
     Raises:
         Exception: of the first way, if no way leads to a graph.
     """
     first: Exception | None = None
-    for follows, as_eager in ((False, False), (False, True), (True, False), (True, True)):
-        places = EveryPlace()
-        asked = _as_eager() if as_eager else nullcontext()
-        known = _with_samples(fake, samples) if follows else nullcontext()
-        try:
-            with asked, known, places, _silent(), _idle_moves():
-                program = _attempt(module, fake)
-        except ModelError:
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
-            first = first or error
-            continue
-        if not follows or accept(program):
-            return Exported(program, places.visited, follows)
+    for most in Grade:
+        for as_eager in (False, True):
+            values = given(most)
+            if values is None:
+                continue
+            places = EveryPlace()
+            asked = _as_eager() if as_eager else nullcontext()
+            try:
+                with asked, Values(most, values).watch(), places, Comparing(), _silent(), _idle_moves():
+                    program = _attempt(module, fake)
+            except ModelError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+                first = first or error
+                continue
+            if most is Grade.CODE or accept(program, most):
+                return Exported(program, places.visited, most)
     assert first is not None
     raise first
 
@@ -129,24 +137,3 @@ def _as_eager() -> Iterator[None]:
         yield
     finally:
         torch.compiler.is_compiling = asked
-
-
-@contextmanager
-def _with_samples(fake: Mapping[str, Tensor], samples: Mapping[str, Tensor]) -> Iterator[None]:
-    """What follows from the samples alone has values; parameters, and what follows from them, have none."""
-    values = {id(value): samples[key].clone() for key, value in fake.items()}
-    original = FakeTensorMode.from_tensor
-
-    def from_tensor(self: FakeTensorMode, tensor: Tensor, **given: Any) -> Any:  # export makes all of them anew
-        self.fake_tensor_converter.meta_converter.copy_data = False
-        made: Any = original(self, tensor, **given)
-        if id(tensor) in values:
-            made.real_tensor = values[id(tensor)]
-        return made
-
-    FakeTensorMode.from_tensor = from_tensor  # type: ignore[method-assign]
-    try:
-        with torch._functorch.config.patch(fake_tensor_propagate_real_tensors=True):
-            yield
-    finally:
-        FakeTensorMode.from_tensor = original  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from varuna.partition.capture import Capture
+from varuna.partition.captured import Capture
 from varuna.partition.costs import Sizes, is_view, tensors_of
 from varuna.partition.functions import NAMESPACE
 from varuna.partition.simplify import op_name, written_arguments

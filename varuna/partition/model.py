@@ -16,7 +16,6 @@ from varuna.partition.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
 from varuna.partition.cuts import choose_cuts
 from varuna.partition.flow import Flow
 from varuna.partition.footprint import footprints
-from varuna.partition.inline import inline_no_grad
 from varuna.partition.inputs import InputLayout, layouts_of
 from varuna.partition.operations import Operation, operation
 from varuna.partition.simplify import simplify
@@ -120,7 +119,6 @@ def partition(
         ModelError: the model cannot be captured, or has too few places to cut.
     """
     captured = capture(recipe, batch)
-    inline_no_grad(captured)
     simplify(captured)
     settle_strides(captured)
     counter = add_target_count(captured) if count_targets else None

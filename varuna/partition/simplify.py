@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from varuna.partition.capture import Capture
+from varuna.partition.captured import Capture
 
 aten = torch.ops.aten
 _ASSERTS = {
@@ -26,7 +26,7 @@ NORMS_WITH_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
 
 
 def simplify(capture: Capture) -> None:
-    """Rewrite ``capture.graph`` in place; afterwards every node is needed by the outputs."""
+    """Rewrite ``capture.graph`` in place; afterwards every node is needed by the outputs or a truth."""
     graph = capture.graph
     _complete_users(graph)
     constants = {*capture.constants, *capture.buffers, *capture.inputs}
@@ -42,7 +42,7 @@ def simplify(capture: Capture) -> None:
         node.replace_all_uses_with(same)
         if op_name(node) == "aten::detach_":
             graph.erase_node(node)
-    _drop_dead(graph)
+    _drop_dead(graph, {truth.node for truth in capture.truths})
     graph.lint()
 
 
@@ -144,7 +144,8 @@ _RULES: dict[str, Callable[[Node], object]] = {
 }
 
 
-def _drop_dead(graph: Graph) -> None:
+def _drop_dead(graph: Graph, kept: set[Node]) -> None:
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users and not written_arguments(node):
+        is_dead = node not in kept and not node.users and not written_arguments(node)
+        if is_dead and node.op in ("call_function", "get_attr"):
             graph.erase_node(node)

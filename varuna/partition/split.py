@@ -69,6 +69,8 @@ class SectionGraph:
     """what updates of buffers are computed from: further results, behind what it makes; F's count, never R's"""
     updates: tuple[BufferUpdate, ...] = ()
     """updates whose statistics are complete here"""
+    truths: tuple[str, ...] = ()
+    """file and line of branches that went as they were captured if the last results, behind statistics, are true"""
 
     @property
     def updated(self) -> tuple[str, ...]:
@@ -197,9 +199,10 @@ class _Builder:
 def section_graph(
     flow: Flow, index: int, own: Sequence[Node], made: Sequence[Node], updates: Sequence[Update] = ()
 ) -> SectionGraph:
-    """The section that runs ``own`` (and what has to be rebuilt for it) and returns ``made``, then statistics."""
+    """The section that runs ``own`` and rebuilds what it needs; returns ``made``, then statistics, then truths."""
     statistics = list(dict.fromkeys(node for update in updates for node in update.statistics))
-    results = [*made, *statistics]
+    truths = [truth for truth in flow.capture.truths if truth.node in set(own)]
+    results = [*made, *statistics, *(truth.node for truth in truths)]
     members = set(own) | _closure(own, results, flow)
     order = [node for node in flow.capture.graph.nodes if node in members]
     builder = _Builder(flow, members)
@@ -227,6 +230,7 @@ def section_graph(
         random=any(is_random(node) for node in own),
         statistics=tuple(_crossing(node, flow) for node in statistics),
         updates=tuple(BufferUpdate(u.buffers, tuple(node.name for node in u.statistics), u.module) for u in updates),
+        truths=tuple(truth.place for truth in truths),
     )
 
 

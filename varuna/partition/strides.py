@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from varuna.partition.capture import Capture
+from varuna.partition.captured import Capture
 from varuna.partition.flow import views_of, written_storage
 from varuna.partition.simplify import op_name
 

@@ -7,7 +7,7 @@ and Hugging Face shifts its labels, so an unshifted count is wrong too. The grap
 import torch
 from torch.fx import Node
 
-from varuna.partition.capture import Capture
+from varuna.partition.captured import Capture
 from varuna.partition.simplify import op_name
 
 aten = torch.ops.aten

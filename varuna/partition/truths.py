@@ -1,0 +1,187 @@
+"""What the branches of ``forward`` took for granted, found in an exported graph.
+
+Export writes each down as an assertion. One that follows from the samples becomes part of the conditions, which are
+looked at before a micro-batch runs. One that follows from activations becomes a truth: a tensor that the section
+returns in which it can be told, and that is looked at before the step's vote.
+"""
+
+import operator
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from varuna.partition.captured import Truth
+from varuna.partition.conditions import Conditions
+from varuna.partition.flow import is_random, written_storage
+from varuna.partition.simplify import op_name
+
+aten = torch.ops.aten
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_ASSERT = aten._assert_scalar.default
+_NUMBERS = ("aten::item", "aten::_local_scalar_dense")
+_OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "neg", "truediv", "and_", "or_")
+_ON_TENSORS: dict[Any, Any] = {
+    **{getattr(operator, name): getattr(operator, name) for name in _OPERATORS},
+    torch.sym_not: aten.logical_not.default,
+    torch.sym_ite: aten.where.Scalar,
+}
+"""What Python does with numbers, done with tensors of one element."""
+
+
+class Taken(NamedTuple):
+    """For granted, by the branches of one graph."""
+
+    conditions: Conditions | None
+    """that every batch must meet"""
+    truths: tuple[Truth, ...]
+    """of activations"""
+
+
+class _Sources(NamedTuple):
+    inputs: Mapping[str, str]
+    buffers: Mapping[str, str]
+    constants: Mapping[str, Tensor]
+
+
+def taken_for_granted(
+    graph: Graph,
+    owner: GraphModule,
+    inputs: Mapping[str, str],
+    buffers: Mapping[str, str],
+    constants: Mapping[str, Tensor],
+    *,
+    of_activations: bool,
+) -> Taken | None:
+    """Conditions and truths of an exported graph; None if something else was taken for granted as well.
+
+    Args:
+        graph: as exported, its assertions in place; truths are added to it.
+        owner: holds the graphs of regions.
+        inputs: placeholder -> key of the batch.
+        buffers: placeholder -> name.
+        constants: placeholder -> value.
+        of_activations: there may be truths.
+    """
+    bodies = [getattr(owner, str(node.target), None) for node in graph.nodes if node.op == "get_attr" and node.users]
+    inner = [node for body in bodies if isinstance(body, GraphModule) for node in body.graph.nodes]
+    if any(node.target is _ASSERT for node in inner):
+        return None  # in a region: nothing can be returned from there
+    asserted = [node for node in graph.nodes if node.target is _ASSERT and _says_something(node.args[0])]
+    known = {*inputs, *buffers, *constants}
+    changed = written_storage(graph)
+
+    def follows_from_samples(node: Node) -> bool:
+        order = _ancestors([node.args[0]])
+        given = {each for each in order if each.op == "placeholder"}
+        return all(each.name in known and each not in changed for each in given) and not any(map(is_random, order))
+
+    of_samples = [node for node in asserted if follows_from_samples(node)]
+    others = [node for node in asserted if node not in of_samples]
+    if others and not of_activations:
+        return None
+    truths = []
+    for node in others:
+        truth = _truth(node)
+        if truth is None:
+            return None
+        truths.append(truth)
+    sources = _Sources(inputs, buffers, constants)
+    conditions = _conditions(graph, owner, [node.args[0] for node in of_samples], sources) if of_samples else None
+    return Taken(conditions, tuple(truths))
+
+
+def _says_something(condition: object) -> bool:
+    """Not that the number made of a truth is 0 or 1."""
+    if not isinstance(condition, Node) or condition.target not in (operator.ge, operator.le):
+        return isinstance(condition, Node)
+    return not (isinstance(condition.args[0], Node) and condition.args[0].target is torch.sym_ite)
+
+
+def _conditions(graph: Graph, owner: GraphModule, truths: list[Any], sources: _Sources) -> Conditions:
+    needed = _ancestors(truths)
+    order = [node for node in graph.nodes if node in needed]
+    given = [node for node in order if node.op == "placeholder"]
+    kinds = [[node for node in given if node.name in kind] for kind in sources]
+    made = Graph()
+    copies = {node: made.placeholder(node.name) for kind in kinds for node in kind}
+    for node in order:
+        if node not in copies:
+            copies[node] = made.node_copy(node, lambda source: copies[source])
+    made.output(tuple(copies[node] for node in truths))
+    return Conditions(
+        module=GraphModule(owner, made, class_name="Conditions"),
+        inputs=tuple(sources.inputs[node.name] for node in kinds[0]),
+        buffers=tuple(sources.buffers[node.name] for node in kinds[1]),
+        constants=tuple(sources.constants[node.name] for node in kinds[2]),
+        places=tuple(_place(node) for node in truths),
+    )
+
+
+def _truth(asserted: Node) -> Truth | None:
+    """The assertion as a tensor; None if it depends on random numbers alone, or cannot be one."""
+    condition = asserted.args[0]
+    assert isinstance(condition, Node), "an assertion of a constant is no truth"
+    order = _ancestors([condition])
+    if any(map(is_random, order)) and not any(node.op == "placeholder" for node in order):
+        return None  # a coin: it falls the other way in the next micro-batch
+    found = _as_tensor(condition, asserted, {})
+    return None if found is None else Truth(found, _place(condition))
+
+
+def _as_tensor(node: Node, before: Node, known: dict[Node, Node | None]) -> Node | None:
+    """What Python computes from numbers of tensors, computed with tensors; None if that cannot be."""
+    if node not in known:
+        known[node] = _made(node, before, known)
+    return known[node]
+
+
+def _made(node: Node, before: Node, known: dict[Node, Node | None]) -> Node | None:
+    graph = node.graph
+    if op_name(node) in _NUMBERS:
+        source = node.args[0]
+        assert isinstance(source, Node), "a number comes out of a tensor"
+        with graph.inserting_before(before):
+            single = _call(graph, aten.reshape.default, (source, []), source)
+            exact = source.meta["val"].is_floating_point()
+            return _call(graph, aten.to.dtype, (single, torch.float64), source) if exact else single
+    target = _ON_TENSORS.get(node.target)
+    if target is None or node.kwargs:
+        return None
+    args = [_as_tensor(arg, before, known) if isinstance(arg, Node) else arg for arg in node.args]
+    if any(arg is None for arg in args):
+        return None
+    with graph.inserting_before(before):
+        return _call(graph, target, tuple(args), next(arg for arg in args if isinstance(arg, Node)))
+
+
+def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
+    node = graph.call_function(target, args)
+    value = target(*[arg.meta["val"] if isinstance(arg, Node) else arg for arg in args])
+    node.meta = {**like.meta, "val": value}
+    return node
+
+
+def _ancestors(nodes: Iterable[Any]) -> set[Node]:
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack.extend(node.all_input_nodes)
+    return found
+
+
+def _place(truth: Node) -> str:
+    """The line of the user's code that made the last tensor on the way to a truth."""
+    for node in sorted(_ancestors([truth]), reverse=True):
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+        own = [(file, line) for file, line in frames if not file.startswith(str(Path(torch.__file__).parent))]
+        if own:
+            return ":".join(own[-1])
+    return "an unknown line"
