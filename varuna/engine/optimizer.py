@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.shards import JSON
 from varuna.core.errors import UsageError
+from varuna.engine.parameter_groups import ParameterGroup, complete
 
 NamedParameters = Sequence[tuple[str, nn.Parameter]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -38,6 +39,7 @@ class StageOptimizer:
         steps_done: int,
         *,
         home: torch.device | None = None,
+        whole: Sequence[ParameterGroup] = (),
     ) -> None:
         """Build both and bring them to where the run is.
 
@@ -48,9 +50,11 @@ class StageOptimizer:
             state: optimizer state by parameter name, from a peer or a checkpoint; empty at the start.
             steps_done: optimizer steps that the parameters contain.
             home: where state lives between steps; with its parameter if None.
+            whole: parameter groups of the whole model, if they are known: the scheduler finds them all.
 
         Raises:
-            UsageError: a factory returns something else than an optimizer or a scheduler.
+            UsageError: a factory returns something else than an optimizer or a scheduler, or the scheduler needs
+                groups that the optimizer lacks.
         """
         self._named = dict(named)
         self._home = home
@@ -58,6 +62,7 @@ class StageOptimizer:
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if self._optimizer is None:
             return
+        complete(self._optimizer, named, whole)
         for name, parameter in self._named.items():
             if state.get(name):
                 self._optimizer.state[parameter] = dict(state[name])
@@ -171,7 +176,14 @@ def _built(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Opt
 def _replayed(
     factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int
 ) -> torch.optim.lr_scheduler.LRScheduler:
-    scheduler = factory(optimizer)
+    try:
+        scheduler = factory(optimizer)
+    except (ValueError, IndexError) as error:
+        raise UsageError(
+            f"lr_scheduler= failed for an optimizer with {len(optimizer.param_groups)} parameter groups: {error}. "
+            "optimizer= and lr_scheduler= are called on every worker, with the parameters of its stage only: let "
+            "optimizer= keep groups that are empty there, so that it has the same groups everywhere."
+        ) from error
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or isinstance(
         scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
     ):

@@ -19,6 +19,7 @@ from varuna.engine.job import Job
 from varuna.engine.lending import Shares
 from varuna.engine.offload import OffloadedOptimizer
 from varuna.engine.optimizer import StageOptimizer
+from varuna.engine.parameter_groups import ParameterGroup, whole_groups
 from varuna.engine.precision import ComputeCopies
 from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
 from varuna.engine.shared import Exchange, StageExchange, Unprepared, Witness, installed
@@ -113,11 +114,15 @@ class Stage:
     ) -> StageOptimizer | OffloadedOptimizer:
         job, start = self.job, self.next_step
         named = [(name, value) for name, value in self.named_parameters() if name in self.shares.updated]
+        model, whole = job.model, tuple[ParameterGroup, ...]()
+        if job.scheduler is not None and (job.offload or len(named) < len(model.trainable)):
+            shapes = {name: shape for name, shape in model.shapes.items() if name in model.trainable}
+            whole = whole_groups(job.optimizer, shapes)
         if not job.offload:
-            return StageOptimizer(job.optimizer, job.scheduler, named, state, start)
+            return StageOptimizer(job.optimizer, job.scheduler, named, state, start, whole=whole)
         first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
         return OffloadedOptimizer(
-            lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, start, home=HOST),
+            lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, start, home=HOST, whole=whole),
             [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
             device=job.device,
             ferry=ferry_of(job.device, job.lanes.streams),
