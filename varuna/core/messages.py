@@ -74,6 +74,7 @@ class Beat(Value):
     step: int
     activity: str
     at_work: bool = Field(default=False, description="it waits for no other rank")
+    waits_s: float = Field(default=0.0, description="for how long it has been in its wait for other ranks")
     forward_s: float | None = Field(default=None, description="compute of a forward, mean since the last beat")
     backward_s: float | None = Field(default=None, description="compute of a backward, recomputation included")
     times: RankTimes | None = Field(default=None, description="what the steps since the last beat took")

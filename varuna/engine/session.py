@@ -304,12 +304,13 @@ class Session:
         return doing_of(activity, waiting, tick=tick)
 
     def _beat(self) -> Beat:
-        current, standing, doing = self.current, self.standing, self._doing()
+        current, standing, doing, waiting = self.current, self.standing, self._doing(), self._inbox.waiting
         beat = Beat(
             generation=standing.generation,
             step=standing.next_step or 0,
             activity=doing.text,
             at_work=not doing.on,
+            waits_s=time.monotonic() - waiting.since_s if waiting is not None and doing.on else 0.0,
             times=self._reporter.drain(),
         )
         times = current.runtime.times if current is not None else None

@@ -17,7 +17,16 @@ from varuna import __version__
 from varuna.core.messages import Hello
 from varuna.fleet.audit import Audit
 from varuna.fleet.channel import ChannelFullError
-from varuna.fleet.events import ConnectionLost, Event, MessageReceived, NoticeReceived, WorkerExited, WorkerSpawned
+from varuna.fleet.events import (
+    ConnectionLost,
+    Event,
+    MessageReceived,
+    NodeHeard,
+    NodeParted,
+    NoticeReceived,
+    WorkerExited,
+    WorkerSpawned,
+)
 from varuna.fleet.links import Link
 from varuna.fleet.logs import LogKeeper
 from varuna.fleet.outgoing import Outgoing
@@ -259,10 +268,9 @@ class AgentDoor:
                 asyncio.get_running_loop().call_later(_RETURN_S, self._conclude, link)
 
     def _conclude(self, link: Link) -> None:
-        """An agent that has not come back by now is gone, as far as anyone can tell."""
+        """An agent that has not come back by now is gone, or cannot reach us: others have to say which."""
         if self._links.get(link.node) is link and link.connection is None:
-            for worker in link.workers:
-                self._post(ConnectionLost(worker, "its agent is gone"))
+            self._post(NodeParted(link.node, "its agent is gone"))
 
     async def _receive_all(self, websocket: WebSocket, link: Link, connection: Outgoing[DownBody]) -> None:
         try:
@@ -290,6 +298,7 @@ class AgentDoor:
         match frame:
             case Pulse(beats=beats):
                 connection.say(Answer(received=link.channel.received).model_dump_json())
+                self._post(NodeHeard(link.node))
                 for worker, beat in beats.items():
                     _check_belongs(link.node, worker)
                     self._post(MessageReceived(worker, beat))

@@ -5,8 +5,9 @@ from dataclasses import replace
 from varuna.core.messages import Finish
 from varuna.fleet.events import DrainRequested, NoticeReceived
 from varuna.fleet.instructions import Release
-from varuna.fleet.state import Departure, Ended, Finishing, Fleet, Running, Standing
+from varuna.fleet.state import Departure, Ended, Finishing, Fleet, Running
 from varuna.fleet.turn import Turn
+from varuna.fleet.worker import Standing
 
 # A node that outlives its deadline by this much has not been taken after all.
 _REPRIEVE_S = 60.0

@@ -1,31 +1,14 @@
 """Deaths and departures: preempted, frozen, failed, or done."""
 
 import signal
-from dataclasses import replace
 
 from varuna.core.messages import Failed, Finish
 from varuna.fleet.events import ConnectionLost, WorkerExited
-from varuna.fleet.state import Ended, Exit, Finishing, Fleet, Idle, Running, Standing, Stopping, Worker
+from varuna.fleet.sight import is_gone, return_patience_s
+from varuna.fleet.state import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.turn import Turn
 from varuna.fleet.verdict import press, record_votes
-
-# A manager that did not run for longer than this cannot tell whether a worker was silent in the meantime.
-_STALL_S = 1.0
-
-
-def note_tick(turn: Turn, deaf_s: float) -> None:
-    """Time passed; time in which the manager itself stood still, or heard nobody, counts against nobody's lease."""
-    fleet = turn.fleet
-    gap_s = turn.now_s - fleet.ticked_s
-    gap_s = max(deaf_s, gap_s if gap_s > _STALL_S else 0.0)
-    if gap_s > 0.0:
-        turn.update(
-            workers={
-                name: replace(worker, seen_s=min(turn.now_s, worker.seen_s + gap_s))
-                for name, worker in fleet.workers.items()
-            }
-        )
-    turn.update(ticked_s=turn.now_s)
+from varuna.fleet.worker import Exit, Standing, Worker
 
 
 def note_exited(turn: Turn, event: WorkerExited) -> None:
@@ -79,12 +62,14 @@ def expire(turn: Turn) -> None:
 
 
 def _check_joined(turn: Turn, worker: Worker) -> None:
-    """A silent worker is frozen; one without a connection is as good as dead."""
+    """A worker that is silent while its machine is heard is frozen; one without a connection is as good as dead."""
     config, phase = turn.fleet.config, turn.fleet.phase
     suspected = isinstance(phase, Running) and phase.suspicion is not None
-    silent_s = turn.now_s - worker.seen_s
+    silent_s = turn.fleet.silence_s(worker)
     if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
         turn.lose(worker.name, "closed its connection", kill=True)
+    elif is_gone(turn.fleet, worker):
+        turn.lose(worker.name, "is gone: the connection of its agent ended, and a peer lost its link", kill=True)
     elif silent_s > (config.suspect_lease_s if suspected else config.lease_s):
         turn.lose(worker.name, f"froze (no heartbeat for {silent_s:.1f} s)", kill=True)
 
@@ -94,7 +79,7 @@ def _check_starting(turn: Turn, worker: Worker) -> None:
     config = turn.fleet.config
     if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
         turn.lose(worker.name, "closed its connection before it joined", kill=True)
-    elif turn.now_s >= worker.spawned_s + config.start_timeout_s:
+    elif turn.fleet.listened_s >= worker.seen_s + config.start_timeout_s:
         turn.lose(worker.name, f"did not join within {config.start_timeout_s:.0f} s of its start", kill=True)
 
 
@@ -143,8 +128,10 @@ def settle_leaving(turn: Turn, phase: Idle | Stopping) -> None:
 
 def finish(turn: Turn, phase: Finishing) -> None:
     """Wait until the scripts of those who left have ended; rank 0's may take its time, the others are bounded."""
-    for name in turn.fleet.joined:
-        _dismiss(turn, name)
+    for name, worker in turn.fleet.workers.items():
+        if worker.standing in (Standing.JOINED, Standing.ASIDE):
+            _dismiss(turn, name)
+    _miss_nobody(turn)
     fleet = turn.fleet
     waiting = any(worker.standing is Standing.LEFT for worker in fleet.workers.values())
     if waiting and fleet.members[0] in fleet.workers:
@@ -153,6 +140,16 @@ def finish(turn: Turn, phase: Finishing) -> None:
         turn.update(phase=Finishing(deadline_s=turn.now_s + fleet.config.leave_timeout_s))
     elif not waiting or (phase.deadline_s is not None and turn.now_s >= phase.deadline_s):
         turn.end(0, f"{fleet.recorded_step + 1} steps done")
+
+
+def _miss_nobody(turn: Turn) -> None:
+    """Whoever left and is out of sight for long has no more to say that the run needs."""
+    fleet = turn.fleet
+    for name, worker in fleet.workers.items():
+        unheard_s = turn.now_s - fleet.heard_s if fleet.is_alone else fleet.unheard_s(worker.node)
+        if worker.standing is Standing.LEFT and unheard_s > return_patience_s(fleet):
+            turn.notice(f"worker {name} is out of sight: nobody knows how its script ends", warning=True)
+            turn.forget(name)
 
 
 def _dismiss(turn: Turn, name: str) -> None:

@@ -39,6 +39,21 @@ class ConnectionLost:
 
 
 @dataclass(frozen=True, slots=True)
+class NodeHeard:
+    """The agent of ``node`` said something, whatever its workers do."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParted:
+    """The connection to the agent of ``node`` ended, and there was no new one in a moment."""
+
+    node: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerDistrusted:
     """``worker`` said something that cannot be true."""
 
@@ -101,6 +116,8 @@ Event = (
     | MessageReceived
     | WorkerExited
     | ConnectionLost
+    | NodeHeard
+    | NodeParted
     | WorkerDistrusted
     | SpawnRequested
     | NoticeReceived

@@ -8,9 +8,11 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.shares import holders_of
 from varuna.fleet import placement
-from varuna.fleet.state import Checkpoint, Fleet, Holding, Idle, Running
+from varuna.fleet.sight import lose_aside
+from varuna.fleet.state import Checkpoint, Fleet, Idle, Running
 from varuna.fleet.story import GenerationRecord, GenerationStarted
 from varuna.fleet.turn import Turn
+from varuna.fleet.worker import Holding
 
 # Generations in a row that may break before their first step while nobody dies.
 _MOST_FUTILE = 3
@@ -230,10 +232,11 @@ def _start(
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
     )
     _keep_micro_batch(turn, plan)
+    lose_aside(turn)
     turn.update(
-        phase=Running(began_s=turn.now_s),
+        phase=Running(began_s=fleet.listened_s),
         history=(*fleet.history, record),
-        workers={name: replace(worker, holding=None) for name, worker in fleet.workers.items()},
+        workers={name: replace(worker, holding=None) for name, worker in turn.fleet.workers.items()},
         departed=frozenset(),
         causes=(),
         broke_s=phase.since_s if not fleet.history else fleet.broke_s,

@@ -4,16 +4,17 @@ from varuna.core.messages import Finish, Hello
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
 from varuna.fleet.instructions import Spawn
-from varuna.fleet.state import Holding, Standing, Worker
+from varuna.fleet.owed import say_again
 from varuna.fleet.story import WorkerJoined
 from varuna.fleet.turn import Turn
+from varuna.fleet.worker import Holding, Standing, Worker
 
 
 def note_spawned(turn: Turn, name: str, node: str) -> None:
     """A process was started."""
     fleet = turn.fleet
     replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
-    worker = Worker(name=name, node=node, spawned_s=turn.now_s, replacement=replacement)
+    worker = Worker(name=name, node=node, spawned_s=turn.now_s, seen_s=fleet.listened_s, replacement=replacement)
     turn.update(
         workers={**fleet.workers, name: worker},
         spawned=fleet.spawned + 1,
@@ -34,6 +35,7 @@ def note_hello(turn: Turn, name: str, hello: Hello) -> None:
     fleet = turn.fleet
     if fleet.workers[name].standing is not Standing.STARTING:
         turn.update_worker(name, device=hello.device)  # a manager that has started again knows of none
+        say_again(turn, name)
         return
     if fleet.job is None:
         turn.update(job=hello.job, version=hello.version)

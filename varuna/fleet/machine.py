@@ -10,7 +10,6 @@ from varuna.fleet.ending import (
     note_exited,
     note_failed,
     note_leaving,
-    note_tick,
     settle_leaving,
 )
 from varuna.fleet.events import (
@@ -20,6 +19,8 @@ from varuna.fleet.events import (
     FinishRequested,
     MessageReceived,
     MorphRequested,
+    NodeHeard,
+    NodeParted,
     NoticeReceived,
     SpawnRequested,
     StopRequested,
@@ -32,10 +33,13 @@ from varuna.fleet.forming import form
 from varuna.fleet.instructions import Collect, Complain, Instruction
 from varuna.fleet.joining import note_hello, note_spawned, spawn_missing
 from varuna.fleet.regroup import plan_ahead
+from varuna.fleet.sight import hear, look_around, note_parted, note_tick, take_back
+from varuna.fleet.sight import note_beat as note_waiting
 from varuna.fleet.slow import note_beat, readmit
 from varuna.fleet.state import Advice, Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.turn import Turn
 from varuna.fleet.verdict import note_held, note_suspect, note_voted, settle, watch_generation
+from varuna.fleet.worker import Standing
 
 
 def advance(fleet: Fleet, event: Event, now_s: float, advice: Advice) -> tuple[Fleet, list[Instruction]]:
@@ -53,7 +57,12 @@ def _note(turn: Turn, event: Event) -> None:
     match event:
         case Tick(deaf_s=deaf_s):
             note_tick(turn, deaf_s)
+        case NodeHeard(node=node):
+            hear(turn, node)
+        case NodeParted(node=node):
+            note_parted(turn, node)
         case WorkerSpawned(worker=name, node=node):
+            hear(turn, node)
             note_spawned(turn, name, node)
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             if event.worker in turn.fleet.workers:  # the lost and the refused are not heard any more
@@ -72,6 +81,7 @@ def _note(turn: Turn, event: Event) -> None:
 
 def _note_worker(turn: Turn, event: MessageReceived | WorkerExited | ConnectionLost | WorkerDistrusted) -> None:
     """Take down what happened to one worker."""
+    hear(turn, turn.fleet.workers[event.worker].node)
     match event:
         case MessageReceived(worker=name, message=message):
             _hear(turn, name, message)
@@ -85,8 +95,12 @@ def _note_worker(turn: Turn, event: MessageReceived | WorkerExited | ConnectionL
 
 def _hear(turn: Turn, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
-    heard = {"beat": message} if isinstance(message, Beat) else {}
-    turn.update_worker(name, seen_s=turn.now_s, **heard)
+    if turn.fleet.workers[name].standing is Standing.ASIDE:
+        take_back(turn, name)
+    if isinstance(message, Beat):
+        note_waiting(turn, name, message)
+        turn.update_worker(name, beat=message)
+    turn.update_worker(name, seen_s=turn.fleet.listened_s)
     match message:
         case Beat():
             note_beat(turn, name, message)
@@ -115,6 +129,7 @@ def _conclude(turn: Turn) -> None:
         before = turn.fleet
         if not isinstance(turn.fleet.phase, Ended):
             expire(turn)
+            look_around(turn)
             reprieve(turn)
             readmit(turn)
             release(turn)

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 from varuna.fleet.journal import Past
 from varuna.fleet.reunion import node_of
-from varuna.fleet.state import Fleet, FleetConfig, Running, Standing, Worker
+from varuna.fleet.state import Fleet, FleetConfig, Running
 from varuna.fleet.story import GenerationRecord, GenerationStarted, Morphed, StepRecorded, WorkerLost
+from varuna.fleet.worker import Sight, Standing, Worker
 
 
 def lost_workers(past: Past) -> set[str]:
@@ -43,10 +44,12 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     newest = past.vote
     counts = newest is not None and newest.step == recorded_step and newest.generation >= lineage
     lost = lost_workers(past)
+    workers = {name: _member(name, now_s) for name in history[-1].members if name not in lost}
     return replace(
         fleet,
         phase=Running(began_s=now_s),
-        workers={name: _member(name, now_s) for name in history[-1].members if name not in lost},
+        workers=workers,
+        nodes={worker.node: Sight(heard_s=now_s) for worker in workers.values()},
         job=past.job,
         version=past.version,
         micro_batch=history[-1].plan.micro_batch,

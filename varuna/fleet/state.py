@@ -8,16 +8,16 @@ The life of a generation, as phases::
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import NamedTuple
 
-from varuna.core.devices import DeviceFacts, worker_bytes
-from varuna.core.messages import Beat, Flag, Vote
+from varuna.core.devices import worker_bytes
+from varuna.core.messages import Flag, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.story import GenerationRecord
 from varuna.fleet.stutter import Evidence
 from varuna.fleet.weighing import Experience
+from varuna.fleet.worker import Sight, Standing, Worker
 
 Planner = Callable[[JobFacts, int, int | None], Plan]
 """Plan for a number of workers and, if it is not None, this micro-batch; may raise ``NoPlanError``."""
@@ -54,9 +54,10 @@ class FleetConfig:
     replace: bool = True
     """Whether a lost worker is replaced."""
     elastic: bool = False
-    """Workers come by themselves, from machines of their own: the run never ends for want of them."""
+    """Workers come by themselves, from machines of their own: the run never ends for want of them, and a cable can
+    come between them and the manager."""
     lease_s: float = 6.0
-    """A worker that is silent for longer is frozen."""
+    """A worker that is silent for longer, while its machine is heard, is frozen."""
     suspect_lease_s: float = 1.5
     """The same while somebody reports a broken link."""
     suspect_grace_s: float = 1.0
@@ -73,6 +74,8 @@ class FleetConfig:
     """From a worker's start to its Hello."""
     wait_s: float = 300.0
     """How long a run waits for workers that it cannot do without."""
+    return_s: float = 300.0
+    """How long state that is out of sight is waited for, at most, before the run falls back to a checkpoint."""
     form_timeout_s: float = 300.0
     """From an assignment until newcomers that have not copied their state are dropped."""
     slow_ratio: float | None = None
@@ -85,59 +88,6 @@ class FleetConfig:
     """From rank 0's exit to the end of all others, once the steps are done."""
     max_start_failures: int = 5
     """Replacements that may die in a row without a step in between."""
-
-
-class Standing(Enum):
-    """Where a worker is in its life; lost workers are forgotten."""
-
-    STARTING = "starting"
-    JOINED = "joined"
-    LEFT = "left"
-    DISMISSED = "dismissed"
-
-
-@dataclass(frozen=True, slots=True)
-class Holding:
-    """State of a worker that stands still; ``next_step`` is None without state."""
-
-    next_step: int | None = None
-    sections: frozenset[int] = frozenset()
-    """Whole."""
-    lent: frozenset[int] = frozenset()
-    """Without optimizer state, which other replicas hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """A process that ended by itself."""
-
-    code: int
-    stderr_tail: str
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Worker:
-    """One process, from its start until it is lost or gone."""
-
-    name: str
-    spawned_s: float
-    replacement: bool
-    device: DeviceFacts | None = None
-    """That it computes on, if it has memory of its own."""
-    node: str = "local"
-    """The VM: what it takes away with it when it goes."""
-    standing: Standing = Standing.STARTING
-    pid: int | None = None
-    joined_s: float = 0.0
-    seen_s: float = 0.0
-    holding: Holding | None = None
-    """None while the worker runs a generation, or is about to answer."""
-    beat: Beat | None = None
-    compute_s: tuple[int, float] | None = None
-    """A generation, and the newest seconds of compute per micro-batch in it, forward and backward."""
-    disconnected_s: float | None = None
-    exit: Exit | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +139,7 @@ class Running:
     """A generation forms or trains."""
 
     began_s: float = 0.0
+    """On the clock for silence."""
     suspicion: Suspicion | None = None
     flags: frozenset[Flag] = frozenset()
     """What rank 0 was asked to raise in the next vote."""
@@ -199,6 +150,8 @@ class Running:
     considered_s: float = 0.0
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     """By worker: whether it is slower than its peers."""
+    longest_wait_s: float = 0.0
+    """For which a rank waited for its peers, and then went on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,12 +160,17 @@ class Stopping:
 
     planned: bool
     deadline_s: float
+    """On the clock for silence."""
     hold_at_s: float | None = None
     """When to say Hold to those that should stop by themselves; None once it was said."""
     applying: frozenset[str] = frozenset()
     """Laggards that were told the verdict and have not answered."""
     committed: bool = False
     """The verdict was COMMIT."""
+    suspicion: Suspicion | None = None
+    """What was reported before it was over."""
+    waits: bool = False
+    """People know that state is out of sight and waited for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,6 +201,18 @@ class Fleet:
     ticked_s: float
     wanted: int
     """Workers that should exist."""
+    listened_s: float = 0.0
+    """The clock for silence: it stands still while this manager could not have heard anybody."""
+    is_alone: bool = False
+    """Nobody at all is heard, of an elastic fleet."""
+    told_alone: bool = False
+    """People know that."""
+    heard_s: float = 0.0
+    """When anybody was heard last."""
+    regained_s: float = float("-inf")
+    """When that ended for the last time, on the clock for silence."""
+    nodes: Mapping[str, Sight] = field(default_factory=dict)
+    """By machine, of an elastic fleet."""
     workers: Mapping[str, Worker] = field(default_factory=dict)
     spawned: int = 0
     """Processes started so far."""
@@ -283,6 +253,8 @@ class Fleet:
     """Why the run should end behind the step in flight."""
     recorded_step: int = -1
     recorded_s: float = 0.0
+    saved_step: int = 0
+    """Steps in the newest checkpoint of which a shard is durable."""
     step_wall_s: float = 0.0
     """Seconds that the newest recorded step took."""
     step_every_s: float = 0.0
@@ -299,6 +271,8 @@ class Fleet:
             config=config,
             phase=Idle(since_s=now_s),
             ticked_s=now_s,
+            listened_s=now_s,
+            heard_s=now_s,
             wanted=0 if config.elastic else config.workers,
             experience=Experience(began_s=now_s),
         )
@@ -363,8 +337,29 @@ class Fleet:
 
     @property
     def available(self) -> tuple[str, ...]:
-        """Joined workers that new plans should use: neither about to leave nor slow."""
-        return tuple(name for name in self.joined if not self.is_departing(name) and name not in self.slow)
+        """Joined workers that new plans should use: neither about to leave, nor slow, nor out of sight."""
+        return tuple(
+            name
+            for name in self.joined
+            if not self.is_departing(name) and name not in self.slow and not self.is_hidden(self.workers[name].node)
+        )
+
+    def silence_s(self, worker: Worker) -> float:
+        """For how long a worker has said nothing although it would have been heard."""
+        heard_s = self.listened_s
+        if self.config.elastic:
+            heard_s = self.nodes[worker.node].heard_s if worker.node in self.nodes else worker.seen_s
+        return heard_s - worker.seen_s
+
+    def unheard_s(self, node: str) -> float:
+        """For how long nothing has come from a machine, of the time in which the manager listened."""
+        if not self.config.elastic or node not in self.nodes:
+            return 0.0
+        return self.listened_s - self.nodes[node].heard_s
+
+    def is_hidden(self, node: str) -> bool:
+        """Whether a machine is out of sight."""
+        return self.unheard_s(node) > self.config.lease_s
 
     def is_departing(self, name: str) -> bool:
         """Whether a worker's node is about to leave."""

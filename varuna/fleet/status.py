@@ -83,6 +83,7 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
         "members": list(fleet.members),
         "nodes": list(dict.fromkeys(worker.node for worker in fleet.workers.values())),
         "departing": list(fleet.departing),
+        "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
         "workers": [
             {
                 "name": worker.name,

@@ -5,8 +5,9 @@ from typing import Any
 
 from varuna.core.messages import Finish, ToWorker
 from varuna.fleet.instructions import EndRun, Instruction, Kill, Publish, Send
-from varuna.fleet.state import Advice, Ended, Fleet, Idle, Running, Standing, Stopping, Worker
+from varuna.fleet.state import Advice, Ended, Fleet, Idle, Running, Stopping
 from varuna.fleet.story import Notice, RunEnded, RunEvent, WorkerLost
+from varuna.fleet.worker import Standing, Worker
 
 _MAX_BACKOFF_S = 30.0
 

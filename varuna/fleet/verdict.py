@@ -5,9 +5,11 @@ from dataclasses import replace
 
 from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
 from varuna.core.vote import VoteLayout
-from varuna.fleet.state import Ended, Fleet, Holding, Idle, Running, Stopping, Suspicion
+from varuna.fleet.sight import is_near, note_progress, waits_for_return
+from varuna.fleet.state import Ended, Fleet, Idle, Running, Stopping, Suspicion
 from varuna.fleet.story import Morphed, StepRecorded, VerdictReached
 from varuna.fleet.turn import Turn
+from varuna.fleet.worker import Holding
 
 
 def note_held(turn: Turn, name: str, held: Held) -> None:
@@ -62,7 +64,8 @@ def record_votes(turn: Turn) -> None:
     if fleet.recorded_step > before:
         turn.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})
         for name in fleet.live_members:
-            turn.send(name, Recorded(step=fleet.recorded_step))
+            if is_near(fleet, fleet.workers[name]):  # to whom nobody listens, messages would pile up
+                turn.send(name, Recorded(step=fleet.recorded_step))
 
 
 def _record(turn: Turn, vote: Vote) -> None:
@@ -96,6 +99,8 @@ def _record(turn: Turn, vote: Vote) -> None:
             plan=plan,
         )
     )
+    if vote.generation == fleet.generation:
+        note_progress(turn)
     if vote.generation == fleet.generation and not fleet.formed:
         _note_formed(turn, vote)
         _note_proven(turn)
@@ -133,7 +138,7 @@ def watch_generation(turn: Turn, phase: Running) -> None:
         stop_generation(turn, cause=phase.regroup, planned=True)
     elif stopped:
         stop_generation(turn, cause=f"worker {stopped[0]} stopped")
-    elif not fleet.formed and turn.now_s >= phase.began_s + fleet.config.form_timeout_s and _copying(fleet):
+    elif not fleet.formed and fleet.listened_s >= phase.began_s + fleet.config.form_timeout_s and _copying(fleet):
         stop_generation(turn, cause=f"{' and '.join(_copying(fleet))} did not get ready in time")
     elif phase.suspicion and turn.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
         stop_generation(turn, cause=f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
@@ -160,14 +165,19 @@ def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> No
     Spares took no part in that vote, and a rank whose link broke does not have its result: they are told at once.
     """
     fleet = turn.fleet
+    suspicion = fleet.phase.suspicion if isinstance(fleet.phase, Running) else None
     if planned:
-        suspicion = fleet.phase.suspicion if isinstance(fleet.phase, Running) else None
         for name in fleet.live_members:
             if name not in fleet.record.grid or (suspicion is not None and suspicion.worker == name):
                 turn.send(name, Hold(generation=fleet.generation))
     hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if planned else 0.0)
     turn.update(
-        phase=Stopping(planned=planned, deadline_s=turn.now_s + fleet.config.hold_timeout_s, hold_at_s=hold_at_s),
+        phase=Stopping(
+            planned=planned,
+            deadline_s=fleet.listened_s + fleet.config.hold_timeout_s,
+            hold_at_s=hold_at_s,
+            suspicion=suspicion,
+        ),
         causes=(*fleet.causes, cause) if cause else fleet.causes,
         broke_s=turn.now_s,
         planned=planned,
@@ -181,9 +191,11 @@ def settle(turn: Turn, phase: Stopping) -> None:
     awaited = [name for name in fleet.live_members if fleet.workers[name].holding is None]
     if awaited:
         press(turn, phase, awaited)
-        if turn.now_s >= phase.deadline_s:
+        if fleet.listened_s >= phase.deadline_s:
             for name in awaited:
                 turn.lose(name, f"did not stop within {fleet.config.hold_timeout_s:.0f} s", kill=True)
+        return
+    if waits_for_return(turn, phase):
         return
     record_votes(turn)
     if turn.fleet.phase is not phase:
@@ -245,7 +257,7 @@ def _commit(turn: Turn, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) 
     turn.update(
         phase=replace(
             phase,
-            deadline_s=turn.now_s + fleet.config.hold_timeout_s,
+            deadline_s=fleet.listened_s + fleet.config.hold_timeout_s,
             hold_at_s=None,
             applying=frozenset(laggards),
             committed=True,

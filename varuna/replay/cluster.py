@@ -15,8 +15,9 @@ from varuna.core.vote import VoteLayout
 from varuna.fleet.events import Event, MessageReceived, NoticeReceived, Tick, WorkerExited, WorkerSpawned
 from varuna.fleet.instructions import Instruction, Kill, Publish, Send
 from varuna.fleet.machine import advance
-from varuna.fleet.state import Advice, Checkpoint, Fleet, FleetConfig, Idle, Planner, Running, Standing
+from varuna.fleet.state import Advice, Checkpoint, Fleet, FleetConfig, Idle, Planner, Running
 from varuna.fleet.story import RunEvent
+from varuna.fleet.worker import Standing
 from varuna.replay.costs import MorphCosts, checkpoint_every_s
 from varuna.replay.job import state_bytes
 

@@ -11,7 +11,7 @@ from varuna.core.messages import Assign, Assignment, Beat, FromWorker, Held, Hel
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
-from varuna.fleet.events import Event, MessageReceived, Tick, WorkerExited, WorkerSpawned
+from varuna.fleet.events import Event, MessageReceived, NodeHeard, Tick, WorkerExited, WorkerSpawned
 from varuna.fleet.instructions import EndRun, Instruction, Publish, Send, Spawn
 from varuna.fleet.machine import advance
 from varuna.fleet.protocol import Identity
@@ -117,17 +117,29 @@ class Driver:
         seconds: float,
         *,
         silent: tuple[str, ...] = (),
+        hidden: tuple[str, ...] = (),
         activity: str = "waits",
         at_work: tuple[str, ...] = (),
+        still: bool = True,
     ) -> list[Instruction]:
-        """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats."""
+        """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats.
+
+        The workers of ``hidden`` machines are silent, and so are the machines. ``still``: whoever is heard waits,
+        but those ``at_work``.
+        """
         start = len(self.done)
-        end_s = self.now_s + seconds
+        begin_s, end_s = self.now_s, self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = min(end_s, self.now_s + 0.2)
-            for worker in set(self.fleet.joined) - set(silent):
-                generation, works = self.fleet.generation, worker in at_work
-                self.say(worker, Beat(generation=generation, step=0, activity=activity, at_work=works))
+            waits_s = self.now_s - begin_s if still else 0.0
+            for worker in (name for name in self.fleet.joined if self.fleet.workers[name].node not in hidden):
+                if worker not in silent:
+                    generation, works = self.fleet.generation, worker in at_work
+                    wait_s = 0.0 if works else waits_s
+                    beat = Beat(generation=generation, step=0, activity=activity, at_work=works, waits_s=wait_s)
+                    self.say(worker, beat)
+            for node in {worker.node for worker in self.fleet.workers.values()} - set(hidden):
+                self.feed(NodeHeard(node))
             self.feed(Tick())
         return self.done[start:]
 

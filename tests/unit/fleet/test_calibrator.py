@@ -15,8 +15,9 @@ from varuna.core.plan import Plan
 from varuna.core.times import RankTimes, Typical
 from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.events import MorphRequested
-from varuna.fleet.state import Fleet, FleetConfig, Standing, Worker
+from varuna.fleet.state import Fleet, FleetConfig
 from varuna.fleet.story import GenerationRecord, GenerationTimed, Notice
+from varuna.fleet.worker import Standing, Worker
 
 JOB = make_job(steps=100_000, micro_batch=2)
 PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better than what runs

@@ -38,9 +38,10 @@ from varuna.fleet.events import (
     WorkerExited,
 )
 from varuna.fleet.instructions import Instruction, Kill, Publish, Send
-from varuna.fleet.state import Checkpoint, Ended, FleetConfig, Running, Standing
+from varuna.fleet.state import Checkpoint, Ended, FleetConfig, Running
 from varuna.fleet.story import GenerationStarted, StepRecorded
 from varuna.fleet.stutter import SLOW_RATIO
+from varuna.fleet.worker import Standing
 
 SECTIONS, STEPS = 4, 400
 

@@ -117,12 +117,15 @@ def test_who_does_not_come_back_is_lost_after_one_lease_and_not_before(shell: Sh
     shell.vote(0)
     shell.die_and_start_again()
     shell.reunite("n0-a", shell.charge("n0-a.0"), shell.charge("n0-a.1"))
-    silent = ("n1-b.0", "n1-b.1")
-    shell.driver.wait(CONFIG.lease_s - 0.5, silent=silent)
+    gone = {"n1-b.0", "n1-b.1"}
+    shell.driver.wait(CONFIG.lease_s - 0.5, hidden=("n1-b",))
     assert isinstance(shell.driver.fleet.phase, Running)
-    assert set(silent) <= set(shell.driver.fleet.workers)
-    shell.driver.wait(1.0, silent=silent)
-    assert not set(silent) & set(shell.driver.fleet.workers)
+    assert gone <= set(shell.driver.fleet.joined)
+    shell.driver.wait(9.0, hidden=("n1-b",))
+    assert isinstance(shell.driver.fleet.phase, Stopping)
+    for name in shell.driver.fleet.live_members:
+        shell.say(name, shell.held(name, 1))
+    assert not gone & set(shell.driver.fleet.workers)
 
 
 def test_a_worker_that_died_meanwhile_is_known_at_once(shell: Shell) -> None:

@@ -1,0 +1,75 @@
+"""One worker, and one machine, as the manager sees them."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from varuna.core.devices import DeviceFacts
+from varuna.core.messages import Beat
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How well the manager hears a machine."""
+
+    heard_s: float
+    """When, on the clock of ``Fleet.listened_s``."""
+    parted: bool = False
+    """Its connection ended, and nothing has shown since that its workers live."""
+    told: bool = False
+    """People know that it is out of sight."""
+
+
+class Standing(Enum):
+    """Where a worker is in its life; lost workers are forgotten."""
+
+    STARTING = "starting"
+    JOINED = "joined"
+    ASIDE = "put aside"
+    """Out of sight while the step stands still: lost once the next generation is written down without it."""
+    LEFT = "left"
+    DISMISSED = "dismissed"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """State of a worker that stands still; ``next_step`` is None without state."""
+
+    next_step: int | None = None
+    sections: frozenset[int] = frozenset()
+    """Whole."""
+    lent: frozenset[int] = frozenset()
+    """Without optimizer state, which other replicas hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A process that ended by itself."""
+
+    code: int
+    stderr_tail: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Worker:
+    """One process, from its start until it is lost or gone."""
+
+    name: str
+    spawned_s: float
+    replacement: bool
+    device: DeviceFacts | None = None
+    """That it computes on, if it has memory of its own."""
+    node: str = "local"
+    """The VM: what it takes away with it when it goes."""
+    standing: Standing = Standing.STARTING
+    pid: int | None = None
+    joined_s: float = 0.0
+    seen_s: float = 0.0
+    """When it was last known to live, on the clock of ``Fleet.listened_s``."""
+    holding: Holding | None = None
+    """None while the worker runs a generation, or is about to answer."""
+    beat: Beat | None = None
+    compute_s: tuple[int, float] | None = None
+    """A generation, and the newest seconds of compute per micro-batch in it, forward and backward."""
+    disconnected_s: float | None = None
+    exit: Exit | None = None
