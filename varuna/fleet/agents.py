@@ -298,10 +298,10 @@ class AgentDoor:
         match frame:
             case Pulse(beats=beats):
                 connection.say(Answer(received=link.channel.received).model_dump_json())
-                self._post(NodeHeard(link.node))
                 for worker, beat in beats.items():
                     _check_belongs(link.node, worker)
                     self._post(MessageReceived(worker, beat))
+                self._post(NodeHeard(link.node))
             case UpItem(number=number, body=body):
                 if link.channel.accept(number):
                     self._note(link, body)

@@ -47,9 +47,14 @@ def advance(fleet: Fleet, event: Event, now_s: float, advice: Advice) -> tuple[F
     turn = Turn(fleet, now_s, advice)
     if not isinstance(fleet.phase, Ended):
         _note(turn, event)
-        if not (isinstance(event, MessageReceived) and isinstance(event.message, Beat)):
+        if not _is_pulse(event):  # there are many, and time passes soon
             _conclude(turn)
     return turn.fleet, turn.instructions
+
+
+def _is_pulse(event: Event) -> bool:
+    """Whether somebody only says that it lives."""
+    return isinstance(event, NodeHeard) or (isinstance(event, MessageReceived) and isinstance(event.message, Beat))
 
 
 def _note(turn: Turn, event: Event) -> None:
@@ -113,6 +118,7 @@ def _hear(turn: Turn, name: str, message: FromWorker) -> None:
         case Suspect():
             note_suspect(turn, name, message)
         case Saved(shard=shard):
+            turn.update(saved_step=max(turn.fleet.saved_step, shard.step))
             turn.instructions.append(Collect(shard))
         case Unsaved(reason=reason):
             turn.instructions.append(Complain(name, reason))

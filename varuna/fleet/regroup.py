@@ -32,7 +32,7 @@ def plan_ahead(turn: Turn, phase: Running) -> None:
     _answer_departures(turn)
     if turn.fleet.phase is not phase or phase.regroup or phase.suspicion or not turn.fleet.formed:
         return
-    if _steps_left(turn.fleet) < _LAST_STEPS:
+    if _steps_left(turn.fleet) < _LAST_STEPS or _is_rank_hidden(turn.fleet):
         return
     if turn.fleet.morph_asked:
         _answer_request(turn)
@@ -82,6 +82,8 @@ def _answer_departures(turn: Turn) -> None:
     latest_s = deadline_s - fleet.experience.stall_s(fleet.job, fleet.record.plan)
     is_late = turn.now_s >= latest_s or _step_ends_s(fleet) > latest_s
     is_time = deadline_s == float("inf") or turn.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
+    if deadline_s == float("inf") and _is_rank_hidden(fleet):
+        return
     if not (is_late or is_time) or plan_or_none(turn, len(fleet.available)) is None:
         return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
     if is_late:
@@ -89,6 +91,11 @@ def _answer_departures(turn: Turn) -> None:
         stop_generation(turn, cause=cause)
     else:
         _regroup(turn, cause)
+
+
+def _is_rank_hidden(fleet: Fleet) -> bool:
+    """Whether a rank could not be told of its next part."""
+    return any(fleet.is_hidden(fleet.workers[name].node) for name in fleet.record.grid if fleet.is_joined(name))
 
 
 def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:

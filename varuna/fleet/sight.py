@@ -131,6 +131,8 @@ def look_around(turn: Turn) -> None:
     fleet = turn.fleet
     if fleet.is_alone or not any(fleet.is_hidden(node) for node in fleet.nodes):
         return
+    if not any(fleet.unheard_s(node) <= _NEAR_S for node in fleet.nodes):
+        return  # soon it will be known that nobody is heard
     _forget_nodes(turn)
     away = [worker for name in turn.fleet.joined if _is_away(turn.fleet, worker := turn.fleet.workers[name])]
     match fleet.phase:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,16 @@ from varuna.fleet import agents as agents_module
 from varuna.fleet.agents import AgentDoor
 from varuna.fleet.audit import Audit
 from varuna.fleet.channel import Channel
-from varuna.fleet.events import ConnectionLost, Event, MessageReceived, NoticeReceived, WorkerExited, WorkerSpawned
+from varuna.fleet.events import (
+    ConnectionLost,
+    Event,
+    MessageReceived,
+    NodeHeard,
+    NodeParted,
+    NoticeReceived,
+    WorkerExited,
+    WorkerSpawned,
+)
 from varuna.fleet.links import Link
 from varuna.fleet.logs import LogKeeper
 from varuna.fleet.protocol import (
@@ -58,6 +68,7 @@ class Gate:
     def __init__(self, folder: Path) -> None:
         self.registry = Registry(folder)
         self.events: list[Event | Reunion] = []
+        self.pulses: list[Event | Reunion] = []
         self.audited: list[Audited] = []
         self.folder = folder
         self.logs = LogKeeper(folder)
@@ -66,13 +77,16 @@ class Gate:
             certificate_pem="PEM",
             manager="m1",
             run="r1",
-            post=self.events.append,
+            post=self.note,
             logs=self.logs,
             audit=Audit(self.audited.append),
             write=lambda line: None,
         )
         self.client = TestClient(Starlette(routes=self.door.routes()))
         self.me = self.join()
+
+    def note(self, event: Event | Reunion) -> None:
+        (self.pulses if isinstance(event, NodeHeard) else self.events).append(event)
 
     def join(self) -> Identity:
         return join(self.registry)
@@ -288,6 +302,22 @@ def test_an_agent_speaks_for_its_own_workers_only(gate: Gate) -> None:
     assert ConnectionLost(f"{gate.me.node}.0", "its agent sent something malformed") in gate.events
     assert not [event for event in gate.events if isinstance(event, WorkerExited)]
     assert "speaks for worker" in gate.refusals()[-1]
+
+
+def test_an_agent_is_heard_without_its_workers_and_its_absence_is_no_word_about_them(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_module, "_RETURN_S", 0.05)
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=f"{gate.me.node}.0"))
+        agent.sync()
+        assert gate.pulses == [NodeHeard(gate.me.node)]
+    deadline_s = time.monotonic() + 5
+    while not isinstance(gate.events[-1], NodeParted) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert gate.events[-1] == NodeParted(gate.me.node, "its agent is gone")
+    assert not [event for event in gate.events if isinstance(event, ConnectionLost)]
 
 
 def test_beats_of_many_workers_come_in_one_pulse(gate: Gate) -> None:
