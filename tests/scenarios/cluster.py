@@ -23,8 +23,10 @@ CLI = [sys.executable, "-m", "varuna.cli.main"]
 class Cluster:
     """Starts and ends processes; ``close`` leaves none behind."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, whereabouts: Callable[[str], dict[str, str]] | None = None) -> None:
+        """``whereabouts`` gives more of a process's environment, by the name of its machine."""
         self.folder, self.run_dir, self.log = folder, folder / "run", folder / "log.jsonl"
+        self.whereabouts = whereabouts or (lambda machine: {})
         self.flags = flags
         self.processes: list[subprocess.Popen[bytes]] = []
         self.environment = environment(XDG_STATE_HOME=str(folder / "state"))
@@ -35,7 +37,7 @@ class Cluster:
         """Also again: the same folder continues the run."""
         command = ["manager", "--run-dir", str(self.run_dir), "--port", str(self.port), "--json-log", str(self.log)]
         out = self.folder / f"manager-{len(self.processes)}"
-        self.manager = self._start([*command, *self.flags], out)
+        self.manager = self._start([*command, *self.flags], out, "manager")
         wait_for(lambda: b"JOIN" in out.with_suffix(".out").read_bytes())
         self.join = out.with_suffix(".out").read_text().split("JOIN ")[1].split()[0]
         self.port = int(self.join.rpartition(":")[2].partition("/")[0])
@@ -46,17 +48,16 @@ class Cluster:
         state = ["--state-dir", str(self.folder / name)]
         out = self.folder / f"{name}-{len(self.processes)}"
         join = join or (self.join if not self.agents else self.verb("join-token").out.strip())
-        return self._start(["agent", join, "--workers", str(workers), *state, "--", JOB, *args], out)
+        return self._start(["agent", join, "--workers", str(workers), *state, "--", JOB, *args], out, name)
 
     @property
     def agents(self) -> list[Path]:
         return sorted(self.folder.glob("*/agent.json"))
 
-    def _start(self, arguments: list[str], out: Path) -> subprocess.Popen[bytes]:
+    def _start(self, arguments: list[str], out: Path, machine: str) -> subprocess.Popen[bytes]:
+        environment = {**self.environment, **self.whereabouts(machine)}
         with out.with_suffix(".out").open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
-            process = Process(
-                [*CLI, *arguments], env=self.environment, stdout=stdout, stderr=stderr, start_new_session=True
-            )
+            process = Process([*CLI, *arguments], env=environment, stdout=stdout, stderr=stderr, start_new_session=True)
         self.processes.append(process)
         return process
 
@@ -64,7 +65,7 @@ class Cluster:
         """A command of a person."""
         from tests.scenarios.launch import run
 
-        extra = {"XDG_STATE_HOME": str(self.folder / "state")}
+        extra = {"XDG_STATE_HOME": str(self.folder / "state"), **self.whereabouts("manager")}
         return run([*CLI, arguments[0], "--run", str(self.run_dir), *arguments[1:]], **extra)
 
     def node(self, name: str) -> str:

@@ -32,6 +32,9 @@ _ORDER_BYTES = 2**17
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ROOM = "x" * 4096  # of the nursery's own command line, where those of its children are written
 _prctl: Callable[..., int] = ctypes.CDLL(None).prctl
+_setns: Callable[..., int] = ctypes.CDLL(None).setns
+_CLONE_NEWNET = 0x40000000
+_NAMESPACE = "NETWORK_NAMESPACE"  # see ``network``, which this file cannot import: it runs as a program
 _cold_popen = subprocess.Popen
 _asking = threading.Lock()
 _nursery: "socket.socket | None" = None
@@ -184,6 +187,9 @@ def _be_born(order: Order, fds: list[int], orders: socket.socket) -> None:
         os.close(fd)
     os.environ.clear()
     os.environ.update(order.environment)
+    if namespace := os.environ.pop(_NAMESPACE, ""):
+        with open(namespace) as entrance:
+            assert _setns(entrance.fileno(), _CLONE_NEWNET) == 0, f"{namespace} cannot be entered"
     os.chdir(order.folder)
     random.seed()
     _show(order.command)
