@@ -8,8 +8,8 @@ import hashlib
 import itertools
 import os
 import threading
-from collections.abc import Callable
-from datetime import timedelta
+import time
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from varuna.checkpoint.keeping import Keeper
@@ -27,8 +27,10 @@ from varuna.core.threads import start
 from varuna.engine.transport import connect_store, local_store, prefixed
 
 COMMIT_BOUND_S = 120.0
-_POLL_S = 0.02
-_JOIN_BOUND_S = 300.0
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2
+_SAID_S = 30.0
+"""A wait for other ranks says so after this long."""
+_JOIN_BOUND_S = 1800.0
 """Between the ranks: each captures the model for itself."""
 _CHOICE_BOUND_S = 1200.0
 """Rank 0 may wait for the directory's owner to be gone, and a quarter of an hour for a bucket that does not answer."""
@@ -128,6 +130,7 @@ class Solo:
         self._restored_step = manifest.step if manifest else 0
         self._generation = max(self._generation, manifest.generation if manifest else -1) + 1
         micro_batch = self._job.micro_batch or (manifest.micro_batch if manifest else None)
+        self._gather()
         plan = self._plan_run(self._with_memory(self._job), self.world.size, micro_batch)
         if self._keeper is not None:
             self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
@@ -148,23 +151,26 @@ class Solo:
             )
         )
 
-    def _with_memory(self, job: JobFacts) -> JobFacts:
-        """The job with what each rank's device has for it: who computes where decides on that.
+    def _gather(self) -> None:
+        """Wait until all ranks have joined: from then on each expects the others within moments.
 
         Raises:
             FleetError: a rank has not joined within the bound.
         """
-        if not job.memory_apart:
-            return job
-        store, keys = self.world.store, [f"device/{rank}" for rank in range(self.world.size)]
+        waited_for = {f"device/{rank}": f"rank {rank}" for rank in range(self.world.size)}
         try:
-            store.wait(keys, timedelta(seconds=_JOIN_BOUND_S))
+            self._wait(waited_for, "to capture the model", _JOIN_BOUND_S)
         except RuntimeError as error:
             raise FleetError(
-                f"not all of {self.world.size} ranks have said what device they compute on within "
-                f"{_JOIN_BOUND_S:.0f} s ({error}). Look at what the others print; start as many as torchrun was told."
+                f"not all of {self.world.size} ranks have captured the model within {_JOIN_BOUND_S:.0f} s ({error}). "
+                "Look at what the others print; start as many as torchrun was told."
             ) from error
-        told = [store.get(key).decode() for key in keys]
+
+    def _with_memory(self, job: JobFacts) -> JobFacts:
+        """The job with what each rank's device has for it: who computes where decides on that."""
+        if not job.memory_apart:
+            return job
+        told = [self.world.store.get(f"device/{rank}").decode() for rank in range(self.world.size)]
         devices = [DeviceFacts.model_validate_json(text) if text else None for text in told]
         return job.model_copy(update={"memory_bytes": worker_bytes(devices)})
 
@@ -188,7 +194,7 @@ class Solo:
     def _told(self, key: str, what: str, bound_s: float) -> str:
         """What rank 0 says; left alone, the store would wait for one minute, and name the key."""
         try:
-            self.world.store.wait([key], timedelta(seconds=bound_s))
+            self._wait({key: "rank 0"}, f"to say that it {what}", bound_s)
             said: str = self.world.store.get(key).decode()
         except RuntimeError as error:
             raise FleetError(
@@ -196,6 +202,25 @@ class Solo:
                 f"({error}). Look at what rank 0 prints, then start the same command again."
             ) from error
         return said
+
+    def _wait(self, keys: Mapping[str, str], what: str, bound_s: float) -> None:
+        """Wait for the store's ``keys``, each of which somebody sets; says so if that lasts.
+
+        Raises:
+            RuntimeError: the bound has passed, or the store is gone.
+        """
+        begin_s, pause_s, told = time.monotonic(), _POLL_S, False
+        while not self.world.store.check(list(keys)):
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= bound_s or (waited_s >= _SAID_S and not told):
+                missing = [who for key, who in keys.items() if not self.world.store.check([key])]
+                waits = f"waited {waited_s:.0f} s for {', '.join(missing)} {what}"
+                if waited_s >= bound_s:
+                    raise RuntimeError(waits)
+                say(f"rank {self.world.rank} has {waits}")
+                told = True
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
 
     def _newest(self, job: JobFacts) -> Manifest | None:
         if self._keeper is None:

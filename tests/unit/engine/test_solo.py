@@ -164,12 +164,16 @@ def test_ranks_plan_for_the_memory_that_their_devices_have_for_each(apart: bool)
     assert [job.memory_bytes for job in seen] == [expected] * 3
 
 
-def test_a_rank_that_never_joins_is_waited_for_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_joins_is_waited_for_aloud_and_with_a_bound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(solo_module, "_JOIN_BOUND_S", 0.05)
     alone = Solo(World(0, 2, local_store(), "127.0.0.1", 1), make_plan)
-    join(alone, make_job().model_copy(update={"memory_apart": True}))
-    with pytest.raises(FleetError, match=r"not all of 2 ranks have said what device they compute on"):
+    monkeypatch.setattr(solo_module, "_SAID_S", 0.01)
+    join(alone, make_job())
+    with pytest.raises(FleetError, match=r"not all of 2 ranks have captured .*waited 0 s for rank 1 to capture"):
         alone.next_directive()
+    assert "varuna: rank 0 has waited 0 s for rank 1 to capture the model" in capsys.readouterr().err
 
 
 def test_rank_0_is_waited_for_longer_than_its_store_would_wait() -> None:
