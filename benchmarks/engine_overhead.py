@@ -26,9 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from varuna.calibration.assemble import assemble
 from varuna.calibration.collect import collect
+from varuna.calibration.store import StoreHost
 from varuna.core.calibration import Calibration, Link, Network, Ring
 from varuna.core.plan import Plan
-from varuna.fleet.store import StoreHost
 from varuna.observe.bus import Span, subscribe
 from varuna.planner.costs import pipeline_costs
 from varuna.planner.profile import profile

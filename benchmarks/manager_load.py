@@ -62,7 +62,6 @@ def manage(run_dir: Path, pipe: Connection) -> None:
         ManagerConfig(run_dir=run_dir),
         config=cluster_config(10**6),
         planner=no_plan,
-        store=lambda address: lambda: (address, 1),
         on_event=lambda event: None,
         on_past=lambda event: None,
         write=lambda line: None,

@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 from varuna.calibration.assemble import assemble  # noqa: E402
 from varuna.calibration.collect import collect  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
+from varuna.calibration.store import StoreHost  # noqa: E402
 from varuna.core.calibration import Calibration  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
-from varuna.fleet.store import StoreHost  # noqa: E402
 from varuna.planner.balance import balance  # noqa: E402
 from varuna.planner.costs import pipeline_costs  # noqa: E402
 from varuna.planner.profile import profile  # noqa: E402

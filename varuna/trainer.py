@@ -21,7 +21,7 @@ from varuna.core.precision import Precision, Reduction
 from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
 from varuna.engine.compiled import compiler_of
-from varuna.engine.connect import open_store, solo_from_environment
+from varuna.engine.connect import solo_from_environment
 from varuna.engine.evaluate import Work
 from varuna.engine.export import export_model
 from varuna.engine.job import Job
@@ -365,7 +365,7 @@ class Trainer:
             weight=self._weight,
             saver=saver,
             initial=lambda names, checks: beginning.parameters(names, self._check_weighing if checks else None),
-            connect=lambda assignment: open_store(membership, assignment),
+            connect=lambda assignment: membership.store(assignment.generation),
             interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
         )
 

@@ -20,7 +20,6 @@ from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.journal import read_events
 from varuna.fleet.run import Run
 from varuna.fleet.state import Ended, FleetConfig
-from varuna.fleet.store import StoreHost
 from varuna.fleet.story import Morphed, RunEvent, StepRecorded, WorkerJoined, WorkerLost
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +49,6 @@ class Theatre:
             json_log=self.json_log,
             on_event=self.observe,
             write=self.lines.append,
-            store=lambda: ("127.0.0.1", 1),
             environment={"PYTHONPATH": str(ROOT)},
         )
         self.thread = threading.Thread(target=self.go)
@@ -160,7 +158,7 @@ from varuna.fleet.journal import read_events
 from varuna.fleet.run import Run
 from varuna.fleet.state import FleetConfig
 Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
-    planner=make_plan, run_dir=Path({str(tmp_path)!r}), store=lambda: ("127.0.0.1", 1),
+    planner=make_plan, run_dir=Path({str(tmp_path)!r}),
     on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
@@ -183,7 +181,7 @@ from varuna.fleet.journal import read_events
 from varuna.fleet.run import Run
 from varuna.fleet.state import FleetConfig
 ended = Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
-    planner=make_plan, run_dir=Path({str(tmp_path)!r}), store=lambda: ("127.0.0.1", 1), write=lambda line: None,
+    planner=make_plan, run_dir=Path({str(tmp_path)!r}), write=lambda line: None,
     on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
 raise SystemExit(ended.exit_code)
 """
@@ -209,9 +207,3 @@ def test_a_port_in_use_is_named_with_a_way_out(tmp_path: Path) -> None:
 def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no script at"):
         Run(tmp_path / "no.py", config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path)
-
-
-def test_the_store_of_process_groups_lives_here() -> None:
-    host, port = StoreHost().address()
-    assert host == "127.0.0.1"
-    assert port > 0

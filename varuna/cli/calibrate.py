@@ -8,11 +8,11 @@ from rich.table import Table
 
 from varuna.calibration.assemble import assemble
 from varuna.calibration.collect import collect
+from varuna.calibration.store import StoreHost
 from varuna.core.calibration import Calibration, Network
 from varuna.core.calibration_file import write_calibration
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
-from varuna.fleet.store import StoreHost
 
 
 def calibrate_job(script: Path, args: list[str], *, workers: int, output: Path) -> None:

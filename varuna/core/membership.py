@@ -5,7 +5,7 @@ process, or torchrun's fixed world) and ``varuna.fleet.member`` (the manager's c
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from varuna.core.devices import DeviceFacts
 from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Vote
@@ -62,6 +62,10 @@ class Membership(Protocol):
         Raises:
             FleetError: the manager is gone and the run cannot go on without it.
         """
+        ...
+
+    def store(self, generation: int) -> Any:
+        """Where the members of a generation find each other: ``set``, ``check`` and ``get``, of keys for ever."""
         ...
 
     def held(self, held: Held) -> None:

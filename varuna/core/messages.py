@@ -11,6 +11,11 @@ from varuna.core.saved import SavedShard
 from varuna.core.times import RankTimes
 from varuna.core.value import Value
 
+MAX_KEY, MAX_VALUE_BYTES, MAX_KEYS = 200, 16 * 2**10, 4096
+"""Of what members offer each other: gloo's addresses take 218 bytes, an identity of NCCL's 256."""
+
+Key = Annotated[str, Field(max_length=MAX_KEY)]
+
 # -- values inside messages ------------------------------------------------------------------------
 
 
@@ -43,8 +48,8 @@ class Assignment(Value):
     transfers: tuple[Transfer, ...] = ()
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
-    store_host: str
-    store_port: int
+    secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
+    store_port: int = Field(default=0, description="of a store in one of the workers, as torchrun has it")
 
     @property
     def is_spare(self) -> bool:
@@ -103,6 +108,23 @@ class Voted(Value):
     vote: Vote
 
 
+class Offered(Value):
+    """What other members of ``generation`` need to find this one, or to know of it; a newer value may follow."""
+
+    kind: Literal["offered"] = "offered"
+    generation: int
+    key: Key
+    value: bytes = Field(max_length=MAX_VALUE_BYTES)
+
+
+class Sought(Value):
+    """What this member needs of others: what is there is answered at once, the rest once they have offered it."""
+
+    kind: Literal["sought"] = "sought"
+    generation: int
+    keys: tuple[Key, ...] = Field(max_length=MAX_KEYS)
+
+
 class Suspect(Value):
     """A link broke or a bound passed: evidence, not a verdict."""
 
@@ -142,7 +164,8 @@ class Leaving(Value):
 
 
 FromWorker = Annotated[
-    Hello | Beat | Held | Voted | Suspect | Saved | Unsaved | Failed | Leaving, Field(discriminator="kind")
+    Hello | Beat | Held | Voted | Offered | Sought | Suspect | Saved | Unsaved | Failed | Leaving,
+    Field(discriminator="kind"),
 ]
 
 # -- manager to worker -------------------------------------------------------------------------------
@@ -182,6 +205,14 @@ class Assign(Value):
     assignment: Assignment
 
 
+class Found(Value):
+    """What other members of ``generation`` have offered, by key."""
+
+    kind: Literal["found"] = "found"
+    generation: int
+    values: dict[str, bytes]
+
+
 class Recorded(Value):
     """All votes up to ``step`` are on the manager's disk."""
 
@@ -196,7 +227,7 @@ class Finish(Value):
     reason: str = ""
 
 
-ToWorker = Annotated[Hold | RaiseFlag | Apply | Assign | Recorded | Finish, Field(discriminator="kind")]
+ToWorker = Annotated[Hold | RaiseFlag | Apply | Assign | Found | Recorded | Finish, Field(discriminator="kind")]
 
 from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
 to_worker: TypeAdapter[ToWorker] = TypeAdapter(ToWorker)

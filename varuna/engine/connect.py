@@ -1,16 +1,12 @@
 """Which membership this process has: the manager's, torchrun's, or its own."""
 
 import os
-from typing import Any
 
 from varuna.core.errors import UsageError
-from varuna.core.membership import Membership
-from varuna.core.messages import Assignment
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.units import parse_bytes
 from varuna.engine.solo import Solo, world_from_environment
-from varuna.engine.transport import connect_store
 from varuna.planner.choose import plan_run
 
 
@@ -41,14 +37,3 @@ def solo_from_environment() -> Solo:
         )
 
     return Solo(world_from_environment(), plan, new=bool(new), overwrite=new == "overwrite")
-
-
-def open_store(membership: Membership, assignment: Assignment) -> Any:
-    """The store in which the members of a generation find each other.
-
-    Raises:
-        RuntimeError: it does not answer.
-    """
-    if isinstance(membership, Solo):
-        return membership.world.store
-    return connect_store(assignment.store_host, assignment.store_port)

@@ -66,11 +66,6 @@ class InterruptibleStore(Store):  # type: ignore[misc]
         value: bytes = self._inner.get(key)
         return value
 
-    def add(self, key: str, amount: int) -> int:
-        """Pass on."""
-        total: int = self._inner.add(key, amount)
-        return total
-
     def check(self, keys: Sequence[str]) -> bool:
         """Pass on."""
         found: bool = self._inner.check(list(keys))
@@ -131,6 +126,7 @@ def form_generation(
         peers=peers,
         interface_host=interface_host,
         store_port=assignment.store_port,
+        secret=assignment.secret,
     )
     made.append(groups)
     if ended():

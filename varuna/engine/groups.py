@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from varuna.core.threads import start
+from varuna.engine.belonging import prove
 from varuna.engine.direct import Direct
 from varuna.engine.transport import Group
 
@@ -42,16 +43,21 @@ class Groups:
 
         ``exiting``: the process ends, and a reaper caught half-way by that would abort it.
         """
-        for connection in self._sockets:
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
-        self._sockets.clear()
+        _shut(self._sockets)
         if exiting:
             _kept.append(self)
             return
         self.direct.abandon()
         start("reaper", partial(_drop, [self]))
+
+
+def _shut(connections: list[socket.socket]) -> None:
+    """Free every thread that is blocked on them."""
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+        connection.close()
+    connections.clear()
 
 
 def _drop(abandoned: list[Groups]) -> None:
@@ -81,6 +87,7 @@ def form(
     peers: range,
     interface_host: str,
     store_port: int,
+    secret: str = "",
 ) -> Groups:
     """Create the groups of a generation; blocks until every member does the same.
 
@@ -93,16 +100,30 @@ def form(
         peers: ranks of this rank's stage, by replica.
         interface_host: address of the private interface to bind to.
         store_port: port of the store, whose connections are not the groups'.
+        secret: of the generation, by which members recognise each other; empty: they do not.
+
+    Raises:
+        RuntimeError: a member did not come, or has not proven that it belongs to the generation.
     """
     _drop_kept()
-    with _watched(store_port) as own_sockets:
-        world = Group(store, f"g{generation}/world", rank, members, interface_host)
-        groups = Groups(world)
-        if rank < grid:
-            groups.vote = Group(store, f"g{generation}/vote", rank, grid, interface_host)
-            if len(peers) > 1:
-                name = f"g{generation}/stage{peers.start}"
-                groups.stage = Group(store, name, peers.index(rank), len(peers), interface_host)
+
+    def group(name: str, rank: int, size: int) -> Group:
+        made = Group(store, f"g{generation}/{name}", rank, size, interface_host)
+        if secret and size > 1:
+            prove(made, secret=secret, name=f"g{generation}/{name}", rank=rank)
+        return made
+
+    own_sockets: list[socket.socket] = []
+    try:
+        with _watched(store_port) as own_sockets:
+            groups = Groups(group("world", rank, members))
+            if rank < grid:
+                groups.vote = group("vote", rank, grid)
+                if len(peers) > 1:
+                    groups.stage = group(f"stage{peers.start}", peers.index(rank), len(peers))
+    except BaseException:
+        _shut(own_sockets)  # nobody else knows them
+        raise
     groups._sockets = own_sockets
     return groups
 

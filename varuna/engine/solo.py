@@ -146,7 +146,6 @@ class Solo:
                 next_step=self._restored_step,
                 checkpoint=checkpoint_place(directory, manifest.step) if directory and manifest else None,
                 fresh=manifest is None,
-                store_host=self.world.host,
                 store_port=self.world.port,
             )
         )
@@ -262,6 +261,10 @@ class Solo:
         else:
             ticket = self.world.store.add("saved", 1)
             self.world.store.set(f"saved/{ticket}", shard.model_dump_json())
+
+    def store(self, generation: int) -> Any:
+        """The one of all generations."""
+        return self.world.store
 
     def unsaved(self, reason: str) -> None:
         """Print it: the terminal is at hand."""

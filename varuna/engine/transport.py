@@ -76,14 +76,14 @@ class Group:
         options.timeout = timedelta(seconds=OPERATION_BOUND_S)
         self._group.allreduce([values], options).wait()
 
-    def exchange(self, values: Tensor) -> Tensor:
+    def exchange(self, values: Tensor, bound_s: float = OPERATION_BOUND_S) -> Tensor:
         """Cut ``values`` into as many equal parts as there are members; this member's part of everyone's, in order.
 
         Raises:
             RuntimeError: as ``Work.wait``.
         """
         options, theirs = c10d.AllToAllOptions(), torch.empty_like(values)
-        options.timeout = timedelta(seconds=OPERATION_BOUND_S)
+        options.timeout = timedelta(seconds=bound_s)
         self._group.alltoall_base(_bytes(theirs), _bytes(values), [], [], options).wait()
         return theirs
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from varuna.core.errors import FleetError
-from varuna.core.messages import Assign, Beat, FromWorker, Leaving, ToWorker
+from varuna.core.messages import Assign, Beat, FromWorker, Leaving, Offered, Sought, ToWorker
 from varuna.fleet.admission import job_identity
 from varuna.fleet.events import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.forwarder import LogForwarder
@@ -218,6 +218,8 @@ class Agent:
         is_ours, got_on = self._roster.hear(worker, message)
         if got_on:
             self._progress_s = time.monotonic()
+        if isinstance(message, Offered | Sought) and not self._connected:
+            return  # it is said again for as long as somebody needs it
         if is_ours and not isinstance(message, Beat):
             self._uplink.send(Said(worker=worker, message=message))
 

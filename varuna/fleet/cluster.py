@@ -72,7 +72,6 @@ class Cluster:
         place: where it lives.
         config: how patient to be.
         planner: plan for a number of workers.
-        store: where process groups meet, given the address that agents see.
         on_event: sees every event, on the thread of ``manage``.
         on_past: sees the events of managers before this one, at once.
         write: gets the main worker's standard output.
@@ -89,7 +88,6 @@ class Cluster:
         *,
         config: FleetConfig,
         planner: Planner,
-        store: Callable[[str], Callable[[], tuple[str, int]]],
         on_event: Observer,
         on_past: Observer,
         write: Callable[[bytes], None],
@@ -155,7 +153,6 @@ class Cluster:
             Advice(
                 plan=planner,
                 checkpoint=keeper.newest,
-                store=store(self._advertised),
                 **({} if calibrator is None else calibrator.advice()),
             ),
             hands=_Hands(self._door, self._serving, self._registry, lambda: self.manager),

@@ -253,7 +253,7 @@ def _start(
 
 def _assign(turn: Turn, record: GenerationRecord, moves: tuple[Transfer, ...]) -> None:
     """Tell each member its rank."""
-    host, port = turn.advice.store()
+    secret = turn.advice.secret()
     for rank, name in enumerate(record.members):
         assignment = Assignment(
             generation=record.generation,
@@ -264,8 +264,7 @@ def _assign(turn: Turn, record: GenerationRecord, moves: tuple[Transfer, ...]) -
             transfers=moves,
             checkpoint=record.checkpoint,
             fresh=record.rollback and record.checkpoint is None,
-            store_host=host,
-            store_port=port,
+            secret=secret,
         )
         turn.send(name, Assign(assignment=assignment))
 

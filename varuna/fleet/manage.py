@@ -11,7 +11,6 @@ from varuna.fleet.manager import Observer
 from varuna.fleet.provider.grower import Grower
 from varuna.fleet.run import to_stdout
 from varuna.fleet.state import FleetConfig
-from varuna.fleet.store import StoreHost
 from varuna.fleet.stutter import SLOW_RATIO
 
 
@@ -58,7 +57,6 @@ def manage_cluster(
         config=cluster_config(workers),
         planner=calibrator.plan,
         calibrator=calibrator,
-        store=lambda address: StoreHost(address).address,
         on_event=on_event,
         on_past=on_past,
         write=to_stdout,

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from varuna.core.messages import Beat, ToWorker
+from varuna.core.messages import Beat, Offered, Sought, ToWorker
 from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.events import Event, MessageReceived, MorphRequested, Tick, WorkerDistrusted, WorkerSpawned
 from varuna.fleet.honesty import objection
@@ -15,6 +15,7 @@ from varuna.fleet.instructions import Collect, Complain, EndRun, Instruction, Ki
 from varuna.fleet.journal import Journal, Past
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.machine import advance
+from varuna.fleet.meeting import Meeting
 from varuna.fleet.resume import lost_workers, resume
 from varuna.fleet.reunion import Reunion, reunite
 from varuna.fleet.state import Advice, Ended, Fleet, FleetConfig
@@ -75,6 +76,7 @@ class Manager:
         self._calibrator = calibrator
         self._advice, self._hands, self._journal, self._keeper = advice, hands, journal, keeper
         self._observer = observer
+        self._meeting = Meeting()
         self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
         self._leaving, self._was_finite = False, True
         self._lost = lost_workers(past) if past is not None else set()
@@ -133,6 +135,7 @@ class Manager:
         assert self.fleet.job is not None
         self._keeper.resume(self.fleet.job, self.fleet.history)
         self._hands.set_main(self.fleet.members[0])
+        self._meeting.begin(self.fleet.generation, self.fleet.members)
         where = f"generation {self.fleet.generation}, step {self.fleet.recorded_step + 1}"
         self._publish(Notice(text=f"the manager is back: {where}"))
 
@@ -147,9 +150,10 @@ class Manager:
                     self._hands.kill(name)
                 for each in events:
                     self._take(each)
+            case MessageReceived(worker=name, message=Offered() | Sought() as message):
+                self._introduce(name, message)
             case MessageReceived(worker=name, message=message) if why := objection(self.fleet, name, message):
-                self._publish(Audited(action=f"speak as worker {name}", address=name, allowed=False, why=why))
-                self._handle(WorkerDistrusted(name, why))
+                self._distrust(name, why)
             case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:
                 pass  # said twice: before and after a manager's restart
             case MessageReceived(worker=name, message=Beat() as beat):
@@ -157,6 +161,19 @@ class Manager:
                 self._learn(name, beat)
             case _:
                 self._handle(event)
+
+    def _introduce(self, worker: str, message: Offered | Sought) -> None:
+        """Members of the newest generation find each other."""
+        try:
+            for name, found in self._meeting.hear(worker, message):
+                self._hands.send(name, found)
+        except ValueError as error:
+            self._distrust(worker, str(error))
+
+    def _distrust(self, worker: str, why: str) -> None:
+        """It said what cannot be true."""
+        self._publish(Audited(action=f"speak as worker {worker}", address=worker, allowed=False, why=why))
+        self._handle(WorkerDistrusted(worker, why))
 
     def _learn(self, worker: str, beat: Beat) -> None:
         """What a heartbeat says of steps' times may change what is planned from now on."""
@@ -210,6 +227,7 @@ class Manager:
             self._lost.add(event.worker)
         if isinstance(event, GenerationStarted):
             self._keeper.begin(event.record)
+            self._meeting.begin(event.record.generation, event.record.members)
             self._hands.set_main(event.record.members[0])
         self._observer(event)
 

@@ -25,6 +25,7 @@ from varuna.core.messages import (
     Failed,
     Finish,
     Flag,
+    Found,
     FromWorker,
     Held,
     Hello,
@@ -44,6 +45,7 @@ from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.core.saying import warn
 from varuna.core.threads import start
+from varuna.fleet.rendezvous import Rendezvous
 
 MAX_FRAME_BYTES: Final = 64 * 2**20
 """More than any vote needs: 8 million numbers of 8 digits."""
@@ -71,6 +73,7 @@ class Member:
         self._closing = ExitStack()
         self._closed = threading.Event()
         self._recorded_step = -1
+        self._rendezvous: Rendezvous | None = None
         self._on_hold: Callable[[int], None] = lambda generation: None
         self._on_flag: Callable[[int, Flag], None] = lambda generation, flag: None
         _die_with_parent()
@@ -142,6 +145,11 @@ class Member:
             self._directives.put(directive)  # whoever asks again gets the same answer
             raise directive
         return directive
+
+    def store(self, generation: int) -> Rendezvous:
+        """Where the members of a generation find each other."""
+        self._rendezvous = Rendezvous(generation, self._post)
+        return self._rendezvous
 
     def held(self, held: Held) -> None:
         """Answer a hold."""
@@ -228,6 +236,9 @@ class Member:
                 self._on_hold(generation)
             case RaiseFlag(generation=generation, flag=flag):
                 self._on_flag(generation, flag)
+            case Found():
+                if self._rendezvous is not None:
+                    self._rendezvous.take(message)
             case Recorded(step=step):
                 self._recorded_step = step
             case Assign(assignment=assignment):

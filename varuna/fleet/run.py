@@ -26,7 +26,6 @@ from varuna.fleet.server import Server
 from varuna.fleet.signals import INTERRUPTED, handled
 from varuna.fleet.state import Advice, Ended, FleetConfig, Planner, Running
 from varuna.fleet.status import Picture
-from varuna.fleet.store import StoreHost
 from varuna.fleet.story import Notice, RunEvent
 
 _STOP_GRACE_S = 2.0
@@ -51,7 +50,6 @@ class Run:
         port: of the manager on loopback; 0 picks a free one.
         on_event: sees every event, on the thread of ``start_and_wait``.
         write: gets the main worker's standard output, line by line.
-        store: where process groups meet; None starts a store in this process.
         environment: more variables for the workers.
         calibrator: hears what steps take.
 
@@ -75,7 +73,6 @@ class Run:
         port: int = 0,
         on_event: Observer = lambda event: None,
         write: Callable[[bytes], None] | None = None,
-        store: Callable[[], tuple[str, int]] | None = None,
         environment: dict[str, str] | None = None,
         calibrator: Calibrator | None = None,
     ) -> None:
@@ -121,7 +118,6 @@ class Run:
             Advice(
                 plan=planner,
                 checkpoint=keeper.newest,
-                store=store or StoreHost().address,
                 **({} if calibrator is None else calibrator.advice()),
             ),
             hands=_Hands(self.launcher, self.server),

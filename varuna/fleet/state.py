@@ -6,6 +6,7 @@ The life of a generation, as phases::
                         └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
 """
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,8 +39,8 @@ class Advice:
     plan: Planner
     checkpoint: Callable[[JobFacts], Checkpoint | None]
     """The newest committed checkpoint; may raise ``CheckpointError``."""
-    store: Callable[[], tuple[str, int]]
-    """Host and port of the store where process groups meet."""
+    secret: Callable[[], str] = lambda: secrets.token_hex(32)
+    """A new one for a generation, by which its members recognise each other."""
     predicted_s: Callable[[Plan], float] = lambda plan: plan.step_s
     """Seconds of a step of a plan, by what is known now and not when it was made."""
     expected_s: Callable[[JobFacts, Plan], Sequence[float] | None] = lambda job, plan: None

@@ -76,7 +76,7 @@ class Cluster:
         self.now_s = 0.0
         self.training_s = 0.0
         self.checkpoints_s: list[float] = []
-        self._advice = Advice(plan=planner, checkpoint=lambda job: self._checkpoint, store=lambda: ("virtual", 1))
+        self._advice = Advice(plan=planner, checkpoint=lambda job: self._checkpoint)
         config = FleetConfig(
             workers=most_workers,
             lease_s=costs.lease_s,

@@ -57,8 +57,6 @@ def assigned(plan: Plan, rank: int = 0, generation: int = 0, members: Sequence[s
         members=tuple(members or (f"w{rank}" for rank in range(plan.workers))),
         next_step=0,
         fresh=True,
-        store_host="",
-        store_port=0,
     )
 
 

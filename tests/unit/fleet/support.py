@@ -88,7 +88,7 @@ class Driver:
 
     def feed(self, event: Event) -> list[Instruction]:
         """Apply one event; returns the instructions of this event alone."""
-        advice = Advice(plan=self.plan, checkpoint=lambda job: self.checkpoint, store=lambda: ("127.0.0.1", 1))
+        advice = Advice(plan=self.plan, checkpoint=lambda job: self.checkpoint)
         self.fleet, instructions = advance(self.fleet, event, self.now_s, advice)
         self.done.extend(instructions)
         for instruction in instructions:

@@ -58,7 +58,7 @@ class Play:
         self.journal.begin("r")
         self.manager = Manager(
             FleetConfig(workers=4, replace=False),
-            Advice(plan=two_stages, checkpoint=lambda job: None, store=lambda: ("127.0.0.1", 1)),
+            Advice(plan=two_stages, checkpoint=lambda job: None),
             hands=self.hands,
             journal=self.journal,
             keeper=CheckpointKeeper(new=False, overwrite=False, warn=lambda text: None),

@@ -29,8 +29,6 @@ def assign(generation: int, *, fresh: bool = False) -> Assign:
             members=("n0.0", "n0.1"),
             next_step=0,
             fresh=fresh,
-            store_host="h",
-            store_port=1,
         )
     )
 

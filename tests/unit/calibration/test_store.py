@@ -5,9 +5,9 @@ import threading
 
 import pytest
 
+from varuna.calibration import store
+from varuna.calibration.store import StoreHost
 from varuna.core.errors import FleetError
-from varuna.fleet import store
-from varuna.fleet.store import StoreHost
 
 
 def test_its_address_is_where_it_listens() -> None:

@@ -1,4 +1,4 @@
-"""The store where process groups meet: it lives with the manager, since it must outlive any worker."""
+"""The store where workers that measure meet, on loopback: it lives with who started them."""
 
 import threading
 from typing import TYPE_CHECKING
