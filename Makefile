@@ -11,11 +11,12 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: chaos help install azurite demo test check format clean bench-peers
+.PHONY: chaos help install azurite field-libraries demo test test-field field-table check format clean bench-peers
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
 	@echo "make test     unit tests, then scenarios that start and kill real processes"
+	@echo "make test-field  every model of transformers, timm, torchvision and diffusers, in hours (FAMILY=, SAMPLE=)"
 	@echo "make chaos    kill, freeze, drain and bring back workers for 5 minutes; every loss is compared (SECONDS=, SEED=)"
 	@echo "make check    format, lint, strict types, tests: what CI runs"
 	@echo "make install  create .venv with everything; nothing to do when it is current"
@@ -50,13 +51,33 @@ azurite:
 		npm install --silent --no-audit --no-fund --no-save --prefix .azurite azurite@3 >/dev/null 2>&1 || \
 		echo "azurite cannot be installed: the scenarios with Azure Blob will be skipped" >&2
 
+# Models that nobody here chose. Their libraries lie in a folder of their own, so that nothing in .venv changes; without
+# a network the field is transformers alone.
+field-libraries: install
+	@test .field/.installed -nt tests/field/requirements.txt || { \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .field \
+			-r tests/field/requirements.txt >/dev/null 2>&1 && touch .field/.installed; } || \
+		echo "timm, torchvision and diffusers cannot be installed: the field is transformers alone" >&2
+
+FAMILY ?=
+SAMPLE ?= 100000
+
+# Resumes: verdicts are in .field/results.jsonl, and what has one is not judged again (delete it to begin anew).
+test-field: install field-libraries
+	$(BIN)/python -m tests.field --family "$(FAMILY)" --sample $(SAMPLE)
+
+# docs/field.md, from the verdicts that are in .field/results.jsonl
+field-table: install field-libraries
+	$(BIN)/python -m tests.field --table docs/field.md
+
 # Scenarios that compute in one process share the cores; of those that start and kill workers, which wait for much of
 # their time, two files run at once.
 IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_scale_on_paper.py tests/scenarios/test_inductor.py
 
-test: install azurite
+test: install azurite field-libraries
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/unit
 	$(BIN)/python -m pytest -q -n auto $(IN_PROCESS)
+	$(BIN)/python -m tests.field --sample 16 --fresh
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scenarios $(IN_PROCESS:%=--ignore=%)
 
 check: install
@@ -79,5 +100,5 @@ bench-peers: .peers/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .azurite .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .azurite .field .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

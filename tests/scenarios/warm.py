@@ -119,7 +119,7 @@ def close() -> None:
 # -- the nursery -----------------------------------------------------------------------------------------------
 
 
-def _import_everything() -> None:
+def import_everything() -> None:
     """What workers and the command line import, and a first capture, which imports more."""
     for name in (
         "cli.cluster",
@@ -255,7 +255,7 @@ def _live(order: Order | None) -> None:
 
 if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as asked:
-        _import_everything()
+        import_everything()
         asked.send(b"ready")
         mine = _serve(asked)
     _live(mine)

@@ -1,0 +1,71 @@
+"""Judge jobs of the field, list them, or write the table of what was found."""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.field import libraries
+from tests.field.judge import BAD
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.field", description=__doc__)
+    parser.add_argument("--family", default="", help="only jobs whose name holds this")
+    parser.add_argument("--job", action="append", default=[], help="this job; may be given several times")
+    parser.add_argument(
+        "--sample", type=int, help="only so many jobs: the first of an order that is drawn once for all"
+    )
+    parser.add_argument("--breadth", action="store_true", help="one job of each family")
+    parser.add_argument("--column", action="append", default=[], help="again, those with this verdict, such as crash")
+    parser.add_argument("--results", type=Path, default=libraries.FOLDER / "results.jsonl")
+    parser.add_argument("--fresh", action="store_true", help="judge everything, and keep no results")
+    parser.add_argument("--loud", action="store_true", help="show what jobs print")
+    parser.add_argument("--list", action="store_true", help="print the names of the jobs")
+    parser.add_argument("--table", type=Path, help="write the page of all results, and judge nothing")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Returns 1 if a job is wrong, hangs or crashes."""
+    arguments = _arguments()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    libraries.load()
+    from tests.field import catalogue, report, sweep
+
+    if arguments.fresh:
+        with tempfile.NamedTemporaryFile(prefix="field-", suffix=".jsonl", delete=False) as file:
+            arguments.results = Path(file.name)
+    arguments.results.parent.mkdir(exist_ok=True)
+    known = sweep.done(arguments.results)
+    every = catalogue.all_jobs()
+    if arguments.table:
+        arguments.table.write_text(report.page(every, known, report.versions(_commit())))
+        return 0
+    jobs = catalogue.chosen(
+        every, part=arguments.family, names=arguments.job, first=arguments.sample, breadth=arguments.breadth
+    )
+    if arguments.column:
+        jobs = tuple(job for job in jobs if job.name in known and known[job.name]["column"] in arguments.column)
+    elif not arguments.job:
+        jobs = tuple(job for job in jobs if job.name not in known)
+    if arguments.list:
+        print("\n".join(job.name for job in jobs))
+        return 0
+    found = []
+    for verdict in sweep.sweep(jobs, arguments.results, commit=_commit(), loud=arguments.loud):
+        found.append(verdict)
+        print(f"{len(found)}/{len(jobs)} {report.line(verdict)}", flush=True)
+    print(report.summary(found))
+    return int(any(verdict["column"] in BAD for verdict in found))
+
+
+def _commit() -> str:
+    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return found.stdout.strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

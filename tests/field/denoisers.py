@@ -1,0 +1,162 @@
+"""Jobs of diffusers: every denoiser, in a configuration that the signature of its constructor gives."""
+
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.field import libraries
+from tests.field.exceptions import DENOISERS
+from tests.field.jobs import Attempt, Job, Prepared, quiet
+from tests.field.samples import Drawn, generator_of
+from tests.field.shrink import HEADS, LENGTH, WIDTH, shrunk
+
+_NAMES = re.compile(r"^(?!.*(ControlNet|Decoder|Autoencoder))\w*(UNet|Transformer|DiT|UVit)\w*$")
+_SIDE = 8
+
+
+@cache
+def jobs() -> tuple[Job, ...]:
+    """One for each class; none where the library is not installed."""
+    if not libraries.has_all():
+        return ()
+    import diffusers
+
+    return tuple(
+        Job("diffusers", name, name, "noise")
+        for name in sorted(diffusers._import_structure["models"])
+        if _NAMES.match(name) and hasattr(diffusers, name)
+    )
+
+
+def _fields(kind: type[nn.Module]) -> dict[str, Any]:
+    """Arguments of the constructor in a tiny form."""
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+        value = parameter.default
+        if value is inspect.Parameter.empty or value is None or isinstance(value, bool | str):
+            continue
+        if name in _FIXED:
+            found[name] = _FIXED[name]
+        elif name == "axes_dims_rope":
+            found[name] = (4, 6, 6)
+        elif name == "sample_size":
+            found[name] = _SIDE
+        else:
+            found[name] = shrunk(name, value)
+    return {**found, **DENOISERS.get(kind.__name__, {})}
+
+
+_FIXED = {
+    "attention_head_dim": WIDTH // HEADS,
+    "norm_num_groups": 4,
+    "layers_per_block": 1,
+    "in_channels": 4,
+    "out_channels": 4,
+}
+
+
+def ways(attempt: Attempt) -> Iterator[Prepared]:
+    """Latents as images, as videos, as a sequence, as sound."""
+    import diffusers
+
+    kind = getattr(diffusers, attempt.job.model)
+    fields = _fields(kind)
+    build = partial(_built, kind, fields)
+    model = build()
+    for shape in ((4, _SIDE, _SIDE), (4, 2, _SIDE, _SIDE), (2, 4, _SIDE, _SIDE), (LENGTH, 4), (4, 4 * LENGTH)):
+        for fraction in (False, True):
+            draw = partial(_inputs, inspect.signature(kind.forward).parameters, fields, shape, fraction)
+            try:
+                with torch.no_grad():
+                    batch = {name: value[None].repeat(2, *[1] * value.dim()) for name, value in draw(0).items()}
+                    output = _first(model(**batch))
+            except Exception:
+                continue
+            yield Prepared(build, Drawn(partial(_with_target, draw, output.shape[1:])), _loss_of)
+
+
+def _built(kind: Callable[..., nn.Module], fields: Mapping[str, Any]) -> nn.Module:
+    return quiet(kind(**fields))
+
+
+def _inputs(
+    takes: Mapping[str, inspect.Parameter],
+    fields: Mapping[str, Any],
+    shape: tuple[int, ...],
+    fraction: bool,
+    index: int,
+) -> dict[str, Tensor]:
+    """One sample, by the names of what the denoiser takes."""
+    generator = generator_of(index)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    def width(*names: str) -> int:
+        found = next((fields[name] for name in names if name in fields), WIDTH)
+        return int(found[0] if isinstance(found, list | tuple) else found)
+
+    text = width(
+        "cross_attention_dim",
+        "joint_attention_dim",
+        "caption_channels",
+        "text_embed_dim",
+        "text_dim",
+        "cap_feat_dim",
+        "context_in_dim",
+        "caption_dim",
+        "text_dim_in",
+        "in_context_dim",
+    )
+    moment = torch.rand((), generator=generator) if fraction else torch.randint(0, 900, (), generator=generator)
+    known: dict[str, Callable[[], Tensor]] = {
+        "sample": lambda: drawn(*shape),
+        "hidden_states": lambda: drawn(*shape),
+        "timestep": lambda: moment,
+        "encoder_hidden_states": lambda: drawn(6, text),
+        "pooled_projections": lambda: drawn(width("pooled_projection_dim")),
+        "class_labels": lambda: torch.randint(0, 10, (), generator=generator),
+        "guidance": lambda: torch.rand((), generator=generator),
+        "encoder_attention_mask": lambda: torch.ones(6),
+        "proj_embedding": lambda: drawn(width("embedding_dim")),
+        "added_time_ids": lambda: drawn(3),
+    }
+    required = {
+        "sample",
+        "hidden_states",
+        "timestep",
+        "encoder_hidden_states",
+        "pooled_projections",
+        "proj_embedding",
+        "added_time_ids",
+    }
+    found = {}
+    for name, parameter in takes.items():
+        optional = parameter.default is not inspect.Parameter.empty
+        if name in known and (
+            name in required or not optional or (name == "class_labels" and "num_embeds_ada_norm" in fields)
+        ):
+            found[name] = known[name]()
+    return found
+
+
+def _first(output: Any) -> Tensor:
+    found = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
+    if found is None and hasattr(output, "to_tuple"):
+        found = output.to_tuple()[0]
+    if not isinstance(found, Tensor):
+        raise TypeError("no tensor to compare with the noise")
+    return found
+
+
+def _with_target(draw: Callable[[int], dict[str, Tensor]], shape: torch.Size, index: int) -> dict[str, Tensor]:
+    return {**draw(index), "target": torch.randn(shape, generator=generator_of(index + 500))}
+
+
+def _loss_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    return nn.functional.mse_loss(_first(output), batch["target"])

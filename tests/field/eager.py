@@ -1,0 +1,139 @@
+"""The reference: a plain loop over whole batches. Neither this module nor what it imports knows Varuna."""
+
+import inspect
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.field.catalogue import ways
+from tests.field.jobs import CLIP, GLOBAL_BATCH, RATE, SEED, STEPS, Attempt, Prepared
+
+MOST_PARAMETERS = 12_000_000
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+class CannotTrain(Exception):
+    """Plain PyTorch does not train it either."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What plain PyTorch does.
+
+    Attributes:
+        candidate: the way to make samples that worked.
+        curve: of a run.
+        noise: largest relative difference of another run whose first parameters were off by 3e-7.
+        draws: the same batch twice gives two losses.
+    """
+
+    candidate: int
+    curve: Curve
+    noise: float
+    draws: bool
+    parameters: int
+
+
+def loss_of(output: Any) -> Tensor:
+    """As users take it.
+
+    Raises:
+        CannotTrain: there is none.
+    """
+    found = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if isinstance(output, dict) and found is None:
+        found = output.get("loss")
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        raise CannotTrain("no scalar loss")
+    return found
+
+
+def _loss(prepared: Prepared, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    if prepared.loss is None:
+        return loss_of(model(**batch))
+    takes = inspect.signature(model.forward).parameters
+    return prepared.loss(model(**{name: value for name, value in batch.items() if name in takes}), batch)
+
+
+def batch_of(prepared: Prepared, indices: range) -> dict[str, Tensor]:
+    """Samples, stacked."""
+    samples = [prepared.dataset[index] for index in indices]
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+
+
+def train(prepared: Prepared, micro_batch: int | None, *, off: float = 0.0) -> Curve:
+    """Losses and gradient norms; gradients accumulate over micro-batches where they are given."""
+    torch.manual_seed(SEED)
+    model = prepared.build().train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if off:
+        with torch.no_grad():
+            for parameter in trained:
+                parameter.mul_(1 + off * torch.randn(parameter.shape, dtype=torch.float64)).float()
+    optimizer = torch.optim.SGD(trained, lr=RATE)
+    size = micro_batch or GLOBAL_BATCH
+    curve: Curve = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for start in range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH, size):
+            loss = _loss(prepared, model, batch_of(prepared, range(start, start + size)))
+            torch.autograd.backward(loss * size / GLOBAL_BATCH)
+            total += float(loss.detach()) * size / GLOBAL_BATCH
+        norm = float(nn.utils.clip_grad_norm_(trained, CLIP))
+        optimizer.step()
+        if not (math.isfinite(total) and math.isfinite(norm) and norm > 0):
+            raise CannotTrain(f"loss {total}, gradient norm {norm} in step {step}")
+        curve.append((total, norm))
+    return curve
+
+
+def difference(one: Curve, other: Curve) -> float:
+    """Largest relative difference of losses and gradient norms."""
+    pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+    return max(abs(a - b) / max(abs(b), 1e-6) for a, b in pairs)
+
+
+def _draws(prepared: Prepared) -> bool:
+    torch.manual_seed(SEED)
+    model = prepared.build().train()
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        batch = batch_of(prepared, range(2))
+        losses.append(float(_loss(prepared, model, batch).detach()))
+    return abs(losses[0] - losses[1]) > 1e-6 * abs(losses[0])
+
+
+def reference(attempt: Attempt) -> Reference:
+    """Train with the first way to make samples that works.
+
+    Raises:
+        CannotTrain: none does; with the reason of the first.
+    """
+    reasons: list[str] = []
+    try:
+        for number, prepared in enumerate(ways(attempt)):
+            if attempt.candidate not in (None, number):
+                continue
+            try:
+                parameters = sum(parameter.numel() for parameter in prepared.build().parameters())
+                if parameters > MOST_PARAMETERS:
+                    raise CannotTrain(f"{parameters / 1e6:.0f} million parameters: too large for a sweep")
+                curve = train(prepared, attempt.micro_batch)
+                noise = difference(curve, train(prepared, attempt.micro_batch, off=3e-7))
+                draws = _draws(prepared)
+                return Reference(number, curve, noise, draws, parameters)
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {_brief(error)}")
+    except Exception as error:
+        reasons.append(f"{type(error).__name__}: {_brief(error)}")
+    raise CannotTrain(" | ".join(dict.fromkeys(reasons)) or "no way to make samples")
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,74 @@
+"""What a job of the field is: a model by name, and how its parts are made."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+GLOBAL_BATCH = 8
+STEPS = 3
+SEED = 0
+CLIP = 1.0
+RATE = 0.05
+
+
+@dataclass(frozen=True, order=True)
+class Job:
+    """A model of a library.
+
+    Attributes:
+        library: where it comes from.
+        family: the library's own name of its kind, such as a ``model_type``.
+        model: its class, or its name in the library's registry.
+        kind: what its targets are.
+    """
+
+    library: str
+    family: str
+    model: str
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.library}/{self.family}/{self.model}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How a job is to be run.
+
+    Attributes:
+        candidate: which way to make samples, counted from the likeliest; None: not known yet.
+        micro_batch: given by the user; None: the trainer chooses.
+        even: all samples count the same.
+    """
+
+    job: Job
+    candidate: int | None = None
+    micro_batch: int | None = None
+    even: bool = False
+
+    def with_candidate(self, number: int) -> "Attempt":
+        return replace(self, candidate=number)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job's parts: as a user's script has them."""
+
+    build: Callable[[], nn.Module]
+    dataset: Any
+    loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
+    """of the output and the batch, where the model returns none"""
+
+
+def quiet(module: nn.Module) -> nn.Module:
+    """The same module without dropout: what is left is the same in any order of computation."""
+    for part in module.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = 0.0
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
+    return module

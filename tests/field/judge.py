@@ -1,0 +1,129 @@
+"""Which column a job belongs to, from what plain PyTorch and Varuna did. Nothing here runs anything."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+TOLERANCE = 1e-5
+"""Relative; of losses and gradient norms over three steps."""
+_NOISE = 3.0
+"""A model that amplifies rounding may differ by so many times what plain PyTorch makes of parameters that are off by
+3e-7; in the loss of the first step, which nothing has amplified yet, by ``TOLERANCE`` even so."""
+_NOISY = 1e-3
+
+RIGHT, REFUSED, POOR, WRONG, HANG, CRASH, NOTHING = (
+    "right",
+    "refused",
+    "refused poorly",
+    "wrong",
+    "hang",
+    "crash",
+    "no reference",
+)
+COLUMNS = (RIGHT, REFUSED, POOR, WRONG, HANG, CRASH, NOTHING)
+BAD = (WRONG, HANG, CRASH)
+PARTS = ("capture", "1x1", "3x1", "2x2")
+
+_PRIVATE = re.compile(
+    r"lifted_tensor|\b[su]\d{1,3}\b|\w*Guard(On)?[A-Z]\w*|torch\._\w+|FakeTensor|[Ff]ake ?mode|SymInt|\baten[.:]\w+|"
+    r"internal error|Traceback|0x[0-9a-f]{6,}|dynamo|AOTAutograd|ProxyTorch|prims\.|unbacked|val_\d+|getitem_\d+"
+)
+_PLACE = re.compile(r"[\w./-]+\.py:\d+|\w=|'[^']+'|`[^`]+`")
+_WAY_OUT = re.compile(
+    r"\b(pass|give|use|set|leave|lower|raise|write|compute|make|create|move|remove|replace|return|start|train|wrap|keep|"
+    r"assign|register|declare|load|turn|call|put|detach|freeze|split|change|choose|switch|build|do|try|drop|name|see|"
+    r"needs?|report|take)\b",
+    re.IGNORECASE,
+)
+_SHORT = 40
+
+Curve = Sequence[Sequence[float]]
+
+
+def flaw_of(message: str) -> str:
+    """Why a refusal does not help its reader; empty if it does."""
+    if found := _PRIVATE.search(message):
+        return f"names something inside torch: {found.group(0)}"
+    if len(message) < _SHORT:
+        return "says too little"
+    if not _PLACE.search(message):
+        return "names neither a place nor an argument"
+    if not _WAY_OUT.search(message):
+        return "says no way out"
+    return ""
+
+
+def asks_for_micro_batch(found: Mapping[str, Any]) -> str:
+    """The refusal, if it says well that the model can be trained with ``micro_batch=``; else nothing."""
+    failures = [found[part]["failure"] for part in PARTS if "failure" in found.get(part, {})]
+    if not failures or not failures[0]["intended"] or flaw_of(failures[0]["message"]):
+        return ""
+    message: str = failures[0]["message"]
+    return message if "micro_batch=" in message else ""
+
+
+def tolerance(noise: float) -> float:
+    """How far losses and gradient norms may be from plain PyTorch's."""
+    return max(TOLERANCE, _NOISE * noise)
+
+
+def difference(one: Curve, other: Curve) -> float:
+    """Largest relative difference of two curves; infinite where a number is not finite."""
+    worst = 0.0
+    for x, y in zip(one, other, strict=True):
+        for a, b in zip(x, y, strict=True):
+            off = abs(a - b) / max(abs(b), 1e-6)
+            worst = max(worst, off) if off == off else float("inf")
+    return worst
+
+
+def column_of(reference: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[str, str]:
+    """Column and reason.
+
+    Args:
+        reference: ``curve``, ``noise`` and ``draws`` of plain PyTorch.
+        found: ``capture`` and the plans, each with a ``curve`` or a ``failure``, or ``stuck`` for so many seconds;
+            ``timeout`` where all of it was killed.
+    """
+    for part in PARTS:
+        if part not in found:
+            return _unfinished(part, found)
+        if waited := found[part].get("stuck"):
+            return HANG, f"{part}: not done after {waited:.0f} s: {found.get('stack', '')}"
+        if failure := found[part].get("failure"):
+            return _failed(part, failure)
+    one, deep, wide = (found[plan]["curve"] for plan in PARTS[1:])
+    return _compared(reference, one, deep, wide)
+
+
+def _compared(reference: Mapping[str, Any], one: Curve, deep: Curve, wide: Curve) -> tuple[str, str]:
+    if one != deep:
+        return WRONG, f"3x1 differs from 1x1 by {difference(deep, one):.1e}"
+    most = tolerance(reference["noise"])
+    if not (apart := difference(wide, one)) <= most:
+        return WRONG, f"2x2 differs from 1x1 by {apart:.1e}"
+    if reference["draws"]:
+        return RIGHT, "draws at random: plans are compared with each other only"
+    expected = reference["curve"]
+    if not (apart := difference([one[0][:1]], [expected[0][:1]])) <= TOLERANCE:
+        return WRONG, f"the first loss of 1x1 differs from plain PyTorch by {apart:.1e}"
+    if not (apart := difference(one, expected)) <= most:
+        return WRONG, f"1x1 differs from plain PyTorch by {apart:.1e} (allowed: {most:.0e})"
+    return RIGHT, f"rounding alone moves it by {reference['noise']:.0e}" if reference["noise"] > _NOISY else ""
+
+
+def _unfinished(part: str, found: Mapping[str, Any]) -> tuple[str, str]:
+    if waited := found.get("timeout"):
+        does = "computes" if found.get("cpu_s", 0.0) > 0.1 * waited else "waits"
+        return HANG, f"{part}: still {does} after {waited:.0f} s: {found.get('stack', '')}"
+    return CRASH, f"{part}: {found.get('died') or 'died without a word'}"
+
+
+def _failed(part: str, failure: Mapping[str, Any]) -> tuple[str, str]:
+    message = f"{part}: {failure['kind']}: {' '.join(failure['message'].split())}"
+    if not failure["intended"]:
+        return CRASH, f"{message} ({failure['where']})"
+    if failure["kind"] == "LinkError":
+        return HANG, message
+    flaw = flaw_of(failure["message"])
+    return (POOR, f"{message} [{flaw}]") if flaw else (REFUSED, message)

@@ -1,0 +1,201 @@
+"""The same job with Varuna: captured once, then run by forked ranks in every plan.
+
+Runs in a process of its own that may hang, be killed or crash; what it found goes to a file line by line.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.field.catalogue import ways
+from tests.field.jobs import CLIP, GLOBAL_BATCH, RATE, SEED, STEPS, Attempt, Prepared
+
+PLANS = ((1, 1), (3, 1), (2, 2))
+"""Stages and replicas."""
+PLAN_S = 45.0
+"""For three steps of a tiny model, of which one takes milliseconds."""
+_AFTER_FIRST_S = 10.0
+"""Between the end of the first failing rank of a plan and the killing of the others."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a run ended that did not train.
+
+    Attributes:
+        kind: the class of the exception, or "signal".
+        intended: raised on purpose: a ``VarunaError``.
+        message: what the user reads.
+        where: the last line of code, where it is a crash.
+    """
+
+    kind: str
+    intended: bool
+    message: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def failure_of(error: BaseException) -> Failure:
+    """What a user would see of an exception."""
+    from varuna.core.errors import VarunaError
+
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if f"{os.sep}varuna{os.sep}" in frame.filename]
+    last = (ours or frames)[-1] if frames else None
+    where = "" if last is None else f"{last.filename.rsplit('/varuna/', 1)[-1]}:{last.lineno}"
+    return Failure(type(error).__name__, isinstance(error, VarunaError), str(error), where)
+
+
+def _tell(folder: Path, name: str, value: Any) -> None:
+    temporary = folder / f".{name}"
+    temporary.write_text(json.dumps(value))
+    temporary.replace(folder / name)
+
+
+def _sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=RATE)
+
+
+def _trainer(prepared: Prepared, attempt: Attempt) -> Any:
+    from varuna import Trainer
+
+    return Trainer(
+        model=prepared.build,
+        dataset=prepared.dataset,
+        optimizer=_sgd,
+        loss=prepared.loss,
+        global_batch=GLOBAL_BATCH,
+        seed=SEED,
+        clip_grad_norm=CLIP,
+        micro_batch=attempt.micro_batch,
+        device="cpu",
+    )
+
+
+def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
+    """Capture, then train in every plan; results are files in ``folder``.
+
+    ``capture``: seconds, or a failure. ``1x1``, ``3x1``, ``2x2``: a curve, or a failure. ``stacks``: where everything
+    stood after ``dumps_after_s``.
+    """
+    stacks = (folder / "stacks").open("w")
+    faulthandler.enable(stacks)
+    faulthandler.dump_traceback_later(dumps_after_s, file=stacks)
+    began_s = time.monotonic()
+    try:
+        prepared = list(ways(attempt))[attempt.candidate or 0]
+        trainer = _trainer(prepared, attempt)
+        captured = trainer.partition()
+    except BaseException as error:
+        _tell(folder, "capture", {"failure": vars(failure_of(error))})
+        return
+    faulthandler.cancel_dump_traceback_later()  # its thread is not in forks, which would wait for it
+    sections = len(captured.facts.sections)
+    _tell(folder, "capture", {"seconds": time.monotonic() - began_s, "sections": sections})
+    trainer.partition = lambda: captured
+    for stages, replicas in PLANS:
+        found = _in_plan(trainer, stages, replicas, folder)
+        _tell(folder, f"{stages}x{replicas}", found)
+        if "failure" in found and (stages, replicas) == PLANS[0]:
+            return
+
+
+def _in_plan(trainer: Any, stages: int, replicas: int, folder: Path) -> dict[str, Any]:
+    """Fork the ranks of a plan and wait for all of them."""
+    size = stages * replicas
+    port = _free_port()
+    ranks: dict[int, int] = {}
+    for rank in range(size):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _be_rank(trainer, rank, size, stages, port, folder)
+                code = 0
+            finally:
+                os._exit(code)
+        ranks[pid] = rank
+    ends: dict[int, int] = {}
+    deadline_s = time.monotonic() + PLAN_S
+    while len(ends) < size and time.monotonic() < deadline_s:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid == 0:
+            time.sleep(0.01)
+            continue
+        ends[ranks.pop(pid)] = status
+        if status != 0:
+            deadline_s = min(deadline_s, time.monotonic() + _AFTER_FIRST_S)
+    for pid in ranks:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    if not ends:
+        return {"stuck": PLAN_S}
+    return _together(folder, size, ends)
+
+
+def _together(folder: Path, size: int, ends: dict[int, int]) -> dict[str, Any]:
+    """One result of all ranks': the failure of the first that has one of its own, else the curve that all have."""
+    told = {rank: _read(folder / f"rank{rank}") for rank in range(size)}
+    for rank in range(size):
+        (folder / f"rank{rank}").unlink(missing_ok=True)
+    failures = [each["failure"] for each in told.values() if each and "failure" in each]
+    failures.sort(key=lambda failure: failure["kind"] in ("LinkError", "FleetError"))
+    if failures:
+        return {"failure": failures[0]}
+    for rank, status in ends.items():
+        if status != 0:
+            kind = signal.Signals(os.WTERMSIG(status)).name if os.WIFSIGNALED(status) else f"exit {status}"
+            return {"failure": vars(Failure(kind, False, f"rank {rank} died", ""))}
+    curves = [each["curve"] for each in told.values() if each]
+    if any(curve != curves[0] for curve in curves):
+        return {"failure": vars(Failure("UnequalRanks", False, "ranks report different losses", ""))}
+    return {"curve": curves[0], "micro_batch": next(iter(told.values()))["micro_batch"]}
+
+
+def _be_rank(trainer: Any, rank: int, size: int, stages: int, port: int, folder: Path) -> None:
+    os.environ["VARUNA_STAGES"] = str(stages)
+    if size > 1:
+        os.environ.update(
+            RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        )
+    stacks = (folder / f"stacks{size}.{rank}").open("w")
+    faulthandler.dump_traceback_later(PLAN_S - 5, file=stacks)
+    try:
+        curve, micro_batch = [], 0
+        for step in trainer.steps(STEPS):
+            curve.append((step.loss, step.grad_norm))
+            micro_batch = step.plan.micro_batch
+    except BaseException as error:
+        _tell(folder, f"rank{rank}", {"failure": vars(failure_of(error))})
+        traceback.print_exc(file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(3)
+    _tell(folder, f"rank{rank}", {"curve": curve, "micro_batch": micro_batch})
+    if rank == 0 and size > 1:
+        time.sleep(0.3)  # it hosts the store in which the others say good-bye
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

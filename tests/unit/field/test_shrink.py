@@ -1,0 +1,37 @@
+"""Rules find the roles of fields by their names."""
+
+from typing import Any
+
+import pytest
+
+from tests.field.huggingface import config_of
+from tests.field.shrink import DEPTH, HEADS, WIDTH, shrunk
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "tiny"),
+    [
+        ("hidden_size", 4096, WIDTH),
+        ("num_hidden_layers", 32, DEPTH),
+        ("encoder_attention_heads", 16, HEADS),
+        ("num_key_value_heads", 8, 1),
+        ("hidden_dropout_prob", 0.1, 0.0),
+        ("hidden_sizes", [64, 128, 256, 512], [16, 32, 64, 128]),
+        ("depths", (3, 4, 18, 5), (1, 1, 1, 1)),
+        ("num_channels", 3, 3),
+        ("layer_norm_eps", 1e-5, 1e-5),
+        ("hidden_act", "gelu", "gelu"),
+        ("use_cache", True, True),
+    ],
+)
+def test_fields_shrink_by_their_role(name: str, value: Any, tiny: Any) -> None:
+    assert shrunk(name, value) == tiny
+    assert type(shrunk(name, value)) is type(tiny)
+
+
+def test_a_configuration_shrinks_with_its_parts() -> None:
+    config: Any = config_of("clip", "CLIPForImageClassification", "image")
+    assert type(config).__name__ == "CLIPConfig"
+    for part in (config.text_config, config.vision_config):
+        assert (part.hidden_size, part.num_hidden_layers, part.num_attention_heads) == (WIDTH, DEPTH, HEADS)
+    assert config.text_config.eos_token_id < config.text_config.vocab_size < 100
