@@ -3,10 +3,12 @@
 So there is no second way to describe a job (DESIGN §4).
 """
 
+import os
 import runpy
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,26 @@ class Intercepted(BaseException):
         super().__init__()
         self.trainer = trainer
         self.steps = steps
+
+
+@contextmanager
+def output_as_errors() -> Iterator[None]:
+    """Standard output goes to standard error in here, also that of C code: a tool's own output stays clean."""
+    original = sys.stdout
+    with redirect_stdout(sys.stderr):
+        try:
+            descriptor = original.fileno()
+        except (OSError, AttributeError):  # a test's
+            yield
+            return
+        original.flush()
+        kept = os.dup(descriptor)
+        os.dup2(sys.__stderr__.fileno() if sys.__stderr__ else descriptor, descriptor)
+        try:
+            yield
+        finally:
+            os.dup2(kept, descriptor)
+            os.close(kept)
 
 
 def offer(trainer: Any, steps: int) -> None:

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna import arguments as given
-from varuna.checks.assumptions import check_assumptions
+from varuna.checks.selfcheck import SelfCheck
 from varuna.configured import Configured
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
@@ -41,7 +42,7 @@ from varuna.partition.initialise import Initial, needed_buffers
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.modules import chooser
-from varuna.partition.weighing import WeightFunction, check_weighing, weight_of
+from varuna.partition.weighing import WeightFunction, weight_of
 from varuna.results import Evaluation, Step, evaluation_of, step_of
 from varuna.store import opening
 
@@ -150,6 +151,7 @@ class Trainer:
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
         self._source, self._collate = SampleSource(dataset, seed=seed, collate=collate), collate
         self._optimizer, self._scheduler, self._weight = optimizer, lr_scheduler, weight
+        self.checks = SelfCheck(self.recipe, self._source, weight, micro_batch)
         self._global_batch, self._micro_batch, self._cut_points = global_batch, micro_batch, cut_points
         self._choose, self._lengths = chooser(cut_at, cut_points), check_lengths(lengths)
         self._seed, self._clip, self.before_step = seed, clip_grad_norm, before_step
@@ -364,7 +366,9 @@ class Trainer:
             self._source,
             weight=self._weight,
             saver=saver,
-            initial=lambda names, checks: beginning.parameters(names, self._check_weighing if checks else None),
+            initial=lambda names, checks: beginning.parameters(
+                names, partial(self.checks.run, model) if checks else None
+            ),
             connect=lambda assignment: membership.store(assignment.generation),
             interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
         )
@@ -392,9 +396,3 @@ class Trainer:
         """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
         counted = weight_of(model, self._weight, self.batch(_CAPTURED_SAMPLES), buffers) or _CAPTURED_SAMPLES
         return unit_near(counted * self._global_batch / _CAPTURED_SAMPLES)
-
-    def _check_weighing(self, initial: Initial) -> None:
-        assert self._model is not None
-        check_assumptions(self._model, self.recipe, initial, self._source)
-        fixed = self._micro_batch is not None
-        check_weighing(self._model, self.recipe, initial, self._source, self._weight, fixed=fixed)

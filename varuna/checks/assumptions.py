@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from varuna.checks.verify import SameDraws
+from varuna.checks.draws import SameDraws
 from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource

@@ -9,9 +9,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from varuna.checks.verify import Verification, verify
+from varuna.core.errors import DataError, ModelError, NoPlanError
 from varuna.core.units import format_bytes
-from varuna.intercept import take_trainer
+from varuna.intercept import output_as_errors, take_trainer
 from varuna.partition.dependency import Dependency
 from varuna.partition.model import PartitionedModel
 from varuna.partition.tracer import trace
@@ -24,7 +24,7 @@ _EXAMPLES = 4
 def describe(
     model: PartitionedModel,
     stages: int | None,
-    verification: Verification | None,
+    verification: dict[str, Any] | None,
     dependencies: list[Dependency] | None,
 ) -> dict[str, Any]:
     """Everything that is printed, as JSON values; None for what was not asked for.
@@ -37,7 +37,7 @@ def describe(
         "stages": _stages(model, stages or 1),
         "tied": [{"name": tied.name, "sections": list(tied.sections)} for tied in model.facts.tied],
         "batch_dependent": model.facts.batch_dependent,
-        "verify": None if verification is None else asdict(verification),
+        "verify": verification,
         "dependencies": None if dependencies is None else [asdict(each) for each in dependencies],
     }
 
@@ -75,8 +75,6 @@ def _extent(fixed: int, per_example: int) -> int | str:
 
 
 def _stages(model: PartitionedModel, stages: int) -> list[dict[str, Any]]:
-    from varuna.core.errors import NoPlanError
-
     facts = model.facts.sections
     if stages > len(facts):
         raise NoPlanError(
@@ -126,13 +124,19 @@ def show(console: Console, report: dict[str, Any]) -> None:
     if report["batch_dependent"]:
         console.print("batch statistics: Trainer needs micro_batch=, which no plan changes", highlight=False)
     if (found := report["verify"]) is not None:
-        console.print(
-            f"split against unsplit: loss error {found['loss_error']:.1e}, largest gradient error "
-            f"{found['gradient_error']:.1e} ({found['parameter']})",
-            highlight=False,
-        )
+        console.print(_verdict(found), highlight=False, markup=False, soft_wrap=True)
     if report["dependencies"] is not None:
         show_dependencies(console, report["dependencies"])
+
+
+def _verdict(found: dict[str, Any]) -> str:
+    if found["finding"] is not None:
+        return f"against plain PyTorch: WRONG: {found['finding']}"
+    worst = f" ({found['parameter']})" if found["parameter"] else ""
+    return (
+        f"against plain PyTorch, on {found['samples']} samples: loss error {found['loss_error']:.1e}, largest gradient "
+        f"error {found['gradient_error']:.1e} of the largest gradient{worst}"
+    )
 
 
 def show_dependencies(console: Console, dependencies: list[dict[str, Any]]) -> None:
@@ -154,21 +158,40 @@ def show_dependencies(console: Console, dependencies: list[dict[str, Any]]) -> N
 
 def inspect_job(
     script: Path, args: list[str], *, stages: int | None, verifies: bool, traces: bool, as_json: bool
-) -> None:
-    """Run the script up to its first step and print what its model looks like.
+) -> bool:
+    """Run the script up to its first step and print what its model looks like; whether it trains as plain PyTorch does.
 
     Raises:
         VarunaError: the script has no job, or its model cannot be captured.
     """
-    trainer = take_trainer(script, args).trainer
-    model = trainer.partition()
-    verification = verify(model, trainer.recipe, trainer.initial(), trainer.batch(_EXAMPLES)) if verifies else None
-    dependencies = None
-    if traces:
-        initial = trainer.initial()
-        dependencies = trace(trainer.job(model, initial.buffers), trainer.recipe, initial, trainer.batch(_EXAMPLES))
-    report = describe(model, stages, verification, dependencies)
+    with output_as_errors():  # whatever the script and the model's constructor print
+        trainer = take_trainer(script, args).trainer
+        model = trainer.partition()
+        verification = _verified(trainer, model) if verifies else None
+        dependencies = None
+        if traces:
+            initial = trainer.initial()
+            dependencies = trace(trainer.job(model, initial.buffers), trainer.recipe, initial, trainer.batch(_EXAMPLES))
+        report = describe(model, stages, verification, dependencies)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
         show(Console(), report)
+    return verification is None or verification["finding"] is None
+
+
+def _verified(trainer: Any, model: PartitionedModel) -> dict[str, Any]:
+    """The check before step 0: figures, or what is wrong."""
+    try:
+        checked = trainer.checks.compare(model, trainer.beginning(model).whole())
+    except (ModelError, DataError) as error:
+        return {"finding": str(error)}
+    return {
+        "finding": None,
+        "samples": checked.samples,
+        "seconds": checked.seconds,
+        "loss_error": checked.errors.loss,
+        "gradient_error": checked.errors.gradient,
+        "parameter": checked.errors.parameter,
+        "left_out": list(checked.left_out),
+    }

@@ -140,7 +140,7 @@ def inspect(
     script: options.JobScript,
     args: options.ScriptArguments = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Group the sections into P stages.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Run split against unsplit; print the errors.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Check it against plain PyTorch; code 1 if wrong.")] = False,
     trace: Annotated[
         bool, typer.Option("--trace", help="Dry-run a whole step; print what crosses stages unseen.")
     ] = False,
@@ -149,7 +149,8 @@ def inspect(
     """Show where Varuna cuts the model of SCRIPT, and what crosses each cut."""
     from varuna.cli.inspect import inspect_job
 
-    inspect_job(script, args or [], stages=stages, verifies=verify, traces=trace, as_json=as_json)
+    if not inspect_job(script, args or [], stages=stages, verifies=verify, traces=trace, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @app.command(context_settings={"allow_interspersed_args": False})

@@ -111,10 +111,11 @@ def _calibration(
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
         return given, None, None, False, True
-    from varuna.intercept import take_trainer
+    from varuna.intercept import output_as_errors, take_trainer
 
-    trainer = take_trainer(script, args).trainer
-    facts = trainer.partition().facts
+    with output_as_errors():
+        trainer = take_trainer(script, args).trainer
+        facts = trainer.partition().facts
     if given is not None:
         check_matches(given, facts)
     known = given or _on_this(trainer.device, nominal_calibration(facts))

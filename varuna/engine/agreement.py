@@ -1,4 +1,4 @@
-"""Before step 0: do all holders of a section begin with the same parameters?"""
+"""Before step 0: does any rank refuse the job, and do all holders of a section begin with the same parameters?"""
 
 import contextlib
 import hashlib
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.shards import SectionState
-from varuna.core.errors import ModelError
+from varuna.core.errors import ModelError, VarunaError
 from varuna.core.plan import Plan
 from varuna.engine.transport import Group
 from varuna.partition.model import PartitionedModel
@@ -53,6 +53,31 @@ def check_agreement(
             with contextlib.suppress(RuntimeError):  # nobody leaves before all have seen the difference
                 group.all_reduce(torch.zeros(1))
             raise ModelError(_difference(what, [sorted(set(holders)) for holders in ranks.values()]))
+
+
+def share_refusal(group: Group, rank: int, members: int, refusal: VarunaError | None) -> None:
+    """Tell all members if one of them refuses the job, and why; blocks.
+
+    One rank alone looks at the whole model: without this the others would know only that it is gone.
+
+    Raises:
+        VarunaError: this rank's own refusal, or the text of the first rank that has one.
+        RuntimeError: a peer is gone (from gloo).
+    """
+    text = b"" if refusal is None else str(refusal).encode()
+    lengths = torch.zeros(members, dtype=torch.int64)
+    lengths[rank] = len(text)
+    group.all_reduce(lengths)
+    speakers = [each for each, length in enumerate(lengths.tolist()) if length]
+    if not speakers:
+        return
+    words = torch.zeros(int(lengths[speakers[0]]), dtype=torch.int64)
+    if rank == speakers[0]:
+        words += torch.tensor(list(text))
+    group.all_reduce(words)
+    with contextlib.suppress(RuntimeError):  # nobody leaves before all have heard it
+        group.all_reduce(torch.zeros(1))
+    raise refusal or ModelError(f"rank {speakers[0]} refused the job: {bytes(words.tolist()).decode()}")
 
 
 def checksum(tensors: Iterable[Tensor]) -> int:

@@ -16,10 +16,10 @@ from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place
 from varuna.checkpoint.restore import Wanted, everything, read_states
 from varuna.checkpoint.shards import SectionState
-from varuna.core.errors import DamagedCheckpoint
+from varuna.core.errors import DamagedCheckpoint, VarunaError
 from varuna.core.messages import Assignment
 from varuna.core.shares import held_by, holders_of
-from varuna.engine.agreement import check_agreement
+from varuna.engine.agreement import check_agreement, share_refusal
 from varuna.engine.direct import connect
 from varuna.engine.groups import Groups, form
 from varuna.engine.lanes import Lanes
@@ -109,7 +109,7 @@ def form_generation(
         RuntimeError: a peer is gone, or the generation was ended meanwhile.
         CheckpointError: a shard cannot be read.
         DamagedCheckpoint: a member found a shard damaged; all members raise this.
-        ModelError: holders of a section begin with different parameters.
+        ModelError: holders of a section begin with different parameters, or a member refuses the job.
     """
     plan, rank = assignment.plan, assignment.rank
     stage = None if assignment.is_spare else plan.place_of(rank).stage
@@ -179,9 +179,13 @@ def _states(
     at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
     received = exchange(groups.world, assignment.transfers, rank, held) if assignment.transfers else {}
     states: dict[int, SectionState] = {}
+    refusal: VarunaError | None = None
     at(Awaited(f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"))
     if assignment.fresh:
-        states = initial_states(model, wanted, initial, buffers) if wanted else {}
+        try:
+            states = initial_states(model, wanted, initial, buffers) if wanted else {}
+        except VarunaError as error:
+            refusal = error
     elif assignment.checkpoint is not None:
         whole = held_by(holders_of(plan, model.facts.sections, shared=lends), wanted, replica)
         states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole))
@@ -189,7 +193,10 @@ def _states(
         states = {section: received[section] if section in received else held[section] for section in wanted}
     if len(assignment.members) > 1 and assignment.fresh:
         at(Awaited("the comparison of first values", tuple(m for m in range(len(assignment.members)) if m != rank)))
+        share_refusal(groups.world, rank, len(assignment.members), refusal)
         check_agreement(groups.world, model, plan, rank, states)
+    elif refusal is not None:
+        raise refusal
     return states
 
 

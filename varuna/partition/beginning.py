@@ -24,7 +24,7 @@ from varuna.partition.weights import Entry, Fit, fingerprint, fit, list_entries,
 Init = Literal["constructor", "per_parameter"]
 Shapes = Mapping[str, tuple[int, ...]]
 Check = Callable[[Initial], None]
-"""Looks at the whole model, materialised: the weighing of the loss."""
+"""Looks at the whole model, materialised: what it does to it stays without consequence."""
 
 _WORTH_COLLECTING_BYTES = 64 * 2**20
 """A collection takes some tenths of a second, however small the model."""
@@ -114,9 +114,10 @@ class Constructor:
 
     def _kept(self, names: Iterable[str], check: Check | None) -> dict[str, Tensor]:
         initial = self.whole()
+        kept = select(initial, names)  # first: whatever a check does to the model, the run begins as it was built
         if check is not None:
             check(initial)
-        return select(initial, names)
+        return kept
 
     def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Values of some buffers, without the memory of the parameters where that is possible."""

@@ -44,6 +44,27 @@ def test_batch_normalisation_is_told_and_verified_in_training_mode() -> None:
     assert "micro_batch=" in inspected(JOB, *TWO, "--batch-norm")
 
 
+def test_a_wrong_capture_is_told_in_clean_json_with_code_1(tmp_path: Path) -> None:
+    script = tmp_path / "hooked.py"
+    script.write_text(
+        "import torch, varuna\n"
+        "from tests.scenarios.job import Language, Sentences\n"
+        "print('the script prints')\n"
+        "def build():\n"
+        "    print('and so does the constructor')\n"
+        "    model = Language(2, 0.0)\n"
+        "    model.embed.weight.register_hook(lambda gradient: gradient * 2)\n"
+        "    return model\n"
+        "varuna.Trainer(build, Sentences(False), lambda named: torch.optim.SGD(named), 4).steps(3).__next__()\n"
+    )
+    result = CliRunner().invoke(app, ["inspect", "--verify", "--json", str(script)])
+    assert result.exit_code == 1
+    assert "register_hook on embed.weight" in json.loads(result.stdout)["verify"]["finding"]
+    assert "and so does the constructor" in result.stderr
+    assert "WRONG: the model has hooks" in CliRunner().invoke(app, ["inspect", "--verify", str(script)]).stdout
+    assert json.loads(CliRunner().invoke(app, ["inspect", "--json", str(script)]).stdout)["verify"] is None
+
+
 def test_trace_tells_what_crosses_stages_unseen(tmp_path: Path) -> None:
     script = tmp_path / "clips.py"
     script.write_text(

@@ -3,6 +3,7 @@
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.unit.engine.ranks import (
     SmallLanguage,
     Tokens,
     adamw,
+    connected,
     reference,
     run_all,
     single_threaded,
@@ -23,7 +25,7 @@ from tests.unit.engine.ranks import (
     worst,
 )
 from varuna.core.errors import ModelError, UsageError
-from varuna.engine.agreement import checksum
+from varuna.engine.agreement import checksum, share_refusal
 from varuna.partition.beginning import begin_with
 from varuna.partition.capture import Recipe
 from varuna.partition.turns import turn
@@ -86,6 +88,32 @@ def test_different_copies_of_a_tied_parameter_stop_the_run() -> None:
     setup.odd_rank, setup.odd_name = 1, "embed.weight"
     with pytest.raises(ModelError, match=r"tied parameter embed.weight .* rank 0 and rank 1.*per_parameter"):
         setup.run(2, 1)
+
+
+class Refusing(Setup):
+    """The rank that looks at the whole model finds something."""
+
+    def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:
+        if rank == 0:
+            raise ModelError("forward() counts in steps")
+        return super().initial(rank, names)
+
+
+def test_what_one_rank_refuses_all_ranks_say() -> None:
+    heard: dict[int, str] = {}
+    groups = connected(3)
+
+    def share(rank: int, refusal: ModelError | None) -> None:
+        with pytest.raises(ModelError) as caught:
+            share_refusal(groups[rank], rank, 3, refusal)
+        heard[rank] = str(caught.value)
+
+    run_all([partial(share, rank, ModelError("fünf") if rank == 1 else None) for rank in range(3)])
+    assert heard == {0: "rank 1 refused the job: fünf", 1: "fünf", 2: "rank 1 refused the job: fünf"}
+    run_all([partial(share_refusal, groups[rank], rank, 3, None) for rank in range(3)])
+    for stages, replicas in ((1, 1), (2, 1)):
+        with pytest.raises(ModelError, match=r"^(rank 0 refused the job: )?forward\(\) counts in steps$"):
+            Refusing().run(stages, replicas)
 
 
 def test_a_model_that_is_not_a_function_of_the_seed_is_caught() -> None:

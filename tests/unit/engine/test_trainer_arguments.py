@@ -101,21 +101,18 @@ def test_a_length_of_the_run_that_is_none_is_refused(n: Any, said: str) -> None:
 
 
 def test_a_model_that_fails_on_its_first_samples_is_no_broken_link() -> None:
-    def half() -> torch.nn.Module:
-        return Halved().half()
-
     class Halved(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.line = torch.nn.Linear(2, 2)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.line(x).sum()  # capture lets this pass: tensors without data are of any dtype
+            out: torch.Tensor = self.line(x.half()).sum()  # capture lets this pass
             return out
 
     samples = [{"x": torch.ones(2)} for _ in range(4)]
     with pytest.raises(ModelError, match=rf"first samples at {__file__}:\d+: RuntimeError: mat1 and mat2 must have"):
-        next(trainer(model=half, dataset=samples).steps(1))
+        next(trainer(model=Halved, dataset=samples).steps(1))
 
 
 def test_export_before_the_loop_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,131 @@
+"""Why a captured model differs from plain PyTorch: what probing found, and the cause that follows from it."""
+
+from dataclasses import dataclass
+
+from varuna.checks.compare import Difference
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What was found out about a job; everything empty: nothing odd."""
+
+    hooks: tuple[str, ...] = ()
+    """on gradients, with their places"""
+    draws: tuple[str, ...] = ()
+    """from Python or NumPy in forward, where the loss depends on what is drawn"""
+    written: tuple[str, ...] = ()
+    """parameters that forward writes"""
+    counters: tuple[str, ...] = ()
+    """plain numbers that forward changes, where the loss depends on them"""
+    repeats: bool = True
+    """plain PyTorch computes the same twice from the same batch and draws"""
+    reentrant: tuple[str, ...] = ()
+    """where ``torch.utils.checkpoint`` was called with ``use_reentrant=True``"""
+    complex_values: bool = False
+    """activations are complex numbers"""
+    strided: bool = False
+    """the graph contains ``as_strided``"""
+    differences: tuple[Difference, ...] = ()
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What is wrong and the way out, each a sentence or two."""
+
+    what: str
+    remedy: str
+
+
+_CAPTURED_ONCE = "Varuna captures forward() once and runs that graph in every step"
+
+
+def refused(evidence: Evidence) -> Cause | None:
+    """What no captured run can do, whether the samples show a difference or not; None if there is nothing of it."""
+    if evidence.hooks:
+        return Cause(
+            f"the model has hooks on gradients ({_some(evidence.hooks)}). {_CAPTURED_ONCE}: no hook would be called.",
+            "Change gradients in Trainer(before_step=...), which sees them with their parameters' names, or write an "
+            "operation with the gradient that you want as a torch.autograd.Function.",
+        )
+    if evidence.written:
+        return Cause(
+            f"forward() writes the parameter {_some(evidence.written)} in place, as a moving average does. Between two "
+            "steps only the optimizer may write parameters: what forward() writes would depend on the number of "
+            "micro-batches and stages.",
+            "Update it outside of forward(), in the optimizer's step or in Trainer(before_step=...).",
+        )
+    if evidence.draws:
+        return Cause(
+            f"the loss depends on numbers that forward() draws from {_some(evidence.draws)}. {_CAPTURED_ONCE}: one "
+            "draw would hold for the whole run.",
+            "Draw in dataset[i], whose randomness Varuna seeds, and pass the numbers as inputs; or draw tensors with "
+            "torch (torch.rand) and choose with torch.where.",
+        )
+    if evidence.counters:
+        return Cause(
+            f"the loss depends on a number that forward() itself changes: {_some(evidence.counters)}. "
+            f"{_CAPTURED_ONCE}: the number would stay what it was.",
+            "Let the number follow from the samples, or anneal in the optimizer or learning rate scheduler instead.",
+        )
+    return None
+
+
+def cause_of(evidence: Evidence) -> Cause:
+    """The likely cause of differences."""
+    certain = refused(evidence)
+    if certain is not None:
+        return certain
+    if not evidence.repeats:
+        return Cause(
+            "plain PyTorch itself computes something else when it sees the same batch again with the same random "
+            "draws: forward() or the loss is random in a way of its own, or depends on what was computed before.",
+            "Look for generators of its own (numpy.random.default_rng, torch.Generator, random.Random), the time, or "
+            "state kept between calls. Draw with torch's global generator, which Varuna seeds.",
+        )
+    return _by_what_differs(evidence)
+
+
+def _by_what_differs(evidence: Evidence) -> Cause:
+    missing = any(each.missing for each in evidence.differences)
+    if missing and evidence.reentrant:
+        return Cause(
+            f"gradient checkpointing with use_reentrant=True ({_some(evidence.reentrant)}) was captured without the "
+            "gradients of what it wraps.",
+            "Switch gradient checkpointing off: Varuna recomputes by itself. Or pass use_reentrant=False.",
+        )
+    if evidence.complex_values:
+        return Cause(
+            "activations are complex numbers, and their gradients were lost or changed where the model was cut.",
+            "Cut elsewhere with cut_at=, or keep real and imaginary parts as real tensors (torch.view_as_real).",
+        )
+    if evidence.strided:
+        return Cause(
+            "the model reads memory by as_strided(), with strides that were captured; values that cross a cut are "
+            "laid out anew.",
+            "Write it with unfold, reshape or indexing, or cut elsewhere with cut_at=.",
+        )
+    kinds = {each.what for each in evidence.differences}
+    if kinds == {"buffer"}:
+        return Cause(
+            "forward() changes that buffer in a way that was not captured.",
+            "Update it by operations in place (add_, copy_, lerp_) on the registered buffer.",
+        )
+    if missing:
+        return Cause(
+            "in the captured graph no gradient reaches that parameter: something between it and the loss detaches.",
+            f"Look for torch.no_grad(), .data and .detach() on the way. {_REPORT}",
+        )
+    return Cause("nothing that Varuna knows of explains it.", _REPORT)
+
+
+_REPORT = (
+    "Please report it with the model's class; varuna inspect --verify says the same of a script without training, and "
+    "other cuts (cut_at=, cut_points=) may help until then."
+)
+
+
+def _some(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -1,0 +1,184 @@
+"""What a step computes before the optimizer: by the user's module, and by its sections as the engine runs them.
+
+Both take micro-batches with their weights, and give the weighted mean's loss and gradients, and buffers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checks.draws import SameDraws
+from varuna.data.randomness import seeded
+from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
+from varuna.partition.capture import LossModule
+from varuna.partition.initialise import Initial
+from varuna.partition.lengths import variant_of
+from varuna.partition.model import PartitionedModel
+from varuna.partition.watching import Respond, Seen, watched
+
+Draws = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A micro-batch."""
+
+    tensors: Mapping[str, Tensor]
+    indices: tuple[int, ...]
+    """into the dataset"""
+    weight: float
+
+    @property
+    def size(self) -> int:
+        """Examples."""
+        return len(next(iter(self.tensors.values())))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of some micro-batches, one after the other."""
+
+    losses: tuple[float, ...]
+    """of each"""
+    loss: float
+    """weighted mean"""
+    gradients: Mapping[str, Tensor]
+    """of the weighted mean, by parameter (first name); one that has none is missing"""
+    buffers: Mapping[str, Tensor]
+    """afterwards, by first name"""
+    seen: Seen = field(default_factory=Seen)
+    """what user code did besides"""
+
+
+@contextmanager
+def controlled(draws: Draws) -> Iterator[None]:
+    """All that draws does so in the same way each time; Python's, NumPy's and torch's generators come back."""
+    with seeded(0, "self-check"), draws():
+        yield
+
+
+@contextmanager
+def same_buffers(module: nn.Module) -> Iterator[None]:
+    """Buffers come back to the bit, in the tensors that they were in."""
+    buffers = [
+        (each, name, value, value.detach().clone())
+        for each in module.modules()
+        for name, value in each._buffers.items()
+        if value is not None
+    ]
+    try:
+        yield
+    finally:
+        for each, name, value, kept in buffers:
+            each._buffers[name] = value
+            value.detach().copy_(kept)
+
+
+def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDraws) -> Outcome:
+    """What the user's module computes, by autograd; its buffers are put back."""
+    losses.zero_grad()
+    found, total = [], _total(parts)
+    with same_buffers(losses.model), controlled(draws), watched() as seen:
+        for part in parts:
+            loss = _loss(losses, part)
+            found.append(float(loss.detach()))
+            if part.weight and loss.requires_grad:
+                torch.autograd.backward([loss], [torch.full_like(loss, part.weight / total)])
+        buffers = {name: value.detach().clone() for name, value in losses.model.named_buffers()}
+    named = dict(losses.model.named_parameters())
+    gradients = {name: _dense(value.grad) for name, value in named.items() if value.grad is not None}
+    losses.zero_grad()
+    return Outcome(tuple(found), _mean(found, parts), gradients, buffers, seen)
+
+
+def loss_again(losses: LossModule, part: Part, *, key: int = 0, respond: Respond | None = None) -> float:
+    """The loss alone, with the same draws from torch; from Python and NumPy those of ``key``, or what is responded."""
+    with torch.no_grad(), same_buffers(losses.model), seeded(key, "self-check"), watched(respond), SameDraws():  # type: ignore[no-untyped-call]
+        return float(_loss(losses, part))
+
+
+def _loss(losses: LossModule, part: Part) -> Tensor:
+    loss: Tensor = losses({key: value.clone() for key, value in part.tensors.items()})[0]
+    return loss
+
+
+def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *, draws: Draws = SameDraws) -> Outcome:
+    """What the sections compute, one after the other; ``initial`` is only read."""
+    buffers = {name: value.detach().clone() for name, value in initial.buffers.items() if name not in model.aliases}
+    sums: dict[str, Tensor] = {}
+    found, noted, total = [], [], _total(parts)
+    with controlled(draws):
+        for part in parts:
+            graph = model.graphs[variant_of(model, part.tensors, part.indices)]
+            loss, statistics = _run(graph, initial, buffers, part, part.weight / total, sums)
+            found.append(loss)
+            noted.append((graph, statistics))
+        for graph, statistics in noted:  # the commit
+            _update(graph, buffers, statistics)
+    return Outcome(tuple(found), _mean(found, parts), sums, buffers)
+
+
+def _total(parts: Sequence[Part]) -> float:
+    return sum(part.weight for part in parts) or 1.0
+
+
+def _mean(losses: Sequence[float], parts: Sequence[Part]) -> float:
+    """A mean over no targets is NaN and counts nothing."""
+    return sum(loss * part.weight for loss, part in zip(losses, parts, strict=True) if part.weight) / _total(parts)
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().clone()
+
+
+def _run(
+    model: PartitionedModel,
+    initial: Initial,
+    buffers: Mapping[str, Tensor],
+    part: Part,
+    share: float,
+    sums: dict[str, Tensor],
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and statistics of one micro-batch; its gradients, times its share of the weight, are added to ``sums``."""
+    crossings = {each.name: each for into in model.split.crossings for each in into}
+    examples = Examples(part.tensors, part.size)
+    values: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
+    tapes: list[Tape] = []
+    leaves: list[dict[str, Tensor]] = []
+
+    def note(section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
+        names = (each.name for each in model.sections[section].statistics)
+        statistics.update(zip(names, (value.detach() for value in found), strict=True))
+
+    for section in model.sections:
+        mine = {
+            name: initial.parameters[name].detach().requires_grad_(name in model.trainable)
+            for name in section.parameters
+        }
+        fixed = [buffers[name] for name in section.buffers] + [model.constants[name] for name in section.constants]
+        tensors = Tensors(tuple(mine[name] for name in section.parameters), tuple(fixed))
+        tape = SectionRunner(section, tensors, crossings, 0, note=note).record(values, examples, 0, 0)
+        values.update(zip(section.makes, crossing(tape.made), strict=True))
+        tapes.append(tape)
+        leaves.append(mine)
+    loss = tapes[-1].made[0].detach()
+    if share:
+        gradients = {model.sections[-1].makes[0]: torch.full_like(loss, share)}
+        for tape in reversed(tapes):
+            backward(tape, gradients)
+    for mine in leaves:
+        for name, leaf in mine.items():
+            if leaf.grad is not None:
+                sums[name] = sums[name] + leaf.grad if name in sums else _dense(leaf.grad)
+    return float(loss), statistics
+
+
+def _update(model: PartitionedModel, buffers: dict[str, Tensor], statistics: Mapping[str, Tensor]) -> None:
+    with torch.no_grad():
+        for update in (update for section in model.sections for update in section.updates):
+            given = [buffers[name] for name in update.buffers] + [statistics[name] for name in update.statistics]
+            buffers.update(zip(update.buffers, update.module(*given), strict=True))

@@ -1,0 +1,158 @@
+"""Experiments with the user's module that tell one cause of a difference from another."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checks.compare import Noise, Tolerance, differences, noise_of
+from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, same_buffers
+from varuna.checks.states import changed, plain_values, set_value
+from varuna.engine.precision import cast
+from varuna.partition.capture import LossModule
+from varuna.partition.initialise import Initial
+from varuna.partition.model import PartitionedModel
+from varuna.partition.watching import Seen
+
+_KEYS = range(1, 5)
+"""Further seeds of Python's and NumPy's generators."""
+_ENDS = (0.0, 1.0 - 1e-9)
+"""What draws between 0 and 1 may be at most: on either side of any threshold."""
+_COUNTED = (10, 1_000, 1_000_001)
+"""What a counter is set to: beyond most warm-ups."""
+_MOVED = 2
+"""Times that parameters move by their last bit."""
+
+
+@contextmanager
+def computing(initial: Initial, dtype: torch.dtype) -> Iterator[Initial]:
+    """The model in training mode and in its compute dtype; parameters, buffers and modes come back to the bit."""
+    module = initial.module
+    parameters = {name: value.data for name, value in module.named_parameters()}
+    modes = [(each, each.training) for each in module.modules()]
+    with same_buffers(module):
+        module.train()
+        if dtype is not torch.float32:
+            module._apply(lambda value: cast(value, dtype))  # type: ignore[no-untyped-call]
+        try:
+            yield Initial(
+                module,
+                {name: value.detach() for name, value in module.named_parameters()},
+                dict(module.named_buffers(remove_duplicate=False)),
+            )
+        finally:
+            for name, parameter in module.named_parameters():
+                parameter.data = parameters[name]
+            for each, mode in modes:
+                each.training = mode
+
+
+def noise(losses: LossModule, parts: Sequence[Part], expected: Outcome, draws: Draws) -> Noise:
+    """How far loss, gradients and buffers move when parameters and inputs do by their last bit."""
+    return noise_of(expected, [_moved(losses, parts, key, draws) for key in range(_MOVED)])
+
+
+def _moved(losses: LossModule, parts: Sequence[Part], key: int, draws: Draws) -> Outcome:
+    generator = torch.Generator().manual_seed(key)
+    parameters = [(value.detach(), value.detach().clone()) for value in losses.model.parameters()]
+    inputs = [
+        Part({name: _by_last_bit(value, generator) for name, value in part.tensors.items()}, part.indices, part.weight)
+        for part in parts
+    ]
+    try:
+        for value, _ in parameters:
+            value.copy_(_by_last_bit(value, generator))
+        return plainly(losses, inputs, draws=draws)
+    finally:
+        for value, kept in parameters:
+            value.copy_(kept)
+
+
+def _by_last_bit(value: Tensor, generator: torch.Generator) -> Tensor:
+    """Up or down by about one unit of the last place; whole numbers stay, which may be masks or classes."""
+    if not value.is_floating_point() or (value == value.round()).all():
+        return value
+    signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8) * 2 - 1
+    return value * (1 + torch.finfo(value.dtype).eps * signs.to(value.dtype))
+
+
+def repeats(losses: LossModule, parts: Sequence[Part], expected: Outcome, tolerance: Tolerance) -> bool:
+    """Whether plain PyTorch computes what is expected once more, and a third time."""
+    return not any(differences(plainly(losses, parts), expected, tolerance) for _ in range(2))
+
+
+def deciding_draws(losses: LossModule, part: Part, seen: Seen) -> tuple[str, ...]:
+    """Draws from Python and NumPy, if the loss depends on them: dropped layers with a chance of 0 do not."""
+    if not seen.draws:
+        return ()
+    same = loss_again(losses, part)
+    tries: list[Callable[[], float]] = [lambda key=key: loss_again(losses, part, key=key) for key in _KEYS]  # type: ignore[misc]
+    tries += [lambda end=end: loss_again(losses, part, respond=_answer(end)) for end in _ENDS]  # type: ignore[misc]
+    return tuple(seen.draws) if any(_differs(each, same) for each in tries) else ()
+
+
+def _differs(attempt: Callable[[], float], same: float) -> bool:
+    """A model that another draw makes fail depends on it as well."""
+    try:
+        found = attempt()
+    except Exception:  # noqa: BLE001 - whatever the model's own code raises
+        return True
+    return found != same and not (found != found and same != same)
+
+
+def _answer(end: float) -> Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]:
+    def respond(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        drawn = original(*args, **kwargs)
+        if name in ("random", "random_sample", "rand") or (name == "uniform" and not (args or kwargs)):
+            return drawn * 0 + end
+        if name == "uniform" and len(args) >= 2:
+            return drawn * 0 + args[0] + (args[1] - args[0]) * end
+        return drawn
+
+    return respond
+
+
+def deciding_counters(losses: LossModule, part: Part, moved: Mapping[str, tuple[Any, Any]]) -> tuple[str, ...]:
+    """Numbers among ``moved`` that change with every forward, and that the loss depends on."""
+    if not moved:
+        return ()
+    before = plain_values(losses.model)
+    same = loss_again(losses, part)
+    counting = {path: values for path, values in changed(before, plain_values(losses.model)).items() if path in moved}
+    found = []
+    for path, (_, newest) in counting.items():
+        if isinstance(newest, bool) or not set_value(losses.model, path, newest):
+            continue
+        tries: list[Callable[[], float]] = [
+            lambda path=path, value=value: _with_value(losses, part, path, value)  # type: ignore[misc]
+            for value in (newest, *(type(newest)(each) for each in _COUNTED))
+        ]
+        if any(_differs(each, same) for each in tries):
+            found.append(f"{path} (from {moved[path][0]} to {moved[path][1]} in the first samples)")
+    return tuple(found)
+
+
+def _with_value(losses: LossModule, part: Part, path: str, value: Any) -> float:
+    set_value(losses.model, path, value)
+    return loss_again(losses, part)
+
+
+def complex_values(model: PartitionedModel) -> bool:
+    """Whether complex numbers cross a cut."""
+    return any(crossing.dtype.is_complex for into in model.split.crossings for crossing in into)
+
+
+def strided(model: PartitionedModel) -> bool:
+    """Whether the graph addresses memory by strides."""
+    return any("as_strided" in section.module.code for section in model.sections)
+
+
+def named(module: nn.Module, parameter: str) -> str:
+    """The class that a parameter belongs to, for people."""
+    owner = parameter.rpartition(".")[0]
+    try:
+        return type(module.get_submodule(owner)).__name__
+    except AttributeError:
+        return type(module).__name__

@@ -1,0 +1,94 @@
+"""Which samples a job is checked on: of the first ones, those that differ in their masks and labels."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from varuna.core.errors import DataError
+from varuna.data.samples import MicroBatch, SampleSource
+from varuna.partition.lengths import variant_of
+from varuna.partition.model import PartitionedModel
+
+LOOKED_AT = 16
+"""Padding shows in some of the first samples, if there is any."""
+_IGNORED = -100
+"""Labels that cross-entropy passes over."""
+
+_Signature = tuple[tuple[str, float, float], ...]
+
+
+class Undisturbed(SampleSource):
+    """The same samples, also where the draws of computations are under control: a dataset's own are not."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self.__dict__.update(vars(source))
+
+    def micro_batch(self, positions: Sequence[int], keys: Iterable[str] | None = None) -> MicroBatch:
+        """As of any source."""
+        with _disable_current_modes():
+            return super().micro_batch(positions, keys)
+
+
+def choose_positions(model: PartitionedModel, source: SampleSource, count: int) -> tuple[tuple[int, ...], ...]:
+    """Positions to check on, one group for each declared length that occurs; up to ``count`` in each.
+
+    Raises:
+        DataError: a sample cannot be read, or has a length that was not declared.
+    """
+    groups: dict[int, dict[int, _Signature]] = {}
+    for position in range(LOOKED_AT if source.size is None else min(LOOKED_AT, source.size)):
+        batch = source.micro_batch([position])
+        variant = variant_of(model, batch.tensors, batch.indices)
+        groups.setdefault(variant, {})[position] = signature(batch.tensors)
+        if len(groups) == len(model.graphs) and all(len(set(each.values())) >= count for each in groups.values()):
+            break
+    return tuple(unlike(each, count) for each in groups.values())
+
+
+def unlike(signatures: dict[int, _Signature], count: int) -> tuple[int, ...]:
+    """Up to ``count`` positions, of as many different signatures as there are, in order."""
+    first: dict[_Signature, int] = {}
+    for position, found in signatures.items():
+        first.setdefault(found, position)
+    chosen = [*first.values(), *(position for position in signatures if position not in first.values())]
+    return tuple(sorted(chosen[:count]))
+
+
+def signature(batch: dict[str, Tensor]) -> _Signature:
+    """What masks, padding and ignored labels show: how many entries of each key are zero, and how many ignored."""
+    return tuple(
+        (key, float((value == 0).sum()), 0.0 if value.dtype is torch.bool else float((value == _IGNORED).sum()))
+        for key, value in sorted(batch.items())
+    )
+
+
+def read_twice(source: SampleSource, positions: Sequence[int]) -> MicroBatch:
+    """The samples as a batch.
+
+    Raises:
+        DataError: reading them again gives others.
+    """
+    one, two = source.micro_batch(list(positions)), source.micro_batch(list(positions))
+    for index, first, second in zip(one.indices, one.digests, two.digests, strict=True):
+        if first != second:
+            raise DataError(
+                f"the dataset is random: dataset[{index}] gave two different samples when it was read twice. Workers "
+                "read the same sample again, so it must depend on the index and on Python's, NumPy's and torch's "
+                "global generators only, which Varuna seeds for each sample. Look for generators of its own "
+                "(numpy.random.default_rng, torch.Generator), the time, or state kept between calls."
+            )
+    for key, value in one.tensors.items():
+        if not _same(value, two.tensors[key]):
+            raise DataError(
+                f"collate= is random: it made another {key!r} of the same samples (dataset indices "
+                f"{list(one.indices)}) when it was called again. Let it draw from Python's, NumPy's or torch's global "
+                "generators only, which Varuna seeds for each micro-batch."
+            )
+    return one
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Not a number is the same as itself here."""
+    return one.shape == two.shape and bool(((one == two) | ((one != one) & (two != two))).all())

@@ -1,0 +1,243 @@
+"""Before step 0: does the captured, cut, micro-batched computation train the user's module as plain PyTorch would?
+
+On some of the first samples, unequal in their masks and labels, sections run in turn as the engine runs them. First
+micro-batch by micro-batch against the module itself (what was captured), then their weighted sum against the whole
+batch (what micro-batches make of it). In between, the loss's weighing is looked at by itself.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from varuna.checks import probes
+from varuna.checks.assumptions import check_assumptions
+from varuna.checks.cause import Cause, Evidence, cause_of, refused
+from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, differences, errors
+from varuna.checks.draws import NoDraws, SameDraws
+from varuna.checks.outcome import Draws, Outcome, Part, controlled, in_turn, plainly
+from varuna.checks.samples import Undisturbed, choose_positions, read_twice
+from varuna.checks.states import changed, marks, plain_values
+from varuna.core.errors import ModelError
+from varuna.core.saying import say
+from varuna.data.samples import SampleSource
+from varuna.partition.capture import LossModule, Recipe
+from varuna.partition.initialise import Initial
+from varuna.partition.inputs import check_inputs
+from varuna.partition.lengths import variant_of
+from varuna.partition.model import PartitionedModel
+from varuna.partition.watching import gradient_hooks
+from varuna.partition.weighing import WeightFunction, check_weighing, weight_of
+
+_SAMPLES = 4
+"""Of each declared length."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What was compared, and how far apart it was."""
+
+    samples: int
+    seconds: float
+    errors: Errors
+    left_out: tuple[str, ...] = ()
+    """what was not compared, and why"""
+
+    def __str__(self) -> str:
+        left_out = f" (not compared: {'; '.join(self.left_out)})" if self.left_out else ""
+        return (
+            f"checked against plain PyTorch on {self.samples} sample{'s' * (self.samples != 1)} in {self.seconds:.1f} "
+            f"s: loss {self.errors.loss:.0e}, gradients {self.errors.gradient:.0e}{left_out}"
+        )
+
+
+@dataclass(frozen=True)
+class SelfCheck:
+    """What a job is checked with."""
+
+    recipe: Recipe
+    source: SampleSource
+    weight: WeightFunction | None
+    """the user's weight of a micro-batch, if any"""
+    micro_batch: int | None
+    """examples, if the user fixed it"""
+
+    def run(self, model: PartitionedModel, initial: Initial) -> None:
+        """All that is looked at before a fresh run, on a whole model that nobody needs afterwards; says the result.
+
+        Raises:
+            ModelError: the run would train another model than plain PyTorch.
+            DataError: the dataset is random, or a sample is not what was captured.
+        """
+        say(str(self.compare(model, initial)))
+
+    def compare(self, model: PartitionedModel, initial: Initial) -> Checked:
+        """The same, in figures.
+
+        Args:
+            model: as captured.
+            initial: the whole model, in fp32.
+
+        Raises:
+            ModelError: they differ.
+            DataError: the dataset is random, or a sample is not what was captured.
+        """
+        begin_s = time.monotonic()
+        check_assumptions(model, self.recipe, initial, self.source)
+        check, fixed = _Check(self, model, initial), self.micro_batch is not None
+        groups = choose_positions(
+            model, self.source, 2 * min(self.micro_batch or _SAMPLES, _SAMPLES) if fixed else _SAMPLES
+        )
+        found, left_out = [check.captured(positions) for positions in groups], list[str]()
+        with controlled(NoDraws):  # a loss that draws is compared with its parts as if it drew the middle each time
+            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight, fixed=fixed)
+        if not (fixed or model.facts.batch_dependent):
+            for divided in (check.divided(positions) for positions in groups if len(positions) > 1):
+                if isinstance(divided, str):
+                    left_out.append(divided)
+                else:
+                    found.append(divided)
+        return Checked(sum(map(len, groups)), time.monotonic() - begin_s, _worst(found), tuple(dict.fromkeys(left_out)))
+
+
+def _worst(found: Iterable[Errors]) -> Errors:
+    by_gradient = max(found, key=lambda each: each.gradient)
+    return replace(by_gradient, loss=max(each.loss for each in found))
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The model that is looked at."""
+
+    job: SelfCheck
+    model: PartitionedModel
+    initial: Initial
+
+    # -- what was captured -----------------------------------------------------------------------------------
+
+    def captured(self, positions: Sequence[int]) -> Errors:
+        """Sections against the module, micro-batch by micro-batch, dropout and all."""
+        read_twice(self.job.source, positions)
+        with probes.computing(self.initial, self.job.recipe.dtype) as initial:
+            losses = LossModule(initial.module, self.job.recipe)
+            parts = self._parts(positions, initial)
+            self._refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
+            begun = replace(initial, buffers={name: value.clone() for name, value in initial.buffers.items()})
+            numbers, unwritten = plain_values(initial.module), marks(initial.module)
+            expected = plainly(losses, parts)
+            written = [name for name, mark in marks(initial.module).items() if mark != unwritten[name]]
+            counted = changed(numbers, plain_values(initial.module))
+            evidence = Evidence(
+                hooks=tuple(expected.seen.hooks),
+                written=tuple(written),
+                draws=probes.deciding_draws(losses, parts[0], expected.seen),
+                counters=probes.deciding_counters(losses, parts[0], counted),
+                reentrant=tuple(expected.seen.reentrant),
+            )
+            self._refuse(refused(evidence))
+            found = in_turn(self.model, begun, parts)
+            odd = differences(found, expected, self._tolerance)
+            if odd:
+                repeats = probes.repeats(losses, parts, expected, self._tolerance)
+                if repeats:
+                    odd = self._beyond_noise(losses, parts, found, expected, SameDraws)
+                evidence = replace(
+                    evidence,
+                    repeats=repeats,
+                    counters=() if repeats else tuple(counted),
+                    complex_values=probes.complex_values(self.model),
+                    strided=probes.strided(self.model),
+                    differences=odd,
+                )
+            if odd:
+                self._refuse(cause_of(evidence), f"{self._described(odd, parts)}. ")
+            return errors(found, expected)
+
+    # -- what micro-batches make of it -----------------------------------------------------------------------
+
+    def divided(self, positions: Sequence[int]) -> Errors | str:
+        """The weighted sum over micro-batches against the whole batch; nothing is drawn, since shapes differ.
+
+        A text says why they cannot be compared.
+        """
+        draws = NoDraws()
+        with probes.computing(self.initial, self.job.recipe.dtype) as initial:
+            losses = LossModule(initial.module, self.job.recipe)
+            parts = self._parts(positions, initial)
+            whole = [self._part(positions, initial)]
+            if not sum(part.weight for part in parts):
+                return "micro-batches with the whole batch, since the samples have no targets"
+            fixed = partial(_again, draws)
+            found = replace(in_turn(self.model, initial, parts, draws=fixed), losses=(), buffers={})
+            expected = replace(plainly(losses, whole, draws=fixed), losses=(), buffers={})
+            if draws.drawn:
+                return f"micro-batches with the whole batch, since {', '.join(sorted(draws.drawn))} draws"
+            odd = differences(found, expected, self._tolerance)
+            odd = odd and self._beyond_noise(losses, whole, found, expected, fixed)
+            if odd:
+                raise ModelError(
+                    f"the micro-batches of a batch do not train as the whole batch does: {self._described(odd, whole)}"
+                    ", when micro-batches are weighted by what they count. Something in the loss or the model compares "
+                    "samples with each other, or averages over something else. Pass weight=fn(batch) that returns "
+                    "what the loss averages over, or micro_batch=, the number of samples that belong together."
+                )
+            return errors(found, expected)
+
+    # -- inside ----------------------------------------------------------------------------------------------
+
+    def _parts(self, positions: Sequence[int], initial: Initial) -> list[Part]:
+        """Micro-batches, unequal where the user has not fixed their size."""
+        count = len(positions)
+        first = (
+            max(1, count - 1) if self.job.micro_batch is None and not self.model.facts.batch_dependent else count // 2
+        )
+        return [self._part(each, initial) for each in (positions[: first or 1], positions[first or 1 :]) if each]
+
+    def _part(self, positions: Sequence[int], initial: Initial) -> Part:
+        batch = self.job.source.micro_batch(list(positions))
+        graph = self.model.graphs[variant_of(self.model, batch.tensors, batch.indices)]
+        check_inputs(graph.inputs, batch.tensors, batch.indices)
+        weight = weight_of(self.model, self.job.weight, batch.tensors, initial.buffers)
+        return Part(batch.tensors, batch.indices, weight)
+
+    @property
+    def _tolerance(self) -> Tolerance:
+        return TOLERANCES[self.job.recipe.dtype]
+
+    def _beyond_noise(
+        self, losses: LossModule, parts: Sequence[Part], found: Outcome, expected: Outcome, draws: Draws
+    ) -> tuple[Difference, ...]:
+        """What differs by more than plain PyTorch itself moves with the last bits of its parameters."""
+        noise = probes.noise(losses, parts, expected, draws)
+        return differences(found, expected, self._tolerance, noise)
+
+    def _refuse(self, cause: Cause | None, finding: str = "") -> None:
+        if cause is not None:
+            what = f"{cause.what[0].upper()}{cause.what[1:]}" if finding else cause.what
+            raise ModelError(f"{finding}{what} {cause.remedy}")
+
+    def _described(self, odd: Sequence[Difference], parts: Sequence[Part]) -> str:
+        indices = [index for part in parts for index in part.indices]
+        others = f" (and {len(odd) - 1} other differences)" if len(odd) > 1 else ""
+        return f"for dataset indices {indices}, {self._one(odd[0])}{others}"
+
+    def _one(self, each: Difference) -> str:
+        if each.what == "loss":
+            return f"the captured model's loss is {each.found:.7g}, plain PyTorch's {each.expected:.7g}"
+        place = f"{each.name} (in {probes.named(self.initial.module, each.name)}{self._section_of(each.name)})"
+        if each.missing:
+            return f"{place} gets no gradient from the captured model, but one of {each.expected:.3g} in plain PyTorch"
+        if each.what == "buffer":
+            return f"the buffer {place} differs by {each.error:.1%} after the step from plain PyTorch's"
+        return (
+            f"the gradient of {place} differs from plain PyTorch's by {each.error:.1%} of the model's largest gradient"
+        )
+
+    def _section_of(self, name: str) -> str:
+        found = [section.index for section in self.model.sections if name in section.parameters]
+        return f", section {found[0]}" if found else ""
+
+
+def _again(draws: NoDraws) -> NoDraws:
+    """A mode may be entered again and again."""
+    return draws

@@ -1,0 +1,75 @@
+"""What a module holds beside parameters and buffers, and whether forward changes it."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TABLES = ("_parameters", "_buffers", "_modules", "training")
+_DEEPEST = 3
+_MOST = 64
+"""Elements of a container that are looked at."""
+
+Numbers = Mapping[str, "int | float | bool | str"]
+
+
+def plain_values(module: nn.Module) -> dict[str, int | float | bool | str]:
+    """Numbers and texts in plain attributes of all modules, also in containers and objects that they hold, by path."""
+    found: dict[str, int | float | bool | str] = {}
+    for prefix, each in module.named_modules():
+        for name, value in vars(each).items():
+            if name not in _TABLES and not (name.startswith("_") and "hooks" in name):
+                found.update(_values(f"{prefix}.{name}" if prefix else name, value, 0))
+    return found
+
+
+def changed(before: Numbers, after: Numbers) -> dict[str, tuple[Any, Any]]:
+    """Path -> (before, after) of numbers that were there and are others now."""
+    return {
+        path: (value, after[path])
+        for path, value in before.items()
+        if path in after and after[path] != value and not isinstance(value, str)
+    }
+
+
+def _values(path: str, value: Any, depth: int) -> Iterator[tuple[str, int | float | bool | str]]:
+    if isinstance(value, bool | int | float | str):
+        yield path, value
+    elif depth >= _DEEPEST or isinstance(value, Tensor | nn.Module | type) or callable(value):
+        return
+    elif isinstance(value, Mapping):
+        for key in list(value)[:_MOST]:
+            yield from _values(f"{path}[{key!r}]", value[key], depth + 1)
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value[:_MOST]):
+            yield from _values(f"{path}[{number}]", each, depth + 1)
+    elif hasattr(value, "__dict__"):
+        for name, each in list(vars(value).items())[:_MOST]:
+            yield from _values(f"{path}.{name}", each, depth + 1)
+
+
+def set_value(module: nn.Module, path: str, value: Any) -> bool:
+    """Give a number in a plain attribute another value; False where the path leads into a container or an object."""
+    owner, _, name = path.rpartition(".")
+    try:
+        found = module.get_submodule(owner)
+    except AttributeError:
+        return False
+    if name not in vars(found):
+        return False
+    object.__setattr__(found, name, value)
+    return True
+
+
+def marks(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Parameter -> version and sum of its bits: other ones after it was written."""
+    return {name: (value._version, _bits(value.detach())) for name, value in module.named_parameters()}
+
+
+def _bits(value: Tensor) -> int:
+    flat = value.contiguous().reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(flat.view(kinds[flat.element_size()]).sum(dtype=torch.int64)) if flat.numel() else 0
