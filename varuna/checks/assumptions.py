@@ -8,9 +8,13 @@ import torch
 from torch import Tensor
 
 from varuna.checks.draws import SameDraws
-from varuna.core.errors import ModelError
+from varuna.checks.probes import computing
+from varuna.core.errors import DataError, ModelError
+from varuna.core.saying import say
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource
+from varuna.engine.section import Examples, SectionRunner, Tensors
+from varuna.engine.truths import Truths, another_way
 from varuna.partition.capture import LossModule, Recipe
 from varuna.partition.conditions import check_conditions
 from varuna.partition.initialise import Initial
@@ -30,7 +34,7 @@ def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial,
     """Check the first samples against branches that capture took, and its loops against those of the model.
 
     Raises:
-        DataError: a branch of forward() goes two ways for the first samples already.
+        DataError: a branch of forward() goes two ways for the first samples already, or not as it was captured.
         ModelError: a loop over the places where a mask is true does something for other places as well.
     """
     count = _LOOKED_AT if source.size is None else min(_LOOKED_AT, source.size)
@@ -41,6 +45,38 @@ def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial,
             check_conditions(graph.conditions, batch.tensors, batch.indices, initial.buffers)
     if model.visits_all:
         _check_loops(recipe, initial, source, count)
+    with computing(initial, recipe.dtype) as cast:
+        _check_truths(model, cast, source, count)
+
+
+def _check_truths(model: PartitionedModel, initial: Initial, source: SampleSource, count: int) -> None:
+    """Run the sections one after another, and see whether branches on activations go as they were captured."""
+    places = dict.fromkeys(place for graph in model.graphs for section in graph.sections for place in section.truths)
+    if not places:
+        return
+    say(
+        f"forward() branches on what it computes ({', '.join(places)}): captured as for the first samples; a step for "
+        "which a branch goes another way is refused"
+    )
+    for position in range(count):
+        batch = source.micro_batch([position])
+        graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
+        odd = _first_false(graph, initial, batch.tensors)
+        if odd is not None:
+            raise DataError(f"{another_way(odd, batch.indices)} The run does not begin.")
+
+
+def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, Tensor]) -> str | None:
+    truths, values = Truths(), dict[str, Tensor]()
+    crossings = {each.name: each for into in graph.split.crossings for each in into}
+    for section in graph.sections:
+        fixed = [initial.buffers[name] for name in section.buffers] + [graph.constants[n] for n in section.constants]
+        tensors = Tensors(tuple(initial.parameters[name] for name in section.parameters), tuple(fixed))
+        runner = SectionRunner(section, tensors, crossings, 0, guard=truths.note)
+        made = runner.forward(values, Examples(batch, len(next(iter(batch.values())))), 0, 0)
+        values.update(zip(section.makes, made, strict=True))
+    odd = truths.take_false()
+    return None if odd is None else odd[1]
 
 
 def _check_loops(recipe: Recipe, initial: Initial, source: SampleSource, count: int) -> None:

@@ -58,6 +58,12 @@ class SampleSource:
         self._seed = seed
         self._collate = collate
 
+    def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
+        """Indices into the dataset of the samples at ``positions``, without reading them."""
+        if self.size is None:
+            return tuple(positions)
+        return tuple(sample_index(position, size=self.size, seed=self._seed) for position in positions)
+
     def sample(self, position: int) -> tuple[int, Sample]:
         """Index and contents of the sample at ``position``, with randomness seeded from (seed, epoch, index).
 
@@ -65,9 +71,8 @@ class SampleSource:
             DataError: the sample is no dict of dense tensors.
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
         """
-        epoch, index = 0, position
-        if self.size is not None:
-            epoch, index = position // self.size, sample_index(position, size=self.size, seed=self._seed)
+        epoch = 0 if self.size is None else position // self.size
+        [index] = self.indices([position])
         where = f"while reading dataset[{index}], position {position} of the run"
         if self.size is None:
             where += " (a dataset without __len__ must serve every position)"

@@ -212,6 +212,7 @@ class _Pipeline:
         for position, values in enumerate(found):
             if values:
                 table[self._generation.replica, position] = torch.tensor(values, dtype=torch.float64)
+        self._stage.truths.check(self._work.source, self._plan, 0)
         group = self._generation.groups.vote
         if group is not None:
             key = ("evaluation's sums", self._work.number, first)

@@ -78,7 +78,7 @@ class Runtime:
             weight: the user's weight of a micro-batch, if any.
             steps: length of the run: nothing is read beyond.
         """
-        self._stage, self._plan, self._rank = stage, plan, rank
+        self._stage, self._plan, self._rank, self._source = stage, plan, rank, source
         self._inbox, self._reducer, self._weight, self._steps = inbox, reducer, weight, steps
         self._replica = plan.place_of(rank).replica
         self._mine = plan.micro_batches_of(self._replica)
@@ -171,7 +171,7 @@ class Runtime:
         Raises:
             GenerationEnded: the manager ended the generation.
             LinkError: a link broke, or nothing came within the bound.
-            DataError: stages disagree on a sample, or it is not what the model was captured with.
+            DataError: stages disagree on a sample, or it is not as the model was captured.
         """
         begin_s = time.monotonic()
         self._request(step)
@@ -201,6 +201,7 @@ class Runtime:
             policy.done(action)
             pace.acted(action)
         self.times = pace.finish()
+        self._stage.truths.check(self._source, self._plan, step)
 
     def take_sent(self) -> list[tuple[int, float]]:
         """Bytes and seconds of messages sent since the last call."""
@@ -378,8 +379,6 @@ class Runtime:
     def _here(self, key: tuple[str, int, int]) -> Any:
         """What the action that runs needs: the policy saw it arrive."""
         return self._inbox.take(key, lambda: Awaited(f"the {key[0]} of micro-batch {key[2]} (step {key[1]})"))
-
-    # -- inputs and losses -------------------------------------------------------------------------------
 
     def _take_batch(self, step: int, micro_batch: int) -> MicroBatch | None:
         if self._loader is None:

@@ -58,6 +58,8 @@ Compiled = Callable[[SectionGraph, list[Any], Seeded], Run]
 
 NoteStatistics = Callable[[int, int, Sequence[Tensor]], None]
 """Called with section, micro-batch and what updates of buffers are computed from."""
+NoteTruths = Callable[[SectionGraph, int, Sequence[Tensor]], None]
+"""Called with section, micro-batch and whether its branches went as they were captured."""
 
 
 class SectionRunner:
@@ -72,9 +74,10 @@ class SectionRunner:
         halved: Halved | None = None,
         note: NoteStatistics | None = None,
         compiled: Compiled | None = None,
+        guard: NoteTruths | None = None,
     ) -> None:
         self.section = section
-        self._note = note
+        self._note, self._guard = note, guard
         self._tensors = tensors
         self._halved = halved if compiled is None else None  # a compiled section's backward is one whole
         self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
@@ -128,10 +131,13 @@ class SectionRunner:
         ]
 
     def _noted(self, results: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
-        """What the section makes; the statistics behind it are noted."""
-        count = len(self.section.makes)
-        if self.section.updates and self._note is not None:
-            self._note(self.section.index, micro_batch, results[count:])
+        """What the section makes; the statistics and truths behind it are noted."""
+        section, count = self.section, len(self.section.makes)
+        end = count + len(section.statistics)
+        if section.updates and self._note is not None:
+            self._note(section.index, micro_batch, results[count:end])
+        if section.truths and self._guard is not None:
+            self._guard(section, micro_batch, results[end:])
         return results[:count]
 
     def _arguments(self, taken: list[Tensor], examples: Examples) -> list[Any]:

@@ -25,6 +25,7 @@ from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backwa
 from varuna.engine.shared import Exchange, StageExchange, Unprepared, Witness, installed
 from varuna.engine.statistics import Statistics
 from varuna.engine.takeover import LOSS_SCALE, buffers_of, loss_scale_of, optimizer_state_of, parameters_of
+from varuna.engine.truths import Truths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.split import SectionGraph
 
@@ -70,6 +71,7 @@ class Stage:
         )
         self.buffers = buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.lanes.sums)
+        self.truths = Truths()
         self.buckets: dict[int, Bucket] = {}
         self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
         held: dict[int, dict[str, Tensor]] = {}
@@ -161,6 +163,7 @@ class Stage:
             halved=partial(job.halves.of, model),
             note=self.statistics.note,
             compiled=None if compiler is None else compiler.of,
+            guard=self.truths.note,
         )
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -272,6 +275,7 @@ class Stage:
         for bucket in self.buckets.values():
             bucket.flat.zero_()
         self.statistics.clear()
+        self.truths.clear()
 
     @property
     def gradient_scale(self) -> float:

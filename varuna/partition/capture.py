@@ -21,10 +21,11 @@ from varuna.partition.building import build_without_data, cast_fakes
 from varuna.partition.captured import Capture as Capture
 from varuna.partition.dtypes import check_dtypes
 from varuna.partition.explaining import BUILDING, explain
-from varuna.partition.exporting import Exported, Given, export
+from varuna.partition.exporting import Exported, export
+from varuna.partition.givens import Givens
 from varuna.partition.inline import inline_no_grad
 from varuna.partition.truths import Taken, taken_for_granted
-from varuna.partition.values import Grade
+from varuna.partition.values import Grade, Values
 
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -148,20 +149,10 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
     samples = {key: value.detach().cpu()[rows] for key, value in batch.items()}
 
-    def given(most: Grade) -> Given | None:
-        if most is Grade.PARAMETERS:
-            return None
-        if most is Grade.CODE:
-            return {}
-        held = {id(fake[key]): (value.clone(), most) for key, value in samples.items()}
-        for name, value in model.named_buffers():
-            if name in buffers:
-                held[id(value)] = (buffers[name].to(value.dtype, copy=True), most)
-        return held
-
+    givens = Givens(recipe.build, model, fake, samples, buffers)
     taken = Taken(None, ())
 
-    def accept(program: torch.export.ExportedProgram, most: Grade) -> bool:
+    def accept(program: torch.export.ExportedProgram, values: Values) -> bool:
         nonlocal taken
         inputs, buffers = _inputs(program, list(fake)), _buffers(program, _first_names(model))
         inline_no_grad(program.graph, program.graph_module, buffers)
@@ -171,13 +162,15 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
             inputs,
             buffers,
             _constants(program),
-            of_activations=most is Grade.PARAMETERS,
+            places=values.places,
+            of_activations=values.most is Grade.PARAMETERS,
         )
         taken = found or taken
         return found is not None
 
     try:
-        exported = export(module, fake, given, accept)
+        with givens.open():
+            exported = export(module, fake, givens.of, accept)
     except ModelError:
         raise
     except Exception as error:

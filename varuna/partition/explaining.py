@@ -1,10 +1,15 @@
 """Why a model cannot be built or captured, in words of the user's own code."""
 
+import contextlib
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 
 import torch
 from torch._dynamo.exc import UserError, UserErrorType
+
+_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
 
 _WAYS_OUT = (
     "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off in the "
@@ -44,10 +49,17 @@ def explain(what: str, error: Exception, remedy: str = "") -> str:
 
 def user_frame(error: BaseException) -> str | None:
     """``file:line`` of the deepest frame outside torch and Varuna, which is where the user can act."""
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith(skipped) and not frame.filename.startswith("<")
-    ]
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else None
+    frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    return next((f"{file}:{line}" for file, line in reversed(frames) if _is_users(file)), None)
+
+
+def user_line() -> str | None:
+    """``file:line`` of the deepest running frame outside torch and Varuna."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not _is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((*_SKIPPED, "<"))

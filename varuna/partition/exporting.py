@@ -21,7 +21,7 @@ from varuna.core.errors import ModelError
 from varuna.partition.branches import Comparing, general_sizes
 from varuna.partition.functions import kept_functions
 from varuna.partition.loops import EveryPlace
-from varuna.partition.values import Grade, Values
+from varuna.partition.values import Given, Grade, Values
 
 _trace: Any = _torch_trace
 
@@ -36,15 +36,11 @@ class Exported(NamedTuple):
     """branches went as for values of this grade"""
 
 
-Given = Mapping[int, tuple[Tensor, Grade]]
-"""id of a tensor without data -> its value, and what that follows from"""
-
-
 def export(
     module: nn.Module,
     fake: Mapping[str, Tensor],
     given: Callable[[Grade], Given | None],
-    accept: Callable[[torch.export.ExportedProgram, Grade], bool],
+    accept: Callable[[torch.export.ExportedProgram, Values], bool],
 ) -> Exported:
     """Export for any batch size.
 
@@ -52,29 +48,33 @@ def export(
         module: called with one dict of tensors.
         fake: a batch without data.
         given: values of what the module is given, up to a grade; None if there are none of that grade.
-        accept: whether the branches of a program that followed values of a grade can be checked.
+        accept: whether the branches of a program that followed values can be checked.
 
     Raises:
         Exception: of the first way, if no way leads to a graph.
     """
     first: Exception | None = None
+    asks_for_data = False
     for most in Grade:
         for as_eager in (False, True):
-            values = given(most)
-            if values is None:
+            known = given(most) if most is not Grade.PARAMETERS or asks_for_data else None
+            if known is None:
                 continue
+            values = Values(most, known)
             places = EveryPlace()
             asked = _as_eager() if as_eager else nullcontext()
             try:
-                with asked, Values(most, values).watch(), places, Comparing(), _silent(), _idle_moves():
+                with asked, values.watch(), places, Comparing(), _silent(), _idle_moves():
                     program = _attempt(module, fake)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
                 first = first or error
+                asks_for_data |= type(error).__module__.startswith("torch")
                 continue
-            if most is Grade.CODE or accept(program, most):
+            if most is Grade.CODE or accept(program, values):
                 return Exported(program, places.visited, most)
+            asks_for_data = True
     assert first is not None
     raise first
 

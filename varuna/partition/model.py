@@ -127,7 +127,7 @@ def partition(
     if counter is not None:
         with captured.graph.inserting_before(output):
             output.args = (tuple(results),)
-    updates = separate_updates(captured, results)
+    updates = separate_updates(captured, [*results, *(truth.node for truth in captured.truths)])
     sizes = Sizes(captured.batch_symbol)
     flow = Flow(captured, sizes)
     costs = [cost_of(node, sizes) for node in flow.ops]

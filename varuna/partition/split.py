@@ -114,6 +114,7 @@ def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Seq
         made = [node for node in own if last_section[node] > index]
         made = made if index < len(ends) - 1 else list(results)
         graphs.append(section_graph(flow, index, own, made, updates_of.get(index, ())))
+    assert sum(len(graph.truths) for graph in graphs) == len(flow.capture.truths), "every branch is looked at"
     return Split(tuple(graphs), crossing_into)
 
 

@@ -7,8 +7,7 @@ returns in which it can be told, and that is looked at before the step's vote.
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,11 +16,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.partition.captured import Truth
 from varuna.partition.conditions import Conditions
-from varuna.partition.flow import is_random, written_storage
-from varuna.partition.simplify import op_name
+from varuna.partition.flow import is_random, views_of, written_storage
+from varuna.partition.simplify import op_name, written_arguments
 
 aten = torch.ops.aten
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _ASSERT = aten._assert_scalar.default
 _NUMBERS = ("aten::item", "aten::_local_scalar_dense")
 _OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "neg", "truediv", "and_", "or_")
@@ -48,6 +46,38 @@ class _Sources(NamedTuple):
     constants: Mapping[str, Tensor]
 
 
+class _Past:
+    """What values of a graph are computed from: also what was written, before, into the memory that they read."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._writers: dict[Node, list[Node]] = {}  # op or placeholder that made some memory -> ops that write to it
+        for node in graph.nodes:
+            for written in written_arguments(node):
+                self._writers.setdefault(_memory(written), []).append(node)
+
+    def of(self, values: Sequence[Any]) -> set[Node]:
+        """The values themselves, too."""
+        found: set[Node] = set()
+        stack = list(values)
+        while stack:
+            node = stack.pop()
+            if node not in found:
+                found.add(node)
+                stack.extend(node.all_input_nodes)
+                stack.extend(each for each in self._writers.get(_memory(node), ()) if each < max(values))
+        return found
+
+
+def _memory(node: Node) -> Node:
+    """The op or placeholder that made the memory of ``node``: views and writes hand it on."""
+    while True:
+        written = written_arguments(node)
+        source = views_of(written[0] if written else node)[-1]
+        if source is node:
+            return node
+        node = source
+
+
 def taken_for_granted(
     graph: Graph,
     owner: GraphModule,
@@ -55,6 +85,7 @@ def taken_for_granted(
     buffers: Mapping[str, str],
     constants: Mapping[str, Tensor],
     *,
+    places: Mapping[str, str],
     of_activations: bool,
 ) -> Taken | None:
     """Conditions and truths of an exported graph; None if something else was taken for granted as well.
@@ -65,6 +96,7 @@ def taken_for_granted(
         inputs: placeholder -> key of the batch.
         buffers: placeholder -> name.
         constants: placeholder -> value.
+        places: what export calls a number that it took out of a tensor -> the user's line that did.
         of_activations: there may be truths.
     """
     bodies = [getattr(owner, str(node.target), None) for node in graph.nodes if node.op == "get_attr" and node.users]
@@ -72,11 +104,11 @@ def taken_for_granted(
     if any(node.target is _ASSERT for node in inner):
         return None  # in a region: nothing can be returned from there
     asserted = [node for node in graph.nodes if node.target is _ASSERT and _says_something(node.args[0])]
-    known = {*inputs, *buffers, *constants}
+    known, past = {*inputs, *buffers, *constants}, _Past(graph)
     changed = written_storage(graph)
 
     def follows_from_samples(node: Node) -> bool:
-        order = _ancestors([node.args[0]])
+        order = past.of([node.args[0]])
         given = {each for each in order if each.op == "placeholder"}
         return all(each.name in known and each not in changed for each in given) and not any(map(is_random, order))
 
@@ -86,12 +118,12 @@ def taken_for_granted(
         return None
     truths = []
     for node in others:
-        truth = _truth(node)
+        truth = _truth(node, past, places)
         if truth is None:
             return None
         truths.append(truth)
     sources = _Sources(inputs, buffers, constants)
-    conditions = _conditions(graph, owner, [node.args[0] for node in of_samples], sources) if of_samples else None
+    conditions = _conditions(graph, owner, of_samples, sources, past, places) if of_samples else None
     return Taken(conditions, tuple(truths))
 
 
@@ -102,8 +134,16 @@ def _says_something(condition: object) -> bool:
     return not (isinstance(condition.args[0], Node) and condition.args[0].target is torch.sym_ite)
 
 
-def _conditions(graph: Graph, owner: GraphModule, truths: list[Any], sources: _Sources) -> Conditions:
-    needed = _ancestors(truths)
+def _conditions(
+    graph: Graph,
+    owner: GraphModule,
+    asserted: Sequence[Node],
+    sources: _Sources,
+    past: _Past,
+    lines: Mapping[str, str],
+) -> Conditions:
+    truths: list[Any] = [node.args[0] for node in asserted]
+    needed = past.of(truths)
     order = [node for node in graph.nodes if node in needed]
     given = [node for node in order if node.op == "placeholder"]
     kinds = [[node for node in given if node.name in kind] for kind in sources]
@@ -118,19 +158,19 @@ def _conditions(graph: Graph, owner: GraphModule, truths: list[Any], sources: _S
         inputs=tuple(sources.inputs[node.name] for node in kinds[0]),
         buffers=tuple(sources.buffers[node.name] for node in kinds[1]),
         constants=tuple(sources.constants[node.name] for node in kinds[2]),
-        places=tuple(_place(node) for node in truths),
+        places=tuple(_place(node, lines) for node in asserted),
     )
 
 
-def _truth(asserted: Node) -> Truth | None:
+def _truth(asserted: Node, past: _Past, lines: Mapping[str, str]) -> Truth | None:
     """The assertion as a tensor; None if it depends on random numbers alone, or cannot be one."""
     condition = asserted.args[0]
     assert isinstance(condition, Node), "an assertion of a constant is no truth"
-    order = _ancestors([condition])
+    order = past.of([condition])
     if any(map(is_random, order)) and not any(node.op == "placeholder" for node in order):
         return None  # a coin: it falls the other way in the next micro-batch
     found = _as_tensor(condition, asserted, {})
-    return None if found is None else Truth(found, _place(condition))
+    return None if found is None else Truth(found, _place(asserted, lines))
 
 
 def _as_tensor(node: Node, before: Node, known: dict[Node, Node | None]) -> Node | None:
@@ -166,22 +206,7 @@ def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
     return node
 
 
-def _ancestors(nodes: Iterable[Any]) -> set[Node]:
-    found: set[Node] = set()
-    stack = list(nodes)
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack.extend(node.all_input_nodes)
-    return found
-
-
-def _place(truth: Node) -> str:
-    """The line of the user's code that made the last tensor on the way to a truth."""
-    for node in sorted(_ancestors([truth]), reverse=True):
-        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-        own = [(file, line) for file, line in frames if not file.startswith(str(Path(torch.__file__).parent))]
-        if own:
-            return ":".join(own[-1])
-    return "an unknown line"
+def _place(asserted: Node, lines: Mapping[str, str]) -> str:
+    """The user's line that took the number out of a tensor that is asserted something of."""
+    names = [name for name in re.findall(r"\w+", str(asserted.args[1])) if name in lines]
+    return lines[names[-1]] if names else "an unknown line"

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from varuna.data.randomness import generator_lock
+from varuna.partition.explaining import user_line
 
 MOST_BYTES = 2**28
 """A larger result is not computed, where only the code is known: no branch is worth it."""
@@ -40,6 +41,10 @@ class Grade(IntEnum):
     """and random numbers"""
 
 
+Given = Mapping[int, tuple[Tensor, Grade]]
+"""id of a tensor without data -> its value, and what that follows from"""
+
+
 class _Memory:
     """What all views of one real tensor share."""
 
@@ -56,17 +61,19 @@ class _Value:
 class Values:
     """Follows the operations of one export."""
 
-    def __init__(self, most: Grade, given: Mapping[int, tuple[Tensor, Grade]]) -> None:
+    def __init__(self, most: Grade, given: Given) -> None:
         """Prepare.
 
         Args:
             most: what is followed: no value that depends on more is known.
             given: id of a tensor that export is given -> its value, which operations may write to.
         """
-        self._most, self._given = most, given
+        self.most, self._given = most, given
         self._known: Any = WeakIdKeyDictionary()  # tensor -> _Value
         self._inside = False
         self._spent_bytes = 0
+        self.places: dict[str, str] = {}
+        """what export calls a number that it took out of a tensor -> the user's line that did"""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -121,6 +128,8 @@ class Values:
                 self._known[fixed] = _Value(found, _Memory(grade))
                 return fixed
         made = run(args, kwargs)
+        if torch.Tag.data_dependent_output in func.tags and isinstance(made, _SYMBOLS):
+            self.places |= dict.fromkeys(map(str, made.node.expr.free_symbols), user_line() or "an unknown line")
         real = None
         is_known = grade is not None or _is_view(func) or func._schema.name.startswith(_ALLOCATES)
         if is_known and all(value is not None for value in values) and self._is_affordable(made):
@@ -169,7 +178,7 @@ class Values:
             grades.append(Grade.SAMPLES)
         worst = Grade.CODE
         for grade in grades:
-            if grade is None or grade > self._most:
+            if grade is None or grade > self.most:
                 return None
             worst = max(worst, grade)
         return worst
@@ -183,7 +192,7 @@ class Values:
 
     def _is_affordable(self, made: Any) -> bool:
         """Whether to compute this: samples and parameters are small enough to be followed, or nobody would try."""
-        if self._most is not Grade.CODE:
+        if self.most is not Grade.CODE:
             return True
         sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
         size = sum(size for size in sizes if isinstance(size, int))

@@ -91,6 +91,26 @@ class Overwritten(Layers):
         return x if view.sum() > 2 else -x
 
 
+class Marked(Layers):
+    """A branch on memory that the samples were written to."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        seen = torch.zeros(64)
+        view = seen[60:]
+        seen += 1
+        seen.index_fill_(0, input_ids.flatten(), 5.0)
+        if view.max() > 2:
+            labels = labels.flip(0)
+        return super().forward(input_ids, labels)
+
+
+def test_a_condition_minds_what_was_written() -> None:
+    model = partition(Recipe(Marked), {key: torch.full((2, 16), 9) for key in ("input_ids", "labels")})
+    check_conditions(model.conditions, {"input_ids": torch.full((1, 16), 3)}, (0,), {})
+    with pytest.raises(DataError, match=r"test_values\.py:\d+"):
+        check_conditions(model.conditions, {"input_ids": torch.full((1, 16), 62)}, (0,), {})
+
+
 def test_what_an_unknown_value_was_written_to_is_unknown() -> None:
     batch = SampleSource(Samples(tokens), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError, match=r"test_values\.py:\d+"):
