@@ -133,7 +133,7 @@ class Inbox:
             waiting = self.waiting = Waiting(self._waits, time.monotonic(), awaited)
         told = False
         try:
-            while not self._comes(ready, _LOOK_S if told else min(self.patience.told_s, self.patience.last_s)):
+            while not self._came(waiting, ready, told=told):
                 now_s, scene = time.monotonic(), self._scene()
                 if fault := scene.fault(waiting, now_s, self.patience):
                     raise LinkError(fault)
@@ -146,6 +146,15 @@ class Inbox:
     def pause(self, ready: Callable[[], bool]) -> None:
         """Wait for the training thread of this rank, on another one: no longer than the generation lasts."""
         self._comes(ready, None)
+
+    def _came(self, waiting: Waiting, ready: Callable[[], bool], *, told: bool) -> bool:
+        """Wait until it is time to look at the wait; the first rank to give up a deadlock breaks the others' links."""
+        try:
+            return self._comes(ready, _LOOK_S if told else min(self.patience.told_s, self.patience.last_s))
+        except LinkError as error:
+            if told and (circle := self._scene().circle(waiting, self.patience, self._stalled_s / 2)):
+                raise LinkError(f"{error}. {circle}") from error
+            raise
 
     def _comes(self, ready: Callable[[], bool], bound_s: float | None) -> bool:
         deadline_s = None if bound_s is None else time.monotonic() + bound_s

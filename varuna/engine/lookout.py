@@ -33,13 +33,13 @@ def watch(
     """
     heard: dict[int, Heard] = {}
 
-    def place(other: int) -> str:
-        return f"g{generation}/doing/{other}"
+    own = f"g{generation}/doing/{rank}"
+    places = {other: f"g{generation}/doing/{other}" for other in ranks if other != rank}
 
-    def read(other: int) -> None:
-        if store.check([place(other)]):
-            word = Doing.model_validate_json(store.get(place(other)))
-            heard[other] = hear(heard.get(other), word, time.monotonic())
+    def read() -> None:
+        if store.check(list(places.values())):  # what is not there yet would be waited for
+            for other, text in zip(places, store.multi_get(list(places.values())), strict=True):
+                heard[other] = hear(heard.get(other), Doing.model_validate_json(text), time.monotonic())
 
     def run() -> None:
         tick = 0
@@ -47,10 +47,9 @@ def watch(
             tick += 1
             mine = doing(tick)
             try:
-                store.set(place(rank), mine.model_dump_json())
-                for other in ranks if mine.on else ():
-                    if other != rank:
-                        read(other)
+                store.set(own, mine.model_dump_json())
+                if mine.on:
+                    read()
             except (RuntimeError, ValueError):  # the store is away: what was heard may be wrong by now
                 heard.clear()
             inbox.heard = dict(heard)

@@ -96,7 +96,10 @@ class DevicePace:
         self._started = self._mark()
         if self._origin is None:
             self._watch.submit(("started", step), self._started.wait)
-            self._inbox.take(("started", step), lambda: Awaited("the device to finish what came before the first step"))
+            self._inbox.take(
+                ("started", step),
+                lambda: Awaited("the device to finish what came before the first step", by_device=True),
+            )
             self._origin = self._started, time.monotonic()
 
     def waited(self, awaited: Action) -> None:
@@ -135,7 +138,7 @@ class DevicePace:
     def _pass(self, number: int) -> None:
         self._inbox.take(
             ("passed", self._step, number),
-            lambda: Awaited(f"the device to finish {self._noted[number].action} of step {self._step}"),
+            lambda: Awaited(f"the device to finish {self._noted[number].action} of step {self._step}", by_device=True),
         )
 
 

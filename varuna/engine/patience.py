@@ -55,6 +55,8 @@ class Awaited(NamedTuple):
     what: str
     on: tuple[int, ...] = ()
     """the ranks that it comes from; none: this rank's own work, such as reading samples"""
+    by_device: bool = False
+    """the device works on it: it takes no longer than a step may"""
 
 
 class Waiting(NamedTuple):
@@ -124,13 +126,10 @@ class Scene:
         """Why a wait must end, if it must."""
         awaited, waited_s = waiting.awaited(), now_s - waiting.since_s
         waits = f"{self.who} waited {waited_s:.0f} s for {_source(awaited)}"
-        stalled_s = self._stalled_s(awaited, waiting.since_s, patience)
-        if stalled_s >= self.stalled_s:
-            return (
-                f"{waits}. For {stalled_s:.0f} s every rank has waited for another one ({self._circle(awaited)}). Do "
-                "all ranks make the same calls, such as trainer.evaluate, at the same steps? If so, this is a fault of "
-                "Varuna: please report this text. Start the same command again to resume."
-            )
+        if circle := self.circle(waiting, patience, self.stalled_s):
+            return f"{waits}. {circle}"
+        if awaited.by_device and waited_s >= self.stalled_s:
+            return f"{waits}: it hangs. Look at the machine's log, then start the same command again to resume."
         silent = [rank for rank in awaited.on if rank in self.heard and self.heard[rank].silent_s >= patience.silent_s]
         if silent:
             return (
@@ -143,6 +142,18 @@ class Scene:
                 "log, then start the same command again to resume."
             )
         return None
+
+    def circle(self, waiting: Waiting, patience: Patience, least_s: float) -> str | None:
+        """All ranks and whom each waits for, if they have waited for each other for ``least_s``."""
+        awaited = waiting.awaited()
+        stalled_s = self._stalled_s(awaited, waiting.since_s, patience)
+        if stalled_s < least_s:
+            return None
+        return (
+            f"For {stalled_s:.0f} s every rank has waited for another one ({self._everybody(awaited)}). Do all ranks "
+            "make the same calls, such as trainer.evaluate, at the same steps? If so, this is a fault of Varuna: "
+            "please report this text. Start the same command again to resume."
+        )
 
     def _stalled_s(self, awaited: Awaited, since_s: float, patience: Patience) -> float:
         """For how long all ranks are known to have waited for others; 0 if one is at work, or was not heard."""
@@ -160,7 +171,7 @@ class Scene:
         more = f"; and {len(known) - _NAMED} more" if len(known) > _NAMED else ""
         return f" ({said}{more})" if said else ""
 
-    def _circle(self, awaited: Awaited) -> str:
+    def _everybody(self, awaited: Awaited) -> str:
         """Who waits for what, equal waits together."""
         said = {rank: self.heard[rank].doing.text for rank in self.ranks if rank != self.rank}
         said[self.rank] = f"waits for {_source(awaited)}"

@@ -117,7 +117,7 @@ class Session:
         generation = self.current
         if generation is None:
             raise FleetError("trainer.evaluate(dataset) works in the training loop and behind it: run a step first")
-        self._what = f"evaluates {work.examples} examples"
+        before, self._what = self._what, f"evaluates {work.examples} examples"
         try:
             return evaluate(generation, work)
         except GenerationEnded:
@@ -127,6 +127,8 @@ class Session:
             if not self._membership.survives:
                 raise
             return None
+        finally:
+            self._what = before
 
     def steps(self) -> Iterator[Committed]:
         """Join, run every generation, leave; yields each committed step once per generation that ran it.

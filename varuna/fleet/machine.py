@@ -36,6 +36,7 @@ from varuna.fleet.regroup import plan_ahead
 from varuna.fleet.sight import hear, look_around, note_parted, note_tick, take_back
 from varuna.fleet.sight import note_beat as note_waiting
 from varuna.fleet.slow import note_beat, readmit
+from varuna.fleet.standstill import note_standstill
 from varuna.fleet.state import Advice, Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.turn import Turn
 from varuna.fleet.verdict import note_held, note_suspect, note_voted, settle, watch_generation
@@ -145,6 +146,7 @@ def _conclude(turn: Turn) -> None:
             case Idle() as phase:
                 form(turn, phase)
             case Running() as phase:
+                note_standstill(turn, phase)
                 watch_generation(turn, phase)
                 finish_if_all_left(turn)
                 if turn.fleet.phase is phase:

@@ -153,6 +153,8 @@ class Running:
     """By worker: whether it is slower than its peers."""
     longest_wait_s: float = 0.0
     """For which a rank waited for its peers, and then went on."""
+    still_step: int = -1
+    """Newest step when it was told that training stands still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

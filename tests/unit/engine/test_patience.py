@@ -84,6 +84,14 @@ def test_who_waits_for_its_own_work_is_in_no_circle() -> None:
     assert scene(since(VOTING, 0), since(VOTING, 0)).fault(own, 50_000, PATIENCE) is None
 
 
+def test_a_device_that_hangs_is_given_up_after_what_a_step_may_take() -> None:
+    hangs = Waiting(1, 0.0, lambda: Awaited("the device to finish 0F3 of step 12", by_device=True))
+    assert scene().fault(hangs, 299, PATIENCE) is None
+    fault = scene().fault(hangs, 300, PATIENCE)
+    assert fault is not None
+    assert fault.startswith("rank 0 (stage 0) waited 300 s for the device to finish 0F3 of step 12: it hangs.")
+
+
 def test_a_silent_rank_is_given_up_if_it_is_waited_for() -> None:
     silent, lively = since(BUSY, 0, read_s=900, alive_s=300), since(BUSY, 0, read_s=900)
     fault = scene(silent, lively).fault(WAITING, 901, PATIENCE)
@@ -143,6 +151,21 @@ def test_a_deadlock_of_three_ranks_is_told_and_ended_with_all_their_waits(
     assert "rank 1: runs step 0: waits for the vote on step 0 from ranks 0 and 2" in str(raised.value)
     said = capsys.readouterr().err
     assert said.count("rank 1 (stage 1) has waited 0 s for the vote on step 0 from ranks 0 and 2 (") == 1
+
+
+def test_a_link_that_breaks_in_a_deadlock_is_told_with_who_waited_for_whom() -> None:
+    inbox = Inbox(Patience(told_s=0.01, stalled_s=1.5), ranks=range(2), tell=lambda said: inbox.abort(broken))
+    inbox.pace(0.0)
+    broken = LinkError("the link of rank 0 with rank 1 (stage 1) broke while receiving: Connection closed by peer")
+    now_s = time.monotonic()
+    inbox.heard = {1: since(Doing(text="runs step 3: waits for the vote", on=(0,)), now_s, read_s=now_s + 1)}
+    with pytest.raises(
+        LinkError, match=r"broke .* closed by peer\. For 1 s every rank .*rank 1: runs step 3: waits for"
+    ):
+        inbox.take("gradient", lambda: GRADIENT)
+    inbox.heard = {}
+    with pytest.raises(LinkError, match=r"closed by peer$"):
+        inbox.take("gradient", lambda: GRADIENT)
 
 
 def test_code_of_the_training_loop_may_take_longer_than_any_bound_of_a_step(
