@@ -89,6 +89,7 @@ class Session:
         self._told_times: StepTimes | None = None  # of the newest beat that carried any
         self._patience, self._inbox = patience, Inbox()  # of the newest generation
         self.current: Generation | None = None
+        self._assignment: Assignment | None = None  # of the newest stage
 
     # -- called by the trainer -----------------------------------------------------------------------------
 
@@ -153,6 +154,7 @@ class Session:
             if isinstance(directive, Finish):
                 if directive.reason:
                     raise FleetError(directive.reason)
+                self._save_the_end()
                 if self._saver is not None:
                     self._saver.flush()  # a leaving node may be the only one that has these shards
                 return
@@ -166,6 +168,16 @@ class Session:
             self._saver.flush()
         standing.report_unrecorded()
         self._membership.leaving(standing.next_step or 0)
+
+    def _save_the_end(self) -> None:
+        """A rank that was told the verdict on the last step has its part of the last checkpoint to write, too."""
+        stage, assignment = self.standing.stage, self._assignment
+        if stage is None or assignment is None or self._saver is None or not self.standing.is_over(self._facts.steps):
+            return
+        if self._saver.newest != (assignment.generation, stage.next_step):
+            self._what = "saves the last checkpoint"
+            self._saver.flush()
+            self._saver.save(stage, assignment)
 
     # -- one generation ------------------------------------------------------------------------------------
 
@@ -209,6 +221,7 @@ class Session:
             return None
         stage = build_stage(self._setting, assignment, formed.states)
         standing.take(stage)
+        self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage)

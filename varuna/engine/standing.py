@@ -15,7 +15,7 @@ from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Flag, Held, Vote
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.stage import Stage
-from varuna.engine.step import apply_vote
+from varuna.engine.step import apply_vote, layout_of
 
 _VOTES_KEPT = 256
 """Unrecorded vote results that a rank remembers: the manager may be away that many steps."""
@@ -95,6 +95,13 @@ class Standing:
         for vote in self._votes:
             if vote.step > self._membership.recorded_step:
                 self._membership.voted(vote)
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the newest vote that the state contains ended the training, after ``steps`` steps or by its flag."""
+        stage, newest = self.stage, self._votes[-1] if self._votes else None
+        if stage is None or newest is None or newest.step != stage.next_step - 1:
+            return False
+        return stage.next_step == steps or layout_of(stage).read(newest.vector).stop
 
     def apply_verdict(self, directive: Apply) -> None:
         """The verdict is COMMIT: some survivor held the vote's result, and here the reduced gradients wait."""

@@ -46,7 +46,7 @@ def run_step(
     with generation.span("reduce", step):
         generation.reducer.finish(step)
     reduced_at_s = time.monotonic()
-    vector = cast_vote(_layout(stage), stage, generation.replica, generation.runtime.losses, dict(flags))
+    vector = cast_vote(layout_of(stage), stage, generation.replica, generation.runtime.losses, dict(flags))
     if plan.stages > 1 and shares:
         with generation.span("share", step):
             _apply_tentatively(generation, step, vector)
@@ -79,7 +79,7 @@ def _report(generation: Generation, reporter: Reporter, begin_s: float, reduced_
 
 def apply_vote(stage: Stage, step: int, vector: Sequence[float]) -> StepTotals:
     """Apply a step by the result of its vote, unless that is done."""
-    totals = _layout(stage).read(vector)
+    totals = layout_of(stage).read(vector)
     stage.apply(step, _scale(stage, totals), overflowed=overflowed(stage.job.dtype, totals))
     return totals
 
@@ -91,7 +91,7 @@ def overflowed(dtype: torch.dtype, totals: StepTotals) -> bool:
 
 def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> None:
     stage = generation.stage
-    totals = _layout(stage).read(generation.reducer.tally(step, vector))
+    totals = layout_of(stage).read(generation.reducer.tally(step, vector))
     if overflowed(stage.job.dtype, totals):
         return
     exchange = generation.reducer.exchange(step)
@@ -99,7 +99,8 @@ def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> Non
     stage.witness.used |= exchange.used
 
 
-def _layout(stage: Stage) -> VoteLayout:
+def layout_of(stage: Stage) -> VoteLayout:
+    """What lies where in the votes of a stage's plan."""
     plan = stage.plan
     return VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=stage.job.model.metrics)
 

@@ -7,7 +7,7 @@ from varuna.fleet.events import ConnectionLost, WorkerExited
 from varuna.fleet.sight import is_gone, return_patience_s
 from varuna.fleet.state import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.turn import Turn
-from varuna.fleet.verdict import press, record_votes
+from varuna.fleet.verdict import commit, judge, press, record_votes
 from varuna.fleet.worker import Exit, Standing, Worker
 
 
@@ -113,17 +113,33 @@ def finish_if_all_left(turn: Turn) -> None:
 
 
 def settle_leaving(turn: Turn, phase: Idle | Stopping) -> None:
-    """A generation broke while its members were leaving: the last step is committed, so nobody has to redo it.
+    """A generation broke while its members were leaving: the last step is committed, and whoever lives applies it.
 
-    Who answers Hold was stopped by the broken link and is dismissed; who does not is still saving, and will leave.
+    Who answers Hold was stopped by the broken link: it hears the verdict like in any other step, and is dismissed once
+    it has the last step. Who does not answer is still saving, and will leave.
     """
     fleet = turn.fleet
+    answered = [name for name in fleet.live_members if fleet.workers[name].holding is not None]
     if isinstance(phase, Stopping):
-        press(turn, phase, [name for name in fleet.live_members if fleet.workers[name].holding is None])
-    for name in fleet.live_members:
-        if fleet.workers[name].holding is not None:
+        press(turn, phase, [name for name in fleet.live_members if name not in answered])
+        for name in phase.applying if fleet.listened_s >= phase.deadline_s else ():
+            if turn.fleet.is_joined(name):
+                turn.lose(name, f"did not apply the last step within {fleet.config.hold_timeout_s:.0f} s", kill=True)
+    record_votes(turn)
+    if isinstance(turn.fleet.phase, Ended):
+        return
+    vote, laggards = judge(turn, answered)
+    if vote is not None and laggards:
+        before = turn.fleet.phase
+        commit(turn, before if isinstance(before, Stopping) else _stopping(turn.fleet), vote, laggards)
+    for name in answered:
+        if name not in laggards:
             _dismiss(turn, name)
     finish_if_all_left(turn)
+
+
+def _stopping(fleet: Fleet) -> Stopping:
+    return Stopping(planned=False, deadline_s=fleet.listened_s)
 
 
 def finish(turn: Turn, phase: Finishing) -> None:
@@ -133,13 +149,20 @@ def finish(turn: Turn, phase: Finishing) -> None:
             _dismiss(turn, name)
     _miss_nobody(turn)
     fleet = turn.fleet
-    waiting = any(worker.standing is Standing.LEFT for worker in fleet.workers.values())
+    waiting = any(_has_more_to_do(fleet, worker) for worker in fleet.workers.values())
     if waiting and fleet.members[0] in fleet.workers:
         return
     if waiting and phase.deadline_s is None:
         turn.update(phase=Finishing(deadline_s=turn.now_s + fleet.config.leave_timeout_s))
     elif not waiting or (phase.deadline_s is not None and turn.now_s >= phase.deadline_s):
         turn.end(0, f"{fleet.recorded_step + 1} steps done")
+
+
+def _has_more_to_do(fleet: Fleet, worker: Worker) -> bool:
+    """Whether a worker's script runs to its end, or it saves what it was told to apply."""
+    return worker.standing is Standing.LEFT or (
+        worker.standing is Standing.DISMISSED and worker.name in fleet.record.grid
+    )
 
 
 def _miss_nobody(turn: Turn) -> None:

@@ -3,6 +3,7 @@
 Bugs, mixed-up processes and hostile ones look the same from here; the worker is sent away and the run goes on.
 """
 
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
@@ -10,6 +11,7 @@ from varuna.core.saved import SavedShard
 from varuna.core.shares import held_by, holders_of
 from varuna.core.vote import VoteLayout
 from varuna.fleet.state import Fleet
+from varuna.fleet.worker import Worker
 
 
 def objection(fleet: Fleet, worker: str, message: FromWorker) -> str:
@@ -20,7 +22,7 @@ def objection(fleet: Fleet, worker: str, message: FromWorker) -> str:
         case Beat(generation=generation) if generation > fleet.generation:
             return f"it beats in generation {generation}, the newest is {fleet.generation}"
         case Voted(vote=vote):
-            return _about_vote(fleet, vote)
+            return _about_vote(fleet, vote) or _out_of_line(fleet, worker, [vote])
         case Held():
             return _about_held(fleet, worker, message)
         case Saved(shard=shard):
@@ -42,12 +44,43 @@ def _about_vote(fleet: Fleet, vote: Vote) -> str:
     return ""
 
 
+def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> str:
+    """Whether votes that count were not cast by the sender, or follow no step that anybody else knows of.
+
+    A rank votes on a step only if it has applied the one before. Votes may have gone unheard, while a manager was away
+    for long: then other ranks are as far, as soon as any of them is heard.
+    """
+    known = max([fleet.recorded_step, *fleet.votes])
+    for vote in sorted(votes, key=lambda vote: vote.step):
+        if vote.generation < fleet.lineage or vote.step <= known:
+            continue  # it changes nothing
+        grid = fleet.history[vote.generation].grid
+        if worker not in grid:
+            return f"it has a vote of step {vote.step}, in which it had no part"
+        others = [fleet.workers[name] for name in grid if name != worker and name in fleet.workers]
+        heard = [step for each in others if (step := _newest_step(fleet, each)) is not None]
+        if vote.step > known + 1 and heard and max(heard) < vote.step:
+            return f"it has a vote of step {vote.step}, but step {known + 1} is not committed"
+        known = vote.step
+    return ""
+
+
+def _newest_step(fleet: Fleet, worker: Worker) -> int | None:
+    """Which step a rank says that it does next; None if it has said nothing since the generation began."""
+    if worker.holding is not None and worker.holding.next_step is not None:
+        return worker.holding.next_step
+    beat = worker.beat
+    return beat.step if beat is not None and beat.generation == fleet.generation else None
+
+
 def _about_held(fleet: Fleet, worker: str, held: Held) -> str:
     if held.generation > fleet.generation:
         return f"it stopped generation {held.generation}, the newest is {fleet.generation}"
     for vote in held.votes:
         if why := _about_vote(fleet, vote):
             return why
+    if why := _out_of_line(fleet, worker, held.votes):
+        return why
     if held.next_step is None:
         return "it holds sections without a step" if held.sections or held.lent else ""
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])

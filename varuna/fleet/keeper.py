@@ -78,13 +78,14 @@ class CheckpointKeeper:
         self._complained_at = self._keeper.committed_step
         self._warn(f"worker {worker} did not save its part of a checkpoint: {reason} {self._standing()}")
 
-    def account(self, steps: int) -> None:
-        """The run is over after ``steps`` steps, and ``close`` is done: say what no checkpoint has."""
-        if self._keeper is not None and max(0, self._keeper.committed_step) < steps:
-            self._warn(
-                f"the end of this run is in no checkpoint: it ended after step {steps - 1}. {self._standing()} Look at "
-                "the warnings before this one; when the cause is mended, the same command trains what is missing."
-            )
+    def account(self, steps: int) -> str:
+        """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""
+        if self._keeper is None or max(0, self._keeper.committed_step) >= steps:
+            return ""
+        return (
+            f"the end of this run is in no checkpoint: it ended after step {steps - 1}. {self._standing()} Look at "
+            "the warnings before this one; when the cause is mended, the same command trains what is missing."
+        )
 
     def _standing(self) -> str:
         assert self._keeper is not None

@@ -19,7 +19,7 @@ from varuna.fleet.meeting import Meeting
 from varuna.fleet.resume import lost_workers, resume
 from varuna.fleet.reunion import Reunion, reunite
 from varuna.fleet.state import Advice, Ended, Fleet, FleetConfig
-from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEnded, RunEvent, StepRecorded, WorkerLost
 from varuna.fleet.watchdog import STOOD_STILL_S
 
 _TICK_S = 0.2
@@ -100,15 +100,19 @@ class Manager:
     def run(self) -> Ended | None:
         """Manage until the run ends; workers are told, but may still live. None if it goes on without this manager."""
         try:
-            return self._run()
+            ended = self._run()
         finally:
             self._keeper.close()
-            if isinstance(self.fleet.phase, Ended) and not self.fleet.phase.exit_code:
-                self._keeper.account(self.fleet.recorded_step + 1)
             while not self._queue.empty():  # what the keeper warned of at last
                 event = self._queue.get()
                 if isinstance(event, Notice):
                     self._publish(event)
+        if ended is None or ended.exit_code:
+            return ended
+        if missing := self._keeper.account(self.fleet.recorded_step + 1):
+            ended = Ended(1, missing)
+            self._publish(RunEnded(exit_code=1, text=missing))
+        return ended
 
     def _run(self) -> Ended | None:
         self._take_up()

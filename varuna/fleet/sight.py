@@ -174,8 +174,7 @@ def _judge_running(turn: Turn, phase: Running, away: list[Worker]) -> None:
         return
     near = [w for name in fleet.record.grid if fleet.is_joined(name) and is_near(fleet, w := fleet.workers[name])]
     if near and not fleet.is_leaving:
-        patience_s = _wait_patience_s(fleet, phase)
-        if all(_waits_s(fleet, worker) >= patience_s for worker in near):
+        if stands_still(fleet, phase):
             _put_aside(turn, missed, "the step stands still")
             turn.update(causes=(*turn.fleet.causes, f"{_nodes(missed)} out of sight, and the step stood still"))
     elif not near and min(fleet.unheard_s(worker.node) for worker in missed) > return_patience_s(fleet):
@@ -183,6 +182,14 @@ def _judge_running(turn: Turn, phase: Running, away: list[Worker]) -> None:
         _put_aside(turn, missed, "all other ranks have left" if fleet.is_leaving else "so are all ranks")
         if not fleet.is_leaving:
             turn.update(causes=(*turn.fleet.causes, f"{_nodes(missed)} out of sight"))
+
+
+def stands_still(fleet: Fleet, phase: Running) -> bool:
+    """Whether every rank that is heard says that it waits for others, for longer than is usual."""
+    grid = [fleet.workers[name] for name in fleet.record.grid if fleet.is_joined(name)]
+    near = [worker for worker in grid if is_near(fleet, worker)]
+    patience_s = _wait_patience_s(fleet, phase)
+    return bool(near) and all(_waits_s(fleet, worker) >= patience_s for worker in near)
 
 
 def is_near(fleet: Fleet, worker: Worker) -> bool:

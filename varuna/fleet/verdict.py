@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
 from varuna.core.vote import VoteLayout
-from varuna.fleet.sight import is_near, note_progress, waits_for_return
+from varuna.fleet.sight import is_near, note_progress, stands_still, waits_for_return
 from varuna.fleet.state import Ended, Fleet, Idle, Running, Stopping, Suspicion
 from varuna.fleet.story import Morphed, StepRecorded, VerdictReached
 from varuna.fleet.turn import Turn
@@ -140,6 +140,8 @@ def watch_generation(turn: Turn, phase: Running) -> None:
         stop_generation(turn, cause=f"worker {stopped[0]} stopped")
     elif not fleet.formed and fleet.listened_s >= phase.began_s + fleet.config.form_timeout_s and _copying(fleet):
         stop_generation(turn, cause=f"{' and '.join(_copying(fleet))} did not get ready in time")
+    elif fleet.is_leaving and stands_still(fleet, phase):  # such as in a generation that began after the last step
+        stop_generation(turn, cause="the other ranks have left")
     elif phase.suspicion and turn.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
         stop_generation(turn, cause=f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
 
@@ -200,9 +202,9 @@ def settle(turn: Turn, phase: Stopping) -> None:
     record_votes(turn)
     if turn.fleet.phase is not phase:
         return  # a vote could not be read
-    vote, laggards = _judge(turn)
+    vote, laggards = judge(turn, turn.fleet.live_members)
     if vote is not None and laggards:
-        _commit(turn, phase, vote, laggards)
+        commit(turn, phase, vote, laggards)
         return
     in_flight = 0 if phase.planned or phase.committed else 1
     turn.update(phase=Idle(since_s=turn.now_s, in_flight=in_flight))
@@ -218,8 +220,8 @@ def press(turn: Turn, phase: Stopping, awaited: Iterable[str]) -> None:
         turn.update(phase=replace(phase, hold_at_s=None))
 
 
-def _judge(turn: Turn) -> tuple[Vote | None, tuple[str, ...]]:
-    """The newest vote, and who has to apply it; state that no vote explains is struck out.
+def judge(turn: Turn, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, ...]]:
+    """The newest vote, and who of those that have answered has to apply it; state that no vote explains is struck out.
 
     A state is that of the newest step if it is where the generation began, or behind the newest vote. One step
     behind it, a rank of the grid still holds its reduced gradients. Whatever else turns up belongs to a timeline
@@ -229,7 +231,7 @@ def _judge(turn: Turn) -> tuple[Vote | None, tuple[str, ...]]:
     newest = _newest_step(fleet)
     vote = fleet.votes.get(newest - 1)
     laggards = []
-    for name in fleet.live_members:
+    for name in answered:
         holding = fleet.workers[name].holding
         assert holding is not None
         in_grid = name in fleet.record.grid
@@ -247,7 +249,7 @@ def _newest_step(fleet: Fleet) -> int:
     return max(fleet.record.first_step, *(step + 1 for step in fleet.votes), fleet.recorded_step + 1)
 
 
-def _commit(turn: Turn, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) -> None:
+def commit(turn: Turn, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) -> None:
     """COMMIT: on disk first, then to the laggards, who answer Held again."""
     fleet = turn.fleet
     turn.publish(VerdictReached(generation=fleet.generation, vote=vote, laggards=laggards))
@@ -259,7 +261,7 @@ def _commit(turn: Turn, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) 
             phase,
             deadline_s=fleet.listened_s + fleet.config.hold_timeout_s,
             hold_at_s=None,
-            applying=frozenset(laggards),
+            applying=phase.applying | frozenset(laggards),
             committed=True,
         )
     )

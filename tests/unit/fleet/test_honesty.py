@@ -15,6 +15,7 @@ def running() -> Driver:
     driver = Driver(FleetConfig(workers=4), plan=two_stages)
     driver.gather()
     driver.voted(0, 1)
+    driver.wait(0.4)
     return driver
 
 
@@ -41,6 +42,8 @@ def test_lies_are_named() -> None:
         (Voted(vote=vote(driver, 2, vector=(0.0,) * 3)), "3 numbers"),
         (Voted(vote=vote(driver, 2, generation=7)), "the newest is 0"),
         (Voted(vote=vote(driver, 10**6)), "of 100"),
+        (Voted(vote=vote(driver, 98)), "vote of step 98, but step 2 is not committed"),
+        (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 2), vote(driver, 4))), "step 3 is not"),
         (shard(file="/etc/passwd"), "outside"),
         (shard(file="../x"), "outside"),
         (shard(section=4), "cannot be"),
@@ -67,6 +70,32 @@ def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
     for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
         old = tuple(plan.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
         assert objection(driver.fleet, name, Held(generation=1, next_step=2, sections=old)) == ""
+
+
+def test_a_false_vote_does_not_become_the_newest_step() -> None:
+    driver = Driver(FleetConfig(workers=5), plan=two_stages)
+    driver.gather()
+    driver.voted(0, 1)
+    spare = driver.fleet.members[4]
+    driver.wait(0.4)
+    assert "no part" in objection(driver.fleet, spare, Voted(vote=vote(driver, 2)))
+    w0, w1 = driver.fleet.members[:2]
+    late = Voted(vote=vote(driver, 9))  # the manager was away for long, and nobody is left who has the votes between
+    assert objection(driver.fleet, w0, late)
+    driver.say(w1, Beat(generation=0, step=9, activity=""))
+    assert objection(driver.fleet, w0, late) == ""
+
+
+def test_votes_of_a_timeline_that_a_rollback_abandoned_are_no_lies() -> None:
+    driver = Driver(FleetConfig(workers=3, replace=False), plan=two_stages)
+    driver.gather()
+    driver.voted(*range(10))
+    old = vote(driver, 10)
+    driver.kill("w1")  # the only holder of the second stage
+    driver.held("w0", 10)
+    driver.held("w2", None)
+    assert driver.fleet.record.rollback
+    assert objection(driver.fleet, "w0", Voted(vote=old)) == ""
 
 
 def test_strangers_have_nothing_to_lie_about() -> None:

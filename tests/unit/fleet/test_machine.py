@@ -483,14 +483,52 @@ def test_a_death_after_somebody_left_is_no_reason_to_morph() -> None:
     assert len(driver.told(GenerationStarted)) == 1
 
 
-def test_who_is_stuck_while_others_have_left_is_dismissed_and_its_votes_are_kept() -> None:
+def test_who_is_stuck_while_others_have_left_applies_the_last_step_and_is_dismissed() -> None:
     driver = running(4)
     vote = driver.vote(2)
     driver.leave("w1", "w2")
     driver.kill("w0")
     assert [worker for worker, _ in sends(driver.done, Hold)] == ["w3"]
-    assert [worker for worker, _ in sends(driver.held("w3", 2, votes=(vote,)), Finish)] == ["w3"]
+    told = driver.held("w3", 2, votes=(vote,))
+    assert kinds(told) == ["StepRecorded", "Recorded", "VerdictReached", "Apply"]
+    assert [worker for worker, _ in sends(driver.held("w3", 3), Finish)] == ["w3"]
     assert driver.told(StepRecorded)[-1].step == 2
+
+
+@pytest.mark.parametrize("leaves_first", [True, False])
+def test_a_rank_whose_link_broke_before_it_had_the_last_vote_applies_it_too(leaves_first: bool) -> None:
+    driver = running(2)
+    driver.voted(2)  # rank 0 has the result of the last vote, and rank 1 has not
+    if leaves_first:
+        driver.leave("w0")
+    driver.say("w1", Suspect(generation=0, reason="link to rank 0 broke"))
+    if not leaves_first:
+        driver.leave("w0")
+    driver.wait(1.2)
+    assert [worker for worker, _ in sends(driver.held("w1", 2), Apply)] == ["w1"]
+    assert not sends(driver.done, Finish)
+    driver.held("w1", 3)
+    assert [worker for worker, _ in sends(driver.done, Finish)] == ["w1"]
+    driver.kill("w0", code=0)
+    driver.wait(5)
+    assert driver.end is None  # rank 1 saves its part
+    driver.kill("w1", code=0)
+    driver.wait(1.2)
+    assert driver.end == EndRun(0, "3 steps done")
+
+
+def test_who_never_applies_the_last_step_is_lost() -> None:
+    driver = running(2, hold_timeout_s=5, replace=False)
+    driver.voted(2)
+    driver.leave("w0")
+    driver.say("w1", Suspect(generation=0, reason="link to rank 0 broke"))
+    driver.wait(1.2)
+    driver.held("w1", 2)
+    driver.wait(6)
+    assert driver.told(WorkerLost)[0].cause == "worker w1 did not apply the last step within 5 s"
+    driver.kill("w0", code=0)
+    driver.wait(1.2)
+    assert driver.end is not None
 
 
 def test_a_workers_own_exception_ends_the_run_with_its_traceback() -> None:

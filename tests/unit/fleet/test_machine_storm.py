@@ -66,6 +66,8 @@ class SimulatedWorker:
     stopped: bool = True
     flag: bool = False
     loading: bool = False
+    over: bool = False
+    """It has applied the last step, and leaves soon."""
     left: bool = False
     inbox: list[ToWorker] = field(default_factory=list)
     outbox: list[FromWorker] = field(default_factory=list)
@@ -141,7 +143,7 @@ class World:
     """Simulated workers around the real machine; every choice comes from the test."""
 
     def __init__(self, workers: int, *, stages: int | None, checkpoints: bool, shared: bool = False) -> None:
-        self.shared = shared
+        self.shared, self.steps = shared, STEPS
         self.workers: dict[str, SimulatedWorker] = {}
         self.votes: dict[int, tuple[Vote, bool]] = {}  # by generation: the newest, with its regroup flag
         self.recorded: list[int] = []
@@ -239,8 +241,12 @@ class World:
         if not worker.alive or not worker.inbox:
             return
         match worker.inbox.pop(0):
-            case Assign(assignment=assignment):
+            case Assign(assignment=assignment) if not worker.over:
                 self.take(worker, assignment)
+            case Hold(generation=generation) if worker.over:
+                if not worker.left:  # its loop is over, whatever began meanwhile
+                    worker.generation = max(worker.generation, generation)
+                    worker.stop()
             case Hold(generation=generation) if generation == worker.generation and not worker.stopped:
                 worker.stop()
             case Apply(vote=vote):
@@ -251,10 +257,16 @@ class World:
             case Recorded(step=step):
                 worker.recorded_step = step
             case Finish():
+                self.check_dismissed(worker)
                 worker.left, worker.alive = True, False
                 self.feed(WorkerExited(worker.name, 0))
             case _:
                 pass
+
+    def check_dismissed(self, worker: SimulatedWorker) -> None:
+        """Whoever is sent home because the last step is done has done it."""
+        if self.driver.fleet.is_leaving and worker.name in self.driver.fleet.record.grid:
+            assert worker.next_step == self.steps, "sent home without the last step"
 
     def take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
         assert worker.stopped, "no assignment before the last generation is over"
@@ -340,11 +352,17 @@ class World:
             worker.apply(vote)
             if worker.rank == 0:
                 worker.outbox.append(Voted(vote=vote))
-            if vote.step == STEPS - 1:
-                worker.left = True
-                worker.outbox.append(Leaving(step=STEPS))
+            if vote.step == self.steps - 1:
+                worker.over = True
             elif regroup:
                 worker.stop()
+
+    def leave(self, worker: SimulatedWorker) -> None:
+        """The loop is over; what nobody has written down is said again."""
+        if worker.alive and worker.over and not worker.left:
+            worker.left = True
+            worker.outbox += [Voted(vote=vote) for vote in worker.votes if vote.step > worker.recorded_step]
+            worker.outbox.append(Leaving(step=self.steps))
 
     def die(self, worker: SimulatedWorker) -> None:
         worker.alive = False

@@ -8,11 +8,13 @@ that stands still says so again (as it does when it reconnects), a worker dies.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
 import pytest
 
+import varuna.fleet.ending
 import varuna.fleet.forming
 import varuna.fleet.verdict
 from tests.unit.fleet.support import make_job, two_stages
@@ -22,8 +24,8 @@ from tests.unit.fleet.test_machine import (
 from tests.unit.fleet.test_machine import (
     test_state_and_votes_of_an_abandoned_timeline_do_not_count as abandoned_timeline,
 )
-from tests.unit.fleet.test_machine_storm import SECTIONS, SimulatedWorker, World, one_stage
-from varuna.core.messages import Apply, Recorded
+from tests.unit.fleet.test_machine_storm import SECTIONS, STEPS, SimulatedWorker, World, one_stage
+from varuna.core.messages import Apply, Recorded, Suspect
 from varuna.core.plan import Plan
 from varuna.fleet.instructions import Instruction, Publish, Send
 from varuna.fleet.state import Ended, FleetConfig, Stopping
@@ -36,13 +38,26 @@ class Small(World):
     """A world that can be forked, in which no time passes and nobody comes to replace the dead."""
 
     def __init__(
-        self, workers: int, plan: Callable[..., Plan], *, deaths: int, checkpoints: bool, shared: bool
+        self,
+        workers: int,
+        plan: Callable[..., Plan],
+        *,
+        deaths: int,
+        checkpoints: bool,
+        shared: bool,
+        last: bool = False,
     ) -> None:
         super().__init__(workers, stages=2, checkpoints=checkpoints, shared=shared)
-        self.deaths, self.repeats, self.binding = deaths, 0 if shared else 1, False  # shared state has states enough
+        self.deaths, self.repeats, self.binding = (
+            deaths,
+            0 if shared or last else 1,
+            False,
+        )  # shared state has states enough
         self.driver.config = FleetConfig(workers=workers, replace=False)
         self.driver.plan = plan
-        self.driver.job = make_job(sections=SECTIONS).model_copy(update={"shard_optimizer": shared})
+        self.steps = STEPS_BEFORE + 1 if last else STEPS
+        job = make_job(sections=SECTIONS, steps=self.steps)
+        self.driver.job = job.model_copy(update={"shard_optimizer": shared})
         self.workers.clear()
         self.driver.done.clear()
         self.seen = self.driver.names = 0
@@ -87,6 +102,12 @@ class Small(World):
             while worker.inbox and isinstance(worker.inbox[0], Recorded):
                 self.obey(worker)
 
+    def suspect(self) -> None:
+        """A link broke; the generation ends on that evidence at whatever moment it is delivered."""
+        self.driver.fleet = replace(self.driver.fleet, config=replace(self.driver.fleet.config, suspect_grace_s=0.0))
+        worker = list(self.workers.values())[-1]
+        worker.outbox.append(Suspect(generation=worker.generation, reason="?"))
+
     def again(self, worker: SimulatedWorker) -> None:
         """It reconnects while it stands still, and says again what it holds."""
         if worker.alive and worker.stopped and worker.generation >= 0 and self.repeats:
@@ -114,7 +135,7 @@ class Small(World):
 
     def acts(self) -> list[str]:
         """What a living worker may do: nothing here that would change nothing."""
-        acts = ["obey", "learn", "fetch"]
+        acts = ["obey", "learn", "fetch"] + ["leave"] * (self.steps < STEPS)
         return acts + ["gather"] * self.shared + ["again"] * bool(self.repeats) + ["die"] * bool(self.deaths)
 
     def key(self) -> object:
@@ -158,7 +179,7 @@ def _face(w: SimulatedWorker) -> object:
     answers = tuple((type(m).__name__, getattr(m, "next_step", None), len(getattr(m, "votes", ()))) for m in w.outbox)
     votes = tuple((vote.step, vote.generation) for vote in w.votes)
     facts = (w.alive, w.generation, w.next_step, w.timeline, w.reduced, w.recorded_step, w.stopped, w.loading, w.left)
-    return facts, tuple(sorted(w.sections)), tuple(sorted(w.lent)), messages, answers, votes
+    return (*facts, w.over), tuple(sorted(w.sections)), tuple(sorted(w.lent)), messages, answers, votes
 
 
 def explore(start: Small, most: int) -> int:
@@ -167,11 +188,11 @@ def explore(start: Small, most: int) -> int:
     stack = [start]
     while stack:
         world = stack.pop()
-        leaf = True
+        leaf, here = True, world.key()
         for successor in world.successors():
             key = successor.key()
+            leaf = leaf and key == here
             if key not in seen:
-                leaf = False
                 seen.add(key)
                 stack.append(successor)
         if leaf:
@@ -189,6 +210,8 @@ CASES = {
     "two stages and a spare": (3, two_stages, 2, False),
     "three replicas that share state out": (3, one_stage, 2, True),
 }
+LAST = {"two stages": (2, two_stages, 1, False), "two replicas": (2, one_stage, 1, False)}
+"""The step in flight is the last one: who has it leaves."""
 
 
 def explore_case(case: str) -> int:
@@ -201,11 +224,23 @@ def test_whatever_the_order_of_events_and_deaths_the_verdict_is_right(case: str)
     assert 500 < explore_case(case) < 30_000  # all of them, and not none
 
 
+def explore_last(case: str) -> int:
+    workers, plan, deaths, shared = LAST[case]
+    small = Small(workers, plan, deaths=deaths, checkpoints=True, shared=shared, last=True)
+    small.suspect()
+    return explore(small, most=60_000)
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_whoever_lives_has_the_last_step_when_it_is_sent_home(case: str) -> None:
+    assert 500 < explore_last(case) < 60_000
+
+
 def explore_replicas() -> None:
     explore_case("three replicas")
 
 
-FORMING, VERDICT = varuna.fleet.forming, varuna.fleet.verdict
+ENDING, FORMING, VERDICT = varuna.fleet.ending, varuna.fleet.forming, varuna.fleet.verdict
 MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], object]]] = {
     "an answer that crossed an Apply is taken for its result": (
         VERDICT,
@@ -248,6 +283,12 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], object]]] = {
         "holdings = {name: _holding(fleet, name).sections for name in live}",
         "holdings = {name: _holding(fleet, name).sections | _holding(fleet, name).lent for name in live}",
         lambda: explore_case("three replicas that share state out"),
+    ),
+    "the last step is over for those who have not applied it": (
+        ENDING,
+        "    vote, laggards = judge(turn, answered)\n",
+        "    vote, laggards = None, ()\n",
+        lambda: explore_last("two stages"),
     ),
     "a spare keeps its state through a rollback": (
         VERDICT,
