@@ -10,6 +10,7 @@ from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
 from varuna.core.times import RankTimes
 from varuna.core.value import Value
+from varuna.core.vote import Tally
 
 MAX_KEY, MAX_VALUE_BYTES, MAX_KEYS = 200, 16 * 2**10, 4096
 """Of what members offer each other: gloo's addresses take 218 bytes, an identity of NCCL's 256."""
@@ -20,12 +21,25 @@ Key = Annotated[str, Field(max_length=MAX_KEY)]
 
 
 class Vote(Value):
-    """The summed vector of a step. Whoever holds it may commit the step."""
+    """The summed vector of a step. Whoever holds it may commit the step.
+
+    Of a step that others follow only the totals are needed any more: see ``shortened``.
+    """
 
     generation: int
     step: int
     vector: tuple[float, ...]
     wall_s: float = Field(default=0.0, description="seconds that the step took on the sender")
+    tally: Tally | None = Field(default=None, description="what is written down of the step")
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the step can be applied by it."""
+        return bool(self.vector) or self.tally is None
+
+    def shortened(self) -> "Vote":
+        """Without the vector, which has several numbers for each micro-batch."""
+        return self if self.tally is None else self.model_copy(update={"vector": ()})
 
 
 class Transfer(Value):

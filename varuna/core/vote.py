@@ -60,10 +60,27 @@ class VoteLayout(Value):
             lr=vector[self.flag("lr")],
         )
 
+    def tally(self, vector: Sequence[float]) -> "Tally":
+        """What is written down of the step.
+
+        Raises:
+            ValueError: the vector has another length.
+        """
+        totals = self.read(vector)
+        return Tally(loss=totals.loss, weight=totals.weight, counted=self.counted(vector))
+
     def counted(self, vector: Sequence[float]) -> int:
         """Micro-batches whose weight somebody wrote."""
         first, width = self.sections, 2 + len(self.metrics)
         return sum(weight != 0 for weight in vector[first + 1 : first + self.micro_batches * width : width])
+
+
+class Tally(Value):
+    """What is written down of a step."""
+
+    loss: float
+    weight: float
+    counted: int = Field(description="micro-batches whose weight somebody wrote")
 
 
 class StepTotals(Value):

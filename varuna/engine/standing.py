@@ -86,8 +86,13 @@ class Standing:
     # -- votes -----------------------------------------------------------------------------------------------
 
     def remember(self, vote: Vote) -> None:
-        """Keep the result of a vote, for whoever has not got it."""
+        """Keep the result of a vote, for whoever has not got it; of those before it what nobody has written down."""
         with self._lock:
+            if self._votes:
+                self._votes[-1] = self._votes[-1].shortened()
+            recorded = self._membership.recorded_step
+            while self._votes and self._votes[0].step <= recorded:
+                self._votes.popleft()
             self._votes.append(vote)
 
     def report_unrecorded(self) -> None:
@@ -108,7 +113,7 @@ class Standing:
         with self._lock:
             if self.stage is None:
                 raise WorkerError("was told to apply a step, but holds no state")
-            self._votes.append(directive.vote)
+            self.remember(directive.vote)
             apply_vote(self.stage, directive.vote.step, directive.vote.vector)
             self._report(directive.generation)
 

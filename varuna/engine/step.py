@@ -53,7 +53,11 @@ def run_step(
     with generation.span("vote", step):
         summed = generation.reducer.vote(step, vector)
     vote = Vote(
-        generation=generation.assignment.generation, step=step, vector=summed, wall_s=time.monotonic() - begin_s
+        generation=generation.assignment.generation,
+        step=step,
+        vector=summed,
+        wall_s=time.monotonic() - begin_s,
+        tally=layout_of(stage).tally(summed),
     )
     remember(vote)
     with generation.span("apply", step):

@@ -39,7 +39,7 @@ def _about_vote(fleet: Fleet, vote: Vote) -> str:
         return f"it has a vote of step {vote.step} of {fleet.job.steps}"
     plan = fleet.history[vote.generation].plan
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
-    if len(vote.vector) != layout.size:
+    if vote.is_whole and len(vote.vector) != layout.size:
         return f"its vote of step {vote.step} has {len(vote.vector)} numbers instead of {layout.size}"
     return ""
 

@@ -1,6 +1,6 @@
 """Votes, and the end of a generation: everybody stops, and one verdict on the step in flight binds all."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
@@ -19,8 +19,7 @@ def note_held(turn: Turn, name: str, held: Held) -> None:
         return
     if not isinstance(fleet.phase, Running | Stopping):
         return
-    valid = {vote.step: vote for vote in held.votes if _counts(fleet, vote)}
-    turn.update(votes={**valid, **fleet.votes})
+    turn.update(votes=_with(fleet.votes, (vote for vote in held.votes if _counts(fleet, vote))))
     if isinstance(fleet.phase, Stopping) and name in fleet.phase.applying:
         if held.next_step is not None and held.next_step < _newest_step(turn.fleet):
             return  # answered a Hold that crossed our Apply
@@ -33,7 +32,7 @@ def note_voted(turn: Turn, name: str, vote: Vote) -> None:
     fleet = turn.fleet
     if name not in fleet.members or vote.generation != fleet.generation or not _counts(fleet, vote):
         return
-    turn.update(votes={vote.step: vote, **fleet.votes})
+    turn.update(votes=_with(fleet.votes, [vote]))
     if not isinstance(fleet.phase, Stopping):  # there, Held may still bring older votes: settle keeps the order
         record_votes(turn)
 
@@ -52,6 +51,15 @@ def note_suspect(turn: Turn, name: str, suspect: Suspect) -> None:
 def _counts(fleet: Fleet, vote: Vote) -> bool:
     """Whether a vote belongs to this timeline and still matters."""
     return fleet.lineage <= vote.generation <= fleet.generation and vote.step > fleet.recorded_step
+
+
+def _with(known: Mapping[int, Vote], votes: Iterable[Vote]) -> dict[int, Vote]:
+    """The first word on a step stands, but a whole vote says more than its totals."""
+    both = dict(known)
+    for vote in votes:
+        if vote.step not in both or (vote.is_whole and not both[vote.step].is_whole):
+            both[vote.step] = vote
+    return both
 
 
 def record_votes(turn: Turn) -> None:
@@ -75,11 +83,12 @@ def _record(turn: Turn, vote: Vote) -> None:
     plan = fleet.history[vote.generation].plan
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
     try:
-        totals = layout.read(vote.vector)
+        tally = layout.tally(vote.vector) if vote.is_whole else vote.tally
     except ValueError as error:
         turn.end(1, f"the vote of step {vote.step} cannot be read: {error}. Do all machines run the same Varuna?")
         return
     every_s = turn.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
+    assert tally is not None
     turn.update(
         recorded_step=vote.step,
         recorded_s=turn.now_s,
@@ -92,9 +101,9 @@ def _record(turn: Turn, vote: Vote) -> None:
         StepRecorded(
             step=vote.step,
             generation=vote.generation,
-            loss=totals.loss,
-            weight=totals.weight,
-            counted=layout.counted(vote.vector),
+            loss=tally.loss,
+            weight=tally.weight,
+            counted=tally.counted,
             examples_per_s=plan.global_batch / vote.wall_s if vote.wall_s > 0 else 0.0,
             plan=plan,
         )
@@ -235,7 +244,8 @@ def judge(turn: Turn, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, 
         holding = fleet.workers[name].holding
         assert holding is not None
         in_grid = name in fleet.record.grid
-        if holding.next_step == newest - 1 and in_grid and vote is not None and vote.generation == fleet.generation:
+        may_apply = vote is not None and vote.is_whole and vote.generation == fleet.generation
+        if holding.next_step == newest - 1 and in_grid and may_apply:
             laggards.append(name)
         elif holding.next_step != newest or (not in_grid and fleet.record.rollback):
             if holding.next_step is not None and in_grid:

@@ -20,8 +20,8 @@ from varuna.core.messages import (
 from varuna.core.times import merged
 from varuna.fleet.protocol import Charge, Exited
 
-_VOTES_KEPT = 1024
-"""Steps that nobody has recorded: the manager may be away for as many."""
+_VOTES_KEPT = 16_384
+"""Steps that nobody has recorded: the manager may be away for as many. All but the newest are a few numbers each."""
 _SAVES_KEPT = 2
 """Checkpoints whose shards are remembered: nobody says here which ones are complete, and the next may be under way."""
 
@@ -54,6 +54,8 @@ class Ward:
             case Beat():
                 self.beat, self.step = _joined(self.beat, message), max(self.step, message.step)
             case Voted():
+                if self.votes:
+                    self.votes[-1] = Voted(vote=self.votes[-1].vote.shortened())
                 self.votes.append(message)
             case Suspect():
                 self.suspect = message

@@ -5,10 +5,11 @@ import pytest
 from tests.unit.fleet.support import Driver, sends, two_stages
 from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFlag, Recorded, Saved, Suspect
 from varuna.core.saved import SavedShard
+from varuna.core.vote import VoteLayout
 from varuna.fleet.events import DrainRequested, FinishRequested, NodeHeard, NodeParted, Tick, WorkerSpawned
 from varuna.fleet.instructions import Kill, Publish
 from varuna.fleet.state import Checkpoint, FleetConfig, Idle, Running, Stopping
-from varuna.fleet.story import GenerationStarted, Notice, VerdictReached, WorkerLost
+from varuna.fleet.story import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 from varuna.fleet.worker import Standing
 
 
@@ -275,6 +276,21 @@ def test_a_closed_connection_alone_is_none_while_steps_go_on() -> None:
     driver.wait(2, hidden=("d",))
     assert not lost(driver)
     assert driver.fleet.is_joined("w3")
+
+
+def test_steps_of_a_long_absence_are_recorded_by_their_totals_and_the_newest_vote_still_decides() -> None:
+    driver = on_machines("abcd")
+    plan = driver.fleet.record.plan
+    layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
+    votes = [driver.vote(step) for step in range(2, 9)]
+    votes = [vote.model_copy(update={"tally": layout.tally(vote.vector)}) for vote in votes]
+    driver.kill("w0")
+    driver.held("w1", 8, votes=(*(vote.shortened() for vote in votes[:5]), votes[5]))
+    driver.held("w2", 8, votes=(votes[5],))
+    told = driver.held("w3", 9, votes=(votes[5].shortened(), votes[6]))
+    assert [event.step for event in driver.told(StepRecorded)] == list(range(9))
+    assert {event.loss for event in driver.told(StepRecorded)} == {float(step) for step in range(9)}
+    assert [(name, message.vote) for name, message in sends(told, Apply)] == [("w1", votes[6]), ("w2", votes[6])]
 
 
 # -- what is said to whom ---------------------------------------------------------------------------------------

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import make_job, make_plan, make_vote
-from varuna.core.messages import Assign, Assignment, Beat, Held, Hello, Leaving, Recorded, Saved, Suspect, Voted
+from varuna.core.messages import Assign, Assignment, Beat, Held, Hello, Leaving, Recorded, Saved, Suspect, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.times import RankTimes
+from varuna.core.vote import VoteLayout
 from varuna.fleet import forwarder as forwarder_module
 from varuna.fleet import logs as logs_module
 from varuna.fleet.forwarder import LogForwarder
 from varuna.fleet.logs import LogKeeper
-from varuna.fleet.protocol import Output
+from varuna.fleet.member import MAX_FRAME_BYTES
+from varuna.fleet.protocol import Greet, JobIdentity, Output
 from varuna.fleet.wards import Ward
 
 PLAN = make_plan(make_job(), 2, None)
@@ -48,6 +50,22 @@ def test_what_nobody_has_recorded_is_said_again_and_nothing_else() -> None:
     w.told(Recorded(step=2))
     assert w.charge().said == (HELLO, *votes[3:])
     assert w.charge().generation == 0
+
+
+def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
+    """Thousands of steps of thousands of micro-batches: all but the newest vote are totals."""
+    plan = PLAN.model_copy(update={"global_batch": 2 * 8192})
+    layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
+    vector = tuple(1.0 / (1 + place) for place in range(layout.size))
+    w, tally = ward(), layout.tally(vector)
+    for step in range(4000):
+        w.hear(Voted(vote=Vote(generation=0, step=step, vector=vector, tally=tally)))
+    said = [message.vote for message in w.charge().said if isinstance(message, Voted)]
+    assert [vote.step for vote in said] == list(range(4000))
+    assert [vote.is_whole for vote in said] == [False] * 3999 + [True]
+    greet = Greet(session="s", job=JobIdentity(version="1", script="s", script_sha256="", args_sha256=""))
+    size_bytes = len(greet.model_copy(update={"charges": (w.charge(),)}).model_dump_json())
+    assert size_bytes < MAX_FRAME_BYTES / 20
 
 
 def test_standing_still_is_remembered_until_there_is_a_new_part() -> None:
