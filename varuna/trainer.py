@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna import arguments as given
+from varuna.checks.mixing import check_mixing
 from varuna.checks.selfcheck import SelfCheck
 from varuna.configured import Configured
 from varuna.core.errors import UsageError
@@ -69,6 +70,7 @@ class Trainer:
         lr_scheduler: SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
         micro_batch: int | None = None,
+        per_micro_batch: bool = False,
         cut_points: int | None = None,
         cut_at: Sequence[str] | None = None,
         lengths: Sequence[int] | None = None,
@@ -97,8 +99,7 @@ class Trainer:
                 called on each worker with the parameters of its stage.
             global_batch: examples per optimizer step, whatever the workers.
             loss: ``fn(output, batch)``, a scalar mean.
-            weight: ``fn(batch)``: how much a micro-batch counts. Default: the targets that the model's cross-entropy
-                averages over, else examples.
+            weight: ``fn(batch)``: how much a micro-batch counts. Default: as its loss says, term by term.
             collate: list of samples -> dict of tensors whose first dimension is the batch. Default: stack.
             seed: of initialisation, sample order and dropout.
             weights: safetensors file or folder (as of ``save_pretrained``) to start from; each worker reads what its
@@ -107,8 +108,8 @@ class Trainer:
                 draws every parameter by itself, so that no worker ever holds the whole model.
             lr_scheduler: builds a torch scheduler from the optimizer; steps once per committed step.
             clip_grad_norm: largest global L2 norm of the gradients.
-            micro_batch: examples that flow through the pipeline at a time. Default: chosen once for the run. A model
-                with batch normalisation needs it.
+            micro_batch: examples at a time. Default: chosen once for the run. Batch normalisation needs it.
+            per_micro_batch: with ``micro_batch``: compute a loss that mixes examples within each micro-batch.
             cut_points: wished number of places where the model may be cut. Default: wherever little crosses.
             cut_at: names of modules, as in ``named_modules()``: cut where each is entered, and nowhere else.
             lengths: sizes that dimension 1 of the collated tensors may have, one for all of a micro-batch. Default: the
@@ -151,7 +152,7 @@ class Trainer:
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
         self._source, self._collate = SampleSource(dataset, seed=seed, collate=collate), collate
         self._optimizer, self._scheduler, self._weight = optimizer, lr_scheduler, weight
-        self.checks = SelfCheck(self.recipe, self._source, weight, micro_batch)
+        self.checks = SelfCheck(self.recipe, self._source, weight, micro_batch, per_micro_batch)
         self._global_batch, self._micro_batch, self._cut_points = global_batch, micro_batch, cut_points
         self._choose, self._lengths = chooser(cut_at, cut_points), check_lengths(lengths)
         self._seed, self._clip, self.before_step = seed, clip_grad_norm, before_step
@@ -385,6 +386,7 @@ class Trainer:
             saver = Saver(store, self._every, membership.saved, membership.unsaved)
         model = self.partition()
         given.check_normalisation(self._micro_batch, batch_dependent=model.facts.batch_dependent)
+        check_mixing(model, self._micro_batch, accepted=self.checks.per_micro_batch)
         self._session = self.session(n, membership, model, self.beginning(model), saver=saver)
         atexit.register(self._session.close)
         return self._session

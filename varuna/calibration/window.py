@@ -20,6 +20,7 @@ from varuna.engine.section import Examples, SectionRunner, Tape
 from varuna.engine.stage import Left, Stage
 from varuna.partition.beginning import Beginning
 from varuna.partition.split import Crossing
+from varuna.partition.weighing import completed
 
 Times = dict[int, float]
 """By section: seconds."""
@@ -71,7 +72,7 @@ class Window:
     def round(self, batch: Mapping[str, Tensor], examples: int) -> Pass:
         """F, then R and B, then R, I and W, of one micro-batch, as a stage in the middle of a run does them."""
         split, device = self.job.model.split, self.job.device
-        inputs = Examples(self.job.lanes.links.up(batch), examples)
+        inputs = Examples(self.job.lanes.links.up(completed(self.job.model, batch, self.job.buffers)), examples)
         out = () if self.stage.is_last else split.crossings[self.stop]
         behind = [crossing for crossing in out if crossing.differentiable]
         values = _made_up(split.crossings[self.first], examples, device)

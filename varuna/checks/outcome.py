@@ -30,6 +30,10 @@ class Part:
     indices: tuple[int, ...]
     """into the dataset"""
     weight: float
+    numbers: Mapping[str, Tensor] = field(default_factory=dict)
+    """of the whole batch, where its loss has terms that count different things"""
+    adds_up: bool = False
+    """its loss, as sections make it, is its part of the whole batch's, rather than a mean"""
 
     @property
     def size(self) -> int:
@@ -113,12 +117,18 @@ def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *,
     with controlled(draws):
         for part in parts:
             graph = model.graphs[variant_of(model, part.tensors, part.indices)]
-            loss, statistics = _run(graph, initial, buffers, part, part.weight / total, sums)
+            loss, statistics = _run(graph, initial, buffers, part, _share(part, total), sums)
             found.append(loss)
             noted.append((graph, statistics))
         for graph, statistics in noted:  # the commit
             _update(graph, buffers, statistics)
-    return Outcome(tuple(found), _mean(found, parts), sums, buffers)
+    loss = sum(loss * _share(part, total) for loss, part in zip(found, parts, strict=True) if part.weight)
+    return Outcome(tuple(found), loss, sums, buffers)
+
+
+def _share(part: Part, total: float) -> float:
+    """What a part's loss counts, as sections make it."""
+    return float(part.weight > 0) if part.adds_up else part.weight / total
 
 
 def _total(parts: Sequence[Part]) -> float:
@@ -144,7 +154,7 @@ def _run(
 ) -> tuple[float, dict[str, Tensor]]:
     """Loss and statistics of one micro-batch; its gradients, times its share of the weight, are added to ``sums``."""
     crossings = {each.name: each for into in model.split.crossings for each in into}
-    examples = Examples(part.tensors, part.size)
+    examples = Examples({**part.tensors, **part.numbers}, part.size)
     values: dict[str, Tensor] = {}
     statistics: dict[str, Tensor] = {}
     tapes: list[Tape] = []

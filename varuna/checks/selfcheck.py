@@ -10,14 +10,18 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from torch import Tensor
+
 from varuna.checks import probes
 from varuna.checks.assumptions import check_assumptions
 from varuna.checks.cause import Cause, Evidence, cause_of, refused
 from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, differences, errors
 from varuna.checks.draws import NoDraws, SameDraws
-from varuna.checks.outcome import Draws, Outcome, Part, controlled, in_turn, plainly
+from varuna.checks.mixing import try_mixing
+from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
 from varuna.checks.samples import Undisturbed, choose_positions, read_twice
 from varuna.checks.states import changed, marks, plain_values
+from varuna.checks.weighing import check_weighing
 from varuna.core.errors import ModelError
 from varuna.core.saying import say
 from varuna.data.samples import SampleSource
@@ -27,7 +31,7 @@ from varuna.partition.inputs import check_inputs
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.watching import gradient_hooks
-from varuna.partition.weighing import WeightFunction, check_weighing, weight_of
+from varuna.partition.weighing import WeightFunction, numbers_of, weight_of
 
 _SAMPLES = 4
 """Of each declared length."""
@@ -61,6 +65,8 @@ class SelfCheck:
     """the user's weight of a micro-batch, if any"""
     micro_batch: int | None
     """examples, if the user fixed it"""
+    per_micro_batch: bool = False
+    """the loss may mix the examples of a micro-batch of that size"""
 
     def run(self, model: PartitionedModel, initial: Initial) -> None:
         """All that is looked at before a fresh run, on a whole model that nobody needs afterwards; says the result.
@@ -89,8 +95,10 @@ class SelfCheck:
             model, self.source, 2 * min(self.micro_batch or _SAMPLES, _SAMPLES) if fixed else _SAMPLES
         )
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
-        with controlled(NoDraws):  # a loss that draws is compared with its parts as if it drew the middle each time
-            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight, fixed=fixed)
+        mixes = fixed and self.per_micro_batch and any(graph.mixing for graph in model.graphs)
+        if not mixes:
+            try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
+            check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight)
         if not (fixed or model.facts.batch_dependent):
             for divided in (check.divided(positions) for positions in groups if len(positions) > 1):
                 if isinstance(divided, str):
@@ -165,6 +173,7 @@ class _Check:
             losses = LossModule(initial.module, self.job.recipe)
             parts = self._parts(positions, initial)
             whole = [self._part(positions, initial)]
+            parts = self._adding_up(parts, initial)
             if not sum(part.weight for part in parts):
                 return "micro-batches with the whole batch, since the samples have no targets"
             fixed = partial(_again, draws)
@@ -193,12 +202,26 @@ class _Check:
         )
         return [self._part(each, initial) for each in (positions[: first or 1], positions[first or 1 :]) if each]
 
+    def _adding_up(self, parts: Sequence[Part], initial: Initial) -> list[Part]:
+        """Parts that know the whole batch, where the terms of the loss count different things."""
+        batches = [part.tensors for part in parts]
+        graph = self.model.graphs[variant_of(self.model, batches[0], parts[0].indices)]
+        if graph.whole is None:
+            return list(parts)
+        numbers = numbers_of(graph, batches, initial.buffers)
+        each = zip(parts, numbers, strict=True)
+        return [replace(part, weight=1.0, numbers=known, adds_up=True) for part, known in each]
+
     def _part(self, positions: Sequence[int], initial: Initial) -> Part:
         batch = self.job.source.micro_batch(list(positions))
         graph = self.model.graphs[variant_of(self.model, batch.tensors, batch.indices)]
         check_inputs(graph.inputs, batch.tensors, batch.indices)
         weight = weight_of(self.model, self.job.weight, batch.tensors, initial.buffers)
-        return Part(batch.tensors, batch.indices, weight)
+        numbers: dict[str, Tensor] = {}
+        if graph.whole is not None:
+            (numbers,) = numbers_of(graph, [batch.tensors], initial.buffers)
+            weight *= all(bool((number != 0).all()) for number in numbers.values())  # the mean of nothing is NaN
+        return Part(batch.tensors, batch.indices, weight, numbers)
 
     @property
     def _tolerance(self) -> Tolerance:

@@ -12,7 +12,9 @@ from varuna.checks.compare import errors
 from varuna.checks.outcome import Part, in_turn, plainly
 from varuna.partition.capture import LossModule, Recipe
 from varuna.partition.initialise import Initial
+from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.weighing import numbers_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Verification:
 
 def verify(model: PartitionedModel, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor]) -> Verification:
     """Run one batch through both; no gradient (an expert without tokens) is one of zeros."""
-    whole = [Part(batch, (), 1.0)]
+    graph = model.graphs[variant_of(model, batch, ())]
+    (numbers,) = numbers_of(graph, [batch], initial.buffers)
+    whole = [Part(batch, (), 1.0, numbers)]
     expected = plainly(LossModule(initial.module.train(), recipe), whole)
     found = errors(in_turn(model, initial, whole), expected)
     return Verification(found.loss, found.gradient, found.parameter)

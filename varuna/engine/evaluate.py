@@ -24,6 +24,7 @@ from varuna.engine.losses import WeightFunction, sums_of
 from varuna.engine.message import Layout
 from varuna.engine.patience import Awaited
 from varuna.engine.stage import flow_on
+from varuna.engine.whole import WholeBatch
 from varuna.partition.conditions import check_conditions
 from varuna.partition.model import PartitionedModel
 from varuna.partition.split import Crossing
@@ -89,6 +90,7 @@ class _Pipeline:
         self._variants = Variants(work.model, self._inbox)
         self._keys = self._input_keys()
         reads = self._keys is None or bool(self._keys)
+        self._whole = WholeBatch(work.model, {**self._stage.job.buffers, **buffers}, self._plan, rank, self._inbox)
         self._loader = Loader(work.source, deliver=self._deliver) if reads else None
         self._downstream = self._open_links()
 
@@ -160,6 +162,8 @@ class _Pipeline:
 
     def run(self) -> Sums:
         """All chunks; behind each, the ranks meet."""
+        if self._whole.used:
+            self._count()
         if self._loader is not None:
             wanted = [(micro_batch, list(self._plan.samples_of(micro_batch))) for micro_batch in self._mine]
             self._loader.request(self._work.number, wanted, self._keys)
@@ -167,6 +171,42 @@ class _Pipeline:
         for first in range(0, self._longest, self._chunk):
             rows.append(self._meet(first, [self._forward(j) for j in self._mine[first : first + self._chunk]]))
         return _summed(torch.cat(rows), self._work.model.metrics)
+
+    def _count(self) -> None:
+        """Numbers of all examples: where loss terms count different things, those samples are read twice."""
+        work = self._work
+        counters = [graph.whole.counter for graph in work.model.graphs if graph.whole is not None]
+        keys = [key for counter in counters if counter is not None for key in counter.inputs]
+        loader: Loader
+
+        def deliver(number: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
+            try:
+                self._whole.note(number, micro_batch, batch)
+            except DataError as error:  # its forward says so too
+                self._whole.note(number, micro_batch, error)
+            loader.taken()
+
+        if self._whole.counts:
+            loader = Loader(work.source, deliver=deliver)
+            wanted = [(micro_batch, list(self._plan.samples_of(micro_batch))) for micro_batch in self._mine]
+            loader.request(work.number, wanted, (*keys, *work.model.length_keys[:1]))
+        try:
+            self._whole.begin(work.number, self._add_up)
+            self._whole.settle(self._added_up)
+        finally:
+            if self._whole.counts:
+                loader.close(timeout_s=0.0)
+
+    def _add_up(self, table: Tensor) -> None:
+        group, key = self._generation.groups.vote, ("evaluation's counts", self._work.number)
+        if group is None:
+            self._inbox.put(key, None)
+        else:
+            self._courier.submit(key, lambda: group.all_reduce(table))
+
+    def _added_up(self) -> None:
+        key = ("evaluation's counts", self._work.number)
+        self._take(key, "what the other ranks counted for an evaluation")
 
     def _forward(self, micro_batch: int) -> list[float]:
         """One micro-batch through this stage; its sums, on the last one."""
@@ -194,13 +234,14 @@ class _Pipeline:
         if batch is not None and stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, {**stage.job.buffers, **work.buffers})
         size = len(self._plan.samples_of(micro_batch))
-        examples = examples_of(batch, size, graph.inputs, lane, variant)
+        numbers = self._whole.numbers(variant, size)
+        examples = examples_of(batch, size, graph.inputs, lane, variant, numbers)
         made: tuple[Tensor, ...] = ()
         for runner in self._runners[variant]:
             made = runner.forward(flowing, examples, 0, micro_batch)
             flowing = flow_on(graph, flowing, runner, made)
         if self._downstream is None:
-            return sums_of(work.model, work.weigh, micro_batch, made, examples, batch)
+            return sums_of(work.model, work.weigh, micro_batch, made, examples, batch, work.examples)
         out = self._layout(micro_batch, stage.sections.stop)
         self._downstream.send(out.pack(flowing, list(batch.digests) if batch else digests, lane))
         return []

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from torch import Tensor
+
 from varuna.data.samples import MicroBatch
 from varuna.engine.lanes import Lane
 from varuna.engine.section import Examples
@@ -9,14 +11,22 @@ from varuna.partition.inputs import InputLayout, check_inputs
 
 
 def examples_of(
-    batch: MicroBatch | None, size: int, layouts: Mapping[str, InputLayout], lane: Lane, variant: int = 0
+    batch: MicroBatch | None,
+    size: int,
+    layouts: Mapping[str, InputLayout],
+    lane: Lane,
+    variant: int = 0,
+    numbers: Mapping[str, Tensor] | None = None,
 ) -> Examples:
-    """The inputs of ``size`` examples, by ``lane``; none for a stage that reads no samples.
+    """The inputs of ``size`` examples and ``numbers`` of the whole batch, by ``lane``.
+
+    A stage that reads no samples has none of the former.
 
     Raises:
         DataError: a shape or dtype is not what the model was captured with.
     """
-    if batch is None:
-        return Examples({}, size, variant)
-    check_inputs(layouts, batch.tensors, batch.indices)
-    return Examples(lane.up(batch.tensors), size, variant)
+    given = dict(numbers or {})
+    if batch is not None:
+        check_inputs(layouts, batch.tensors, batch.indices)
+        given.update(batch.tensors)
+    return Examples(lane.up(given) if given else {}, size, variant)

@@ -19,8 +19,11 @@ def sums_of(
     results: Sequence[Tensor],
     examples: Examples,
     batch: MicroBatch | None,
+    global_batch: int,
 ) -> list[float]:
     """[weighted loss, weight, metric sums...] from what the last section made of a micro-batch.
+
+    Where the terms of a loss count different things, it is the micro-batch's part of the loss of ``global_batch``.
 
     Raises:
         DataError: the user's weight is negative or not finite.
@@ -32,5 +35,7 @@ def sums_of(
         weight = float(results[1]) if model.counts_targets else float(examples.size)
     if not 0 <= weight < float("inf"):
         raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite, >= 0")
+    if model.whole is not None:
+        return [float(loss) * global_batch, weight, *(float(value) for value in sums)]
     weighted = float(loss) * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing
     return [weighted, weight, *(float(value) for value in sums)]

@@ -116,6 +116,21 @@ class Reducer:
 
         return StageExchange(rows, self._stage.owned)
 
+    def add_up(self, step: int, table: Tensor) -> None:
+        """Start to sum what the ranks have counted of the step's samples, in place."""
+        group = self._groups.vote
+        if group is None:
+            self._inbox.put(("counted", step), None)
+        else:
+            self._votes.submit(("counted", step), lambda: group.all_reduce(table))
+
+    def added_up(self, step: int) -> None:
+        """Wait until that is done."""
+        plan, last = self._plan, self._plan.stages - 1
+        counting = (plan.rank_of(replica, last) for replica in range(plan.replicas))
+        on = tuple(rank for rank in counting if rank != self._rank)
+        self._take(("counted", step), f"what the other replicas counted (step {step})", on)
+
     def tally(self, step: int, vector: Tensor) -> tuple[float, ...]:
         """Sum what will be voted on: nobody may commit on it."""
         group, known = self._groups.vote, vector.clone()

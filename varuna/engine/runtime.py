@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna.core.errors import DataError
 from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD, Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
@@ -29,6 +28,7 @@ from varuna.engine.section import Examples, Tape
 from varuna.engine.stage import Left, Stage
 from varuna.engine.stash import Stash, Waiting
 from varuna.engine.timing import StepTimes
+from varuna.engine.whole import WholeBatch
 from varuna.observe.bus import span
 from varuna.partition.conditions import check_conditions
 from varuna.schedule.actions import Action, Kind
@@ -45,6 +45,7 @@ class _Flight:
     """examples"""
     variant: int
     weight: float = 0.0
+    """the gradient of the global batch's sum with respect to the loss"""
     tapes: list[Tape] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
@@ -87,7 +88,9 @@ class Runtime:
         self._stash, job = Stash(()), stage.job
         self._ferry: Ferry | None = ferry_of(job.device, job.lanes.streams) if plan.stash_on_device else None
         self._keys = self._input_keys()
-        self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD) if self._reads_inputs else None
+        self._whole = WholeBatch(job.model, job.buffers, plan, rank, inbox)
+        ahead = SAMPLES_AHEAD + self._whole.ahead
+        self._loader = Loader(source, deliver=self._deliver, lookahead=ahead) if self._reads_inputs else None
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = self._forwards = 0
         self._kept = len(plan.kept_sections_of(stage.index))
@@ -176,6 +179,9 @@ class Runtime:
         begin_s = time.monotonic()
         self._request(step)
         self._variants.forget(step)
+        self._whole.begin(step, lambda table: self._reducer.add_up(step, table))
+        if self._whole.reads:
+            self._whole.settle(lambda: self._reducer.added_up(step))
         self._stage.clear_gradients()
         self.losses = []
         self._inputs_in = self._gradients_in = self._forwards = 0
@@ -200,6 +206,7 @@ class Runtime:
                 self._act(step, action, policy, flights)
             policy.done(action)
             pace.acted(action)
+        self._whole.settle(lambda: self._reducer.added_up(step))
         self.times = pace.finish()
         self._stage.truths.check(self._source, self._plan, step)
 
@@ -233,8 +240,11 @@ class Runtime:
         if isinstance(batch, MicroBatch):
             try:
                 self._variants.note(step, micro_batch, batch)
-            except DataError as error:
+                self._whole.note(step, micro_batch, batch)
+            except Exception as error:  # noqa: BLE001 - for the thread that needs it
                 found = error
+        if isinstance(found, BaseException):
+            self._whole.note(step, micro_batch, found)
         self._inbox.put(("batch", step, micro_batch), found)
 
     def _arrived(self, step: int, policy: Policy) -> tuple[int, int]:
@@ -321,9 +331,10 @@ class Runtime:
             self._forwards += 1
         else:
             model = stage.job.model
-            sums = sums_of(model, self._weight, micro_batch, results, examples, batch)
+            global_batch = self._plan.global_batch
+            sums = sums_of(model, self._weight, micro_batch, results, examples, batch, global_batch)
             self.losses.append((micro_batch, sums))
-            flight.weight = sums[1]
+            flight.weight = float(global_batch) if self._whole.used else sums[1]
         return flight
 
     def _recompute(self, step: int, micro_batch: int, flight: _Flight, *, split: bool) -> None:
@@ -396,4 +407,4 @@ class Runtime:
         graph, job = self._graphs[variant], self._stage.job
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, job.buffers)
-        return examples_of(batch, size, graph.inputs, self._lane, variant)
+        return examples_of(batch, size, graph.inputs, self._lane, variant, self._whole.numbers(variant, size))

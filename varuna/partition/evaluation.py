@@ -40,7 +40,7 @@ def _one(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -
     found = partition(
         replace(recipe, training=False),
         shaped,
-        count_targets=model.counts_targets,
+        count_targets=model.counts_targets or model.whole is not None,
         choose=same_places(model.operations, model.cuts, nearest=True),
     )
     for one, two in zip(model.sections, found.sections, strict=True):
@@ -50,7 +50,8 @@ def _one(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -
                 f"in evaluation mode section {one.index} ({one.label}) needs parameters that it does not train with: "
                 f"{', '.join(sorted(more)[:5])}. Evaluate this model from trainer.export(path) in plain PyTorch."
             )
-    if found.metrics != model.metrics or found.counts_targets != model.counts_targets:
+    apart = (found.whole is None) != (model.whole is None)
+    if apart or found.metrics != model.metrics or found.counts_targets != model.counts_targets:
         raise ModelError(
             "in evaluation mode the model's loss is computed in another way, so it cannot be weighed as in training. "
             "Evaluate this model from trainer.export(path) in plain PyTorch."

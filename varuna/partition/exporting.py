@@ -7,15 +7,18 @@ parameters, too. Such branches are kept, and every batch must go the same way (`
 """
 
 import logging
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch.export import _trace as _torch_trace
+from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
 from varuna.partition.branches import Comparing, general_sizes
@@ -82,7 +85,7 @@ def export(
 def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
     def attempt(batch: Any) -> torch.export.ExportedProgram:
         dynamic = ({key: {0: batch} for key in fake},)
-        with kept_functions(), general_sizes():
+        with kept_functions(), general_sizes(), _lines_of_functions():
             return torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic)
 
     try:
@@ -108,6 +111,24 @@ def _silent() -> Iterator[None]:
     finally:
         del _trace.print
         logger.setLevel(level)
+
+
+@contextmanager
+def _lines_of_functions() -> Iterator[None]:
+    """Operations remember the lines of all of the user's functions, such as ``loss=``; export keeps forward() only."""
+    original = TracerBase._filter_traceback_frames
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+    def frames(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
+        begin = next((i for i, frame in enumerate(stack) if frame.name == "forward"), len(stack))
+        kept = [each for each in stack[begin:] if each.name == "forward" or not each.filename.startswith(skipped)]
+        return traceback.StackSummary.from_list(kept)
+
+    TracerBase._filter_traceback_frames = frames  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
 
 
 @contextmanager

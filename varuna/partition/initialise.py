@@ -42,10 +42,11 @@ def _described(module: nn.Module) -> Initial:
 
 
 def needed_buffers(model: PartitionedModel) -> frozenset[str]:
-    """Buffers that any section, the count of targets, or a condition, reads or updates."""
+    """Buffers that any section, the counts of targets, or a condition, reads or updates."""
     found: set[str] = set()
     for graph in model.graphs:
         found.update(() if graph.counter is None else graph.counter.buffers)
+        found.update(() if graph.whole is None else graph.whole.buffers)
         found.update(() if graph.conditions is None else graph.conditions.buffers)
         found.update(*((*section.buffers, *section.updated) for section in graph.sections))
     return frozenset(found)

@@ -140,8 +140,16 @@ def _check_same(longest: PartitionedModel, its: int, other: PartitionedModel, le
             raise ModelError(
                 f"section {one.index} ({one.label}) differs between lengths {its} and {length}: {_DIFFERENT}"
             )
-    if longest.counts_targets != other.counts_targets or longest.facts.tied != other.facts.tied:
+    unlike = _counted(longest) != _counted(other)
+    if unlike or longest.counts_targets != other.counts_targets or longest.facts.tied != other.facts.tied:
         raise ModelError(f"the model differs between lengths {its} and {length}: {_DIFFERENT}")
+
+
+def _counted(model: PartitionedModel) -> object:
+    """What is added up over micro-batches of all lengths."""
+    return (
+        None if model.whole is None else (model.whole.keys, [(leaf.shape, leaf.dtype) for leaf in model.whole.leaves])
+    )
 
 
 def at_longest(model: PartitionedModel, batch: Batch) -> dict[str, Tensor]:

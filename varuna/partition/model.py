@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
@@ -20,9 +21,13 @@ from varuna.partition.inputs import InputLayout, layouts_of
 from varuna.partition.operations import Operation, operation
 from varuna.partition.simplify import simplify
 from varuna.partition.split import Crossing, SectionGraph, Split, section_graph, split
+from varuna.partition.splitting import CannotCountError, Splitting
 from varuna.partition.strides import settle_strides
+from varuna.partition.terms import Mixing, Terms, mixing_of, place_of, terms_of
+from varuna.partition.trial import Trial, trial_of
 from varuna.partition.update import OptimizerFactory, Update, try_update
-from varuna.partition.weight import add_target_count
+from varuna.partition.weight import add_count
+from varuna.partition.whole import PREFIX, Whole
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
 """Positions to cut behind, ascending, where ``Flow.live_bytes`` allows it."""
@@ -43,6 +48,12 @@ class PartitionedModel:
     metrics: tuple[str, ...]
     counter: SectionGraph | None
     """counts the targets of a batch from its inputs; None: examples are counted"""
+    whole: Whole | None
+    """what sections must know of the whole batch, where the terms of the loss count different things"""
+    mixing: tuple[Mixing, ...]
+    """operations by which the examples of a batch get into each other's losses, or may"""
+    trial: Trial | None
+    """decides about those that only may"""
     inputs: Mapping[str, InputLayout]
     """what each key of the batch that the graph reads was captured with"""
     operations: tuple[Operation, ...]
@@ -85,6 +96,10 @@ class PartitionedModel:
         """
         mine = list(sections)
         wanted = [key for graph in self.graphs for section in mine for key in graph.sections[section].inputs]
+        wanted = [key for key in wanted if not key.startswith(PREFIX)]
+        if len(self.sections) - 1 in mine:  # that stage counts
+            counters = [graph.whole.counter for graph in self.graphs if graph.whole is not None]
+            wanted += [key for counter in counters if counter is not None for key in counter.inputs]
         if 0 in mine:
             wanted += [key for graph in self.graphs if graph.conditions for key in graph.conditions.inputs]
         return tuple(dict.fromkeys((*wanted, *self.length_keys[:1])))
@@ -121,7 +136,8 @@ def partition(
     captured = capture(recipe, batch)
     simplify(captured)
     settle_strides(captured)
-    counter = add_target_count(captured) if count_targets else None
+    terms = terms_of(captured)
+    counter, splitting, mixing = _weigh(captured, terms, count_targets=count_targets)
     output = next(node for node in captured.graph.nodes if node.op == "output")
     results = [output.args[0][0], *([counter] if counter else []), *output.args[0][1:]]
     if counter is not None:
@@ -142,8 +158,12 @@ def partition(
         )
     divided = split(flow, cuts, results, updates)
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
-    readers = (*divided.sections, *([count] if count else ()))
-    inputs = layouts_of(batch, (*(key for reader in readers for key in reader.inputs), *captured.condition_inputs))
+    whole = None if splitting is None else splitting.whole(flow, len(divided.sections))
+    trial = trial_of(flow, terms, len(divided.sections))
+    counters = (count, None if trial is None else trial.graph, None if whole is None else whole.counter)
+    readers = (*divided.sections, *(reader for reader in counters if reader is not None))
+    read = (key for reader in readers for key in reader.inputs if not key.startswith(PREFIX))
+    inputs = layouts_of(batch, (*read, *captured.condition_inputs))
     trainable = {name: captured.shapes[name] + (2,) * (name in captured.pairs) for name in captured.trainable}
     parameters = [section.parameters for section in divided.sections]
     update = try_update(optimizer, trainable, parameters, on_cpu=on_cpu) if optimizer else None
@@ -157,12 +177,41 @@ def partition(
         constants=captured.constants,
         metrics=captured.metrics,
         counter=count,
+        whole=whole,
+        mixing=mixing,
+        trial=trial,
         inputs=inputs,
         visits_all=captured.visits_all,
         conditions=captured.conditions,
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),
     )
+
+
+def _weigh(
+    captured: Capture, terms: Terms, *, count_targets: bool
+) -> tuple[Node | None, Splitting | None, tuple[Mixing, ...]]:
+    """The node that counts what the loss is a mean of; or the rewritten terms; and what mixes examples."""
+    mixing = mixing_of(terms)
+    if not count_targets:
+        return None, None, mixing
+    if terms.single is not None:
+        return add_count(captured, terms.single), None, mixing
+    splitting = Splitting(captured, terms)
+    try:
+        splitting.rewrite()
+    except CannotCountError as error:
+        raise ModelError(
+            f"the loss divides by a number of the whole batch{_at(error.node)} that cannot be counted for each part of "
+            "the batch and added up. Sums, counts and sizes of inputs can. Pass weight=fn(batch) that returns what the "
+            "loss averages over, or change the divisor."
+        ) from error
+    return None, splitting, mixing
+
+
+def _at(node: Node) -> str:
+    where = place_of(node)
+    return f", at {where}," if where else ""
 
 
 def _facts(
@@ -210,7 +259,7 @@ def _facts(
                 split_bytes=footprint.split_bytes if footprint and not is_free else None,
                 split_fixed_bytes=footprint.split_fixed_bytes if footprint and not is_free else 0,
                 queued_bytes=footprint.queued_bytes if footprint and not is_free else None,
-                input_bytes=sum(inputs[key].size_bytes for key in section.inputs if key not in read),
+                input_bytes=sum(inputs[k].size_bytes for k in section.inputs if k in inputs and k not in read),
                 boundary_bytes=sum(map(_example_bytes, leaving)),
                 gradient_boundary_bytes=None if len(back) == len(leaving) else sum(map(_example_bytes, back)),
                 gradient_free=is_free,

@@ -31,6 +31,7 @@ from varuna.partition.initialise import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.tags import Ledger, Suspicion, Tag, TagMode
+from varuna.partition.weighing import completed
 
 _STEPS = 2
 _BLOWN_UP = 4096.0
@@ -85,7 +86,10 @@ def _watched_step(
         for section, bucket in stage.buckets.items():
             ledger.tag(bucket.flat, Tag(frozenset({section}), bucket.names))
         ledger.cross((*batch.values(), *job.buffers.values(), *job.model.constants.values()))
-        _forward_and_backward(stage, Examples(batch, size, variant_of(job.model, batch, ())), ledger)
+        variant = variant_of(job.model, batch, ())
+        with ledger.aside():
+            given = completed(job.model.graphs[variant], batch, job.buffers)
+        _forward_and_backward(stage, Examples(given, size, variant), ledger)
         with ledger.aside():
             gradients = _gradients(stage)
         for step in range(_STEPS):

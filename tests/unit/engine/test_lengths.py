@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Setup, Tokens, single_threaded, tiny_llama
 from varuna.checks.verify import verify
+from varuna.checks.weighing import check_weighing
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.data import sample_index
 from varuna.data.samples import SampleSource
@@ -15,7 +16,6 @@ from varuna.engine.session import Session
 from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.lengths import check_lengths, partition_lengths, variant_of
-from varuna.partition.weighing import check_weighing
 
 LENGTHS = (6, 12, 16)
 

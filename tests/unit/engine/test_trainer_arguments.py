@@ -143,9 +143,9 @@ def test_a_folder_that_cannot_be_written_is_found_out_before_the_model_is_built(
     assert built == []
 
 
-def test_a_loss_that_is_no_mean_ends_the_run_with_the_remedy_and_does_not_hang() -> None:
-    with pytest.raises(ModelError, match=r"weight=fn\(batch\)"):
-        next(trainer(loss=lambda output, batch: output * batch["labels"].shape[0]).steps(1))
+def test_a_wrong_weight_ends_the_run_with_the_remedy_and_does_not_hang() -> None:
+    with pytest.raises(ModelError, match=r"or leave weight= out"):
+        next(trainer(weight=lambda batch: (batch["labels"] % 7).sum()).steps(1))
 
 
 def test_compiling_needs_a_compiler_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.unit.engine.ranks import Setup, Tokens, tiny_gpt2
+from varuna.checks.weighing import check_weighing
 from varuna.core.errors import DataError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.inputs import InputLayout, check_inputs
 from varuna.partition.model import partition
-from varuna.partition.weighing import check_weighing
 
 LAYOUTS = {"ids": InputLayout(torch.int64, (16,))}
 

@@ -1,16 +1,19 @@
 """The weight of a micro-batch is what the loss averages over, or the run is refused."""
 
+import random
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.ranks import SmallLanguage, Tokens, tiny_gpt2
+from varuna.checks.weighing import check_weighing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.model import PartitionedModel, partition
-from varuna.partition.weighing import check_weighing, weight_of
+from varuna.partition.weighing import weight_of
 
 
 def prepared(recipe: Recipe, dataset: Tokens, *, counts: bool = True) -> tuple[PartitionedModel, SampleSource]:
@@ -45,7 +48,7 @@ def test_a_wrong_weight_is_refused_with_the_remedy() -> None:
 
     recipe = Recipe(Shifted)
     model, source = prepared(recipe, RightPadded(), counts=False)
-    with pytest.raises(ModelError, match=r"weight=fn\(batch\)"):
+    with pytest.raises(ModelError, match="or leave weight= out"):
         check_weighing(model, recipe, materialise(recipe, 0), source, every_label)
 
 
@@ -64,34 +67,21 @@ class MaskedMean(nn.Module):
         return (each * mask).sum() / mask.sum()
 
 
-def test_a_hidden_mask_is_found_out_at_the_start() -> None:
+def test_a_mean_by_hand_is_weighed_by_its_mask() -> None:
     recipe = Recipe(MaskedMean)
     model, source = prepared(recipe, Tokens(padded=True))
-    assert not model.counts_targets
-    with pytest.raises(ModelError, match="weighted by examples"):
-        check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    assert model.whole is not None
+    assert not model.mixing
+    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+
+
+def test_a_weight_of_the_user_replaces_what_the_loss_says() -> None:
+    recipe = Recipe(MaskedMean)
+    model, source = prepared(recipe, Tokens(padded=True), counts=False)
+    assert model.whole is None
     check_weighing(model, recipe, materialise(recipe, 0), source, every_label)
-
-
-def test_a_loss_that_is_a_sum_is_refused() -> None:
-    class Scores(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            scores: Tensor = self.head(torch.tanh(self.embed(input_ids)))
-            return scores
-
-    recipe = Recipe(
-        Scores,
-        loss=lambda output, batch: nn.functional.cross_entropy(
-            output.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
-        ),
-    )
-    model, source = prepared(recipe, Tokens())
-    with pytest.raises(ModelError, match="not the mean of its parts"):
-        check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    with pytest.raises(ModelError, match=r"or leave weight= out"):
+        check_weighing(model, recipe, materialise(recipe, 0), source, lambda batch: len(batch["labels"]))
 
 
 def test_class_weights_count_as_the_mean_divides_by_them() -> None:
@@ -109,38 +99,82 @@ def test_class_weights_count_as_the_mean_divides_by_them() -> None:
 
     recipe = Recipe(Weighted)
     model, source = prepared(recipe, Tokens(padded=True))
+    assert model.counts_targets
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
 
 
-class Contrastive(nn.Module):
-    """Each sentence is to be found among the others of its batch."""
+class Wrong(SmallLanguage):
+    """Its targets are ignored where a threshold on activations says so: nobody can count them before they are run."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        targets = labels.masked_fill(x.detach().mean(-1) > 0, -100)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+
+
+def test_the_check_with_samples_finds_what_the_graph_does_not_say_and_leaves_the_model_as_it_was() -> None:
+    recipe = Recipe(Wrong)
+    model, source = prepared(recipe, Tokens())
+    initial = materialise(recipe, 0)
+    before = {name: value.clone() for name, value in initial.parameters.items()}
+    with pytest.raises(ModelError, match="weighted by examples"):
+        check_weighing(model, recipe, initial, source, None)
+    assert all(torch.equal(value, before[name]) for name, value in initial.parameters.items())
+
+
+class Noisy(nn.Module):
+    """A variational autoencoder with dropout: another draw each time, and a right mean."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.layer = nn.Embedding(64, 8), nn.Linear(8, 8)
+        self.embed, self.mean, self.spread = nn.Embedding(64, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(8, 64)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        one = self.layer(self.embed(input_ids).mean(1))
-        other = torch.tanh(self.embed(labels.clamp_min(0)).sum(1))
-        likeness = one @ other.T
-        return nn.functional.cross_entropy(likeness, torch.arange(likeness.shape[0]))
+        x = self.drop(self.embed(input_ids))
+        mean, spread = self.mean(x), self.spread(x)
+        x = mean + torch.randn_like(mean) * torch.exp(spread / 2)
+        divergence: Tensor = -0.5 * (1 + spread - mean**2 - spread.exp()).sum(-1).mean()
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten()) + divergence
 
 
-def test_a_loss_that_compares_samples_needs_a_fixed_micro_batch() -> None:
-    recipe = Recipe(Contrastive)
-    model, source = prepared(recipe, Tokens())
-    initial = materialise(recipe, 0)
-    with pytest.raises(ModelError, match=r"contrastive\) needs micro_batch="):
-        check_weighing(model, recipe, initial, source, None)
-    check_weighing(model, recipe, initial, source, None, fixed=True)
-
-
-def test_a_fixed_micro_batch_excuses_no_wrong_weight_and_no_sum() -> None:
-    recipe = Recipe(MaskedMean)
+def test_draws_of_the_model_are_no_error_of_its_weighing() -> None:
+    recipe = Recipe(Noisy)
     model, source = prepared(recipe, Tokens(padded=True))
-    with pytest.raises(ModelError, match="weighted by examples"):
-        check_weighing(model, recipe, materialise(recipe, 0), source, None, fixed=True)
-    recipe = Recipe(MaskedMean, loss=lambda output, batch: output * (batch["labels"] != -100).sum())
+    state = torch.random.get_rng_state()
+    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_a_model_that_returns_something_else_in_evaluation_is_weighed_in_training() -> None:
+    class Auxiliary(SmallLanguage):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            if not self.training:
+                raise AttributeError("no loss in evaluation")
+            return super().forward(input_ids, labels)
+
+    recipe = Recipe(Auxiliary)
     model, source = prepared(recipe, Tokens(padded=True))
-    with pytest.raises(ModelError, match="weighted by examples"):
-        check_weighing(model, recipe, materialise(recipe, 0), source, None, fixed=True)
+    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+
+
+def test_rounding_that_a_deep_model_amplifies_is_no_error() -> None:
+    class Steep(SmallLanguage):
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+            x = self.embed(input_ids)
+            for _ in range(3):
+                for layer in self.layers:
+                    x = torch.sin(8 * layer(x))
+            return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+    recipe = Recipe(Steep)
+    model, source = prepared(recipe, Tokens(padded=True))
+    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+
+
+def test_a_random_loss_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = random.Random(0)
+    recipe = Recipe(SmallLanguage, loss=lambda output, batch: output * drawn.random())
+    model, source = prepared(recipe, Tokens(padded=True))
+    check_weighing(model, recipe, materialise(recipe, 0), source, None)
+    assert "is another one each time" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Do the examples of a batch get into each other's losses? Then micro-batches would train another model."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from varuna.checks.draws import NoDraws
+from varuna.checks.outcome import controlled
+from varuna.checks.probes import computing
+from varuna.core.errors import ModelError
+from varuna.core.saying import warn
+from varuna.data.samples import SampleSource
+from varuna.partition.capture import Recipe
+from varuna.partition.initialise import Initial
+from varuna.partition.lengths import variant_of
+from varuna.partition.model import PartitionedModel
+from varuna.partition.terms import Mixing
+from varuna.partition.trial import Trial, Values
+from varuna.partition.weighing import completed
+
+_NAMED = 3
+_EXAMPLES = 4
+_TOLERANCES = {torch.float32: 3e-5, torch.float16: 0.02, torch.bfloat16: 0.1}
+"""Relative; operations over another number of rows differ by about 1e-6 in fp32."""
+
+
+def check_mixing(model: PartitionedModel, micro_batch: int | None, *, accepted: bool) -> None:
+    """Refuse a loss that mixes the examples of a batch, unless the user wants it within micro-batches of one size.
+
+    Args:
+        model: as captured.
+        micro_batch: the size, if the user fixed it.
+        accepted: ``per_micro_batch=True`` was passed.
+
+    Raises:
+        ModelError: it is neither free of such operations nor accepted; names them.
+    """
+    found = (each for graph in model.graphs for each in graph.mixing if each.certain)
+    _refuse(list(dict.fromkeys(found)), micro_batch, accepted=accepted)
+
+
+def _refuse(mixing: Sequence[Mixing], micro_batch: int | None, *, accepted: bool) -> None:
+    if not mixing or (accepted and micro_batch is not None):
+        return
+    places = [f"it {each.what}{f' at {each.where}' if each.where else ''}" for each in mixing]
+    more = f", and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
+    missing = [] if micro_batch is not None else ["micro_batch= (how many examples it is computed over)"]
+    missing += [] if accepted else ["per_micro_batch=True"]
+    raise ModelError(
+        f"the loss of a batch is not made of its examples' own losses: {'; '.join(places[:_NAMED])}{more}. Over "
+        "micro-batches it would be another loss, which depends on their size. If that is what you want, as in plain "
+        f"PyTorch with gradient accumulation, pass {' and '.join(missing)}: no plan changes it then. Otherwise take "
+        "that part out of the loss. See docs/losses.md."
+    )
+
+
+def try_mixing(
+    model: PartitionedModel,
+    recipe: Recipe,
+    initial: Initial,
+    source: SampleSource,
+    micro_batch: int | None,
+    *,
+    accepted: bool,
+) -> None:
+    """Run the operations that may mix examples: with another last example, the values of the others must stay.
+
+    Raises:
+        ModelError: they do not.
+    """
+    model_count = source.size if source.size is not None else _EXAMPLES + 1
+    if model.trial is None or (accepted and micro_batch is not None):
+        return
+    doubts = [each for each in model.mixing if not each.certain]
+    positions = [position % model_count for position in range(_EXAMPLES + 1)]
+    first = source.micro_batch(positions[:-1])
+    graph = model.graphs[variant_of(model, first.tensors, first.indices)]
+    other = source.micro_batch([*positions[: _EXAMPLES - 1], positions[-1]]).tensors
+    alone = [source.micro_batch([position]).tensors for position in positions[:2]]
+    shapes = {key: value.shape for key, value in first.tensors.items()}
+    if graph.trial is None or model_count < 2 or any(shapes[key] != value.shape for key, value in other.items()):
+        return
+    fewer = {key: value[: _EXAMPLES - 1] for key, value in first.tensors.items()}
+    try:
+        with computing(initial, recipe.dtype) as own, controlled(NoDraws), torch.no_grad():
+            results = [_run(graph, graph.trial, own, batch) for batch in (first.tensors, other, fewer, *alone)]
+    except Exception as error:  # noqa: BLE001 - a graph that cannot run will say so in training
+        warn(f"that {_told(doubts)} could not be checked ({type(error).__name__}); training does not rely on it")
+        return
+    count = len(graph.trial.values)
+    mixed = any(
+        _differ(each, graph.trial.values[i], results[0][i], results[1][i]) for i, each in enumerate(results[2][:count])
+    )
+    divided = any(_far(one, two) for one, two in zip(results[3][count:], results[4][count:], strict=True))
+    if mixed or divided:
+        _refuse([each for each in doubts if divided or "divides" not in each.what], micro_batch, accepted=accepted)
+
+
+def _told(doubts: Sequence[Mixing]) -> str:
+    return f"the loss keeps examples apart, though it {doubts[0].what}" if doubts else "the loss keeps examples apart"
+
+
+def _run(model: PartitionedModel, trial: Trial, initial: Initial, batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    graph, given = trial.graph, completed(model, batch, initial.buffers)
+    sizes = [len(next(iter(batch.values())))] if graph.needs_batch_size else []
+    state = [initial.parameters[name] for name in graph.parameters]
+    state += [initial.buffers[name] for name in graph.buffers] + [model.constants[name] for name in graph.constants]
+    found = graph.module(*[given[key] for key in graph.inputs], *sizes, *state)
+    return tuple(value.clone() for value in found)
+
+
+def _differ(fewer: Tensor, kind: Values, one: Tensor, two: Tensor) -> bool:
+    """Whether elements of the first examples are others where the last example is another."""
+    dim = kind.dim
+    if kind.picked:
+        kept = torch.arange(fewer.shape[dim])
+        return min(one.shape[dim], two.shape[dim]) < len(kept) or _apart(one, two, kept, dim)
+    count = one.shape[dim]
+    owners = torch.arange(count) // kind.order.inner % _EXAMPLES
+    return _apart(one, two, (owners < _EXAMPLES - 1).nonzero().flatten(), dim)
+
+
+def _apart(one: Tensor, two: Tensor, kept: Tensor, dim: int) -> bool:
+    return _far(one.index_select(dim, kept), two.index_select(dim, kept))
+
+
+def _far(one: Tensor, two: Tensor) -> bool:
+    tolerance = _TOLERANCES.get(one.dtype, 0.0)
+    one, two = torch.nan_to_num(one.double()), torch.nan_to_num(two.double())
+    scale = max(float(one.abs().max()) if one.numel() else 0.0, 1e-30)
+    return one.shape != two.shape or bool(((one - two).abs() > tolerance * scale).any())

@@ -1,0 +1,159 @@
+"""What a value of the graph has to do with the examples of a batch, and along which dimension they lie.
+
+Dimensions are counted from the last, -1: broadcasting and leading dimensions that come and go leave them alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+
+class Blame(NamedTuple):
+    """An operation that mixes examples, or may."""
+
+    node: Node
+    what: str
+    """for people: what it does to the examples"""
+    certain: bool
+    """False: the operation is not known here; only running it tells"""
+
+
+Blames = tuple[Blame, ...]
+
+
+class Order(NamedTuple):
+    """Whose elements follow each other along a dimension of ``outer * count * inner``: element i is that of example
+    ``i // inner % count``. The examples are those of the batch, or the elements that a mask picks.
+    """
+
+    outer: int
+    inner: int
+    picked: Node | None = None
+    """what picks: two pickings by one mask are in one order"""
+
+
+IN_TURN = Order(1, 1)
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The same for every batch: parameters, constants and what follows from them."""
+
+    given: bool
+    """needs no parameters"""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Each element belongs to one example."""
+
+    dim: int
+    """negative: along which the examples lie"""
+    order: Order | None
+    """None: all examples have the same"""
+    given: bool
+    """follows from inputs and constants"""
+    blames: Blames = ()
+    """why an element may depend on other examples after all"""
+    by_fact: bool = False
+    """depends on a fact of the batch as well"""
+    number: bool = False
+    """is each example's number within its batch"""
+
+
+class Count(NamedTuple):
+    """What divides a sum over the batch."""
+
+    kind: str
+    """``"one"``: nothing does; ``"examples"``; ``"targets"``; ``"picked"``; ``"other"``"""
+    nodes: tuple[object, ...] = ()
+    """that it is made of: equal ones count the same"""
+
+
+ONE, EXAMPLES = Count("one"), Count("examples")
+
+
+@dataclass(frozen=True)
+class Total:
+    """A sum over the examples, or linear in such sums, and in means whose divisors follow from inputs."""
+
+    counts: frozenset[Count]
+    blames: Blames = ()
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One for the whole batch, from inputs and constants alone: a size, a count, what is computed from such."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One for the whole batch, and neither of the two above: no sum of the parts of a batch gives it."""
+
+    blames: Blames
+
+
+State = Fixed | Rows | Total | Fact | Level
+
+
+def joined(*states: State) -> Blames:
+    """Blames of all."""
+    return tuple(dict.fromkeys(blame for state in states for blame in getattr(state, "blames", ())))
+
+
+def symbols_of(size: object) -> frozenset[Any]:
+    """Symbols of one dimension."""
+    return frozenset(size.node.expr.free_symbols) if isinstance(size, torch.SymInt) else frozenset()
+
+
+def multiple_of(size: object, symbol: Any) -> int | None:
+    """K where a dimension is k times a symbol; None if it is anything else."""
+    if not isinstance(size, torch.SymInt):
+        return None
+    ratio = size.node.expr / symbol
+    return int(ratio) if ratio.is_Integer else None
+
+
+def carriers(value: object) -> list[int]:
+    """Dimensions, negative, whose size is not fixed."""
+    if not isinstance(value, Tensor):
+        return []
+    return [i - value.dim() for i, size in enumerate(value.shape) if symbols_of(size)]
+
+
+def viewed(rows: Rows, before: Tensor, after: Tensor) -> Rows | None:
+    """The same elements, in row-major order, under another shape; None if the examples do not lie along one of its
+    dimensions.
+    """
+    symbols = symbols_of(before.shape[rows.dim])
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    order = rows.order or IN_TURN
+    behind = _product(before.shape[before.dim() + rows.dim + 1 :])
+    if behind is None:
+        return None
+    inner = order.inner * behind
+    for dim in range(-after.dim(), 0):
+        times = multiple_of(after.shape[dim], symbol)
+        rest = _product(after.shape[after.dim() + dim + 1 :])
+        if times is None or rest is None or inner % rest:
+            continue
+        within = inner // rest
+        if times % within:
+            return None
+        changed = None if rows.order is None else Order(times // within, within, order.picked)
+        return Rows(dim, changed, rows.given, rows.blames, rows.by_fact, rows.number)
+    return None
+
+
+def _product(sizes: Any) -> int | None:
+    total = 1
+    for size in sizes:
+        if symbols_of(size):
+            return None
+        total *= int(size)
+    return total
