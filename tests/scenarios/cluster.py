@@ -68,6 +68,12 @@ class Cluster:
         extra = {"XDG_STATE_HOME": str(self.folder / "state"), **self.whereabouts("manager")}
         return run([*CLI, arguments[0], "--run", str(self.run_dir), *arguments[1:]], **extra)
 
+    def verb_at(self, *arguments: str) -> Any:
+        """A command that is told where by its own flags."""
+        from tests.scenarios.launch import run
+
+        return run([*CLI, *arguments], XDG_STATE_HOME=str(self.folder / "state"))
+
     def node(self, name: str) -> str:
         identity = json.loads((self.folder / name / "agent.json").read_text())["identity"]
         node: str = identity["node"]

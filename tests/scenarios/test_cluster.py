@@ -1,6 +1,7 @@
 """Machines that come and go, with a manager that does too: real processes, real TLS, and the losses of one process."""
 
 import json
+import os
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -74,6 +75,10 @@ def test_machines_are_drained_and_return_and_a_person_ends_the_run(
     assert b in shown.out
     assert "plan 2x2" in shown.out
 
+    for path in (cluster.run_dir / "logs").glob(f"{b}.*.log"):
+        os.truncate(path, 0)  # as logrotate's copytruncate does
+    cluster.until_step(max(cluster.steps()) + 3)
+    assert cluster.status()["generation"] == 0  # it costs nobody anything
     kill(second)
     wait_for(lambda: cluster.status()["generation"] == 1)
     second = cluster.agent("b", *args, workers=2, join=used)  # spent long ago: its state folder is what counts
@@ -161,3 +166,24 @@ def test_strangers_are_turned_away_and_the_run_is_unharmed(cluster: Cluster, und
     refused = [event.why for event in cluster.events("audited") if not event.allowed]
     assert any("token" in why for why in refused)  # the first of several in ten seconds
     assert any("arguments" in why for why in refused)
+
+
+def test_a_run_folder_has_one_manager_and_a_lost_journal_is_noticed(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    try:
+        first = cluster.manager
+        second = cluster.verb_at("manager", "--run-dir", str(cluster.run_dir))
+        assert second.code == 1
+        assert f"belongs to another manager, process {first.pid} on" in second.err
+        assert cluster.status()["state"] == "starting"  # the first one serves on, by the same token
+        kill(first)
+        cluster.start_manager()  # the lock died with it
+        kill(cluster.manager)
+        (cluster.run_dir / "run.db-wal").unlink()  # as in a copy of run.db alone
+        (cluster.run_dir / "run.db").unlink()
+        cluster.start_manager()
+        wait_for(lambda: "has the keys of a run, but an empty journal" in cluster.said())
+        modes = {path.name: path.stat().st_mode & 0o077 for path in (cluster.run_dir, cluster.run_dir / "logs")}
+        assert set(modes.values()) == {0}
+    finally:
+        cluster.close()

@@ -49,6 +49,7 @@ class Order(NamedTuple):
     folder: str
     own_session: bool
     parent: int
+    tethered: bool
 
 
 # -- who asks --------------------------------------------------------------------------------------------------
@@ -59,6 +60,8 @@ class Process(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         command = [os.fspath(part) for part in args] if isinstance(args, list | tuple) else []
+        tethered = len(command) > 5 and command[3].endswith("tether.py")
+        command = command[5:] if tethered else command  # what it does is done to what is forked
         cwd, environment, own_session = rest[4], rest[5], rest[20]
         environment = dict(os.environ if environment is None else environment)
         if COLD in environment or not _can_fork(command):
@@ -66,7 +69,7 @@ class Process(subprocess.Popen[Any]):
             return
         ends = rest[9:15]  # of the three pipes: read by, written by
         fds = [ours if theirs < 0 else theirs for ours, theirs in enumerate((ends[0], ends[3], ends[5]))]
-        order = Order(command, environment, cwd or os.getcwd(), own_session, os.getpid())
+        order = Order(command, environment, cwd or os.getcwd(), own_session, os.getpid(), tethered)
         try:
             self.pid = _ask(order, fds)
             self._child_created = True
@@ -180,6 +183,10 @@ def _be_born(order: Order, fds: list[int], orders: socket.socket) -> None:
         if time.monotonic() > deadline_s:
             os._exit(99)
         time.sleep(0.001)
+    if order.tethered:
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != order.parent:
+            os._exit(99)
     if order.own_session:
         os.setsid()
     for number, fd in enumerate(fds):

@@ -16,7 +16,7 @@ from varuna.checkpoint.names import (
     parse_step,
     step_folder,
 )
-from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing, StoreUnavailable
+from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
@@ -207,9 +207,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     if folder.is_committed:
         try:
             return intact(store, folder)
-        except StoreUnavailable:
-            raise
-        except CheckpointError:
+        except (DamagedCheckpoint, ObjectMissing):  # not one that may only not be read, by rights or by a bad day
             store.remove(name)
     try:
         check_present(store, folder, manifest.shards)

@@ -1,5 +1,6 @@
 """The trained model as one safetensors file under its own names."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -68,8 +69,19 @@ def _write(states: Iterable[SectionState], model: PartitionedModel, path: Path, 
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
         save_file(tensors, str(partial), metadata={"format": "pt", **model.aliases})
+        _sync(partial)
         partial.replace(file)
+        _sync(file.parent)
         if config is not None and file.parent == path:
             (path / CONFIG).write_text(config)
     except OSError as error:
         raise unwritable("write", file, error) from error
+
+
+def _sync(path: Path) -> None:
+    """A power cut leaves the old file or the new one, whole."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -51,6 +51,8 @@ _TICK_S = 0.25
 _FIRST_WELCOME_S = 600.0  # a machine may boot before its manager does
 _LEAVE_S = 8.0  # for workers that were sent home; less than a manager waits for its agents
 _FLUSH_S = 5.0
+_LOGS_KEPT = 64
+_FULL_S = 30.0  # until a disk that took nothing is tried again
 _ALONE_S = 60.0  # with no worker and no manager
 _STUCK_S = 1800.0  # with neither a manager nor a step: a machine that costs money and does nothing
 
@@ -321,14 +323,23 @@ class Agent:
 
     def _start(self, slot: Slot, now_s: float) -> None:
         number = self._card.next_worker
-        self._card = self._card.model_copy(update={"next_worker": number + 1})
-        self._home.write(self._card)
+        card = self._card.model_copy(update={"next_worker": number + 1})
+        try:
+            self._home.write(card)  # first: after a restart no number may be used twice
+        except OSError as error:
+            slot.start_at_s = now_s + _FULL_S
+            self._tell(
+                f"no worker is started, since {self._home.folder} cannot be written ({error.strerror}): make room"
+            )
+            return
+        self._card = card
         name = f"{self._card.identity.node}.{number}"
         self._roster.add(name)
         self._slots.started(slot, name, now_s)
         more = {**self._local, "VARUNA_INTERFACE": self._interface, "LOCAL_RANK": str(slot.index)}
         self._uplink.send(Started(worker=name))
         self._launcher.spawn(name, more)
+        self._home.prune(self._card, _LOGS_KEPT + len(self._slots))
 
     def _end_alone(self) -> None:
         """All workers ended, and nobody sent us home."""

@@ -279,8 +279,9 @@ class AgentDoor:
                 if frame["type"] == "websocket.disconnect":
                     return
                 now_s = time.monotonic()
-                self._take(link, connection, frame.get("text") or "", now_s)
-                if pause_s := link.pause_s(now_s):
+                text = frame.get("text") or ""
+                self._take(link, connection, text, now_s)
+                if pause_s := link.pause_s(now_s, len(text)):
                     await asyncio.sleep(pause_s)
         except ValueError as error:  # a ValidationError is one
             self._give_up(link, "its agent sent something malformed")

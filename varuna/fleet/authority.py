@@ -169,6 +169,17 @@ def issue(
     write_private(path, _key_pem(own) + certificate.public_bytes(serialization.Encoding.PEM))
 
 
+def make_private(*folders: Path) -> None:
+    """Folders that only their owner may look into; one that is there already keeps the rights that it has.
+
+    Raises:
+        OSError: one cannot be made.
+    """
+    for folder in folders:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def write_private(path: Path, content: bytes) -> None:
     """Write a file that nobody else may read, whole or not at all."""
     fresh = path.with_name(path.name + ".new")

@@ -16,7 +16,7 @@ from varuna.core.messages import ToWorker
 from varuna.fleet.access import Access, publish, read_token
 from varuna.fleet.agents import AgentDoor
 from varuna.fleet.audit import Audit
-from varuna.fleet.authority import open_authority
+from varuna.fleet.authority import make_private, open_authority
 from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.events import FinishRequested, StopRequested
 from varuna.fleet.invitation import Invitation
@@ -38,6 +38,12 @@ from varuna.fleet.story import Notice, RunEvent
 
 _FAREWELL_S = 10.0
 """For agents to hear that the run is over, and to send the rest of their logs."""
+
+
+_ODD = (
+    "{} has the keys of a run, but an empty journal: a new run begins. If run.db was copied without its run.db-wal, "
+    "stop this manager, copy both, and start it again"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,12 +101,13 @@ class Cluster:
     ) -> None:
         raise_open_files()
         try:
-            (place.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+            make_private(place.run_dir, place.run_dir / "logs")
             self._ownership = own(place.run_dir, "manager", remedy="Stop that one, or give another --run-dir.")
             self._journal = Journal(place.run_dir, place.json_log)
         except OSError as error:
             raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give another place.") from error
         past = self._journal.read()
+        is_odd = self._journal.is_new and (place.run_dir / "tls" / "ca.pem").exists()
         run = past.run if past is not None else secrets.token_hex(8)
         if past is None:
             self._journal.begin(run)
@@ -168,6 +175,8 @@ class Cluster:
             Access(host=local, port=self.port, certificate_pem=self._authority.certificate_pem, token=operator_token),
         )
         self._observe(Notice(text=f"manager at {self._advertised}:{self.port}, run folder {place.run_dir}"))
+        if is_odd:
+            self._observe(Notice(text=_ODD.format(place.run_dir), warning=True))
         if self._ownership.warning:
             self._observe(Notice(text=self._ownership.warning, warning=True))
 

@@ -9,7 +9,7 @@ from pydantic import Field, ValidationError
 
 from varuna.core.errors import FleetError
 from varuna.core.value import Value
-from varuna.fleet.authority import alone, fingerprint, write_private
+from varuna.fleet.authority import alone, fingerprint, make_private, write_private
 from varuna.fleet.ownership import Ownership, own
 from varuna.fleet.protocol import Identity
 
@@ -39,7 +39,7 @@ class Home:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
 
     def logs_of(self, card: Card) -> Path:
         """Logs of this identity's workers: another run, or another identity in this one, must not be sent them.
@@ -53,6 +53,13 @@ class Home:
         for old in others[:-1]:
             shutil.rmtree(old, ignore_errors=True)
         return mine
+
+    def prune(self, card: Card, kept: int) -> None:
+        """Remove all but the newest logs of this identity's workers."""
+        with contextlib.suppress(OSError):
+            logs = sorted(self.logs_of(card).glob("*.log"), key=_changed_s)
+            for old in logs[:-kept]:
+                old.unlink(missing_ok=True)
 
     def own(self) -> Ownership:
         """Be the one agent with this folder.

@@ -23,6 +23,8 @@ _PATIENCE_S = 60.0
 """How long what binds the future is tried: nobody may hear of it before it is on disk."""
 _PAUSE_S = 1.0
 _MOST_WAITING = 20_000
+_STEPS_READ = 2000
+"""As many as the page draws."""
 _REMEDY = "Is the disk full, or another process using the file?"
 
 
@@ -138,6 +140,11 @@ class Journal:
             self._told.remove(what)
             self._say(f"{what} is written again")
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no run was ever written down here."""
+        return self._newest() == 0 and not self._database.execute("SELECT 1 FROM facts WHERE name = 'run'").fetchone()
+
     def begin(self, run: str) -> None:
         """A new run starts: what came before is history."""
 
@@ -178,7 +185,8 @@ class Journal:
         facts: dict[str, str] = dict(self._database.execute("SELECT name, body FROM facts"))
         if "run" not in facts:
             return None
-        events = tuple(_event.validate_json(body) for body in _bodies(self._database, int(facts["first_event"])))
+        bodies = _bodies_that_count(self._database, int(facts["first_event"]))
+        events = tuple(_event.validate_json(body) for body in bodies)
         if any(isinstance(event, RunEnded) for event in events):
             return None
         return Past(
@@ -226,6 +234,29 @@ def read_events(run_dir: Path) -> list[RunEvent]:
 
 def _bodies(database: sqlite3.Connection, after: int) -> list[str]:
     return [body for (body,) in database.execute("SELECT body FROM events WHERE id > ? ORDER BY id", (after,))]
+
+
+def _bodies_that_count(database: sqlite3.Connection, after: int) -> list[str]:
+    """What a manager that starts again must know: a million steps would take it half a minute and gigabytes.
+
+    Of steps those are left out that are neither among the newest nor the first of a generation; audits altogether.
+    """
+    newest = database.execute(
+        "SELECT id FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC LIMIT 1 OFFSET ?",
+        (after, _STEPS_READ),
+    ).fetchone()
+    rows = database.execute(
+        """
+        SELECT body FROM events WHERE id > :after AND kind != 'audited' AND (
+            kind != 'step_recorded' OR id > :newest OR id IN (
+                SELECT (SELECT s.id FROM events s WHERE s.id > g.id AND s.kind = 'step_recorded' ORDER BY s.id LIMIT 1)
+                FROM events g WHERE g.id > :after AND g.kind = 'generation_started'
+            )
+        ) ORDER BY id
+        """,
+        {"after": after, "newest": newest[0] if newest is not None else after},
+    )
+    return [body for (body,) in rows]
 
 
 def _step_line(event: StepRecorded) -> dict[str, object]:

@@ -27,6 +27,13 @@ _DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep it
 logger = logging.getLogger(__name__)
 
 
+def tether() -> list[str]:
+    """What to put before a command, so that it dies with this process even if it never gets to any code of ours."""
+    if sys.platform != "linux":
+        return []  # there a worker's closed connection has to do
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py")), str(os.getpid())]
+
+
 class _Process:
     """One worker's process, with the threads that read and await it."""
 
@@ -91,7 +98,7 @@ class Launcher:
         place = min(set(range(len(taken) + 1)) - taken)
         more = {"LOCAL_RANK": str(place), **(environment or {}), "VARUNA_WORKER": name}
         popen = subprocess.Popen(
-            self._command,
+            [*tether(), *self._command],
             env={**self._environment, **more},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

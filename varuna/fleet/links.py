@@ -7,6 +7,7 @@ from varuna.fleet.protocol import DownBody, DownItem
 ITEMS_WAITING = 4096
 """An agent that leaves so many messages unconfirmed is given up."""
 _BURST_FRAMES, _FRAMES_PER_S = 2000.0, 500.0
+_BURST_BYTES, _BYTES_PER_S = 64.0 * 2**20, 8.0 * 2**20
 
 
 class Link:
@@ -19,7 +20,7 @@ class Link:
         self.workers: set[str] = set()
         self.heard_s = now_s
         self._progress_s = now_s  # newest moment at which nothing waited, or something was confirmed
-        self._budget, self._budget_s = _BURST_FRAMES, now_s
+        self._budget, self._budget_bytes, self._budget_s = _BURST_FRAMES, _BURST_BYTES, now_s
 
     def connect(self, cursor: int) -> Outgoing[DownBody]:
         """A new connection; the other side has everything up to ``cursor``."""
@@ -52,11 +53,12 @@ class Link:
         deaf = bool(self.channel.waiting) and now_s - self._progress_s > patience_s
         return deaf or now_s - self.heard_s > patience_s
 
-    def pause_s(self, now_s: float) -> float:
+    def pause_s(self, now_s: float, frame_bytes: int = 0) -> float:
         """How long to stop reading from who floods us: its own TCP window then holds it back, and nobody else."""
-        self._budget = min(_BURST_FRAMES, self._budget + (now_s - self._budget_s) * _FRAMES_PER_S) - 1
-        self._budget_s = now_s
-        return max(0.0, -self._budget / _FRAMES_PER_S)
+        passed_s, self._budget_s = now_s - self._budget_s, now_s
+        self._budget = min(_BURST_FRAMES, self._budget + passed_s * _FRAMES_PER_S) - 1
+        self._budget_bytes = min(_BURST_BYTES, self._budget_bytes + passed_s * _BYTES_PER_S) - frame_bytes
+        return max(0.0, -self._budget / _FRAMES_PER_S, -self._budget_bytes / _BYTES_PER_S)
 
 
 def _frame(number: int, received: int, body: DownBody) -> str:

@@ -6,6 +6,7 @@ them, an agent that skips bytes. What is not here is named where it is missing.
 
 import errno
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -117,7 +118,7 @@ class LogKeeper:
             return len(data)
         path, rest = self._folder / f"{worker}.log", data
         try:
-            with path.open("ab", buffering=0) as file:
+            with open(path, "ab", buffering=0, opener=_open_private) as file:
                 while rest:
                     rest = rest[file.write(rest) :]
         except OSError as error:
@@ -127,6 +128,11 @@ class LogKeeper:
                 log.warning("%s misses output: %s. It is on the worker's machine.", path, error.strerror)
             return len(rest)
         return 0
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Logs may show what a script prints: they are for their owner, as keys and tokens are."""
+    return os.open(path, flags, 0o600)
 
 
 def _missing(count: int) -> bytes:

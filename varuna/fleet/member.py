@@ -1,10 +1,7 @@
 """A worker's side of its connection to the manager."""
 
-import ctypes
 import os
 import queue
-import signal
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -51,7 +48,6 @@ MAX_FRAME_BYTES: Final = 64 * 2**20
 """More than any vote needs: 8 million numbers of 8 digits."""
 _BEAT_S = 0.5
 _FLUSH_S = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 class Member:
@@ -60,7 +56,7 @@ class Member:
     Three daemon threads: one reads, and runs the callbacks of ``join``; one writes what the others queue; one
     beats. So neither a slow manager nor a busy training thread delays a heartbeat.
 
-    Losing the parent process ends a worker: nobody could give it work any more.
+    Losing the launcher ends a worker (see ``launcher.tether``): nobody could give it work any more.
     """
 
     survives = True
@@ -76,7 +72,6 @@ class Member:
         self._rendezvous: Rendezvous | None = None
         self._on_hold: Callable[[int], None] = lambda generation: None
         self._on_flag: Callable[[int, Flag], None] = lambda generation, flag: None
-        _die_with_parent()
 
     @property
     def worker(self) -> str:
@@ -259,13 +254,3 @@ def from_environment() -> Member | None:
     if not url:
         return None
     return Member(url, os.environ.get("VARUNA_TOKEN", ""), os.environ.get("VARUNA_WORKER", ""))
-
-
-def _die_with_parent() -> None:
-    """Ask Linux for SIGKILL when the launcher dies; elsewhere the closed connection has to do."""
-    if sys.platform != "linux":
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:  # it died before we asked; earlier still, and connecting will fail
-        os.kill(os.getpid(), signal.SIGKILL)

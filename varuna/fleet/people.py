@@ -1,6 +1,8 @@
 """The door for people: status, logs and the page for readers; what changes the run for its operator alone."""
 
 import asyncio
+import base64
+import hashlib
 import math
 import re
 import secrets
@@ -25,6 +27,7 @@ _PAGE = Path(__file__).parent.parent / "dashboard" / "index.html"
 _MAX_BODY_BYTES = 4096
 BODY_S = 10.0
 _LOG_CHUNK_BYTES = 2**20
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 class Drain(Value):
@@ -81,7 +84,7 @@ class People:
     async def _status(self, request: Request) -> Response:
         if not self._may_read(request):
             return self._refuse(request, "read the status")
-        return JSONResponse(finite(self.status()))
+        return JSONResponse(finite(self.status()), headers=_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         """The page; its own requests carry the token in a cookie."""
@@ -89,8 +92,10 @@ class People:
             return PlainTextResponse("open the address that `varuna run` printed, token included\n", status_code=401)
         if not _PAGE.exists():
             return PlainTextResponse("this installation has no web page; see /status\n", status_code=404)
-        page = HTMLResponse(_PAGE.read_text())
-        page.set_cookie(_COOKIE, self.page_token, httponly=True, samesite="strict")
+        text = await asyncio.to_thread(_PAGE.read_text)
+        page = HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": policy(text)})
+        is_secure = request.url.scheme == "https"
+        page.set_cookie(_COOKIE, self.page_token, httponly=True, samesite="strict", secure=is_secure)
         return page
 
     async def _log(self, request: Request) -> Response:
@@ -103,11 +108,8 @@ class People:
         path = self.logs / f"{worker}.log"
         if not path.is_file():
             return _error(404, f"there is no log of a worker {worker!r}")
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            start = file.seek(min(size, int(offset)) if int(offset) >= 0 else max(0, size + int(offset)))
-            data = file.read(_LOG_CHUNK_BYTES)
-        headers = {"x-varuna-next-offset": str(start + len(data)), "x-varuna-size": str(size)}
+        start, data, size = await asyncio.to_thread(_chunk, path, int(offset))
+        headers = {**_HEADERS, "x-varuna-next-offset": str(start + len(data)), "x-varuna-size": str(size)}
         return Response(data, media_type="application/octet-stream", headers=headers)
 
     # -- changing ----------------------------------------------------------------------------------------
@@ -196,6 +198,25 @@ def first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+def policy(page: str) -> str:
+    """What a browser may do with the page: run the scripts in it and no others, and ask this server alone."""
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes) or "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _chunk(path: Path, offset: int) -> tuple[int, bytes, int]:
+    """Where a part of a log begins, the part, and how large the log is."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = file.seek(min(size, offset) if offset >= 0 else max(0, size + offset))
+        return start, file.read(_LOG_CHUNK_BYTES), size
 
 
 def address_of(request: Request) -> str:

@@ -4,6 +4,7 @@ import http.client
 import json
 import socket
 import ssl
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,8 @@ from varuna.fleet.invitation import Invitation
 
 _TIMEOUT_S = 10.0
 _MAX_ANSWER_BYTES = 64 * 2**20
+_WHOLE_ANSWER_S = 60.0
+_PART_BYTES = 2**18
 
 
 class UnreachableError(FleetError):
@@ -123,11 +126,25 @@ def _exchange(connection: http.client.HTTPConnection, method: str, path: str, bo
     try:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
-        return Answer(answer.status, answer.read(_MAX_ANSWER_BYTES), {k.lower(): v for k, v in answer.getheaders()})
+        return Answer(answer.status, _body(answer), {k.lower(): v for k, v in answer.getheaders()})
     except (OSError, http.client.HTTPException) as error:
         raise explain(error, where) from error
     finally:
         connection.close()
+
+
+def _body(answer: http.client.HTTPResponse) -> bytes:
+    """All of it, within a bound of bytes and one of time: each read has its own, and a drop now and then satisfies it.
+
+    Raises:
+        TimeoutError: it took too long.
+    """
+    body, deadline_s = bytearray(), time.monotonic() + _WHOLE_ANSWER_S
+    while len(body) < _MAX_ANSWER_BYTES and (part := answer.read1(_PART_BYTES)):
+        body += part
+        if time.monotonic() > deadline_s:
+            raise TimeoutError
+    return bytes(body)
 
 
 def explain(error: Exception, where: str) -> FleetError:

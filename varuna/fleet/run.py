@@ -14,6 +14,7 @@ from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import ToWorker
 from varuna.fleet.access import Access, publish
 from varuna.fleet.audit import Audit
+from varuna.fleet.authority import make_private
 from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.events import Event, FinishRequested, SpawnRequested, StopRequested
 from varuna.fleet.journal import Journal
@@ -90,7 +91,7 @@ class Run:
         self.server = Server(port=port, token=token, on_event=self._post, routes=people.routes())
         self.page_url = f"http://{self.server.host}:{self.server.port}/?token={page_token}"
         try:
-            run_dir.mkdir(parents=True, exist_ok=True)
+            make_private(run_dir)
             self._ownership = own(run_dir, "manager", remedy="Stop that one, or give another --run-dir.")
             self._journal = Journal(run_dir, json_log)
             publish(

@@ -17,6 +17,7 @@ from varuna.core.errors import ObjectExists, ObjectMissing, StoreError
 from varuna.store.base import Chunks, Entry, checked
 
 _PARTIAL = ".partial"
+_LEFT_BEHIND_S = 3600.0  # who still writes changes its file far more often
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -53,6 +54,7 @@ class FolderStore:
                 if error.errno not in _NO_LINKS:
                     raise
                 _create_in_place(path, data)
+        _sweep(path)
 
     def write(self, name: str, chunks: Chunks) -> None:
         """Write a file atomically."""
@@ -142,6 +144,15 @@ class FolderStore:
             _sync(path.parent)
         except OSError as error:
             raise unwritable("write", path, error) from error
+
+
+def _sweep(written: Path) -> None:
+    """Remove what writers left behind that were killed long before ``written`` was, by the file server's own clock."""
+    with contextlib.suppress(OSError):
+        now_s = written.stat().st_mtime
+        for entry in os.scandir(written.parent):
+            if entry.name.endswith(_PARTIAL) and entry.stat().st_mtime < now_s - _LEFT_BEHIND_S:
+                Path(entry.path).unlink(missing_ok=True)
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:

@@ -20,7 +20,7 @@ from varuna.checkpoint.manifest import (
 )
 from varuna.checkpoint.names import MANIFEST, checkpoint_place, parse_shard_file, split_place, step_folder
 from varuna.checkpoint.restore import everything, read_states
-from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing
+from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing, StoreError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.store.base import Store
@@ -185,6 +185,21 @@ def test_saving_a_damaged_step_again_replaces_it(store: Store, damage: str) -> N
     files = {*(shard.file for shard in second.shards), MANIFEST}
     assert look(store, 5).sizes.keys() == files  # nothing of the first is left
     assert same_states(read_states(store, second, {3: everything}), {3: make_states(5)[3]})
+
+
+def test_a_checkpoint_that_may_only_not_be_read_is_not_taken_for_damaged(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = save(store, 5)
+
+    def refuse(name: str) -> bytes:
+        raise StoreError(f"cannot read {name}: 403 Forbidden")
+
+    with monkeypatch.context() as rights:
+        rights.setattr(store, "get", refuse)
+        with pytest.raises(StoreError, match="403"):
+            save(store, 5, 2, 2, generation=3)
+    assert read_manifest(store, 5) == first
 
 
 def test_two_who_commit_at_once_agree_on_the_first(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """An agent's own thread: what it survives, and which logs it sends to whom."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,3 +74,34 @@ def test_another_identity_in_the_same_folder_sends_its_own_logs_alone(bench: Ben
     kept = {path.name for path in (bench.home.folder / "logs").iterdir()}
     assert f"n0-vm-{'f' * 8}" in kept
     assert len(kept) == 2  # and the one before it
+
+
+def test_a_full_disk_starts_no_worker_and_ends_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is not written down might be used twice after a restart."""
+    started: list[str] = []
+    agent = bench.agent
+    monkeypatch.setattr(agent._launcher, "spawn", lambda name, more: started.append(name))
+
+    def full(home: Home, card: Card) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(Home, "write", full)
+        [slot] = agent._slots.due(0.0)
+        agent._start(slot, 0.0)
+    assert started == []
+    assert "cannot be written (No space left on device)" in bench.told[-1]
+    assert agent._slots.due(29.0) == []
+    [slot] = agent._slots.due(31.0)
+    agent._start(slot, 31.0)
+    assert started == ["n0-vm.0"]
+
+
+def test_old_logs_of_workers_go(bench: Bench) -> None:
+    folder = bench.home.logs_of(bench.card)
+    for number in range(5):
+        (folder / f"n0-vm.{number}.log").touch()
+        os.utime(folder / f"n0-vm.{number}.log", (number, number))
+    bench.home.prune(bench.card, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["n0-vm.3.log", "n0-vm.4.log"]
+    assert folder.stat().st_mode & 0o077 == 0

@@ -428,6 +428,11 @@ def test_a_flood_is_slowed_down_to_a_bearable_rate() -> None:
         frames_read += 1
         now_s += link.pause_s(now_s) + 1e-5
     assert frames_read < 60 * 500 + 3000
+    heavy, now_s, read_bytes = Link("n2", "s", 0.0), 0.0, 0
+    while now_s < 60:
+        read_bytes += 60 * 2**20
+        now_s += heavy.pause_s(now_s, 60 * 2**20) + 0.01
+    assert read_bytes < (60 * 8 + 3 * 64) * 2**20
     quiet = Link("n1", "s", 0.0)
     assert all(quiet.pause_s(second / 10) == 0 for second in range(600))
 

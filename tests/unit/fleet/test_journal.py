@@ -6,13 +6,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.fleet.test_keeper import record
 from tests.unit.observe.stories import recorded
 from varuna.core.errors import FleetError
 from varuna.core.messages import Vote
+from varuna.fleet import journal as journal_module
 from varuna.fleet.database import FILE
 from varuna.fleet.journal import Journal, read_events
-from varuna.fleet.story import Notice, VerdictReached
+from varuna.fleet.story import Audited, GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 
+RECORD = record()
 VERDICT = VerdictReached(generation=0, vote=Vote(generation=0, step=0, vector=(1.0,)), laggards=())
 LONG = Notice(text="x" * 8000)  # no page has a place left for it
 
@@ -119,3 +122,27 @@ def test_broken_pages_are_damage_too(tmp_path: Path) -> None:
     with pytest.raises(FleetError, match="is damaged"):
         journal.read()
     journal.close()
+
+
+def test_a_restart_reads_what_counts_however_long_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest steps, the first of each generation, and all that is rare."""
+    monkeypatch.setattr(journal_module, "_STEPS_READ", 10)
+    journal = Journal(tmp_path, None)
+    assert journal.is_new
+    journal.begin("run")
+    assert not journal.is_new
+    for generation in range(3):
+        journal.append(Notice(text=f"before {generation}"))
+        journal.append(GenerationStarted(record=RECORD.model_copy(update={"generation": generation})))
+        for step in range(generation * 100, generation * 100 + 100):
+            journal.append(recorded(step).model_copy(update={"generation": generation}))
+            journal.append(Audited(action="look", address="here", allowed=True))
+    journal.append(WorkerLost(worker="w1", rank=1, cause="it died"))
+    past = journal.read()
+    journal.close()
+    assert past is not None
+    steps = [event.step for event in past.events if isinstance(event, StepRecorded)]
+    assert steps == [0, 100, 200, *range(290, 300)]
+    kinds = [event.kind for event in past.events if not isinstance(event, StepRecorded)]
+    assert kinds == ["notice", "generation_started"] * 3 + ["worker_lost"]
+    assert len(read_events(tmp_path)) == 3 * 202 + 1  # nothing is forgotten

@@ -2,6 +2,8 @@
 
 import os
 import queue
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +13,7 @@ import pytest
 
 from varuna.fleet import launcher as module
 from varuna.fleet.events import WorkerExited
-from varuna.fleet.launcher import Launcher
+from varuna.fleet.launcher import Launcher, tether
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -161,3 +163,39 @@ def test_workers_use_one_thread_unless_told_otherwise(bench: Bench, monkeypatch:
     monkeypatch.setenv("OMP_NUM_THREADS", "4")
     bench.launcher(program).spawn()
     assert bench.exit().stderr_tail == "4\n"
+
+
+def test_workers_end_with_their_launcher_whatever_they_run(tmp_path: Path) -> None:
+    """Also before, and without, any code of ours: a script may import for minutes."""
+    program = f"""
+import pathlib, time
+from varuna.fleet.launcher import Launcher
+worker = "import time, sys; print(1, file=sys.stderr, flush=True); time.sleep(60)"
+launcher = Launcher(
+    ["-c", worker],
+    environment={{}}, run_dir=pathlib.Path({str(tmp_path)!r}), on_exit=print, write=print,
+)
+print(launcher.pid(launcher.spawn()), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as launching:
+        assert launching.stdout is not None
+        worker = int(launching.stdout.readline())
+        until(lambda: (tmp_path / "w0.log").exists() and (tmp_path / "w0.log").read_text() == "1\n")
+        launching.kill()
+    until(lambda: not Path(f"/proc/{worker}").exists() or ") Z" in Path(f"/proc/{worker}/stat").read_text())
+
+
+def test_a_worker_whose_launcher_died_before_it_asked_does_not_start() -> None:
+    done = subprocess.run(
+        [*tether()[:-1], "1", sys.executable, "-c", "print('alive')"], capture_output=True, check=False
+    )
+    assert (done.stdout, done.returncode) == (b"", 0)
+
+
+def test_logs_are_for_their_owner_alone(bench: Bench) -> None:
+    launcher = bench.launcher("pass")
+    launcher.spawn()
+    bench.exit()
+    assert (bench.folder / "w0.log").stat().st_mode & 0o077 == 0
+    launcher.stop_all(0)

@@ -1,6 +1,9 @@
 """The door for people: who may look, who may change, and what is written down."""
 
 import asyncio
+import base64
+import hashlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +70,18 @@ def test_readers_need_a_token_and_the_page_keeps_it_in_a_cookie(front: Front) ->
     assert page.status_code == 200
     assert "<html" in page.text
     assert client.get("/status").status_code == 200  # the client keeps cookies
+    assert page.headers["referrer-policy"] == "no-referrer"
+    assert page.headers["cache-control"] == client.get("/status").headers["cache-control"] == "no-store"
+
+
+def test_the_page_runs_its_own_script_alone_and_its_cookie_stays_on_tls_where_there_is_tls(front: Front) -> None:
+    plain = front.client.get("/?token=page-token")
+    [allowed] = re.findall(r"script-src 'sha256-(\S+)';", plain.headers["content-security-policy"])
+    script = plain.text.split("<script>")[1].split("</script>")[0]
+    assert base64.b64decode(allowed) == hashlib.sha256(script.encode()).digest()
+    assert "secure" not in plain.headers["set-cookie"].lower()
+    over_tls = TestClient(front.client.app, base_url="https://testserver").get("/?token=page-token")
+    assert "secure" in over_tls.headers["set-cookie"].lower()
 
 
 @pytest.mark.parametrize("path", CHANGES)

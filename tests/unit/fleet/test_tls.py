@@ -5,7 +5,7 @@ import datetime
 import socket
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,14 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 from starlette.applications import Starlette
-from starlette.responses import PlainTextResponse
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 from websockets.asyncio.client import connect
 
 from varuna.core.errors import FleetError
+from varuna.fleet import remote as remote_module
 from varuna.fleet import serving as serving_module
 from varuna.fleet.admission import admit
 from varuna.fleet.authority import SERVER_NAME, Authority, client_context, issue, open_authority
@@ -190,3 +192,24 @@ def test_the_server_stops_while_websockets_are_open(place: Place, capfd: pytest.
 
     assert asyncio.run(stop_meanwhile()) < 4
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_an_answer_that_drips_has_a_bound_as_a_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each read has one of its own, which a drop now and then satisfies for ever."""
+    monkeypatch.setattr(remote_module, "_WHOLE_ANSWER_S", 0.2)
+
+    async def drip(request: Request) -> StreamingResponse:
+        async def drops() -> AsyncIterator[bytes]:
+            while True:
+                yield b"."
+                await asyncio.sleep(0.01)
+
+        return StreamingResponse(drops())
+
+    serving = Serving(Starlette(routes=[Route("/drip", drip)]), port=0, max_frame_bytes=1000)
+    serving.start()
+    try:
+        with pytest.raises(UnreachableError, match="did not answer within"):
+            Remote("127.0.0.1", serving.port, None).get("/drip")
+    finally:
+        serving.stop()

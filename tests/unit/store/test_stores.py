@@ -142,3 +142,15 @@ def test_a_store_is_refused_in_a_forked_child(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(os, "getpid", lambda: -1)
     with pytest.raises(StoreError, match="before a fork"):
         store.folders()
+
+
+def test_what_a_killed_writer_left_goes_and_what_is_being_written_stays(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    store.put("step/shard", b"x")
+    killed, alive = tmp_path / "step" / ".a.00000000.partial", tmp_path / "step" / ".b.00000000.partial"
+    for left in (killed, alive):
+        left.touch()
+    long_ago_s = killed.stat().st_mtime - 2 * 3600
+    os.utime(killed, (long_ago_s, long_ago_s))
+    store.create("step/manifest.json", b"{}")
+    assert (killed.exists(), alive.exists()) == (False, True)
