@@ -163,6 +163,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
             buffers,
             _constants(program),
             places=values.places,
+            decided=values.decided,
             of_activations=values.most is Grade.PARAMETERS,
         )
         taken = found or taken

@@ -86,6 +86,7 @@ def taken_for_granted(
     constants: Mapping[str, Tensor],
     *,
     places: Mapping[str, str],
+    decided: Sequence[frozenset[str]],
     of_activations: bool,
 ) -> Taken | None:
     """Conditions and truths of an exported graph; None if something else was taken for granted as well.
@@ -97,6 +98,7 @@ def taken_for_granted(
         buffers: placeholder -> name.
         constants: placeholder -> value.
         places: what export calls a number that it took out of a tensor -> the user's line that did.
+        decided: such numbers, by decision that was made by their values.
         of_activations: there may be truths.
     """
     bodies = [getattr(owner, str(node.target), None) for node in graph.nodes if node.op == "get_attr" and node.users]
@@ -104,6 +106,9 @@ def taken_for_granted(
     if any(node.target is _ASSERT for node in inner):
         return None  # in a region: nothing can be returned from there
     asserted = [node for node in graph.nodes if node.target is _ASSERT and _says_something(node.args[0])]
+    said = [set(re.findall(r"\w+", str(node.args[1]))) for node in asserted]
+    if not all(any(numbers <= words for words in said) for numbers in decided):
+        return None  # export writes nothing down of decisions on Python's floats
     known, past = {*inputs, *buffers, *constants}, _Past(graph)
     changed = written_storage(graph)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -74,12 +75,16 @@ class Values:
         self._spent_bytes = 0
         self.places: dict[str, str] = {}
         """what export calls a number that it took out of a tensor -> the user's line that did"""
+        self.decided: list[frozenset[str]] = []
+        """numbers, by decision that was made by their values"""
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Until the end, every fake tensor mode computes beside."""
         modes: Any = FakeTensorMode
+        environments: Any = ShapeEnv
         dispatch, from_tensor = modes.dispatch, modes.from_tensor
+        defer = environments.guard_or_defer_runtime_assert
 
         def dispatching(mode: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if self._inside:  # what an operation is made of
@@ -98,13 +103,21 @@ class Values:
                 self._known[made] = _Value(real, _Memory(grade))
             return made
 
+        def deferring(environment: ShapeEnv, expression: Any, message: str, *given: Any, **how: Any) -> Any:
+            if message.startswith("propagate_real_tensors"):  # it asks for a value that is no more than an example
+                numbers = expression.free_symbols - environment.backed_var_to_val.keys()
+                self.decided.append(frozenset(map(str, numbers)))
+            return defer(environment, expression, message, *given, **how)
+
         with generator_lock, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)  # the same on every worker
             modes.dispatch, modes.from_tensor = dispatching, making
+            environments.guard_or_defer_runtime_assert = deferring
             try:
                 yield
             finally:
                 modes.dispatch, modes.from_tensor = dispatch, from_tensor
+                environments.guard_or_defer_runtime_assert = defer
                 self._known.clear()
 
     def _operation(

@@ -129,7 +129,14 @@ class Updated(Layers):
         return torch.tanh(x) if self.seen < 100 else x
 
 
-@pytest.mark.parametrize("build", [Tossing, Updated])
+class Counting(Layers):
+    """A decision on a Python float, of which nothing is left in the graph."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x[:, : 1 + int(x.abs().sum().item()) % 4].mean(1, keepdim=True) + x
+
+
+@pytest.mark.parametrize("build", [Tossing, Updated, Counting])
 def test_what_no_sample_decides_stays_refused(build: type[Layers]) -> None:
     batch = SampleSource(Small(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError):
