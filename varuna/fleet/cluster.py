@@ -134,7 +134,7 @@ class Cluster:
         people = People(
             status=self.status,
             logs=place.run_dir / "logs",
-            post=lambda event: self.manager.post(event),
+            ask=lambda event: self.manager.ask(event),
             audit=audit,
             mint=lambda uses, life_s: str(self.invite(uses=uses, life_s=life_s)),
             operator_token=operator_token,

@@ -6,6 +6,7 @@ from varuna.core.messages import Finish
 from varuna.fleet.events import DrainRequested, NoticeReceived
 from varuna.fleet.instructions import Release
 from varuna.fleet.state import Departure, Ended, Finishing, Fleet, Running
+from varuna.fleet.story import Answered, Asked
 from varuna.fleet.turn import Turn
 from varuna.fleet.worker import Standing
 
@@ -25,6 +26,8 @@ def note_departure(turn: Turn, event: NoticeReceived | DrainRequested) -> None:
     if known is not None and known.deadline_s <= departure.deadline_s:
         return
     turn.update(departing={**turn.fleet.departing, event.node: departure})
+    if isinstance(event, DrainRequested):
+        turn.publish(Asked(what="drain", node=event.node))
     turn.notice(f"node {event.node} leaves {when} ({departure.reason})")
 
 
@@ -48,6 +51,8 @@ def release(turn: Turn) -> None:
             departing = {**turn.fleet.departing, node: replace(fleet.departing[node], released=True)}
             turn.update(departing=departing)
             turn.instructions.append(Release(node))
+            if departing[node].deadline_s == float("inf"):
+                turn.publish(Answered(what="drain", node=node))
 
 
 def _is_free(fleet: Fleet, node: str) -> bool:

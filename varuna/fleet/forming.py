@@ -56,7 +56,9 @@ def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
     """Go on waiting for starting workers, or end the run if there are none or they take too long."""
     fleet = turn.fleet
     patience_s = fleet.config.wait_s
-    if not fleet.more_to_come:
+    if fleet.finish_reason:
+        _end_as_asked(turn, complaint)
+    elif not fleet.more_to_come:
         causes = f" ({' and '.join(fleet.causes)})" if fleet.causes else ""
         turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none is starting")
     elif turn.now_s >= phase.since_s + patience_s:
@@ -66,6 +68,16 @@ def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
         if fleet.history or exit_code != 1:
             bound = f"starting workers, at most {patience_s:.0f} s" if patience_s < float("inf") else "machines to join"
             turn.notice(f"waiting for {bound}: {complaint}")
+
+
+def _end_as_asked(turn: Turn, complaint: str) -> None:
+    """Somebody asked for the end, and the step in flight, behind which it would come, cannot be done."""
+    fleet = turn.fleet
+    text = f"{fleet.finish_reason}; no step is in flight, since {complaint}"
+    unsaved = fleet.recorded_step + 1 - fleet.saved_step if fleet.history else 0
+    if unsaved > 0:
+        text += f". {unsaved} steps are in no checkpoint: the same command trains them again"
+    turn.end(int(unsaved > 0), text)
 
 
 def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:

@@ -16,7 +16,7 @@ from varuna.core.saying import warn
 from varuna.core.value import Value
 from varuna.fleet.database import FILE, open_database
 from varuna.fleet.ownership import locked
-from varuna.fleet.story import GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
+from varuna.fleet.story import Asked, GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
 _PATIENCE_S = 60.0
@@ -41,8 +41,9 @@ class Past(Value):
 class Journal:
     """A row per event; once ``append`` returns it survives the death of this process.
 
-    What binds the future, a verdict or the number of a generation, survives a power cut too. While the disk is full,
-    anything else waits in memory for a place: a manager that is lost meanwhile hears of it from the workers again.
+    What binds the future, a verdict, a promise or the number of a generation, survives a power cut too. While the disk
+    is full, anything else waits in memory for a place: a manager that is lost meanwhile hears of it from the workers
+    again.
 
     Raises:
         FleetError: the database cannot be used.
@@ -75,13 +76,26 @@ class Journal:
             FleetError: what binds the future cannot be written, for a minute.
         """
         self._rows.append((time.time(), event, vote))
-        if isinstance(event, VerdictReached | GenerationStarted):
+        if isinstance(event, VerdictReached | GenerationStarted | Asked):
             self._surely(self._insert_rows)
         else:
             self._tell("the run's journal", self._path, self._attempt(self._insert_rows))
         if self._steps is not None and isinstance(event, StepRecorded):
             self._lines += json.dumps(_step_line(event)).encode() + b"\n"
             self._tell("the log of steps", Path(self._steps.name), self._write_lines())
+
+    def sync(self) -> bool:
+        """Whether everything that was appended survives a power cut from now on."""
+
+        def insert() -> None:
+            self._insert_rows()
+            self._keep("synced", str(time.time()))  # a transaction without a change would not reach the disk
+
+        error = self._attempt(insert, durably=True)
+        self._tell("the run's journal", self._path, error)
+        if error is None:
+            self._rows.clear()
+        return error is None
 
     def _insert_rows(self) -> None:
         for when, event, vote in self._rows:

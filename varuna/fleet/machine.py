@@ -38,6 +38,7 @@ from varuna.fleet.sight import note_beat as note_waiting
 from varuna.fleet.slow import note_beat, readmit
 from varuna.fleet.standstill import note_standstill
 from varuna.fleet.state import Advice, Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.story import Asked
 from varuna.fleet.turn import Turn
 from varuna.fleet.verdict import note_held, note_suspect, note_voted, settle, watch_generation
 from varuna.fleet.worker import Standing
@@ -73,14 +74,25 @@ def _note(turn: Turn, event: Event) -> None:
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             if event.worker in turn.fleet.workers:  # the lost and the refused are not heard any more
                 _note_worker(turn, event)
-        case SpawnRequested(count=count):
-            turn.update(wanted=turn.fleet.wanted + count)
         case NoticeReceived() | DrainRequested():
             note_departure(turn, event)
+        case SpawnRequested() | MorphRequested() | FinishRequested() | StopRequested():
+            _note_wish(turn, event)
+
+
+def _note_wish(turn: Turn, event: SpawnRequested | MorphRequested | FinishRequested | StopRequested) -> None:
+    """Take down what somebody wants; what only a later moment can bring is promised in the journal."""
+    match event:
+        case SpawnRequested(count=count):
+            turn.update(wanted=turn.fleet.wanted + count)
         case MorphRequested():
+            if not turn.fleet.morph_asked:
+                turn.publish(Asked(what="morph"))
             turn.update(morph_asked=True)
         case FinishRequested(reason=reason):
-            turn.update(finish_reason=reason)
+            if not turn.fleet.finish_reason:
+                turn.publish(Asked(what="stop", reason=reason))
+            turn.update(finish_reason=turn.fleet.finish_reason or reason)
         case StopRequested(reason=reason, exit_code=exit_code):
             turn.end(exit_code, reason)
 

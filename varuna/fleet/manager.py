@@ -2,12 +2,13 @@
 
 import math
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from varuna.core.messages import Beat, Offered, Sought, ToWorker
+from varuna.core.messages import Assign, Beat, Offered, Recorded, Sought, ToWorker
 from varuna.fleet.calibrator import Calibrator
 from varuna.fleet.events import Event, MessageReceived, MorphRequested, Tick, WorkerDistrusted, WorkerSpawned
 from varuna.fleet.honesty import objection
@@ -23,10 +24,20 @@ from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEnded, Run
 from varuna.fleet.watchdog import STOOD_STILL_S
 
 _TICK_S = 0.2
+_SYNC_S = 1.0
+_ASK_S = 8.0  # less than the patience of who asks
 
 Observer = Callable[[RunEvent], None]
 
-Posted = Event | Reunion | Audited | Notice
+
+class Request(NamedTuple):
+    """Somebody waits until ``event`` is written down."""
+
+    event: Event
+    done: threading.Event
+
+
+Posted = Event | Request | Reunion | Audited | Notice
 """What may be posted: events for the state machine, an agent's return, and lines for the journal."""
 
 
@@ -79,6 +90,8 @@ class Manager:
         self._meeting = Meeting()
         self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
         self._leaving, self._was_finite = False, True
+        self._owed: dict[str, Recorded] = {}  # by worker: what it may forget once the disk has it
+        self._synced_s = float("-inf")
         self._lost = lost_workers(past) if past is not None else set()
         now_s = time.monotonic()
         self.fleet = resume(past, config, now_s) if past is not None else Fleet.empty(config, now_s)
@@ -87,6 +100,15 @@ class Manager:
     def post(self, event: Posted) -> None:
         """Something happened."""
         self._queue.put(event)
+
+    def ask(self, event: Event, bound_s: float = _ASK_S) -> bool:
+        """Something that somebody wants; returns whether it is certain to be carried out, by this manager or the next.
+
+        False if it was not taken down in time: it may be, later. Waits; not for the manager's own thread.
+        """
+        request = Request(event, threading.Event())
+        self._queue.put(request)
+        return request.done.wait(bound_s)
 
     def warn(self, text: str) -> None:
         """Log and show a warning soon; any thread may ask for it."""
@@ -125,12 +147,22 @@ class Manager:
                 heard_s = self._hands.heard_s()
                 self._handle(Tick(0.0 if heard_s is None else deaf_s(heard_s, last_tick_s, now_s)))
                 next_tick_s, last_tick_s = now_s + _TICK_S, now_s
+                self._tell_recorded(now_s)
                 continue
             try:
                 self._take(self._queue.get(timeout=next_tick_s - now_s))
             except queue.Empty:
                 continue
         return self.fleet.phase
+
+    def _tell_recorded(self, now_s: float) -> None:
+        """Workers may forget a vote once it survives a power cut: the disk is asked for that once a second."""
+        if self._owed and now_s >= self._synced_s + _SYNC_S:
+            self._synced_s = now_s
+            if self._journal.sync():
+                for name, message in self._owed.items():
+                    self._hands.send(name, message)
+                self._owed.clear()
 
     def _take_up(self) -> None:
         """Go on with a run that this manager did not start."""
@@ -143,9 +175,12 @@ class Manager:
         where = f"generation {self.fleet.generation}, step {self.fleet.recorded_step + 1}"
         self._publish(Notice(text=f"the manager is back: {where}"))
 
-    def _take(self, event: Event | Reunion | Audited | Notice) -> None:
+    def _take(self, event: Posted) -> None:
         """What came in, as the state machine should hear it."""
         match event:
+            case Request(event=wanted, done=done):
+                self._handle(wanted)
+                done.set()
             case Audited() | Notice():
                 self._publish(event)
             case Reunion():
@@ -199,7 +234,11 @@ class Manager:
 
     def _execute(self, instruction: Instruction) -> list[Event]:
         match instruction:
+            case Send(worker=name, message=Recorded() as message):
+                self._owed[name] = message
             case Send(worker=name, message=message):
+                if isinstance(message, Assign):
+                    self._owed.pop(name, None)  # of another timeline, it may be
                 self._hands.send(name, message)
             case Kill(worker=name):
                 self._hands.kill(name)

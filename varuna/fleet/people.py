@@ -56,7 +56,8 @@ class People:
 
     status: Callable[[], dict[str, object]]
     logs: Path
-    post: Callable[[Event], None]
+    ask: Callable[[Event], bool]
+    """Whether it is written down, so that it will be carried out; may wait for a few seconds."""
     audit: Audit
     mint: Callable[[int, float], str] | None = None
     """A JOIN string; None for a run that nobody can join."""
@@ -119,15 +120,14 @@ class People:
 
     async def _stop(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:
-            self.post(FinishRequested("somebody asked for it with `varuna stop`"))
-            return JSONResponse({"accepted": "stop"}, 202)
+            wanted = FinishRequested("somebody asked for it with `varuna stop`")
+            return await self._accept(wanted, {"accepted": "stop"})
 
         return await self._change(request, "stop the run", Nothing, act)
 
     async def _morph(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:
-            self.post(MorphRequested())
-            return JSONResponse({"accepted": "morph"}, 202)
+            return await self._accept(MorphRequested(), {"accepted": "morph"})
 
         return await self._change(request, "morph", Nothing, act)
 
@@ -138,10 +138,15 @@ class People:
             if drain.node not in nodes:
                 known = ", ".join(nodes) or "none"
                 return _error(404, f"there is no node {drain.node!r} in this run; there are: {known}")
-            self.post(DrainRequested(drain.node))
-            return JSONResponse({"accepted": "drain", "node": drain.node}, 202)
+            return await self._accept(DrainRequested(drain.node), {"accepted": "drain", "node": drain.node})
 
         return await self._change(request, "drain a node", Drain, act)
+
+    async def _accept(self, wanted: Event, answer: dict[str, str]) -> Response:
+        """Promise it once it is on disk, and not before."""
+        if await asyncio.to_thread(self.ask, wanted):
+            return JSONResponse(answer, 202)
+        return _error(503, "the manager has not taken it down in time; it may be busy, or its disk full. Ask again.")
 
     async def _tokens(self, request: Request) -> Response:
         async def act(mint: Mint) -> Response:

@@ -12,6 +12,7 @@ from varuna.core.shares import holders_of
 from varuna.fleet.departure import leavers
 from varuna.fleet.forming import plan_for
 from varuna.fleet.state import Fleet, Running
+from varuna.fleet.story import Answered
 from varuna.fleet.turn import Turn
 from varuna.fleet.verdict import stop_generation
 from varuna.fleet.weighing import weigh
@@ -124,8 +125,10 @@ def _answer_request(turn: Turn) -> None:
     fleet = turn.fleet
     plan = plan_or_none(turn, len(fleet.available))
     if plan is None:
+        turn.publish(Answered(what="morph"))
         turn.notice("a morph was asked for, but there is no plan for the workers at hand", warning=True)
     elif _same_work(plan, fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
+        turn.publish(Answered(what="morph"))
         turn.notice(f"a morph was asked for, but {plan.shape} is the best plan for {len(fleet.available)} workers")
     else:
         turn.update(replan=True)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from varuna.fleet.journal import Past
 from varuna.fleet.reunion import node_of
-from varuna.fleet.state import Fleet, FleetConfig, Running
-from varuna.fleet.story import GenerationRecord, GenerationStarted, Morphed, StepRecorded, WorkerLost
+from varuna.fleet.state import Departure, Fleet, FleetConfig, Running
+from varuna.fleet.story import Answered, Asked, GenerationRecord, GenerationStarted, Morphed, StepRecorded, WorkerLost
 from varuna.fleet.worker import Sight, Standing, Worker
 
 
@@ -22,7 +22,7 @@ def lost_workers(past: Past) -> set[str]:
 
 def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     """The fleet of a run that did not end."""
-    fleet = Fleet.empty(config, now_s)
+    fleet = _with_promises(Fleet.empty(config, now_s), past)
     history: list[GenerationRecord] = []
     recorded_step = -1
     for event in past.events:
@@ -63,6 +63,26 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         # A member that was lost before its generation ended: the morph is still to come.
         causes=tuple(f"worker {name} was lost" for name in history[-1].grid if name in lost),
     )
+
+
+def _with_promises(fleet: Fleet, past: Past) -> Fleet:
+    """What people were promised and has not happened yet."""
+    finish_reason, morph, drained = "", False, dict[str, Departure]()
+    for event in past.events:
+        match event:
+            case Asked(what="stop", reason=reason):
+                finish_reason = reason
+            case Asked(what="morph"):
+                morph = True
+            case Asked(what="drain", node=node):
+                drained[node] = Departure(deadline_s=float("inf"), reason="drained")
+            case Answered(what="drain", node=node):
+                drained.pop(node, None)
+            case Answered(what="morph") | GenerationStarted():
+                morph = False
+            case _:
+                pass
+    return replace(fleet, finish_reason=finish_reason, morph_asked=morph, departing=drained)
 
 
 def _member(name: str, now_s: float) -> Worker:

@@ -83,7 +83,7 @@ class Run:
         people = People(
             status=lambda: self._picture.describe(self.manager.fleet, time.monotonic()),
             logs=run_dir,
-            post=self._post,
+            ask=lambda event: self.manager.ask(event),
             audit=Audit(lambda event: self.manager.post(event)),
             operator_token=operator_token,
             page_token=page_token,

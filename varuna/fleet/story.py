@@ -111,6 +111,23 @@ class Audited(Value):
     why: str = ""
 
 
+class Asked(Value):
+    """Somebody asked for something, and was told that it is accepted: it binds managers to come, too."""
+
+    kind: Literal["asked"] = "asked"
+    what: Literal["stop", "drain", "morph"]
+    node: str = ""
+    reason: str = ""
+
+
+class Answered(Value):
+    """What was asked for is done, or cannot be; of a morph, a new generation says the same."""
+
+    kind: Literal["answered"] = "answered"
+    what: Literal["drain", "morph"]
+    node: str = ""
+
+
 class RunEnded(Value):
     """Nothing follows."""
 
@@ -129,6 +146,8 @@ RunEvent = Annotated[
     | GenerationTimed
     | Notice
     | Audited
+    | Asked
+    | Answered
     | RunEnded,
     Field(discriminator="kind"),
 ]

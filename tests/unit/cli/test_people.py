@@ -52,7 +52,7 @@ class Desk:
         people = People(
             status=lambda: self.picture.describe(driver.fleet, 0.0),
             logs=folder / "logs",
-            post=self.events.append,
+            ask=self.ask,
             audit=Audit(lambda event: None),
             mint=lambda uses, life_s: f"varuna://for-{uses}-of-{life_s:.0f}",
             operator_token="operator",
@@ -60,6 +60,10 @@ class Desk:
         self.serving = Serving(Starlette(routes=people.routes()), port=0, max_frame_bytes=1000)
         self.serving.start()
         self.publish("operator")
+
+    def ask(self, event: Event) -> bool:
+        self.events.append(event)
+        return True
 
     def publish(self, token: str) -> None:
         publish(self.folder, Access(host="127.0.0.1", port=self.serving.port, certificate_pem=None, token=token))

@@ -1,6 +1,7 @@
 """The manager's shell: what it believes and writes down, whoever lies and whatever clocks do."""
 
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import make_job, make_vote, two_stages
-from varuna.core.messages import FromWorker, Held, Hello, ToWorker, Voted
-from varuna.fleet.events import MessageReceived, StopRequested
+from varuna.core.messages import FromWorker, Held, Hello, Recorded, ToWorker, Voted
+from varuna.fleet.events import FinishRequested, MessageReceived, StopRequested
 from varuna.fleet.journal import Journal, read_events
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.manager import Manager
 from varuna.fleet.state import Advice, FleetConfig
-from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.story import Asked, Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 
 JOB = make_job()
 PLAN = two_stages(JOB, 4, None)
@@ -116,6 +117,41 @@ def test_a_wall_clock_that_jumps_changes_nothing(play: Play, monkeypatch: pytest
     assert play.hands.killed == []
     assert read_events(play.folder) == play.seen
     assert [event.step for event in play.seen if isinstance(event, StepRecorded)] == list(range(9))
+
+
+def test_workers_may_forget_a_vote_only_once_the_disk_has_it(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+
+    def sync() -> bool:
+        synced.append(len(read_events(play.folder)))
+        if len(synced) == 2:
+            play.manager.post(StopRequested("enough", 0))
+        return len(synced) > 1  # the disk is full, and then it is not
+
+    monkeypatch.setattr(play.journal, "sync", sync)
+    monkeypatch.setattr("varuna.fleet.manager._SYNC_S", 0.0)
+    play.manager.run()
+    told = [(name, message.step) for name, message in play.hands.sent if isinstance(message, Recorded)]
+    assert told == [(name, 0) for name in MEMBERS]
+    assert len(synced) == 2
+
+
+def test_a_promise_is_in_the_journal_before_it_is_made(play: Play) -> None:
+    asked: list[tuple[bool, list[RunEvent]]] = []
+
+    def ask() -> None:
+        kept = play.manager.ask(FinishRequested("enough"))
+        asked.append((kept, read_events(play.folder)))
+        play.manager.post(StopRequested("now", 0))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    play.manager.run()
+    thread.join(10)
+    [(kept, events)] = asked
+    assert kept
+    assert Asked(what="stop", reason="enough") in events
+    assert not play.manager.ask(FinishRequested("again"), bound_s=0.01)  # nobody manages any more
 
 
 def test_a_loss_that_is_no_number_is_said_when_it_begins(play: Play) -> None:

@@ -34,13 +34,18 @@ class Front:
         door = People(
             status=lambda: {"loss": float("nan"), "steps": 3, "nodes": ["n0-vm"]},
             logs=folder,
-            post=self.events.append,
+            ask=self.ask,
             audit=Audit(self.audited.append, lambda: self.now_s),
             mint=lambda uses, life_s: f"varuna://{uses}-{life_s:.0f}",
             operator_token="operator-token",
             page_token="page-token",
         )
+        self.is_busy = False
         self.client = TestClient(Starlette(routes=door.routes()), raise_server_exceptions=True)
+
+    def ask(self, event: Event) -> bool:
+        self.events.append(event)
+        return not self.is_busy
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +115,10 @@ def test_the_operator_may_change_the_run_and_each_time_is_written_down(front: Fr
 
 def test_bad_requests_are_told_what_is_wrong_with_them(front: Front) -> None:
     client = front.client
+    front.is_busy = True
+    busy = client.post("/stop", headers=OPERATOR)
+    assert (busy.status_code, "Ask again" in busy.json()["error"]) == (503, True)
+    front.events.clear()
     unknown = client.post("/drain", headers=OPERATOR, json={"node": "n7"})
     assert (unknown.status_code, "n0-vm" in unknown.json()["error"]) == (404, True)
     assert client.post("/drain", headers=OPERATOR, content=b"\xff{").status_code == 422

@@ -7,15 +7,23 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
-from varuna.core.messages import Assign, Beat, Held, Hello, Hold, Suspect, Voted
-from varuna.fleet.events import MessageReceived, Tick, WorkerExited, WorkerSpawned
-from varuna.fleet.instructions import Publish, Send
+from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Suspect, Voted
+from varuna.fleet.events import (
+    DrainRequested,
+    FinishRequested,
+    MessageReceived,
+    MorphRequested,
+    Tick,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.instructions import Instruction, Publish, Send
 from varuna.fleet.journal import Journal, read_events
 from varuna.fleet.protocol import Charge, Exited
 from varuna.fleet.resume import lost_workers, resume
 from varuna.fleet.reunion import Reunion, reunite
 from varuna.fleet.state import Fleet, FleetConfig, Idle, Running, Stopping
-from varuna.fleet.story import GenerationStarted, RunEnded, StepRecorded
+from varuna.fleet.story import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
 
 NAMES = ("n0-a.0", "n0-a.1", "n1-b.0", "n1-b.1")
 CONFIG = FleetConfig(workers=4, elastic=True, replace=False, wait_s=float("inf"))
@@ -199,6 +207,35 @@ def test_before_the_first_generation_workers_are_simply_met_again(tmp_path: Path
 def test_workers_of_an_agent_that_started_again_are_gone(shell: Shell) -> None:
     events, _ = reunite(shell.driver.fleet, set(), Reunion("n1-b", ()))
     assert [event.worker for event in events if isinstance(event, WorkerExited)] == ["n1-b.0", "n1-b.1"]
+
+
+def test_what_people_were_promised_is_kept_by_the_next_manager(shell: Shell) -> None:
+    shell.vote(0)
+    for wish in (DrainRequested("n1-b"), MorphRequested(), FinishRequested("enough")):
+        shell.driver.feed(wish)
+    shell.write()
+    sent = len(shell.driver.done)
+    fleet = shell.die_and_start_again()
+    assert (fleet.finish_reason, fleet.morph_asked, list(fleet.departing)) == ("enough", True, ["n1-b"])
+    shell.reunite("n0-a", shell.charge("n0-a.0"), shell.charge("n0-a.1"))
+    shell.reunite("n1-b", shell.charge("n1-b.0"), shell.charge("n1-b.1"))
+    flags = [(d.worker, d.message.flag) for d in shell.driver.done[sent:] if _is_flag(d)]  # type: ignore[union-attr]
+    assert ("n0-a.0", "stop") in flags
+    assert flags.count(("n0-a.0", "stop")) == 2  # again once it is met: nobody was there the first time
+
+
+def test_a_promise_that_was_kept_is_not_kept_again(shell: Shell) -> None:
+    shell.vote(0)
+    shell.journal.append(Asked(what="drain", node="n1-b"))
+    shell.journal.append(Asked(what="morph"))
+    shell.journal.append(Answered(what="drain", node="n1-b"))
+    shell.journal.append(Answered(what="morph"))
+    fleet = shell.die_and_start_again()
+    assert (fleet.finish_reason, fleet.morph_asked, fleet.departing) == ("", False, {})
+
+
+def _is_flag(done: Instruction) -> bool:
+    return isinstance(done, Send) and isinstance(done.message, RaiseFlag)
 
 
 def test_a_run_that_ended_is_history_and_numbers_start_again(shell: Shell) -> None:

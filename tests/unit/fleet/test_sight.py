@@ -309,6 +309,18 @@ def test_what_was_asked_of_a_worker_is_said_again_when_it_is_met_again() -> None
     assert [message.vote.step for _, message in sends(again, Apply)] == [2]
 
 
+def test_a_run_that_waits_for_machines_ends_when_somebody_asks_for_that() -> None:
+    driver = on_machines("ab")
+    for name in ("w0", "w1"):
+        driver.kill(name)
+    driver.wait(1)
+    assert driver.end is None
+    driver.feed(FinishRequested("enough"))
+    assert driver.end is not None
+    assert driver.end.exit_code == 1
+    assert driver.end.text.startswith("enough; no step is in flight, since there is no worker. 2 steps are in no")
+
+
 def test_records_are_not_piled_up_for_a_machine_out_of_sight() -> None:
     driver = on_machines("abcd")
     before = len(driver.done)
