@@ -75,6 +75,8 @@ class SelfCheck:
             ModelError: the run would train another model than plain PyTorch.
             DataError: the dataset is random, or a sample is not what was captured.
         """
+        for path, why in model.eager.items():
+            say(f"{path} runs as written, as one operation that is never cut: {why}")
         say(str(self.compare(model, initial)))
 
     def compare(self, model: PartitionedModel, initial: Initial) -> Checked:

@@ -36,6 +36,7 @@ def describe(
         "cut_points": _cut_points(model),
         "stages": _stages(model, stages or 1),
         "tied": [{"name": tied.name, "sections": list(tied.sections)} for tied in model.facts.tied],
+        "eager": [{"module": path, "why": why} for path, why in model.eager.items()],
         "batch_dependent": model.facts.batch_dependent,
         "verify": verification,
         "dependencies": None if dependencies is None else [asdict(each) for each in dependencies],
@@ -121,6 +122,8 @@ def show(console: Console, report: dict[str, Any]) -> None:
     console.print(stages)
     for tied in report["tied"]:
         console.print(f"tied: {tied['name']} in sections {', '.join(map(str, tied['sections']))}", highlight=False)
+    for eager in report["eager"]:
+        console.print(f"runs as written: {eager['module']}, since {eager['why']}", highlight=False, markup=False)
     if report["batch_dependent"]:
         console.print("batch statistics: Trainer needs micro_batch=, which no plan changes", highlight=False)
     if (found := report["verify"]) is not None:

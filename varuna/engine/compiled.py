@@ -25,6 +25,7 @@ from torch.fx import GraphModule
 from varuna.core.errors import ModelError, UsageError
 from varuna.engine.specialise import Specialised, specialise
 from varuna.engine.trial import Run, Seeded, kind_of, outcome
+from varuna.partition.opaque.calls import holds_opaque
 from varuna.partition.split import SectionGraph
 
 Backend = Callable[[GraphModule, list[Tensor]], Callable[..., Sequence[Tensor]]]
@@ -45,6 +46,7 @@ class Compiler:
     def of(self, section: SectionGraph, arguments: Sequence[Any], seeded: Seeded) -> Run:
         """The section compiled for arguments of this kind; takes the section's own arguments.
 
+        One in which a module runs eagerly stays as it is.
         The first time takes as long as the backend does, and two runs more: what it computes is compared.
 
         Args:
@@ -55,6 +57,9 @@ class Compiler:
         Raises:
             ModelError: the backend failed, or the section computes something else when compiled.
         """
+        if holds_opaque(section.module.graph):
+            plain: Run = section.module.forward  # what capture cannot follow, a compiler cannot either
+            return plain
         special = specialise(section.module, arguments)
         given = special.pick(arguments)
         identity = special.module.code if special.is_whole else section.module

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from varuna.partition.opaque.calls import holds_opaque
 from varuna.partition.split import SectionGraph
 
 _aten: Any = torch.ops.aten
@@ -145,8 +146,10 @@ def retarget(
     """The section's graph with its linears deferred, and ``Pending`` as a further first argument.
 
     A parameter is deferred only if all its uses in the section can be: so each accumulator gets the sum of all
-    uses at once. None if nothing can be.
+    uses at once. None if nothing can be, or if a module runs eagerly in the section: that one runs whole.
     """
+    if holds_opaque(section.module.graph):
+        return None
     placeholders = [node for node in section.module.graph.nodes if node.op == "placeholder"]
     names = dict(zip(placeholders[_before_parameters(section) :], section.parameters, strict=False))
     candidates = [use for node in section.module.graph.nodes if (use := _use_of(node, names, shapes)) is not None]

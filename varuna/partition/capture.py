@@ -8,6 +8,7 @@ survives.
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ from torch.utils._pytree import tree_unflatten
 from varuna.core.errors import ModelError
 from varuna.partition.building import build_without_data, cast_fakes
 from varuna.partition.captured import Capture as Capture
+from varuna.partition.construction import Construction, construct
 from varuna.partition.dtypes import check_dtypes
 from varuna.partition.explaining import BUILDING, explain
 from varuna.partition.exporting import Exported, export
 from varuna.partition.givens import Givens
 from varuna.partition.inline import inline_no_grad
+from varuna.partition.opaque.pieces import Pieces
 from varuna.partition.truths import Taken, taken_for_granted
 from varuna.partition.values import Grade, Values
 
@@ -46,6 +49,8 @@ class Recipe:
     """anything else: parameters, floating buffers and floating inputs are cast to it, as ``model.to(dtype)`` does"""
     training: bool = True
     """False: as ``model.eval()`` makes it"""
+    eager: tuple[str, ...] = ()
+    """paths of modules that run as written, as one operation each, if that is known already"""
 
 
 class LossModule(nn.Module):
@@ -171,12 +176,36 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
 
     try:
         with givens.open():
-            exported = export(module, fake, givens.of, accept)
+            exported = export(module, fake, givens.of, accept, _pieces(module, recipe))
     except ModelError:
         raise
     except Exception as error:
         raise ModelError(explain("cannot be captured by torch.export", error)) from error
     return _describe(exported, model, list(fake), taken)
+
+
+def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
+    """What of the model may have to run as written, with initial values for runs that show what it makes."""
+    first_name = _first_names(module.model)
+
+    @cache
+    def construction() -> Construction | None:
+        try:
+            return construct(recipe.build, 0)
+        except ModelError:
+            return None
+
+    def initial(name: str) -> Tensor | None:
+        made, name = construction(), first_name[name]
+        if made is None:
+            return None
+        try:
+            return made.parameter(name, 0) if name in made.parameters else made.buffer(name, 0)
+        except (ModelError, KeyError):
+            return None
+
+    known = dict.fromkeys(recipe.eager, "it does so in training")
+    return Pieces(module, module.model, recipe.build, initial, known)
 
 
 def _check_keys(model: nn.Module, batch: Batch) -> None:
@@ -239,6 +268,7 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Take
         visits_all=exported.visits_all,
         conditions=taken.conditions,
         truths=taken.truths,
+        eager=exported.eager,
     )
 
 

@@ -1,5 +1,6 @@
 """What capture makes of a model: one flat graph, with the names of everything that flows into it."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ class Capture:
     """what the branches of forward() on samples took for granted"""
     truths: tuple[Truth, ...]
     """what those on activations did"""
+    eager: Mapping[str, str]
+    """path of a module that runs as written, as one operation -> why"""
 
     @property
     def condition_inputs(self) -> tuple[str, ...]:

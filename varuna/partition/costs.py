@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from varuna.partition.opaque.calls import call_of
 from varuna.partition.simplify import op_name
 
 ROOFLINE_FLOPS_PER_S = 15e12
@@ -95,6 +96,9 @@ def cost_of(node: Node, sizes: Sizes) -> Cost:
     inputs = sum(sizes.size_bytes(value, 1) for source in node.all_input_nodes for value in tensors_of(source))
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return Cost((inputs + outputs) / ROOFLINE_BYTES_PER_S, outputs)
+    call = call_of(node.target)
+    if call is not None and call.learned is not None:
+        return Cost(call.learned.forward_s, outputs)
     flops = _flops(node, sizes)
     return Cost(max(flops / ROOFLINE_FLOPS_PER_S, (inputs + outputs) / ROOFLINE_BYTES_PER_S), outputs)
 

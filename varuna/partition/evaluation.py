@@ -38,7 +38,7 @@ def _one(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -
         for key, value in batch.items()
     }
     found = partition(
-        replace(recipe, training=False),
+        replace(recipe, training=False, eager=tuple(model.eager)),
         shaped,
         count_targets=model.counts_targets or model.whole is not None,
         choose=same_places(model.operations, model.cuts, nearest=True),

@@ -4,6 +4,7 @@ Models ask whether they are being compiled, and then take other paths. Export tr
 branches on data; then the path of plain eager. In both it knows what follows from the code alone (``values.py``). Then
 it tries both with the first samples at hand, and goes as they do where ``forward`` branches on them; last with first
 parameters, too. Such branches are kept, and every batch must go the same way (``conditions.py``, ``truths.py``).
+Where no way leads to a graph, submodules that stand in the way become operations that run them as written (``opaque``).
 """
 
 import logging
@@ -24,6 +25,8 @@ from varuna.core.errors import ModelError
 from varuna.partition.branches import Comparing, general_sizes
 from varuna.partition.functions import kept_functions
 from varuna.partition.loops import EveryPlace
+from varuna.partition.opaque.calls import WritesError
+from varuna.partition.opaque.pieces import Pieces, check_followed
 from varuna.partition.values import Given, Grade, Values
 
 _trace: Any = _torch_trace
@@ -37,6 +40,8 @@ class Exported(NamedTuple):
     """loops over the places where a mask is true run for every place"""
     follows: Grade
     """branches went as for values of this grade"""
+    eager: Mapping[str, str]
+    """path of a module that runs as written, as one operation -> why"""
 
 
 def export(
@@ -44,6 +49,7 @@ def export(
     fake: Mapping[str, Tensor],
     given: Callable[[Grade], Given | None],
     accept: Callable[[torch.export.ExportedProgram, Values], bool],
+    pieces: Pieces,
 ) -> Exported:
     """Export for any batch size.
 
@@ -52,10 +58,40 @@ def export(
         fake: a batch without data.
         given: values of what the module is given, up to a grade; None if there are none of that grade.
         accept: whether the branches of a program that followed values can be checked.
+        pieces: of the model; those found already run as written in any case.
 
     Raises:
-        Exception: of the first way, if no way leads to a graph.
+        WritesError: what would have to run as written keeps something between calls.
+        Exception: of what stands in the way, if no way leads to a graph.
     """
+    failure: Exception | None = None
+    if not pieces.found:
+        try:
+            return _some_way(module, fake, given, accept, pieces)
+        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            failure = error
+    values = Values(Grade.SAMPLES, given(Grade.SAMPLES) or {})
+    try:
+        with _as_eager(), values.watch(), EveryPlace(), Comparing(), _silent(), _idle_moves():
+            found = pieces.find(lambda: _attempt(module, fake), values.real)
+        if found or failure is None:
+            return _some_way(module, fake, given, accept, pieces)
+    except WritesError:
+        raise
+    except Exception as error:
+        if failure is None or pieces.found:  # what stands in the way of all else
+            raise
+        raise failure from error
+    raise failure
+
+
+def _some_way(
+    module: nn.Module,
+    fake: Mapping[str, Tensor],
+    given: Callable[[Grade], Given | None],
+    accept: Callable[[torch.export.ExportedProgram, Values], bool],
+    pieces: Pieces,
+) -> Exported:
     first: Exception | None = None
     asks_for_data = False
     for most in Grade:
@@ -67,8 +103,9 @@ def export(
             places = EveryPlace()
             asked = _as_eager() if as_eager else nullcontext()
             try:
-                with asked, values.watch(), places, Comparing(), _silent(), _idle_moves():
+                with asked, pieces.in_place(), values.watch(), places, Comparing(), _silent(), _idle_moves():
                     program = _attempt(module, fake)
+                    check_followed(program)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
@@ -76,7 +113,7 @@ def export(
                 asks_for_data |= type(error).__module__.startswith("torch")
                 continue
             if most is Grade.CODE or accept(program, values):
-                return Exported(program, places.visited, most)
+                return Exported(program, places.visited, most, dict(pieces.found))
             asks_for_data = True
     assert first is not None
     raise first

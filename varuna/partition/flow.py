@@ -9,7 +9,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.partition.captured import Capture
 from varuna.partition.costs import Sizes, is_view, tensors_of
-from varuna.partition.functions import NAMESPACE
+from varuna.partition.functions import NAMESPACE as FUNCTIONS
+from varuna.partition.opaque.calls import NAMESPACE as MODULES
 from varuna.partition.simplify import op_name, written_arguments
 
 
@@ -151,8 +152,8 @@ def is_random(node: Node) -> bool:
     if op_name(node) == "aten::scaled_dot_product_attention":
         drop = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
         return bool(drop != 0.0)
-    if node.target.namespace == NAMESPACE:
-        return True  # an autograd Function may draw
+    if node.target.namespace in (FUNCTIONS, MODULES):
+        return True  # an autograd Function may draw, and so may a module that runs eagerly
     return bool(torch.Tag.nondeterministic_seeded in node.target.tags)
 
 

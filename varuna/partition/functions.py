@@ -19,7 +19,7 @@ from varuna.core.errors import ModelError
 
 NAMESPACE = "varuna_functions"
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # lives as the process does
-_apply_of_torch = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+apply_of_torch = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -38,7 +38,7 @@ class _Call:
         given = {Tensor: iter(tensors), torch.SymInt: iter(sizes)}
         leaves = [next(given[leaf]) if leaf in (Tensor, torch.SymInt) else leaf for leaf in self.leaves]
         before = [tensor._version for tensor in tensors]
-        results = _apply_of_torch(self.function, *tree_unflatten(leaves, self.arguments))
+        results = apply_of_torch(self.function, *tree_unflatten(leaves, self.arguments))
         if [tensor._version for tensor in tensors] != before:
             raise ModelError(f"{self.function.__qualname__} writes its arguments in place: return new tensors instead.")
         found, self.results = tree_flatten(results)
@@ -61,14 +61,14 @@ def kept_functions() -> Iterator[None]:
         if cls is CheckpointFunction:
             return _as_called(*args)
         if cls.__module__.partition(".")[0] == "torch" or kwargs:
-            return _apply_of_torch(cls, *args, **kwargs)
+            return apply_of_torch(cls, *args, **kwargs)
         return _as_op(cls, args)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
     try:
         yield
     finally:
-        torch.autograd.Function.apply = classmethod(_apply_of_torch)  # type: ignore[assignment]
+        torch.autograd.Function.apply = classmethod(apply_of_torch)  # type: ignore[assignment]
 
 
 def _as_called(run: Callable[..., Any], _preserves_randomness: bool, *args: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -64,6 +64,8 @@ class PartitionedModel:
     """loops over the places where a mask is true run for every place (``partition.loops``)"""
     conditions: Conditions | None = None
     """what the branches of forward() on samples took for granted"""
+    eager: Mapping[str, str] = field(default_factory=dict)
+    """path of a module that runs eagerly, as one operation (``partition.opaque``) -> why"""
     variants: tuple["PartitionedModel", ...] = ()
     """the model at each declared length (``partition.lengths``), the longest first; empty if there is one only"""
     length_keys: tuple[str, ...] = ()
@@ -183,6 +185,7 @@ def partition(
         inputs=inputs,
         visits_all=captured.visits_all,
         conditions=captured.conditions,
+        eager=captured.eager,
         operations=tuple(map(operation, flow.ops)),
         cuts=tuple(cuts),
     )

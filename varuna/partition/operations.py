@@ -2,6 +2,8 @@
 
 from torch.fx import Node
 
+from varuna.partition.opaque.calls import call_of
+
 Operation = tuple[str, ...]
 """What an operation is, and the modules that it is in."""
 
@@ -9,4 +11,7 @@ Operation = tuple[str, ...]
 def operation(node: Node) -> Operation:
     """Of one node."""
     stack = node.meta.get("nn_module_stack") or {}
-    return (str(node.target), *(str(path) for path, _ in stack.values()))
+    what = str(node.target)
+    if call_of(node.target) is not None:  # the rest of the name tells how it is configured, and for which shapes
+        what = what.rpartition("_")[0]
+    return (what, *(str(path) for path, _ in stack.values()))

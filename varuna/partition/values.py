@@ -120,6 +120,11 @@ class Values:
                 environments.guard_or_defer_runtime_assert = defer
                 self._known.clear()
 
+    def real(self, tensor: Tensor) -> Tensor | None:
+        """The value of a tensor that is followed; None if it is unknown."""
+        found: _Value | None = self._known.get(tensor)
+        return None if found is None or found.memory.grade is None else found.real
+
     def _operation(
         self, run: Callable[..., Any], mode: FakeTensorMode, func: Any, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:

@@ -28,7 +28,10 @@ def run_in_turn(
         statistics.update(zip((each.name for each in model.sections[section].statistics), found, strict=True))
 
     for section in model.sections:
-        mine = {name: initial.parameters[name].detach().requires_grad_() for name in section.parameters}
+        mine = {
+            name: initial.parameters[name].detach().requires_grad_(name in model.trainable)
+            for name in section.parameters
+        }
         leaves.append(mine)
         fixed = [buffers[name] for name in section.buffers] + [model.constants[n] for n in section.constants]
         runner = SectionRunner(section, Tensors(tuple(mine.values()), tuple(fixed)), crossings, 0, note=noted)

@@ -1,0 +1,1 @@
+"""Submodules that capture cannot follow: one operation of the graph each, which runs them eagerly."""

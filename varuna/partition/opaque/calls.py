@@ -1,0 +1,287 @@
+"""The operation that runs a module: its kernel on values, its shapes and bytes without them.
+
+The kernel is composite, so autograd records what the module does, as in plain eager: its backward, and a second one
+through it where the module computes gradients itself, need nothing of ours.
+"""
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Graph, GraphModule
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from varuna.core.errors import ModelError
+from varuna.partition.functions import apply_of_torch
+from varuna.partition.opaque.template import Marks, Template
+
+NAMESPACE = "varuna_modules"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]  # lives as the process does
+_CPU = torch.device("cpu")
+
+
+class Given(NamedTuple):
+    """What stands for a tensor among the arguments."""
+
+    dtype: torch.dtype
+    fixed: tuple[int, ...]
+    """shape at 0 examples: each dimension is ``fixed + per_example * batch``"""
+    per_example: tuple[int, ...]
+    differentiable: bool
+    """a gradient is wanted for it in training: in F, too, where the module may ask for it itself"""
+
+    def shape(self, batch: int) -> list[int]:
+        """For so many examples."""
+        return [base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True)]
+
+
+class Made(NamedTuple):
+    """What stands for a tensor among the results."""
+
+    dtype: torch.dtype
+    fixed: tuple[int, ...]
+    per_example: tuple[int, ...]
+
+    def shape(self, batch: Any) -> list[Any]:
+        """For so many examples, a number or a symbol."""
+        return [base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True)]
+
+
+class Line(NamedTuple):
+    """A number that grows with the examples."""
+
+    fixed: int
+    per_example: int
+
+    def at(self, batch: Any) -> Any:
+        """For so many examples."""
+        return self.fixed + self.per_example * batch
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What real runs have shown."""
+
+    results: TreeSpec
+    leaves: tuple[Any, ...]
+    """``Made`` for a tensor, else the constant"""
+    forward_s: float
+    """on the nominal device, for one example"""
+    kept_bytes: Line
+    """by autograd between forward and backward, beside the results"""
+    passing_bytes: Line
+    """while the backward runs, beside what was kept and the gradients"""
+
+    @property
+    def made(self) -> list[Made]:
+        """Its tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Made)]
+
+
+@dataclass
+class Call:
+    """A module with everything that it is called with but tensors and symbolic sizes."""
+
+    path: str
+    template: Template
+    arguments: TreeSpec
+    """of ``(args, kwargs)``"""
+    leaves: tuple[Any, ...]
+    """``Given`` for a tensor, ``torch.SymInt`` (the class) for a size, else the constant"""
+    learned: Learned | None = None
+
+    def run(
+        self, tensors: Sequence[Tensor], state: Sequence[Tensor], sizes: Sequence[int]
+    ) -> tuple[list[Any], TreeSpec]:
+        """Call the module; leaves of its results, and their structure.
+
+        Raises:
+            ModelError: it wrote to its arguments or to its state.
+        """
+        keeps = torch.is_grad_enabled()
+        kinds = [leaf for leaf in self.leaves if isinstance(leaf, Given)]
+        given = [_argument(value, kind, keeps) for value, kind in zip(tensors, kinds, strict=True)]
+        device = next((value.device for value in (*state, *tensors)), _CPU)
+        args, kwargs = tree_unflatten(_filled(self.leaves, given, sizes, device), self.arguments)
+        versions = [value._version for value in given]
+        with _python_draws(), torch.enable_grad():  # as in plain training: paths of its own for inference stay untaken
+            module = self.template.holding(state)
+            marks = Marks(module)
+            found, structure = tree_flatten(module(*args, **kwargs))
+        if [value._version for value in given] != versions:
+            raise WritesError(self.path, "its arguments in place")
+        if (name := marks.written()) is not None:
+            raise WritesError(self.path, f"{self.path}.{name}")
+        taken = {value.untyped_storage()._cdata for value in (*given, *state)}
+        return [_result(leaf, taken, keeps) if isinstance(leaf, Tensor) else leaf for leaf in found], structure
+
+    def kernel(self, batch: int, tensors: list[Tensor], state: list[Tensor], sizes: list[int]) -> list[Tensor]:
+        """What the operation does; tensors among the results."""
+        assert self.learned is not None
+        if any(isinstance(value, FakeTensor) for value in (*tensors, *state)):
+            made = apply_of_torch(_Shaped, self.learned, batch, *tensors, *state)
+            return list(made)
+        found, structure = self.run(tensors, state, sizes)
+        expected = self.learned.leaves
+        alike = structure == self.learned.results and all(map(_alike, found, expected, [batch] * len(found)))
+        if not alike:
+            raise ModelError(
+                f"{self.path} runs eagerly as one operation, and gave {_shapes(found)} for {batch} examples where "
+                f"{_shapes(expected, batch)} was expected: the shapes of its results depend on the data. Let it give "
+                "the same shape for every batch (pad to a fixed one)."
+            )
+        return [leaf for leaf in found if isinstance(leaf, Tensor)]
+
+
+class WritesError(ModelError):
+    """A module that runs eagerly writes what it must not."""
+
+    def __init__(self, path: str, what: str) -> None:
+        self.path, self.what = path, what
+        super().__init__(
+            f"{path} can only run eagerly as one operation, and writes {what}. Each micro-batch runs more than once "
+            "(forward, recompute) and on any worker, so a module that runs so must keep nothing between calls. Return "
+            "what it computes, or switch that feature off in the model's configuration."
+        )
+
+
+def _filled(leaves: Iterable[Any], tensors: Iterable[Tensor], sizes: Iterable[int], device: torch.device) -> list[Any]:
+    values, numbers = iter(tensors), iter(sizes)
+    return [
+        next(values)
+        if isinstance(leaf, Given)
+        else next(numbers)
+        if leaf is torch.SymInt
+        else device
+        if leaf == _CPU
+        else leaf
+        for leaf in leaves
+    ]
+
+
+def _argument(value: Tensor, kind: Given, keeps: bool) -> Tensor:
+    """An argument with a gradient exactly where training has one; the batch itself is never marked as wanting one."""
+    if value.requires_grad and keeps:
+        return value
+    alias = value.detach()
+    return alias.requires_grad_() if kind.differentiable and not keeps else alias
+
+
+def _result(value: Tensor, taken: set[int], keeps: bool) -> Tensor:
+    """In memory of its own and dense, as it is captured."""
+    if not keeps:
+        value = value.detach()
+    dense = value.contiguous().resolve_conj().resolve_neg()
+    return dense.clone() if dense.untyped_storage()._cdata in taken else dense
+
+
+def _alike(found: Any, expected: Any, batch: int) -> bool:
+    if isinstance(expected, Made):
+        is_same = isinstance(found, Tensor) and found.dtype is expected.dtype
+        return is_same and list(found.shape) == expected.shape(batch)
+    return bool(type(found) is type(expected) and found == expected)
+
+
+def _shapes(leaves: Iterable[Any], batch: int = 0) -> str:
+    shown = [
+        f"{str(leaf.dtype).removeprefix('torch.')}{leaf.shape(batch) if isinstance(leaf, Made) else list(leaf.shape)}"
+        if isinstance(leaf, (Made, Tensor))
+        else repr(leaf)
+        for leaf in leaves
+    ]
+    return ", ".join(shown) or "nothing"
+
+
+@contextmanager
+def _python_draws() -> Iterator[None]:
+    """Python's and NumPy's generators follow from torch's, which the section has seeded; both come back behind it."""
+    key = int(torch.randint(2**62, (), device="cpu"))
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(key)
+        np.random.seed((key & 0xFFFFFFFF, key >> 32))
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+class _Shaped(torch.autograd.Function):
+    """Results without values; keeps and needs the bytes that the module does."""
+
+    @staticmethod
+    def forward(ctx: Any, learned: Learned, batch: Any, *given: Tensor) -> tuple[Tensor, ...]:
+        device = given[0].device
+        made = tuple(torch.empty(kind.shape(batch), dtype=kind.dtype, device=device) for kind in learned.made)
+        ctx.mark_non_differentiable(*(value for value in made if not _is_continuous(value.dtype)))
+        ctx.save_for_backward(_bytes(learned.kept_bytes.at(batch), device))
+        ctx.passing, ctx.shapes = learned.passing_bytes.at(batch), [(list(each.shape), each.dtype) for each in given]
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        device = gradients[0].device
+        passing = _bytes(ctx.passing, device)
+        wanted = zip(ctx.shapes, ctx.needs_input_grad[2:], strict=True)
+        found = [torch.empty(shape, dtype=dtype, device=device) if needs else None for (shape, dtype), needs in wanted]
+        del passing
+        return (None, None, *found)
+
+
+def _bytes(count: Any, device: torch.device) -> Tensor:
+    return torch.empty([count], dtype=torch.uint8, device=device)
+
+
+def _is_continuous(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+# -- operations, by name ---------------------------------------------------------------------------------------------
+
+_calls: dict[str, Call] = {}
+
+
+def operation_of(name: str) -> Any:
+    """The operation of that name: ``(SymInt batch, Tensor[] tensors, Tensor[] state, SymInt[] sizes) -> Tensor[]``."""
+    return getattr(getattr(torch.ops, NAMESPACE), name)
+
+
+def known(name: str) -> Call | None:
+    """What was registered."""
+    return _calls.get(name)
+
+
+def register(name: str, call: Call) -> None:
+    """Let an operation of that name run ``call``."""
+    if name not in _calls:
+        kernel = lambda batch, tensors, state, sizes: _calls[name].kernel(batch, tensors, state, sizes)  # noqa: E731
+        _library.define(  # type: ignore[no-untyped-call]
+            f"{name}(SymInt batch, Tensor[] tensors, Tensor[] state, SymInt[] sizes) -> Tensor[]"
+        )
+        _library.impl(name, kernel, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    _calls[name] = call
+
+
+def call_of(target: object) -> Call | None:
+    """What a node of a graph calls, if that is a module."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
+        return _calls[target._opname]
+    return None
+
+
+def holds_opaque(graph: Graph) -> bool:
+    """Whether a graph, or one of a region within it, runs a module eagerly."""
+    owner = graph.owning_module
+    for node in graph.nodes:
+        if call_of(node.target) is not None:
+            return True
+        inner = getattr(owner, str(node.target), None) if node.op == "get_attr" else None
+        if isinstance(inner, GraphModule) and holds_opaque(inner.graph):
+            return True
+    return False

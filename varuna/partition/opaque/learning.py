@@ -1,0 +1,206 @@
+"""What only real runs of a module tell: the shapes of its results for any batch, its work, the bytes that it keeps.
+
+A module runs alone, on the CPU, at two batch sizes: with its initial parameters, with arguments that follow from the
+samples as they are, and with random numbers in place of activations. The kernel compares what it gets later with what
+was learned here, so a wrong guess is refused, never used.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import TreeSpec, tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from varuna.data.randomness import seeded
+from varuna.partition.allocated import Allocated
+from varuna.partition.functions import apply_of_torch
+from varuna.partition.opaque.calls import Call, Given, Learned, Line, Made, WritesError
+from varuna.partition.opaque.template import UnfitError
+
+SIZES = (2, 3)
+"""Examples in the runs; the samples at hand are as many as the larger."""
+_BYTES_PER_FLOP = 0.9e12 / 15e12
+"""Of the nominal device; see ``partition.costs``."""
+_BYTES_PER_S = 0.9e12
+
+_torch: Any = torch
+engine_of_torch = _torch.autograd._engine_run_backward
+"""What computes gradients, by whatever name it is asked to."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the runs are given."""
+
+    tensors: tuple[Tensor | None, ...]
+    """values for ``SIZES[-1]`` examples; None where they are unknown"""
+    sizes: tuple[Line, ...]
+    state: tuple[Tensor, ...]
+
+
+class _Run(NamedTuple):
+    leaves: list[Any]
+    structure: TreeSpec
+    work_s: float
+    kept_bytes: int
+    passing_bytes: int
+
+
+def learn(call: Call, arguments: Arguments) -> Learned:
+    """Run the module.
+
+    Raises:
+        UnfitError: it does not run, or its results are not what an operation can return.
+        WritesError: it writes its arguments, or keeps something.
+    """
+    try:
+        with plainly():
+            small, large = (_measured(call, arguments, size) for size in SIZES)
+            again = _once(call, arguments, SIZES[-1])
+    except (UnfitError, WritesError):
+        raise
+    except Exception as error:
+        raise UnfitError(f"{type(error).__name__}: {error}") from error
+    if small.structure != large.structure:
+        raise UnfitError("its results are arranged in another way for another number of samples")
+    if not all(map(_same, large.leaves, again)):
+        raise UnfitError("it gives another result each time it runs on the same values and seeds")
+    leaves = tuple(map(_made, small.leaves, large.leaves))
+    if not any(isinstance(leaf, Made) for leaf in leaves):
+        raise UnfitError("it returns no tensor")
+    return Learned(
+        results=large.structure,
+        leaves=leaves,
+        forward_s=float(f"{large.work_s / SIZES[-1]:.2g}"),
+        kept_bytes=_line(small.kept_bytes, large.kept_bytes),
+        passing_bytes=_line(small.passing_bytes, large.passing_bytes),
+    )
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Run as without a capture, in the middle of one."""
+    compiler, kept = _torch.compiler, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    flags = compiler._is_compiling_flag, compiler._is_exporting_flag
+    engine = _torch.autograd._engine_run_backward
+    try:
+        compiler._is_compiling_flag = compiler._is_exporting_flag = False
+        torch.autograd.Function.apply = classmethod(apply_of_torch)  # type: ignore[assignment]
+        _torch.autograd._engine_run_backward = engine_of_torch
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            yield
+    finally:
+        _torch.autograd._engine_run_backward = engine
+        torch.autograd.Function.apply = classmethod(kept)  # type: ignore[assignment]
+        compiler._is_compiling_flag, compiler._is_exporting_flag = flags
+
+
+def _measured(call: Call, arguments: Arguments, size: int) -> _Run:
+    work, counted = _Work(), Allocated()
+    with seeded(0, call.path, "arguments"):
+        given, state, sizes = _given(call, arguments, size)
+    with seeded(0, call.path), counted.watch():
+        with work:
+            leaves, structure = call.run(given, state, sizes)
+        after_bytes, made = counted.now_bytes, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        counted.restart()
+        wanted = [value for value in (*given, *state) if value.requires_grad]
+        roots = [value for value in made if value.requires_grad]
+        found: Iterable[Tensor | None] = ()
+        if roots and wanted:
+            ones = [torch.ones_like(value) for value in roots]
+            found = torch.autograd.grad(roots, wanted, ones, allow_unused=True)
+        passing_bytes = counted.peak_bytes - after_bytes - _size_bytes(made) - _size_bytes(found)
+    kept_bytes = after_bytes - _size_bytes(made)
+    plain = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return _Run(plain, structure, work.seconds, max(0, kept_bytes), max(0, passing_bytes))
+
+
+def _once(call: Call, arguments: Arguments, size: int) -> list[Any]:
+    with seeded(0, call.path, "arguments"):
+        given, state, sizes = _given(call, arguments, size)
+    with seeded(0, call.path):
+        return call.run(given, state, sizes)[0]
+
+
+def _given(call: Call, arguments: Arguments, size: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
+    kinds = [leaf for leaf in call.leaves if isinstance(leaf, Given)]
+    given = [_value(kind, known, size) for kind, known in zip(kinds, arguments.tensors, strict=True)]
+    state = [value.detach().requires_grad_(value.requires_grad) for value in arguments.state]
+    return given, state, [line.at(size) for line in arguments.sizes]
+
+
+def _value(kind: Given, known: Tensor | None, size: int) -> Tensor:
+    shape = kind.shape(size)
+    if known is None:
+        value = torch.randn(shape).to(kind.dtype) if kind.dtype.is_floating_point or kind.dtype.is_complex else None
+        value = torch.zeros(shape, dtype=kind.dtype) if value is None else value
+    else:
+        value = known.detach()
+        for dimension, length in enumerate(shape):
+            value = value.narrow(dimension, 0, length)
+        value = value.clone(memory_format=torch.contiguous_format)
+    return value.requires_grad_() if kind.differentiable else value
+
+
+def _made(small: Any, large: Any) -> Any:
+    """A result of the operation, from those of two runs."""
+    if not isinstance(large, Tensor):
+        plain = large is None or isinstance(large, (bool, int, float, str, torch.dtype))
+        if not plain or small != large:
+            raise UnfitError(f"it returns a {type(large).__name__} beside its tensors")
+        return large
+    if type(large) not in (Tensor, torch.nn.Parameter) or large.layout is not torch.strided:
+        raise UnfitError("it returns something else than plain tensors")
+    if not isinstance(small, Tensor) or small.dim() != large.dim() or small.dtype is not large.dtype:
+        raise UnfitError("its results have other dimensions for another number of samples")
+    slopes = tuple(b - a for a, b in zip(small.shape, large.shape, strict=True))
+    fixed = tuple(a - SIZES[0] * slope for a, slope in zip(small.shape, slopes, strict=True))
+    if any(base < 0 for base in fixed):
+        raise UnfitError("the shape of its result does not follow from the number of samples")
+    return Made(large.dtype, fixed, slopes)
+
+
+def _line(small: int, large: int) -> Line:
+    slope = max(0, large - small) // (SIZES[1] - SIZES[0])
+    return Line(max(0, large - slope * SIZES[1]), slope)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return bool(one == other)
+
+
+def _size_bytes(values: Iterable[Tensor | None]) -> int:
+    return sum(value.numel() * value.element_size() for value in values if value is not None)
+
+
+class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Seconds on the nominal device: of each op the slower of its FLOPs and its bytes, as for ops of a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seconds = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One op."""
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            count = flop_registry.get(func.overloadpacket)
+            flops = count(*args, **(kwargs or {}), out_val=result) if count is not None else 0
+            moved = _size_bytes(leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
+            self.seconds += max(flops * _BYTES_PER_FLOP, moved) / _BYTES_PER_S
+        return result
+
+
+def with_learned(call: Call, arguments: Arguments) -> Call:
+    """The call, learned."""
+    return replace(call, learned=learn(call, arguments))
