@@ -110,6 +110,7 @@ class Pieces:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # stand-ins of export share their __dict__
             if module.__dict__ is self.loss.__dict__:
                 self._inputs = args[0]
+                self._unify()
             path = paths.get(id(module.__dict__), "")
             if not path:
                 return _call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
@@ -154,14 +155,20 @@ class Pieces:
             self.found[path] = "it works for one number of samples only, unless it runs as written"
             raise _AgainError
 
+    def _unify(self) -> None:
+        """Let all inputs have one symbol for the number of samples, where an operation may hide that they have."""
+        if self.found or self._values is not None:
+            for value in self._inputs.values():
+                torch._check(value.shape[0] == self._batch_size)  # type: ignore[no-untyped-call]
+
     @property
     def _batch_size(self) -> Any:
         return next(iter(self._inputs.values())).shape[0]
 
     @property
     def _takes_any_number(self) -> bool:
-        size = self._batch_size
-        return isinstance(size, torch.SymInt) and not size.node.expr.is_number
+        sizes = [value.shape[0] for value in self._inputs.values()]
+        return all(isinstance(size, torch.SymInt) and not size.node.expr.is_number for size in sizes)
 
     # -- one call --------------------------------------------------------------------------------------------------
 
