@@ -191,22 +191,6 @@ def tied_kinds() -> nn.Module:
     return net
 
 
-class Scripted(Weighted):
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        out: Tensor = _scripted()(x, self.layer.weight)
-        return out
-
-
-def _scripted() -> Any:
-    return torch.jit.script(_turned)
-
-
-def _turned(x: Tensor, weight: Tensor) -> Tensor:
-    if bool(x.sum() > 0):
-        x = x * 2
-    return torch.tanh(x) @ weight
-
-
 class Both(nn.Module):
     """Its weight is tied to another module's, its second one is frozen."""
 

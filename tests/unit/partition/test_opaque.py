@@ -22,7 +22,6 @@ from tests.unit.partition.odd_modules import (
     Overwriting,
     Packed,
     Remembering,
-    Scripted,
     Whole,
     all_kinds,
     drawing,
@@ -49,13 +48,6 @@ def test_loss_and_gradients_are_those_of_plain_eager() -> None:
         "middle.each.8.same",
     ]  # the innermost module that fails
     assert 1 < sum(holds_opaque(section.module.graph) for section in model.sections) < len(model.sections)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_scripted_function_runs_as_written() -> None:
-    model, found = differences(Family(lambda: Net(Scripted), sample))
-    assert found == []
-    assert list(model.eager) == ["middle"]
 
 
 def test_a_tied_and_a_frozen_parameter_within() -> None:
