@@ -17,7 +17,8 @@ help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
 	@echo "make test     unit tests, then scenarios that start and kill real processes"
 	@echo "make test-field  every model of transformers, timm, torchvision and diffusers, in hours (FAMILY=, SAMPLE=)"
-	@echo "make chaos    kill, freeze, drain and bring back workers for 5 minutes; every loss is compared (SECONDS=, SEED=)"
+	@echo "make chaos    5 minutes of kills and freezes here, then 5 of cut cables, full disks and dead machines in network"
+	@echo "              namespaces (as root); every loss is compared (SECONDS=, SEED=)"
 	@echo "make check    format, lint, strict types, tests: what CI runs"
 	@echo "make install  create .venv with everything; nothing to do when it is current"
 	@echo "make format   rewrite the sources in the project's format"
@@ -44,6 +45,7 @@ SEED ?= 0
 
 chaos: install
 	@$(BIN)/python benchmarks/chaos.py --seconds $(SECONDS) --seed $(SEED)
+	@$(BIN)/python -m benchmarks.cluster_storm --seconds $(SECONDS) --seed $(SEED)
 
 # Azurite is a real server of Azure Blob for tests/scenarios; without npm or a network its tests are skipped.
 azurite:

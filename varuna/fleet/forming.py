@@ -130,26 +130,38 @@ def _plan_and_workers(turn: Turn, live: tuple[str, ...]) -> tuple[Plan, tuple[st
 def _plan_keeping(turn: Turn, workers: int) -> Plan:
     """The plan that ran last, if nothing is clearly better: then only seats change hands.
 
-    It was the best one for ``planned_for`` workers, and so it is for fewer of them, as long as there are enough.
-
     Raises:
         NoPlanError: nothing fits.
     """
-    fleet = turn.fleet
-    old = fleet.record.plan if fleet.history else None
-    if old is not None and old.workers <= workers <= fleet.planned_for and not fleet.replan:
-        return old
+    if _is_best_known(turn.fleet, workers):
+        return turn.fleet.record.plan
     plan = plan_for(turn, workers)
     turn.update(planned_for=workers)
-    if (
-        old is not None
-        and old.workers <= workers
-        and not fleet.replan
-        and not old.replicas == 1 < plan.replicas  # state that is held twice is worth more than the same seats
-        and plan.step_s >= old.step_s * (1 - fleet.config.min_gain)
-    ):
-        return old
-    return plan
+    return _clearly_better(turn, plan, workers)
+
+
+def plan_to_come(turn: Turn, plan: Plan, workers: int) -> Plan:
+    """What a morph for these workers would run, if ``plan`` is the best one for them.
+
+    Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
+    """
+    return turn.fleet.record.plan if _is_best_known(turn.fleet, workers) else _clearly_better(turn, plan, workers)
+
+
+def _is_best_known(fleet: Fleet, workers: int) -> bool:
+    """The plan that ran last was the best one for ``planned_for`` workers: so it is for fewer, if they are enough."""
+    return bool(fleet.history) and not fleet.replan and fleet.record.plan.workers <= workers <= fleet.planned_for
+
+
+def _clearly_better(turn: Turn, plan: Plan, workers: int) -> Plan:
+    """``plan``, or the one that ran last if that is about as fast, by what is known now."""
+    fleet = turn.fleet
+    if not fleet.history or fleet.replan or fleet.record.plan.workers > workers:
+        return plan
+    old = fleet.record.plan
+    if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
+        return plan
+    return old if plan.step_s >= turn.advice.predicted_s(old) * (1 - fleet.config.min_gain) else plan
 
 
 def _drop_newcomers(turn: Turn, live: tuple[str, ...]) -> None:

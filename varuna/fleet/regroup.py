@@ -10,7 +10,7 @@ from varuna.core.messages import Flag, RaiseFlag
 from varuna.core.plan import Plan
 from varuna.core.shares import holders_of
 from varuna.fleet.departure import leavers
-from varuna.fleet.forming import plan_for
+from varuna.fleet.forming import plan_for, plan_to_come
 from varuna.fleet.state import Fleet, Running
 from varuna.fleet.story import Answered
 from varuna.fleet.turn import Turn
@@ -158,6 +158,7 @@ def _consider_newcomers(turn: Turn, phase: Running) -> None:
     if any(turn.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
         return
     plan = plan_or_none(turn, len(fleet.available)) or fleet.record.plan
+    plan = plan_to_come(turn, plan, len(fleet.available))
     weighing = weigh(
         fleet.record.plan.model_copy(update={"step_s": turn.advice.predicted_s(fleet.record.plan)}),
         plan,

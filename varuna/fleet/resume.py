@@ -55,7 +55,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         micro_batch=history[-1].plan.micro_batch,
         history=tuple(history),
         broke_s=now_s,
-        planned_for=len(history[-1].members),
+        planned_for=history[-1].plan.workers,  # others may have been left out as slow, or about to leave
         recorded_step=recorded_step,
         recorded_s=now_s,
         lineage=lineage,

@@ -22,7 +22,7 @@ from varuna.fleet.journal import Journal, read_events
 from varuna.fleet.protocol import Charge, Exited
 from varuna.fleet.resume import lost_workers, resume
 from varuna.fleet.reunion import Reunion, reunite
-from varuna.fleet.state import Fleet, FleetConfig, Idle, Running, Stopping
+from varuna.fleet.state import Fleet, FleetConfig, Idle, Running, Stopping, Straggler
 from varuna.fleet.story import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
 
 NAMES = ("n0-a.0", "n0-a.1", "n1-b.0", "n1-b.1")
@@ -247,3 +247,30 @@ def test_a_run_that_ended_is_history_and_numbers_start_again(shell: Shell) -> No
     assert past is not None
     assert (past.run, past.job, past.events) == ("next", None, ())
     assert isinstance(read_events(shell.folder)[-1], RunEnded)
+
+
+def test_spares_of_a_plan_that_left_somebody_out_are_planned_for_anew(shell: Shell) -> None:
+    """The plan was made for fewer workers than there were: it is not known to be the best for all of them."""
+    shell.vote(0)
+    slow = {NAMES[3]: Straggler(ratio=9.0, until_s=float("inf"))}
+    shell.driver.fleet = replace(shell.driver.fleet, slow=slow)
+    shell.driver.wait(1.0)
+    shell.vote(1)
+    for name in shell.driver.fleet.members:
+        shell.say(name, shell.held(name, 2))
+    assert shell.driver.fleet.record.plan.workers == 2
+    shell.vote(2)
+    fleet = shell.die_and_start_again()
+    charges = {name: shell.charge(name, generation=1) for name in NAMES}
+    shell.reunite("n0-a", charges[NAMES[0]], charges[NAMES[1]])
+    shell.reunite("n1-b", charges[NAMES[2]], charges[NAMES[3]])
+    for step in range(3, 7):
+        shell.driver.wait(1.0)
+        shell.vote(step)
+        if isinstance(shell.driver.fleet.phase, Stopping):
+            break
+    for rank, name in enumerate(fleet.members):
+        held = shell.held(name, step + 1) if rank < 2 else Held(generation=1, next_step=None, sections=())
+        shell.say(name, held)
+    assert shell.driver.fleet.generation == 2
+    assert shell.driver.fleet.record.plan.workers == 4

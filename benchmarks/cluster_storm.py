@@ -1,0 +1,375 @@
+"""A seeded storm over a cluster: cables, freezes, kills, full disks, cut logs, unread terminals, a slow object store.
+
+    python -m benchmarks.cluster_storm [--seconds 300] [--seed 0]
+
+`make chaos` runs it after benchmarks/chaos.py. A manager, four machines with a worker each (2 stages x 2 replicas) and
+an object store live in network namespaces of their own; real `varuna manager` and `varuna agent` processes train
+benchmarks/elastic_job.py. One fault at a time lasts up to 12 s; afterwards 5 new steps must be recorded within a bound.
+In the end every loss is compared with that of one undisturbed process, the sample ledger is audited, `varuna doctor`
+looks at the run, and no process may be left. Exit code 1 if anything is wrong. Needs root, ip, nft and unshare.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests.scenarios.launch import json_log, processes_with
+from tests.scenarios.network import NAMESPACE, Network, why_not
+from varuna.fleet.journal import read_events
+from varuna.fleet.ledger import audit
+
+ROOT = Path(__file__).resolve().parents[1]
+JOB = ROOT / "benchmarks" / "elastic_job.py"
+MACHINES = ("a", "b", "c", "d")
+BUCKET, S3_PORT, MANAGER_PORT = "storm", 5000, 7070
+TOLERANCE = 1e-5
+BOUND_S = 150.0
+"""From the end of a fault to 5 new steps."""
+LONGEST_S = 12.0
+_DISK_BYTES = 64 << 20
+_VARUNA = (sys.executable, "-m", "varuna.cli.main")
+
+
+class Storm:
+    """The cluster, and a hand on each of its parts."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.folder, self.choose = folder, random.Random(seed)
+        self.run_dir, self.log = folder / "disk" / "run", folder / "steps.jsonl"
+        self.network = Network("manager", "store", *MACHINES)
+        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.acts: Counter[str] = Counter()
+        self.waits_s: list[float] = []
+        self.faults: list[str] = []
+        self._read = threading.Event()
+        self._read.set()
+        (folder / "disk").mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "tmpfs", folder / "disk"], check=True)
+
+    # -- processes -------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Everything, up to the first steps."""
+        address = self.network.addresses["store"]
+        serve = [sys.executable, "-m", "moto.server", "-H", "0.0.0.0", "-p", str(S3_PORT)]
+        self._start("store", "store", serve)
+        self._environment = {
+            "AWS_ENDPOINT_URL": f"http://{address}:{S3_PORT}",
+            "AWS_ACCESS_KEY_ID": "storm",
+            "AWS_SECRET_ACCESS_KEY": "storm",
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+        }
+        make = f"import boto3; boto3.client('s3', endpoint_url='http://{address}:{S3_PORT}', region_name='us-east-1')"
+        self._until(lambda: self._inside("store", [sys.executable, "-c", f"{make}.create_bucket(Bucket='{BUCKET}')"]))
+        self.start_manager()
+        for name in MACHINES:
+            token = self.command("join-token").strip()
+            self.start_agent(name, token)
+        self._until(lambda: len(self.steps()) > 5)
+
+    def start_manager(self) -> None:
+        """Also again, in the same folder."""
+        where = ["--host", "0.0.0.0", "--port", str(MANAGER_PORT), "--advertise", self.network.addresses["manager"]]
+        shape = ["--workers", "4", "--stages", "2", "--run-dir", str(self.run_dir), "--json-log", str(self.log)]
+        process = self._start("manager", "manager", [*_VARUNA, "manager", *where, *shape], reads=True)
+        threading.Thread(target=self._drain, args=(process,), daemon=True).start()
+        self._until((self.run_dir / "access.json").exists)
+        self._until(lambda: self._inside("manager", [*_VARUNA, "status", "--run", str(self.run_dir), "--json"]))
+
+    def start_agent(self, name: str, token: str = "varuna://kept") -> None:
+        """Also again: its folder knows who it is."""
+        kept = self.folder / f"{name}.token"
+        if not kept.exists():
+            kept.write_text(token)
+        job = [str(JOB), "--pause", "0.1", "--checkpoints", f"s3://{BUCKET}/run"]
+        state = ["--state-dir", str(self.folder / name), "--workers", "1"]
+        self._start(f"agent {name}", name, [*_VARUNA, "agent", kept.read_text(), *state, "--", *job])
+
+    def command(self, *words: str) -> str:
+        """A person's command, on the manager's host."""
+        full = [*_VARUNA, words[0], "--run", str(self.run_dir), *words[1:]]
+        return subprocess.run(
+            self._enter("manager", full),
+            env=self._env("manager"),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout
+
+    def _start(self, name: str, host: str, command: list[str], *, reads: bool = False) -> "subprocess.Popen[bytes]":
+        with (self.folder / f"{name}.err").open("ab") as err:
+            out = subprocess.PIPE if reads else subprocess.DEVNULL
+            process = subprocess.Popen(
+                self._enter(host, command), env=self._env(host), stdout=out, stderr=err, start_new_session=True
+            )
+        self.processes[name] = process
+        return process
+
+    def _enter(self, host: str, command: list[str]) -> list[str]:
+        return ["nsenter", f"--net={self.network.environment(host)[NAMESPACE]}", *command]
+
+    def _env(self, host: str) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("VARUNA_")}
+        own = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(self.folder / "state" / host)}
+        return {**kept, **own, **getattr(self, "_environment", {})}
+
+    def _inside(self, host: str, command: list[str]) -> bool:
+        done = subprocess.run(self._enter(host, command), env=self._env(host), capture_output=True, timeout=60)
+        return done.returncode == 0
+
+    def _drain(self, process: "subprocess.Popen[bytes]") -> None:
+        assert process.stdout is not None
+        while self._read.wait() and os.read(process.stdout.fileno(), 4096):
+            pass
+
+    def steps(self) -> list[int]:
+        """Recorded so far."""
+        return [row["step"] for row in json_log(self.log)] if self.log.exists() else []
+
+    def _until(self, condition: Callable[[], object], bound_s: float = BOUND_S) -> float:
+        begin_s = time.monotonic()
+        while not condition():
+            if time.monotonic() - begin_s > bound_s:
+                raise TimeoutError(f"waited {bound_s:.0f} s in vain")
+            time.sleep(0.1)
+        return time.monotonic() - begin_s
+
+    # -- faults ----------------------------------------------------------------------------------------------
+
+    def play(self, seconds: float) -> None:
+        """One fault after the other."""
+        acts = [
+            self.cable, self.two_cables, self.lossy, self.frozen, self.worker_frozen, self.worker_killed,
+            self.machine_killed, self.manager_killed, self.log_cut, self.disk_full, self.unread,
+        ]  # fmt: skip
+        end_s = time.monotonic() + seconds
+        while time.monotonic() < end_s:
+            act, lasts_s = self.choose.choice(acts), self.choose.uniform(0.5, LONGEST_S)
+            self.acts[act.__name__] += 1
+            with act() as what:
+                print(f"{act.__name__} {what}, {lasts_s:.1f} s", file=sys.stderr, flush=True)
+                time.sleep(lasts_s)
+            before = max(self.steps(), default=-1)
+            try:
+                self.waits_s.append(self._until(lambda before=before: max(self.steps()) >= before + 5))  # type: ignore[misc]
+            except TimeoutError as error:
+                self.faults.append(f"after {act.__name__} {what} ({sum(self.acts.values())}th): {error}")
+                return
+            time.sleep(self.choose.uniform(0.0, 3.0))
+
+    @contextlib.contextmanager
+    def cable(self) -> Iterator[str]:
+        """Of the manager, the store or a machine."""
+        host = self.choose.choice(("manager", "store", *MACHINES))
+        self.network.part([host])
+        yield host
+        self.network.heal()
+
+    @contextlib.contextmanager
+    def two_cables(self) -> Iterator[str]:
+        """Two that still reach each other."""
+        hosts = self.choose.sample(("manager", *MACHINES), 2)
+        self.network.part(hosts)
+        yield " and ".join(hosts)
+        self.network.heal()
+
+    @contextlib.contextmanager
+    def lossy(self) -> Iterator[str]:
+        """30 % of the packets one way."""
+        at, source = self.choose.sample(("manager", *MACHINES), 2)
+        self.network.drop(at, source, percent=30)
+        yield f"from {source} to {at}"
+        self.network.heal()
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[str]:
+        """A manager, an agent, or the object store (which then is slow)."""
+        name = self.choose.choice(("manager", "store", *(f"agent {machine}" for machine in MACHINES)))
+        with self._stopped(self.processes[name].pid):
+            yield name
+
+    @contextlib.contextmanager
+    def worker_frozen(self) -> Iterator[str]:
+        """One that may be killed for it."""
+        pid = self._worker()
+        with self._stopped(pid):
+            yield str(pid)
+
+    @contextlib.contextmanager
+    def worker_killed(self) -> Iterator[str]:
+        """Its agent starts another."""
+        pid = self._worker()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        yield str(pid)
+
+    @contextlib.contextmanager
+    def machine_killed(self) -> Iterator[str]:
+        """An agent and its worker; the machine comes back."""
+        name = self.choose.choice(MACHINES)
+        self._kill(f"agent {name}")
+        yield name
+        self.start_agent(name)
+
+    @contextlib.contextmanager
+    def manager_killed(self) -> Iterator[str]:
+        """Another takes the run up."""
+        self._kill("manager")
+        yield ""
+        self.start_manager()
+
+    @contextlib.contextmanager
+    def log_cut(self) -> Iterator[str]:
+        """Somebody empties a log."""
+        logs = sorted((self.run_dir / "logs").rglob("*.log"))
+        log = self.choose.choice(logs)
+        os.truncate(log, 0)
+        yield log.name
+
+    @contextlib.contextmanager
+    def disk_full(self) -> Iterator[str]:
+        """Under the journal and the logs."""
+        ballast = self.folder / "disk" / "ballast"
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(1 << 16)):
+                pass
+        yield ""
+        ballast.unlink()
+
+    @contextlib.contextmanager
+    def unread(self) -> Iterator[str]:
+        """Nobody reads what the manager prints."""
+        self._read.clear()
+        yield ""
+        self._read.set()
+
+    @contextlib.contextmanager
+    def _stopped(self, pid: int) -> Iterator[None]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+        yield
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+
+    def _worker(self) -> int:
+        """Some process of the job."""
+        found = [
+            pid for pid in processes_with(str(JOB)) if b"\0agent\0" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+        ]
+        return self.choose.choice(sorted(found))
+
+    def _kill(self, name: str) -> None:
+        process = self.processes[name]
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(10)
+
+    # -- the end ---------------------------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """A person looks at the run and ends it."""
+        full = self._enter("manager", [*_VARUNA, "doctor", str(self.run_dir), "--json"])
+        said = subprocess.run(full, env=self._env("manager"), capture_output=True, text=True, timeout=60).stdout
+        doctor = json.loads(said)
+        self.faults += [f"doctor: {f['subject']}: {f['text']}" for f in doctor["findings"] if f["level"] == "fault"]
+        self.command("stop")
+        try:
+            code = self.processes["manager"].wait(BOUND_S)
+        except subprocess.TimeoutExpired:
+            self.faults.append("the run did not end when it was asked to")
+        else:
+            if code:
+                self.faults.append(f"the manager ended with exit code {code}")
+
+    def close(self) -> None:
+        """Nothing stays."""
+        for name, process in self.processes.items():
+            if name != "manager" and process.poll() is None and not self.faults:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(0 if name == "store" else 30)  # agents end with the run
+            self._kill(name)
+        self.network.close()
+        subprocess.run(["umount", "--lazy", self.folder / "disk"], check=False)
+
+
+def undisturbed(steps: int) -> dict[int, float]:
+    """The same job in one process."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(JOB), "--steps", str(steps)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", done.stdout, re.MULTILINE)}
+
+
+def main() -> None:
+    """Play, compare, and print the figures."""
+    parser = argparse.ArgumentParser(description="A seeded storm over a cluster in network namespaces.")
+    parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="new folder for everything that was said")
+    args = parser.parse_args()
+    if reason := why_not():
+        raise SystemExit(f"cluster_storm: {reason}")
+    with contextlib.ExitStack() as stack:
+        folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(exist_ok=True, parents=True)
+        storm = Storm(folder.absolute(), args.seed)
+        stack.callback(storm.close)
+        storm.start()
+        storm.play(args.seconds)
+        storm.finish()
+        ledger = audit(read_events(storm.run_dir))
+        rows = {row["step"]: row["loss"] for row in json_log(storm.log)}
+        remaining = [] if storm.faults else _left_over(f"{storm.folder}/")
+    expected = undisturbed(len(rows))
+    worst = max(
+        (abs(rows[step] - expected[step]) / abs(expected[step]) for step in expected if step in rows), default=1.0
+    )
+    faults = [*storm.faults, *ledger.faults]
+    if sorted(rows) != sorted(expected):
+        faults.append(f"{len(rows)} steps were logged, undisturbed {len(expected)}")
+    if not worst <= TOLERANCE:
+        faults.append(f"losses differ by up to {worst:.1e} relative, more than {TOLERANCE}")
+    if remaining:
+        faults.append(f"processes are left: {remaining}")
+    waits = sorted(storm.waits_s) or [0.0]
+    figures = {
+        "seconds": args.seconds,
+        "seed": args.seed,
+        "steps": len(rows),
+        "undone": ledger.undone,
+        "faults_played": dict(storm.acts),
+        "seconds_to_5_steps": {"median": waits[len(waits) // 2], "worst": waits[-1]},
+        "worst_relative_difference": worst,
+        "faults": faults,
+    }
+    print(json.dumps(figures, indent=2))
+    raise SystemExit(1 if faults else 0)
+
+
+def _left_over(mark: str) -> list[int]:
+    """After agents had time to end."""
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        found = [pid for pid in processes_with(mark) if b"moto" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        if not found:
+            return []
+        time.sleep(0.5)
+    return found
+
+
+if __name__ == "__main__":
+    main()
