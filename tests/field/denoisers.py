@@ -38,10 +38,10 @@ def _fields(kind: type[nn.Module]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(kind.__init__).parameters.items():
         value = parameter.default
-        if value is inspect.Parameter.empty or value is None or isinstance(value, bool | str):
-            continue
         if name in _FIXED:
             found[name] = _FIXED[name]
+        elif value is inspect.Parameter.empty or value is None or isinstance(value, bool | str):
+            continue
         elif name == "axes_dims_rope":
             found[name] = (4, 6, 6)
         elif name == "sample_size":
@@ -57,6 +57,9 @@ _FIXED = {
     "layers_per_block": 1,
     "in_channels": 4,
     "out_channels": 4,
+    "sample_width": _SIDE,
+    "sample_height": _SIDE,
+    "sample_frames": 5,
 }
 
 
@@ -68,6 +71,7 @@ def ways(attempt: Attempt) -> Iterator[Prepared]:
     fields = _fields(kind)
     build = partial(_built, kind, fields)
     model = build()
+    reasons: list[str] = []
     for shape in ((4, _SIDE, _SIDE), (4, 2, _SIDE, _SIDE), (2, 4, _SIDE, _SIDE), (LENGTH, 4), (4, 4 * LENGTH)):
         for fraction in (False, True):
             draw = partial(_inputs, inspect.signature(kind.forward).parameters, fields, shape, fraction)
@@ -75,13 +79,47 @@ def ways(attempt: Attempt) -> Iterator[Prepared]:
                 with torch.no_grad():
                     batch = {name: value[None].repeat(2, *[1] * value.dim()) for name, value in draw(0).items()}
                     output = _first(model(**batch))
-            except Exception:
+            except Exception as error:
+                reasons.append(f"{type(error).__name__}: {error}")
                 continue
             yield Prepared(build, Drawn(partial(_with_target, draw, output.shape[1:])), _loss_of)
+    if reasons:
+        raise ValueError(" / ".join(dict.fromkeys(reasons)))
 
 
-def _built(kind: Callable[..., nn.Module], fields: Mapping[str, Any]) -> nn.Module:
-    return quiet(kind(**fields))
+def _built(kind: type[nn.Module], fields: Mapping[str, Any]) -> nn.Module:
+    module = kind(**fields)
+    takes = inspect.signature(kind.forward).parameters
+    return quiet(Placed(module) if {"img_ids", "txt_ids"} <= set(takes) else module)
+
+
+class Placed(nn.Module):
+    """A denoiser of sequences that wants the places of patches and words, the same for all examples."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.axes = len(getattr(model.config, "axes_dims_rope", (0, 0, 0)))
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor,
+        timestep: Tensor,
+        pooled_projections: Tensor | None = None,
+        guidance: Tensor | None = None,
+    ) -> Any:
+        places = torch.arange(hidden_states.shape[1], device=hidden_states.device)[:, None].expand(-1, self.axes)
+        words = torch.zeros(encoder_hidden_states.shape[1], self.axes, device=hidden_states.device)
+        named = {"pooled_projections": pooled_projections, "guidance": guidance}
+        return self.model(
+            hidden_states=hidden_states,
+            encoder_hidden_states=encoder_hidden_states,
+            timestep=timestep,
+            img_ids=places.float(),
+            txt_ids=words,
+            **{name: value for name, value in named.items() if value is not None},
+        )
 
 
 def _inputs(
@@ -125,6 +163,8 @@ def _inputs(
         "encoder_attention_mask": lambda: torch.ones(6),
         "proj_embedding": lambda: drawn(width("embedding_dim")),
         "added_time_ids": lambda: drawn(3),
+        **dict.fromkeys(("r_timestep", "timestep_r", "timestep_ratio"), lambda: moment),
+        **dict.fromkeys(("original_size", "target_size", "crop_coords"), lambda: torch.full((2,), 64.0)),
     }
     required = {
         "sample",

@@ -27,7 +27,7 @@ class Reference:
     Attributes:
         candidate: the way to make samples that worked.
         curve: of a run.
-        noise: largest relative difference of another run whose first parameters were off by 3e-7.
+        noise: largest relative difference of another run whose first parameters were off by 3e-6.
         draws: the same batch twice gives two losses.
     """
 
@@ -125,7 +125,7 @@ def reference(attempt: Attempt) -> Reference:
                 if parameters > MOST_PARAMETERS:
                     raise CannotTrain(f"{parameters / 1e6:.0f} million parameters: too large for a sweep")
                 curve = train(prepared, attempt.micro_batch)
-                noise = difference(curve, train(prepared, attempt.micro_batch, off=3e-7))
+                noise = difference(curve, train(prepared, attempt.micro_batch, off=3e-6))
                 draws = _draws(prepared)
                 return Reference(number, curve, noise, draws, parameters)
             except Exception as error:

@@ -4,6 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
+    # boxes are embedded in eighths of a quarter of the width
+    "bros": {"hidden_size": 64, "intermediate_size": 64},
+    # one class by default
+    "patchtst": {"num_targets": 5},
     # heads of a state-space layer: expand * hidden_size / head_dim
     "mamba2": {"num_heads": 4},
     # lists with an entry per layer, in a form of their own

@@ -1,7 +1,7 @@
 """What a job of the field is: a model by name, and how its parts are made."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,16 +41,15 @@ class Attempt:
     Attributes:
         candidate: which way to make samples, counted from the likeliest; None: not known yet.
         micro_batch: given by the user; None: the trainer chooses.
+        cut_points: given by the user, likewise.
         even: all samples count the same.
     """
 
     job: Job
     candidate: int | None = None
     micro_batch: int | None = None
+    cut_points: int | None = None
     even: bool = False
-
-    def with_candidate(self, number: int) -> "Attempt":
-        return replace(self, candidate=number)
 
 
 @dataclass(frozen=True)

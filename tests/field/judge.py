@@ -7,8 +7,8 @@ from typing import Any
 TOLERANCE = 1e-5
 """Relative; of losses and gradient norms over three steps."""
 _NOISE = 3.0
-"""A model that amplifies rounding may differ by so many times what plain PyTorch makes of parameters that are off by
-3e-7; in the loss of the first step, which nothing has amplified yet, by ``TOLERANCE`` even so."""
+"""A model that amplifies rounding (a ReLU or a maximum that flips) may differ by so many times what plain PyTorch makes
+of parameters that are off by 3e-6; the loss of the first step, which nothing has amplified yet, by ``TOLERANCE``."""
 _NOISY = 1e-3
 
 RIGHT, REFUSED, POOR, WRONG, HANG, CRASH, NOTHING = (
@@ -53,13 +53,13 @@ def flaw_of(message: str) -> str:
     return ""
 
 
-def asks_for_micro_batch(found: Mapping[str, Any]) -> str:
-    """The refusal, if it says well that the model can be trained with ``micro_batch=``; else nothing."""
+def asks_for(argument: str, found: Mapping[str, Any]) -> str:
+    """The refusal, if it says well that the model can be trained with this argument; else nothing."""
     failures = [found[part]["failure"] for part in PARTS if "failure" in found.get(part, {})]
     if not failures or not failures[0]["intended"] or flaw_of(failures[0]["message"]):
         return ""
     message: str = failures[0]["message"]
-    return message if "micro_batch=" in message else ""
+    return message if f"{argument}=" in message else ""
 
 
 def tolerance(noise: float) -> float:

@@ -1,8 +1,9 @@
 """Samples for a model of transformers, derived from its forward's parameters and its configuration."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -118,8 +119,10 @@ class Shapes:
     def picture(self, index: int) -> Tensor:
         channels = _find(self.config, "num_channels", "in_channels", "in_chans", default=3)
         shape: tuple[int, ...] = (channels if isinstance(channels, int) else 3, *self.side)
-        if self.kind == "video" or self.variant == "video":
+        if self.kind == "video" or self.variant == "video" or _find(self.config, "tubelet_size") is not None:
             shape = (int(_find(self.config, "num_frames", "frames_per_clip", default=4)), *shape)
+        if self.variant == "several pictures":
+            shape = (1, *shape)
         return torch.randn(shape, generator=generator_of(index))
 
     def sound(self, index: int, name: str) -> Tensor:
@@ -133,6 +136,15 @@ class Shapes:
         long = 2 * int(_find(self.config, "max_source_positions", default=2 * LENGTH))
         return torch.randn(bins, long, generator=generator_of(index))
 
+    def hidden_patches(self, index: int) -> Tensor:
+        """A mask over the patches of a picture or of a video's tubes: half of them, of whatever sample."""
+        patches = (self.side[0] // int(_find(self.config, "patch_size"))) ** 2
+        if (tube := _find(self.config, "tubelet_size")) is not None:
+            patches *= int(_find(self.config, "num_frames", default=4)) // int(tube)
+        masked = torch.zeros(patches, dtype=torch.bool)
+        masked[torch.randperm(patches, generator=generator_of(index))[: patches // 2]] = True
+        return masked
+
     # -- all together ---------------------------------------------------------------------------------------
 
     def sources(self, index: int) -> dict[str, Tensor]:
@@ -141,12 +153,15 @@ class Shapes:
         for name in ("input_values", "input_features"):
             if name in takes and self.variant != "text only":
                 found[name] = self.sound(index, name)
-        if found and self.variant != "text too":
+        if found:
+            if self.variant == "bins last" and "attention_mask" in takes:
+                found["attention_mask"] = torch.ones(len(next(iter(found.values()))), dtype=torch.long)
             return found
         if "input_ids" in takes and not (self.kind in _SEEN and "pixel_values" in takes):
             found.update(self.text(index))
-        if "pixel_values" in takes and self.variant != "text only":
-            found["pixel_values"] = self.picture(index)
+        for name in ("pixel_values", "pixel_values_videos"):
+            if name in takes and self.variant != "text only":
+                found[name] = self.picture(index)
         if "inputs" in takes and not found:
             found["inputs"] = self.tokens(index, self.length)
         return found
@@ -182,6 +197,9 @@ def _next(shapes: Shapes, index: int) -> dict[str, Tensor]:
 
 
 def _pretraining(shapes: Shapes, index: int) -> dict[str, Tensor]:
+    if "pixel_values" in shapes.takes and "input_ids" not in shapes.takes:
+        hidden = {"bool_masked_pos": shapes.hidden_patches(index)} if "bool_masked_pos" in shapes.takes else {}
+        return {**shapes.sources(index), **hidden}
     found = _tokens(shapes, index)
     if "next_sentence_label" in shapes.takes:
         found["next_sentence_label"] = torch.tensor(index % 2)
@@ -218,12 +236,7 @@ def _pixels(shapes: Shapes, index: int) -> dict[str, Tensor]:
 
 
 def _masked_image(shapes: Shapes, index: int) -> dict[str, Tensor]:
-    patch = _find(shapes.config, "encoder_stride", "patch_size")
-    patches = (shapes.side[0] // int(_find(shapes.config, "patch_size"))) ** 2
-    del patch
-    masked = torch.zeros(patches, dtype=torch.bool)
-    masked[torch.randperm(patches, generator=generator_of(index))[: patches // 2]] = True
-    return {**shapes.sources(index), "bool_masked_pos": masked}
+    return {**shapes.sources(index), "bool_masked_pos": shapes.hidden_patches(index)}
 
 
 def _ctc(shapes: Shapes, index: int) -> dict[str, Tensor]:
@@ -305,26 +318,27 @@ _VARIANTS: Mapping[str, tuple[str, ...]] = {
 def candidates(module: nn.Module, config: Any, kind: str, *, even: bool) -> Iterator[Shapes]:
     """Ways to make samples for a model, the likeliest first."""
     takes = frozenset(inspect.signature(module.forward).parameters)
-    length = LENGTH
-    tokens = _image_tokens(module, config, takes) if kind in ("tokens", "pretraining") else 0
-    if tokens:
-        yield Shapes(config, takes, kind, length, even, "", tokens)
+    if kind in ("tokens", "pretraining"):
+        for variant in ("", "several pictures"):
+            with contextlib.suppress(Exception):  # pictures in a form of its own
+                shapes = Shapes(config, takes, kind, LENGTH, even, variant)
+                if tokens := _image_tokens(module, shapes):
+                    yield replace(shapes, image_tokens=tokens)
     for variant in _VARIANTS.get(kind, ("",)):
-        yield Shapes(config, takes, kind, length, even, variant)
+        yield Shapes(config, takes, kind, LENGTH, even, variant)
 
 
-def _image_tokens(module: nn.Module, config: Any, takes: frozenset[str]) -> int:
+def _image_tokens(module: nn.Module, shapes: Shapes) -> int:
     """How many places of a text an image takes, where image and text meet by a token that stands for the image."""
-    token = _find(config, "image_token_id", "image_token_index")
-    if token is None or not {"input_ids", "pixel_values"} <= takes:
+    token = _find(shapes.config, "image_token_id", "image_token_index")
+    if token is None or not {"input_ids", "pixel_values"} <= shapes.takes:
         return 0
     holder: Any = module
     features = getattr(holder, "get_image_features", None) or getattr(holder.model, "get_image_features", None)
     if features is None:
         return 0
-    picture = Shapes(config, takes, "tokens", LENGTH, True, "").picture(0)
     with torch.no_grad():
-        found = features(pixel_values=picture[None])
+        found = features(pixel_values=shapes.picture(0)[None])
     found = getattr(found, "pooler_output", found)
     found = torch.cat([each.flatten(0, -2) for each in found]) if isinstance(found, list | tuple) else found
     return int(found.flatten(0, -2).shape[0])

@@ -41,6 +41,11 @@ def _constant(value: Any) -> Rule:
     return lambda _: value
 
 
+def _first_layers(value: Any) -> Any:
+    """Layers whose outputs are taken: of four, the first so many."""
+    return type(value)(range(len(value))) if isinstance(value, list | tuple) and len(value) <= DEPTH else value
+
+
 RULES: tuple[tuple[str, Rule], ...] = (
     # what is drawn at random
     (r"(^|_)(drop|dropout|pdrop|layerdrop|noise)($|_)", _each(lambda value: type(value)(0))),
@@ -56,9 +61,11 @@ RULES: tuple[tuple[str, Rule], ...] = (
         _at_most(4 * LENGTH),
     ),
     (
-        r"sliding_window|attention_window|local_attention|attention_chunk_size|block_size|attn_chunk_length|window_size$",
+        r"sliding_window|attention_window|local_attention|attention_chunk_size|block_size|attn_chunk_length",
         _each(_at_most(LENGTH // 2)),
     ),
+    (r"^window_size$", _each(_at_most(2))),
+    (r"out_indices$|feature_layers?$", _first_layers),
     # heads, before widths: their names hold "hidden" or "dim" at times
     (r"key_value_heads$|kv_heads$|num_kv|n_head_kv|num_key_value_groups", _each(_at_most(1))),
     (r"heads?$", _each(_at_most(HEADS))),

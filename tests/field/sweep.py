@@ -21,6 +21,7 @@ from tests.field import eager, judge
 from tests.field.jobs import Attempt, Job
 
 REFERENCE_S, ATTEMPT_S = 60.0, 120.0
+CUT_POINTS = 12
 MICRO_BATCH = 4
 """What a model is given whose refusal asks for ``micro_batch=``: batch statistics of two are all noise."""
 _MEMORY_BYTES = 16 * 2**30
@@ -205,7 +206,10 @@ def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
     if "cannot" not in expected:
         attempt = replace(attempt, candidate=expected["candidate"])
         found = nursery.run(attempt, loud=loud)
-        if asked := judge.asks_for_micro_batch(found):
+        if judge.asks_for("cut_points", found):
+            attempt = replace(attempt, cut_points=CUT_POINTS)
+            found = nursery.run(attempt, loud=loud)
+        if asked := judge.asks_for("micro_batch", found):
             attempt = replace(attempt, micro_batch=MICRO_BATCH, even=True)
             expected = reference(attempt)
             found = {} if "cannot" in expected else nursery.run(attempt, loud=loud)

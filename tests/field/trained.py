@@ -81,6 +81,7 @@ def _trainer(prepared: Prepared, attempt: Attempt) -> Any:
         seed=SEED,
         clip_grad_norm=CLIP,
         micro_batch=attempt.micro_batch,
+        cut_points=attempt.cut_points,
         device="cpu",
     )
 

@@ -59,8 +59,8 @@ def test_what_amplifies_rounding_has_more_room_but_not_in_its_first_loss() -> No
 
 
 def test_only_a_good_refusal_that_names_the_argument_asks_for_it() -> None:
-    assert judge.asks_for_micro_batch(found(capture=failed(GOOD))) == GOOD
-    assert not judge.asks_for_micro_batch(found(capture=failed(GOOD.replace("micro_batch=", "weight="))))
-    assert not judge.asks_for_micro_batch(found(capture=failed(f"{GOOD} lifted_tensor_0")))
-    assert not judge.asks_for_micro_batch(found(capture=failed(GOOD, kind="KeyError", intended=False)))
-    assert not judge.asks_for_micro_batch(found())
+    assert judge.asks_for("micro_batch", found(capture=failed(GOOD))) == GOOD
+    assert not judge.asks_for("micro_batch", found(capture=failed(GOOD.replace("micro_batch=", "weight="))))
+    assert not judge.asks_for("micro_batch", found(capture=failed(f"{GOOD} lifted_tensor_0")))
+    assert not judge.asks_for("micro_batch", found(capture=failed(GOOD, kind="KeyError", intended=False)))
+    assert not judge.asks_for("micro_batch", found())
