@@ -1,5 +1,6 @@
 """What a job of the field is: a model by name, and how its parts are made."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,6 +61,11 @@ class Prepared:
     dataset: Any
     loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
     """of the output and the batch, where the model returns none"""
+
+
+def patience() -> float:
+    """By how much every bound is longer on a machine that others use, too."""
+    return min(6.0, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def quiet(module: nn.Module) -> nn.Module:

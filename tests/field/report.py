@@ -117,7 +117,8 @@ Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a pr
   `micro_batch=4` against plain PyTorch with gradient accumulation over 4, on samples of equal length.
 - **refused**: a `VarunaError` before the first step that says where or what, and a way out.
 - **refused poorly**: the same in words that only this project or torch's developers understand.
-- **wrong**, **hang** (a plan not done within 45 seconds, or all of it within 120), **crash**: never to be seen.
+- **wrong**, **hang** (a plan not done within 45 seconds of an idle machine, or all of it within 120), **crash**: never
+  to be seen.
 - **no reference**: plain PyTorch was not got to train it, so nothing is judged.
 
 `make test-field` runs all of it, resumes where it was cut, and takes `FAMILY=` and `SAMPLE=`; `make test` runs a

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.field import eager, judge
-from tests.field.jobs import Attempt, Job
+from tests.field.jobs import Attempt, Job, patience
 
 REFERENCE_S, ATTEMPT_S = 60.0, 120.0
 CUT_POINTS = 12
@@ -87,7 +87,7 @@ def reference(attempt: Attempt) -> dict[str, Any]:
         except eager.CannotTrain as error:
             return {"cannot": str(error)}
 
-    found, why = forked(work, REFERENCE_S)
+    found, why = forked(work, REFERENCE_S * patience())
     if found is None:
         return {"cannot": why}
     return {"cannot": found["error"]} if "error" in found else dict(found)
@@ -96,7 +96,7 @@ def reference(attempt: Attempt) -> dict[str, Any]:
 class Nursery:
     """A process with Varuna imported, which forks a child for each attempt."""
 
-    def __init__(self, bound_s: float = ATTEMPT_S) -> None:
+    def __init__(self, bound_s: float | None = None) -> None:
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if self._pid == 0:
@@ -122,7 +122,7 @@ class Nursery:
         os.waitpid(self._pid, 0)
 
 
-def _serve(orders: socket.socket, bound_s: float) -> None:
+def _serve(orders: socket.socket, bound_s: float | None) -> None:
     from tests.scenarios.warm import import_everything
 
     import_everything()
@@ -130,7 +130,7 @@ def _serve(orders: socket.socket, bound_s: float) -> None:
         told = json.loads(order)
         fields = told["attempt"]
         attempt = Attempt(**{**fields, "job": Job(**fields["job"])})
-        orders.send(json.dumps(_attempted(attempt, bound_s, loud=told["loud"])).encode())
+        orders.send(json.dumps(_attempted(attempt, bound_s or ATTEMPT_S * patience(), loud=told["loud"])).encode())
 
 
 def _attempted(attempt: Attempt, bound_s: float, *, loud: bool) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 
 from tests.field.catalogue import ways
-from tests.field.jobs import CLIP, GLOBAL_BATCH, RATE, SEED, STEPS, Attempt, Prepared
+from tests.field.jobs import CLIP, GLOBAL_BATCH, RATE, SEED, STEPS, Attempt, Prepared, patience
 
 PLANS = ((1, 1), (3, 1), (2, 2))
 """Stages and replicas."""
 PLAN_S = 45.0
-"""For three steps of a tiny model, of which one takes milliseconds."""
+"""For three steps of a tiny model, of which one takes milliseconds; longer on a busy machine."""
 _AFTER_FIRST_S = 10.0
 """Between the end of the first failing rank of a plan and the killing of the others."""
 
@@ -130,7 +130,8 @@ def _in_plan(trainer: Any, stages: int, replicas: int, folder: Path) -> dict[str
                 os._exit(code)
         ranks[pid] = rank
     ends: dict[int, int] = {}
-    deadline_s = time.monotonic() + PLAN_S
+    bound_s = PLAN_S * patience()
+    deadline_s = time.monotonic() + bound_s
     while len(ends) < size and time.monotonic() < deadline_s:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -143,7 +144,7 @@ def _in_plan(trainer: Any, stages: int, replicas: int, folder: Path) -> dict[str
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if not ends:
-        return {"stuck": PLAN_S}
+        return {"stuck": bound_s}
     return _together(folder, size, ends)
 
 
@@ -173,7 +174,7 @@ def _be_rank(trainer: Any, rank: int, size: int, stages: int, port: int, folder:
             RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
     stacks = (folder / f"stacks{size}.{rank}").open("w")
-    faulthandler.dump_traceback_later(PLAN_S - 5, file=stacks)
+    faulthandler.dump_traceback_later(0.9 * PLAN_S * patience(), file=stacks)
     try:
         curve, micro_batch = [], 0
         for step in trainer.steps(STEPS):
