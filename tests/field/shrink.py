@@ -75,7 +75,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     # experts
     (r"experts_per_tok(en)?$|^top_?k$|moe_top_?k$|experts_top_?k|^moe_k$", _at_most(2)),
     (r"^(n|topk)_groups?$", _constant(1)),
-    (r"n(um)?_(.*_)?experts$|^moe_num_experts$", _each(_at_most(4))),
+    (r"n(um)?_(.*_)?experts$|expert_num$", _each(_at_most(4))),
     (r"first_k_dense_replace$", _at_most(1)),
     # depth
     (r"conv_layers$|feat_extract_layers$", lambda value: value),
@@ -93,7 +93,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     ),
     (r"image_size$|^img_size$|input_size$|crop_size$", _each(_at_most(IMAGE))),
     (r"patch_size$|^patch_sizes$", _each(_at_most(PATCH))),
-    (r"num_frames$", _at_most(4)),
+    (r"num_frames$|frames_per_clip$", _at_most(4)),
     (r"num_mel_bins$|num_mels$|feature_size$|input_feat_per_channel$", _at_most(16)),
     (r"num_queries$|num_(object_)?queries|^num_latents$", _at_most(8)),
 )

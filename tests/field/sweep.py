@@ -187,10 +187,11 @@ def _cpu_of_session(session: int) -> float:
 
 
 def _stacks(folder: Path) -> list[str]:
-    """Where each process stood: its innermost line of Varuna's."""
+    """Where the first thread of each process stood, which comes last: its innermost line of Varuna's."""
     found = []
     for path in sorted(folder.glob("stacks*")):
-        lines = [line.strip() for line in path.read_text().splitlines() if "/varuna/" in line]
+        first = path.read_text().rsplit("most recent call first", 1)[-1]
+        lines = [line.strip() for line in first.splitlines() if "/varuna/" in line]
         if lines:
             place = lines[0].split("/varuna/", 1)[-1].replace('", line ', ":").replace(" in ", " ")
             found.append(f"{path.name.removeprefix('stacks') or 'job'}: {place}")

@@ -12,6 +12,7 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,7 @@ def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
     faulthandler.dump_traceback_later(dumps_after_s, file=stacks)
     began_s = time.monotonic()
     try:
-        prepared = list(ways(attempt))[attempt.candidate or 0]
+        prepared = next(islice(ways(attempt), attempt.candidate or 0, None))
         trainer = _trainer(prepared, attempt)
         captured = trainer.partition()
     except BaseException as error:
