@@ -32,7 +32,6 @@ def watch(
         doing: what this rank does; gets the number of the word.
     """
     heard: dict[int, Heard] = {}
-
     own = f"g{generation}/doing/{rank}"
     places = {other: f"g{generation}/doing/{other}" for other in ranks if other != rank}
 
@@ -45,12 +44,12 @@ def watch(
         tick = 0
         while not inbox.over.wait(inbox.patience.word_s):
             tick += 1
-            mine = doing(tick)
             try:
+                mine = doing(tick)
                 store.set(own, mine.model_dump_json())
                 if mine.on:
                     read()
-            except (RuntimeError, ValueError):  # the store is away: what was heard may be wrong by now
+            except Exception:  # noqa: BLE001 - the store is away, so what was heard may be wrong; a word more next time
                 heard.clear()
             inbox.heard = dict(heard)
 

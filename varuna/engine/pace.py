@@ -136,9 +136,9 @@ class DevicePace:
         return self._streams.mark(self._streams.computing(), timed=True)
 
     def _pass(self, number: int) -> None:
+        action, step = self._noted[number].action, self._step  # other threads may ask when this wait is over
         self._inbox.take(
-            ("passed", self._step, number),
-            lambda: Awaited(f"the device to finish {self._noted[number].action} of step {self._step}", by_device=True),
+            ("passed", step, number), lambda: Awaited(f"the device to finish {action} of step {step}", by_device=True)
         )
 
 

@@ -5,6 +5,7 @@ cannot be right is that nobody does anything. So a wait ends in an error
 
 - once every rank has waited for another one, in the same waits, for far longer than a step takes: a deadlock;
 - once a rank that is waited for has given no sign of life for long: it is frozen or cut off;
+- after two hours without a word of those that are waited for, since the store that carries words is away;
 - after a day, whatever the reason.
 
 All of it follows from facts that are passed in: nothing here asks a clock, a store or a rank.
@@ -41,6 +42,8 @@ class Patience:
     """A rank that is waited for must have given a sign of life within this time."""
     fresh_s: float = 60.0
     """Without a sign of life within this time it is not known to wait: it may only be unable to tell."""
+    blind_s: float = 7200.0
+    """For those of whom nothing is known, because the store is away: they may be at work."""
     last_s: float = 86_400.0
     """Whatever the reason."""
 
@@ -136,7 +139,8 @@ class Scene:
                 f"{waits}, and {_ranks(silent)} gave no sign of life for {self.heard[silent[0]].silent_s:.0f} s: "
                 "frozen or cut off. Look at its log, then start the same command again to resume."
             )
-        if waited_s >= patience.last_s:
+        is_blind = bool(awaited.on) and self.heard.keys().isdisjoint(awaited.on)
+        if waited_s >= (min(patience.blind_s, patience.last_s) if is_blind else patience.last_s):
             return (
                 f"{waits}, and nothing came{self._others(awaited)}. The peer may be frozen or cut off; look at its "
                 "log, then start the same command again to resume."

@@ -101,6 +101,7 @@ class Session:
         """Leave the last generation's groups, so that no thread of theirs outlives the process's main thread."""
         if self.current is not None:
             self.current.close(exiting=True)
+        self._inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
         self._membership.close()

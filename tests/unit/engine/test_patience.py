@@ -1,5 +1,6 @@
 """What a wait says, and when it ends: by facts alone, and among ranks."""
 
+import re
 import time
 from typing import Any
 
@@ -79,6 +80,13 @@ def test_without_everybodys_word_nothing_is_a_circle(others: tuple[Heard, ...]) 
     assert scene(*others).fault(WAITING, 50_000, PATIENCE) is None
 
 
+def test_ranks_of_which_nothing_is_known_may_be_at_work_for_two_hours() -> None:
+    assert scene().fault(WAITING, 100 + 7_199, PATIENCE) is None
+    fault = scene().fault(WAITING, 100 + 7_200, PATIENCE)
+    assert fault is not None
+    assert "from rank 1, and nothing came. The peer may be frozen or cut off" in fault
+
+
 def test_who_waits_for_its_own_work_is_in_no_circle() -> None:
     own = Waiting(1, 0.0, lambda: Awaited("the samples of 0F3 (step 12)"))
     assert scene(since(VOTING, 0), since(VOTING, 0)).fault(own, 50_000, PATIENCE) is None
@@ -144,13 +152,15 @@ def test_a_deadlock_of_three_ranks_is_told_and_ended_with_all_their_waits(
         add(reducer, tied, tag + reducer._rank)
 
     monkeypatch.setattr(Reducer, "_sum_one", astray)
-    setup = Setup(patience=Patience(word_s=0.05, told_s=0.2, stalled_s=0.6, steps=0.0))
+    setup = Setup(patience=Patience(word_s=0.05, told_s=0.5, stalled_s=1.0, steps=0.0))
     with pytest.raises(LinkError, match=r"every rank has waited for another one \(.*; ") as raised:
         setup.run(3, 1, steps=2)
     assert "waits for the gradients of tied parameters (step 0) from rank 2" in str(raised.value)
-    assert "rank 1: runs step 0: waits for the vote on step 0 from ranks 0 and 2" in str(raised.value)
+    assert re.search(r"rank 1: (runs step 0: )?waits for the vote on step 0 from ranks 0 and 2", str(raised.value))
     said = capsys.readouterr().err
-    assert said.count("rank 1 (stage 1) has waited 0 s for the vote on step 0 from ranks 0 and 2 (") == 1
+    assert (
+        len(re.findall(r"rank 1 \(stage 1\) has waited \d s for the vote on step 0 from ranks 0 and 2 \(", said)) == 1
+    )
 
 
 def test_a_link_that_breaks_in_a_deadlock_is_told_with_who_waited_for_whom() -> None:
@@ -171,7 +181,7 @@ def test_a_link_that_breaks_in_a_deadlock_is_told_with_who_waited_for_whom() -> 
 def test_code_of_the_training_loop_may_take_longer_than_any_bound_of_a_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    setup = Setup(patience=Patience(word_s=0.05, told_s=0.2, stalled_s=0.4, steps=0.0, silent_s=0.8))
+    setup = Setup(patience=Patience(word_s=0.05, told_s=0.5, stalled_s=0.7, steps=0.0))
     plain = setup.losses(2, 1, steps=2)
     losses: dict[int, list[float]] = {0: [], 1: []}
     steps = Session.steps
@@ -181,12 +191,15 @@ def test_code_of_the_training_loop_may_take_longer_than_any_bound_of_a_step(
             losses[0 if committed.is_main else 1].append(committed.totals.loss)
             yield committed
             if committed.is_main and committed.step == 0:
-                time.sleep(1.5)
+                time.sleep(2.0)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Session, "steps", slow)
         setup.run(2, 1, steps=2)
     assert losses[0] == losses[1] == [loss for loss, _ in plain]
     said = capsys.readouterr().err
-    assert "rank 1 (stage 1) has waited 0 s for the activation of 1F0 (step 1) from rank 0" in said
-    assert "(rank 0: runs the code of the training loop after step 0)" in said
+    assert re.search(
+        r"rank 1 \(stage 1\) has waited \d s for the activation of 1F0 \(step 1\) from rank 0 "
+        r"\(rank 0: runs the code of the training loop after step 0\)",
+        said,
+    )

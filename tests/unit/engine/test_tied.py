@@ -52,29 +52,28 @@ PATTERNS = st.builds(
     tied_head=st.booleans(),
     frozen=st.just(0) | st.integers(0, (1 << 10) - 1),
 )
-GRIDS = st.tuples(
-    st.integers(1, 6), st.integers(1, 3), st.integers(0, 1 << 30), st.sampled_from(["varuna", "adaptive"])
-)
+Grid = tuple[int, int, int, str, bool]
+"""P, D, where stages are cut, the policy, and whether replicas share the optimizer's state out"""
+POLICIES = st.sampled_from(["varuna", "adaptive"])
+GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 3), st.integers(0, 1 << 30), POLICIES, st.booleans())
 _STEPS = 3
 
 
 @settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(pattern=PATTERNS, grids=st.lists(GRIDS, min_size=2, max_size=2))
-def test_whatever_is_shared_any_plan_trains_as_one_process(
-    pattern: Pattern, grids: list[tuple[int, int, int, str]]
-) -> None:
+def test_whatever_is_shared_any_plan_trains_as_one_process(pattern: Pattern, grids: list[Grid]) -> None:
     check_sharing(pattern, grids)
 
 
-def check_sharing(pattern: Pattern, grids: list[tuple[int, int, int, str]]) -> None:
+def check_sharing(pattern: Pattern, grids: list[Grid]) -> None:
     """Losses and parameters of a plain loop; and with one replica, to the bit, those of one process."""
     setup = Setup(partial(Sharing, pattern), optimizer=momentum, clip=None, global_batch=6, micro_batch=1)
     with single_threaded():
         expected, parameters = trained_plainly(setup, _STEPS)
         alone = setup.losses(1, 1, _STEPS)
         own = setup.parameters()
-        for stages, replicas, seed, policy in grids:
-            run = replace(setup, policy=policy, adjusted=partial(_cut, seed))
+        for stages, replicas, seed, policy, share in grids:
+            run = replace(setup, policy=policy, share=share, adjusted=partial(_cut, seed))
             found = run.losses(stages, replicas, _STEPS)
             assert max(abs(loss / other - 1) for (loss, _), other in zip(found, expected, strict=True)) < 2e-6
             assert distance(run.parameters(), parameters) < 5e-6
