@@ -152,7 +152,7 @@ class Trainer:
         self._init, self._weights = init, None if weights is None else Path(weights).absolute()
         self._source, self._collate = SampleSource(dataset, seed=seed, collate=collate), collate
         self._optimizer, self._scheduler, self._weight = optimizer, lr_scheduler, weight
-        self.checks = SelfCheck(self.recipe, self._source, weight, micro_batch, per_micro_batch)
+        self.checks = SelfCheck(self.recipe, self._source, weight, micro_batch, per_micro_batch, self._device.type)
         self._global_batch, self._micro_batch, self._cut_points = global_batch, micro_batch, cut_points
         self._choose, self._lengths = chooser(cut_at, cut_points), check_lengths(lengths)
         self._seed, self._clip, self.before_step = seed, clip_grad_norm, before_step

@@ -117,13 +117,13 @@ def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *,
     with controlled(draws):
         for part in parts:
             graph = model.graphs[variant_of(model, part.tensors, part.indices)]
-            loss, statistics = _run(graph, initial, buffers, part, _share(part, total), sums)
-            found.append(loss)
+            loss, statistics = run_sections(graph, initial, buffers, part, _share(part, total), sums)
+            found.append(float(loss))
             noted.append((graph, statistics))
         for graph, statistics in noted:  # the commit
             _update(graph, buffers, statistics)
-    loss = sum(loss * _share(part, total) for loss, part in zip(found, parts, strict=True) if part.weight)
-    return Outcome(tuple(found), loss, sums, buffers)
+    mean = sum(each * _share(part, total) for each, part in zip(found, parts, strict=True) if part.weight)
+    return Outcome(tuple(found), mean, sums, buffers)
 
 
 def _share(part: Part, total: float) -> float:
@@ -144,14 +144,14 @@ def _dense(gradient: Tensor) -> Tensor:
     return (gradient.to_dense() if gradient.is_sparse else gradient).detach().clone()
 
 
-def _run(
+def run_sections(
     model: PartitionedModel,
     initial: Initial,
     buffers: Mapping[str, Tensor],
     part: Part,
     share: float,
     sums: dict[str, Tensor],
-) -> tuple[float, dict[str, Tensor]]:
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and statistics of one micro-batch; its gradients, times its share of the weight, are added to ``sums``."""
     crossings = {each.name: each for into in model.split.crossings for each in into}
     examples = Examples({**part.tensors, **part.numbers}, part.size)
@@ -184,7 +184,7 @@ def _run(
         for name, leaf in mine.items():
             if leaf.grad is not None:
                 sums[name] = sums[name] + leaf.grad if name in sums else _dense(leaf.grad)
-    return float(loss), statistics
+    return loss, statistics
 
 
 def _update(model: PartitionedModel, buffers: dict[str, Tensor], statistics: Mapping[str, Tensor]) -> None:

@@ -14,11 +14,11 @@ from varuna.engine.precision import cast
 from varuna.partition.capture import LossModule
 from varuna.partition.initialise import Initial
 from varuna.partition.model import PartitionedModel
-from varuna.partition.watching import Seen
+from varuna.partition.watching import Respond, Seen
 
 _KEYS = range(1, 5)
 """Further seeds of Python's and NumPy's generators."""
-_ENDS = (0.0, 1.0 - 1e-9)
+ENDS = (0.0, 1.0 - 1e-9)
 """What draws between 0 and 1 may be at most: on either side of any threshold."""
 _COUNTED = (10, 1_000, 1_000_001)
 """What a counter is set to: beyond most warm-ups."""
@@ -89,7 +89,7 @@ def deciding_draws(losses: LossModule, part: Part, seen: Seen) -> tuple[str, ...
         return ()
     same = loss_again(losses, part)
     tries: list[Callable[[], float]] = [lambda key=key: loss_again(losses, part, key=key) for key in _KEYS]  # type: ignore[misc]
-    tries += [lambda end=end: loss_again(losses, part, respond=_answer(end)) for end in _ENDS]  # type: ignore[misc]
+    tries += [lambda end=end: loss_again(losses, part, respond=answer(end)) for end in ENDS]  # type: ignore[misc]
     return tuple(seen.draws) if any(_differs(each, same) for each in tries) else ()
 
 
@@ -102,7 +102,9 @@ def _differs(attempt: Callable[[], float], same: float) -> bool:
     return found != same and not (found != found and same != same)
 
 
-def _answer(end: float) -> Callable[[str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]:
+def answer(end: float) -> Respond:
+    """What draws between two numbers returns one near their end."""
+
     def respond(name: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         drawn = original(*args, **kwargs)
         if name in ("random", "random_sample", "rand") or (name == "uniform" and not (args or kwargs)):

@@ -5,20 +5,28 @@ micro-batch by micro-batch against the module itself (what was captured), then t
 batch (what micro-batches make of it). In between, the loss's weighing is looked at by itself.
 """
 
+import itertools
+import math
+import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from varuna.calibration.device import usable_bytes
 from varuna.checks import probes
 from varuna.checks.assumptions import check_assumptions
 from varuna.checks.cause import Cause, Evidence, cause_of, refused
 from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, differences, errors
 from varuna.checks.draws import NoDraws, SameDraws
+from varuna.checks.extent import Extent, extent_of
 from varuna.checks.mixing import try_mixing
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
+from varuna.checks.outline import look_over
 from varuna.checks.samples import Undisturbed, choose_positions, read_twice
 from varuna.checks.states import changed, marks, plain_values
 from varuna.checks.weighing import check_weighing
@@ -26,15 +34,13 @@ from varuna.core.errors import ModelError
 from varuna.core.saying import say
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import LossModule, Recipe
+from varuna.partition.costs import CPU_SLOWDOWN
 from varuna.partition.initialise import Initial
 from varuna.partition.inputs import check_inputs
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.watching import gradient_hooks
 from varuna.partition.weighing import WeightFunction, numbers_of, weight_of
-
-_SAMPLES = 4
-"""Of each declared length."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +49,15 @@ class Checked:
 
     samples: int
     seconds: float
-    errors: Errors
+    errors: Errors | None
+    """None: the model was looked at without data"""
     left_out: tuple[str, ...] = ()
     """what was not compared, and why"""
 
     def __str__(self) -> str:
         left_out = f" (not compared: {'; '.join(self.left_out)})" if self.left_out else ""
+        if self.errors is None:
+            return f"the model was looked at without data in {self.seconds:.1f} s{left_out}"
         return (
             f"checked against plain PyTorch on {self.samples} sample{'s' * (self.samples != 1)} in {self.seconds:.1f} "
             f"s: loss {self.errors.loss:.0e}, gradients {self.errors.gradient:.0e}{left_out}"
@@ -67,9 +76,13 @@ class SelfCheck:
     """examples, if the user fixed it"""
     per_micro_batch: bool = False
     """the loss may mix the examples of a micro-batch of that size"""
+    device: str = "cpu"
+    """what kind the job computes on: the model's nominal times are those of that"""
 
-    def run(self, model: PartitionedModel, initial: Initial) -> None:
+    def run(self, model: PartitionedModel, initial: Initial | None) -> None:
         """All that is looked at before a fresh run, on a whole model that nobody needs afterwards; says the result.
+
+        Without ``initial``, nobody has the memory for all of the model.
 
         Raises:
             ModelError: the run would train another model than plain PyTorch.
@@ -79,35 +92,91 @@ class SelfCheck:
             say(f"{path} runs as written, as one operation that is never cut: {why}")
         say(str(self.compare(model, initial)))
 
-    def compare(self, model: PartitionedModel, initial: Initial) -> Checked:
+    def compare(self, model: PartitionedModel, initial: Initial | None) -> Checked:
         """The same, in figures.
 
         Args:
             model: as captured.
-            initial: the whole model, in fp32.
+            initial: the whole model, in fp32, if it may be run.
 
         Raises:
             ModelError: they differ.
             DataError: the dataset is random, or a sample is not what was captured.
         """
         begin_s = time.monotonic()
-        check_assumptions(model, self.recipe, initial, self.source)
-        check, fixed = _Check(self, model, initial), self.micro_batch is not None
-        groups = choose_positions(
-            model, self.source, 2 * min(self.micro_batch or _SAMPLES, _SAMPLES) if fixed else _SAMPLES
+        extent = self._extent(model)
+        groups = choose_positions(model, self.source, sum(extent.sizes) or 1)
+        if initial is None or not extent.sizes:
+            left_out = self._look_over(model, groups[0])
+            return Checked(len(groups[0]), time.monotonic() - begin_s, None, left_out)
+        with _threads(extent):
+            errors, left_out = self._run(model, initial, groups, extent)
+        return Checked(sum(map(len, groups)), time.monotonic() - begin_s, errors, left_out)
+
+    def _extent(self, model: PartitionedModel) -> Extent:
+        return extent_of(
+            model.facts,
+            micro_batch=self.micro_batch,
+            slowdown=1.0 if self.device == "cpu" else CPU_SLOWDOWN,
+            cores=len(os.sched_getaffinity(0)),
+            free_bytes=usable_bytes(torch.device("cpu"), 1) or math.inf,
         )
+
+    def _look_over(self, model: PartitionedModel, positions: Sequence[int]) -> tuple[str, ...]:
+        """Without data; what is left out."""
+        batch = read_twice(self.source, positions)
+        too_large = "losses, gradients and buffers, and the weighing of micro-batches, since the model is too large"
+        try:
+            graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
+            (numbers,) = numbers_of(graph, [batch.tensors], {})
+            evidence = look_over(model, self.recipe, Part(batch.tensors, batch.indices, 1.0, numbers))
+        except Exception as error:  # noqa: BLE001 - the model's own code, which data would let pass
+            return f"{too_large}, and running it without data failed ({type(error).__name__})", _ONCE
+        if evidence.differences:
+            names = ", ".join(each.name for each in evidence.differences[:3])
+            _refuse(cause_of(evidence), f"{len(evidence.differences)} parameters get no gradient ({names}). ")
+        _refuse(refused(evidence))
+        return too_large, _ONCE
+
+    def _run(
+        self, model: PartitionedModel, initial: Initial, groups: Sequence[Sequence[int]], extent: Extent
+    ) -> tuple[Errors, tuple[str, ...]]:
+        """On data: the largest errors, and what is left out."""
+        check_assumptions(model, self.recipe, initial, self.source)
+        check = _Check(self, model, initial, extent.sizes)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
-        mixes = fixed and self.per_micro_batch and any(graph.mixing for graph in model.graphs)
+        mixes = self.micro_batch is not None and self.per_micro_batch and any(graph.mixing for graph in model.graphs)
         if not mixes:
             try_mixing(model, self.recipe, initial, self.source, self.micro_batch, accepted=self.per_micro_batch)
             check_weighing(model, self.recipe, initial, Undisturbed(self.source), self.weight)
-        if not (fixed or model.facts.batch_dependent):
-            for divided in (check.divided(positions) for positions in groups if len(positions) > 1):
-                if isinstance(divided, str):
-                    left_out.append(divided)
-                else:
-                    found.append(divided)
-        return Checked(sum(map(len, groups)), time.monotonic() - begin_s, _worst(found), tuple(dict.fromkeys(left_out)))
+        for divided in (check.divided(positions) for positions in groups if len(positions) > 1 and extent.divides):
+            if isinstance(divided, str):
+                left_out.append(divided)
+            else:
+                found.append(divided)
+        return _worst(found), tuple(dict.fromkeys(left_out))
+
+
+_ONCE = "check it once in a smaller configuration, with varuna inspect --verify"
+_WORTH_THREADS_S = 2.0
+
+
+@contextmanager
+def _threads(extent: Extent) -> Iterator[None]:
+    """All cores, where it takes long: workers beside this one wait for it. Training has its own number of threads."""
+    before = torch.get_num_threads()
+    if extent.estimate_s > _WORTH_THREADS_S:
+        torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _refuse(cause: Cause | None, finding: str = "") -> None:
+    if cause is not None:
+        what = f"{cause.what[0].upper()}{cause.what[1:]}" if finding else cause.what
+        raise ModelError(f"{finding}{what} {cause.remedy}")
 
 
 def _worst(found: Iterable[Errors]) -> Errors:
@@ -122,6 +191,8 @@ class _Check:
     job: SelfCheck
     model: PartitionedModel
     initial: Initial
+    sizes: tuple[int, ...]
+    """samples of each micro-batch"""
 
     # -- what was captured -----------------------------------------------------------------------------------
 
@@ -131,7 +202,7 @@ class _Check:
         with probes.computing(self.initial, self.job.recipe.dtype) as initial:
             losses = LossModule(initial.module, self.job.recipe)
             parts = self._parts(positions, initial)
-            self._refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
+            _refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
             begun = replace(initial, buffers={name: value.clone() for name, value in initial.buffers.items()})
             numbers, unwritten = plain_values(initial.module), marks(initial.module)
             expected = plainly(losses, parts)
@@ -144,7 +215,7 @@ class _Check:
                 counters=probes.deciding_counters(losses, parts[0], counted),
                 reentrant=tuple(expected.seen.reentrant),
             )
-            self._refuse(refused(evidence))
+            _refuse(refused(evidence))
             found = in_turn(self.model, begun, parts)
             odd = differences(found, expected, self._tolerance)
             if odd:
@@ -160,7 +231,7 @@ class _Check:
                     differences=odd,
                 )
             if odd:
-                self._refuse(cause_of(evidence), f"{self._described(odd, parts)}. ")
+                _refuse(cause_of(evidence), f"{self._described(odd, parts)}. ")
             return errors(found, expected)
 
     # -- what micro-batches make of it -----------------------------------------------------------------------
@@ -190,19 +261,18 @@ class _Check:
                     f"the micro-batches of a batch do not train as the whole batch does: {self._described(odd, whole)}"
                     ", when micro-batches are weighted by what they count. Something in the loss or the model compares "
                     "samples with each other, or averages over something else. Pass weight=fn(batch) that returns "
-                    "what the loss averages over, or micro_batch=, the number of samples that belong together."
+                    "what the loss averages over, or micro_batch=, the number of samples that belong together, and "
+                    "per_micro_batch=True."
                 )
             return errors(found, expected)
 
     # -- inside ----------------------------------------------------------------------------------------------
 
     def _parts(self, positions: Sequence[int], initial: Initial) -> list[Part]:
-        """Micro-batches, unequal where the user has not fixed their size."""
-        count = len(positions)
-        first = (
-            max(1, count - 1) if self.job.micro_batch is None and not self.model.facts.batch_dependent else count // 2
-        )
-        return [self._part(each, initial) for each in (positions[: first or 1], positions[first or 1 :]) if each]
+        """Micro-batches, as far as there are samples."""
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        spans = [positions[start:end] for start, end in itertools.pairwise(ends)]
+        return [self._part(span, initial) for span in spans if span]
 
     def _adding_up(self, parts: Sequence[Part], initial: Initial) -> list[Part]:
         """Parts that know the whole batch, where the terms of the loss count different things."""
@@ -235,11 +305,6 @@ class _Check:
         """What differs by more than plain PyTorch itself moves with the last bits of its parameters."""
         noise = probes.noise(losses, parts, expected, draws)
         return differences(found, expected, self._tolerance, noise)
-
-    def _refuse(self, cause: Cause | None, finding: str = "") -> None:
-        if cause is not None:
-            what = f"{cause.what[0].upper()}{cause.what[1:]}" if finding else cause.what
-            raise ModelError(f"{finding}{what} {cause.remedy}")
 
     def _described(self, odd: Sequence[Difference], parts: Sequence[Part]) -> str:
         indices = [index for part in parts for index in part.indices]

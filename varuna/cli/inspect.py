@@ -135,10 +135,13 @@ def show(console: Console, report: dict[str, Any]) -> None:
 def _verdict(found: dict[str, Any]) -> str:
     if found["finding"] is not None:
         return f"against plain PyTorch: WRONG: {found['finding']}"
+    left_out = "".join(f"\nnot compared: {each}" for each in found["left_out"])
+    if found["loss_error"] is None:
+        return f"against plain PyTorch: looked at without data{left_out}"
     worst = f" ({found['parameter']})" if found["parameter"] else ""
     return (
         f"against plain PyTorch, on {found['samples']} samples: loss error {found['loss_error']:.1e}, largest gradient "
-        f"error {found['gradient_error']:.1e} of the largest gradient{worst}"
+        f"error {found['gradient_error']:.1e} of the largest gradient{worst}{left_out}"
     )
 
 
@@ -193,8 +196,8 @@ def _verified(trainer: Any, model: PartitionedModel) -> dict[str, Any]:
         "finding": None,
         "samples": checked.samples,
         "seconds": checked.seconds,
-        "loss_error": checked.errors.loss,
-        "gradient_error": checked.errors.gradient,
-        "parameter": checked.errors.parameter,
+        "loss_error": None if checked.errors is None else checked.errors.loss,
+        "gradient_error": None if checked.errors is None else checked.errors.gradient,
+        "parameter": None if checked.errors is None else checked.errors.parameter,
         "left_out": list(checked.left_out),
     }

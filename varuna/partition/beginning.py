@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import ModelError, UsageError
-from varuna.core.saying import say, warn
-from varuna.core.units import format_bytes
+from varuna.core.saying import warn
 from varuna.partition.capture import Recipe
 from varuna.partition.construction import Construction, construct
 from varuna.partition.initialise import Initial, check_shapes, materialise, select
@@ -23,8 +22,8 @@ from varuna.partition.weights import Entry, Fit, fingerprint, fit, list_entries,
 
 Init = Literal["constructor", "per_parameter"]
 Shapes = Mapping[str, tuple[int, ...]]
-Check = Callable[[Initial], None]
-"""Looks at the whole model, materialised: what it does to it stays without consequence."""
+Check = Callable[[Initial | None], None]
+"""Looks at the whole model: what it does to it stays without consequence. None: it is too large to be built here."""
 
 _WORTH_COLLECTING_BYTES = 64 * 2**20
 """A collection takes some tenths of a second, however small the model."""
@@ -214,10 +213,7 @@ def _check_small(recipe: Recipe, shapes: Shapes, seed: int, digest: str, check: 
         with turn(digest):
             check(materialise(recipe, seed))
     else:
-        say(
-            f"the loss's weighing is not checked: the model has {format_bytes(size)}, and no worker builds all of it. "
-            "Check it once on a smaller configuration."
-        )
+        check(None)
 
 
 def _filled(initial: Initial, beginning: Beginning) -> Initial:

@@ -23,7 +23,7 @@ def inspected(*args: str) -> str:
 
 def test_json_tells_cuts_stages_ties_and_errors() -> None:
     report = json.loads(inspected("--stages", "2", "--verify", "--json", JOB, *TWO, "--dropout", "0.1"))
-    assert report.keys() == {"cut_points", "stages", "tied", "batch_dependent", "verify", "dependencies"}
+    assert report.keys() == {"cut_points", "stages", "tied", "batch_dependent", "eager", "verify", "dependencies"}
     assert report["dependencies"] is None
     assert not report["batch_dependent"]
     assert len(report["stages"]) == 2
