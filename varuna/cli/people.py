@@ -139,18 +139,30 @@ def morph(run: RunDir = None) -> None:
 def drain(
     node: Annotated[str, typer.Argument(help="As `varuna status` names it.")],
     run: RunDir = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="It is not trusted any more: void its secret at once, lose its workers.")
+    ] = False,
 ) -> None:
-    """Let a machine go without losing a step: its state moves, then its agent ends."""
-    _post(_remote(run), "/drain", {"node": node})
-    typer.echo(f"node {node} will be released")
+    """Let a machine go without losing a step: its state moves, then its agent ends.
+
+    A machine whose agent is away is not waited for: its secret is void.
+    """
+    said = _post(_remote(run), "/drain", {"node": node, "now": now})
+    typer.echo(f"node {node} {'is sent away' if said['accepted'] == 'send away' else 'will be released'}")
 
 
 def join_token(
     run: RunDir = None,
     uses: Annotated[int, typer.Option(min=1, help="Machines that may join with it.")] = 1,
     hours: Annotated[float, typer.Option(min=0.01, help="How long it is good for.")] = 24.0,
+    void: Annotated[
+        bool, typer.Option("--void", help="Make all those void that were printed before; print none.")
+    ] = False,
 ) -> None:
     """Print another JOIN string, for machines to come."""
+    if void:
+        typer.echo(f"{_post(_remote(run), '/tokens/void', {})['void']} tokens are void; machines that joined stay")
+        return
     answer = _post(_remote(run), "/tokens", {"uses": uses, "life_s": hours * 3600})
     typer.echo(answer["join"])
 

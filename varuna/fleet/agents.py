@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -14,7 +13,6 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from varuna import __version__
-from varuna.core.messages import Hello
 from varuna.fleet.audit import Audit
 from varuna.fleet.channel import ChannelFullError
 from varuna.fleet.events import (
@@ -24,6 +22,7 @@ from varuna.fleet.events import (
     NodeHeard,
     NodeParted,
     NoticeReceived,
+    WorkerDistrusted,
     WorkerExited,
     WorkerSpawned,
 )
@@ -58,7 +57,7 @@ from varuna.fleet.protocol import (
     up_frame,
 )
 from varuna.fleet.registry import RefusedError, Registry
-from varuna.fleet.reunion import Reunion, node_of
+from varuna.fleet.reunion import Reunion, check_belongs, check_speaker
 
 PATIENCE_S = 15.0
 """An agent that says nothing, or confirms nothing, for so long is cut; it may come back."""
@@ -128,6 +127,13 @@ class AgentDoor:
             asyncio.get_running_loop().call_later(_REVOKED_S, self._shut_out, node)
         for name in [node] if node is not None else list(self._links):
             self.send(name, Dismiss(reason=reason, exit_code=exit_code, drained=drained))
+
+    def send_away(self, node: str, why: str) -> None:
+        """Drop a machine whose secret is void, and its workers: they are not asked, nor waited for."""
+        if (link := self._links.get(node)) is not None:
+            for worker in sorted(link.workers):
+                self._post(WorkerDistrusted(worker, why))
+            self._give_up(link, why)
 
     def _shut_out(self, node: str) -> None:
         if (link := self._links.get(node)) is not None:
@@ -210,9 +216,9 @@ class AgentDoor:
                 return None
             greet = greeting.validate_json(frame.get("text") or "")
             for charge in greet.charges:
-                _check_belongs(node, charge.worker)
+                check_belongs(node, charge.worker)
                 for message in charge.said:
-                    _check_speaker(charge.worker, message)
+                    check_speaker(charge.worker, message)
         except (ValueError, TimeoutError) as error:
             await self._reject(websocket, node, error)
             return None
@@ -300,7 +306,7 @@ class AgentDoor:
             case Pulse(beats=beats):
                 connection.say(Answer(received=link.channel.received).model_dump_json())
                 for worker, beat in beats.items():
-                    _check_belongs(link.node, worker)
+                    check_belongs(link.node, worker)
                     self._post(MessageReceived(worker, beat))
                 self._post(NodeHeard(link.node))
             case UpItem(number=number, body=body):
@@ -310,14 +316,14 @@ class AgentDoor:
     def _note(self, link: Link, body: UpBody) -> None:
         """Pass on what an agent says."""
         if not isinstance(body, Noticed):
-            _check_belongs(link.node, body.worker)
+            check_belongs(link.node, body.worker)
         match body:
             case Started(worker=worker):
                 link.workers.add(worker)
                 self._logs.begin(worker)
                 self._post(WorkerSpawned(worker, node=link.node))
             case Said(worker=worker, message=message):
-                _check_speaker(worker, message)
+                check_speaker(worker, message)
                 self._post(MessageReceived(worker, message))
             case Parted(worker=worker):
                 self._post(ConnectionLost(worker))
@@ -367,26 +373,6 @@ async def _send_all(websocket: WebSocket, connection: Outgoing[DownBody]) -> Non
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # RuntimeError: the receiving side has closed it
         while (frame := await connection.next_frame()) is not None:
             await websocket.send_text(frame)
-
-
-def _check_belongs(node: str, worker: str) -> None:
-    """An agent speaks for its own workers only.
-
-    Raises:
-        ValueError: it is another's.
-    """
-    if node_of(worker) != node:
-        raise ValueError(f"agent {node} speaks for worker {worker}")
-
-
-def _check_speaker(worker: str, message: Any) -> None:
-    """A worker speaks for itself only.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if isinstance(message, Hello) and message.worker != worker:
-        raise ValueError(f"worker {worker} says that it is {message.worker}")
 
 
 def _error(status: int, text: str) -> Response:

@@ -137,6 +137,8 @@ class Cluster:
             ask=lambda event: self.manager.ask(event),
             audit=audit,
             mint=lambda uses, life_s: str(self.invite(uses=uses, life_s=life_s)),
+            void_tokens=self._registry.void_tokens,
+            send_away=self.send_away,
             operator_token=operator_token,
             page_token=secrets.token_urlsafe(16),
         )
@@ -188,6 +190,13 @@ class Cluster:
             fingerprint=self._authority.fingerprint,
             token=self._registry.mint(uses=uses, life_s=life_s),
         )
+
+    def send_away(self, node: str) -> bool:
+        """Void a machine's secret, and drop its workers, now; False if no such machine ever joined."""
+        if not self._registry.revoke(node, "sent away"):
+            return False
+        self._serving.call(self._door.send_away, node, "its machine was sent away")
+        return True
 
     def open(self) -> None:
         """Let agents and people in from now on.

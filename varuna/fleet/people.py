@@ -34,6 +34,7 @@ class Drain(Value):
     """Body of ``POST /drain``."""
 
     node: WorkerName
+    now: bool = Field(default=False, description="its state is not moved first")
 
 
 class Mint(Value):
@@ -61,6 +62,10 @@ class People:
     audit: Audit
     mint: Callable[[int, float], str] | None = None
     """A JOIN string; None for a run that nobody can join."""
+    void_tokens: Callable[[], int] | None = None
+    """Makes all JOIN strings void that were given out; returns how many."""
+    send_away: Callable[[str], bool] | None = None
+    """Voids a machine's secret and drops its workers at once; False if no such machine ever joined."""
     operator_token: str = ""
     page_token: str = ""
 
@@ -74,6 +79,7 @@ class People:
             Route("/morph", self._morph, methods=["POST"]),
             Route("/drain", self._drain, methods=["POST"]),
             Route("/tokens", self._tokens, methods=["POST"]),
+            Route("/tokens/void", self._void, methods=["POST"]),
         ]
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -135,6 +141,9 @@ class People:
         async def act(drain: Drain) -> Response:
             nodes = self.status().get("nodes", [])
             assert isinstance(nodes, list)
+            at_once = self.send_away if drain.now or drain.node not in nodes else None
+            if at_once is not None and await asyncio.to_thread(at_once, drain.node):
+                return JSONResponse({"accepted": "send away", "node": drain.node}, 202)
             if drain.node not in nodes:
                 known = ", ".join(nodes) or "none"
                 return _error(404, f"there is no node {drain.node!r} in this run; there are: {known}")
@@ -155,6 +164,14 @@ class People:
             return JSONResponse({"join": self.mint(mint.uses, mint.life_s)}, 201)
 
         return await self._change(request, "mint a join token", Mint, act)
+
+    async def _void(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            if self.void_tokens is None:
+                return _error(409, "nobody can join this run: there are no tokens")
+            return JSONResponse({"void": await asyncio.to_thread(self.void_tokens)}, 200)
+
+        return await self._change(request, "void all join tokens", Nothing, act)
 
     async def _change(
         self, request: Request, action: str, kind: type[Value], act: Callable[[Value], Awaitable[Response]] | object

@@ -95,10 +95,16 @@ class Registry:
         if row[1]:
             raise RefusedError(f"node {node} was sent away ({row[1]}): join again with a new token")
 
-    def revoke(self, node: str, why: str) -> None:
-        """A machine's secret is void from now on."""
+    def revoke(self, node: str, why: str) -> bool:
+        """A machine's secret is void from now on; False if there is no such machine."""
         with self._lock, self._database:
-            self._database.execute("UPDATE nodes SET revoked = ? WHERE name = ?", (why, node))
+            return self._database.execute("UPDATE nodes SET revoked = ? WHERE name = ?", (why, node)).rowcount > 0
+
+    def void_tokens(self) -> int:
+        """No token that was minted so far lets anybody in; returns how many would have."""
+        with self._lock, self._database:
+            good = "uses > 0 AND expires > ?"
+            return self._database.execute(f"UPDATE tokens SET uses = 0 WHERE {good}", (self._clock(),)).rowcount
 
     def agree(self, job: JobIdentity) -> str:
         """The first agent says what is run; for all others, the first difference to that, or nothing."""

@@ -6,7 +6,7 @@ remembers nothing but its journal.
 
 from dataclasses import dataclass
 
-from varuna.core.messages import Suspect
+from varuna.core.messages import FromWorker, Hello, Suspect
 from varuna.fleet.events import Event, MessageReceived, WorkerExited, WorkerSpawned
 from varuna.fleet.protocol import Charge
 from varuna.fleet.state import Fleet, Running
@@ -59,3 +59,23 @@ def reunite(fleet: Fleet, lost: frozenset[str] | set[str], reunion: Reunion) -> 
 def _missed_its_part(fleet: Fleet, charge: Charge) -> bool:
     """A member that never heard of the newest generation would keep all others waiting."""
     return isinstance(fleet.phase, Running) and charge.worker in fleet.members and charge.generation < fleet.generation
+
+
+def check_belongs(node: str, worker: str) -> None:
+    """An agent speaks for its own workers only.
+
+    Raises:
+        ValueError: it is another's.
+    """
+    if node_of(worker) != node:
+        raise ValueError(f"agent {node} speaks for worker {worker}")
+
+
+def check_speaker(worker: str, message: FromWorker) -> None:
+    """A worker speaks for itself only.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if isinstance(message, Hello) and message.worker != worker:
+        raise ValueError(f"worker {worker} says that it is {message.worker}")

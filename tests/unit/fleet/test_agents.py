@@ -29,6 +29,7 @@ from varuna.fleet.events import (
     NodeHeard,
     NodeParted,
     NoticeReceived,
+    WorkerDistrusted,
     WorkerExited,
     WorkerSpawned,
 )
@@ -271,6 +272,18 @@ def test_a_drained_machine_may_not_go_on_over_the_connection_that_it_has(
         gate.on_loop(lambda: gate.door.dismiss(gate.me.node, "drained", 0, drained=True))
         assert agent.closed() == (STALLED, "its secret is void")
     assert gate.events[-1] == ConnectionLost(f"{gate.me.node}.0", "its secret is void")
+
+
+def test_a_machine_that_is_not_trusted_any_more_is_gone_at_once(gate: Gate) -> None:
+    worker = f"{gate.me.node}.0"
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=worker))
+        agent.sync()
+        gate.on_loop(lambda: gate.door.send_away(gate.me.node, "its machine was sent away"))
+        assert agent.closed() == (STALLED, "its machine was sent away")
+    assert WorkerDistrusted(worker, "its machine was sent away") in gate.events  # its links would go on
+    gate.on_loop(lambda: gate.door.send_away("n9", "never there"))
 
 
 def test_another_script_is_refused(gate: Gate) -> None:

@@ -23,12 +23,13 @@ from varuna.fleet.people import People
 from varuna.fleet.story import Audited
 
 OPERATOR = {"Authorization": "Bearer operator-token"}
-CHANGES = ("stop", "morph", "drain", "tokens")
+CHANGES = ("stop", "morph", "drain", "tokens", "tokens/void")
 
 
 class Front:
     def __init__(self, folder: Path) -> None:
         self.events: list[Event] = []
+        self.sent_away: list[str] = []
         self.audited: list[Audited] = []
         self.now_s = 0.0
         door = People(
@@ -37,11 +38,17 @@ class Front:
             ask=self.ask,
             audit=Audit(self.audited.append, lambda: self.now_s),
             mint=lambda uses, life_s: f"varuna://{uses}-{life_s:.0f}",
+            void_tokens=lambda: 3,
+            send_away=self.send_away,
             operator_token="operator-token",
             page_token="page-token",
         )
         self.is_busy = False
         self.client = TestClient(Starlette(routes=door.routes()), raise_server_exceptions=True)
+
+    def send_away(self, node: str) -> bool:
+        self.sent_away.append(node)
+        return node in ("n0-vm", "n1-away")
 
     def ask(self, event: Event) -> bool:
         self.events.append(event)
@@ -186,3 +193,17 @@ def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyP
         assert refused.value.status_code == 408
 
     asyncio.run(wait())
+
+
+def test_every_credential_can_be_void_at_once(front: Front) -> None:
+    def post(path: str, **body: object) -> tuple[int, dict[str, object]]:
+        answer = front.client.post(path, headers=OPERATOR, json=body)
+        said: dict[str, object] = answer.json()
+        return answer.status_code, said
+
+    assert post("/tokens/void") == (200, {"void": 3})
+    assert post("/drain", node="n0-vm", now=True) == (202, {"accepted": "send away", "node": "n0-vm"})
+    assert post("/drain", node="n1-away")[0] == 202  # its agent is away: there is no state to move
+    assert post("/drain", node="n2-never")[0] == 404
+    assert (front.sent_away, front.events) == (["n0-vm", "n1-away", "n2-never"], [])
+    assert {line.action for line in front.audited if line.allowed} == {"void all join tokens", "drain a node"}

@@ -1,6 +1,7 @@
 """Tokens and secrets: each refusal has its reason, and the file holds none of them."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -103,3 +104,17 @@ def test_a_lost_answer_costs_no_token_and_nobody_elses_secret_gets_the_name(regi
     assert "has been used" in refusal(lambda: registry.join(token, "vm", hashed("other")))
     registry.revoke(node, "drained")
     assert "sent away" in refusal(lambda: registry.join(token, "vm", mine))
+
+
+def test_all_tokens_can_be_void_at_once_and_machines_that_joined_stay(registry: Registry, clock: Clock) -> None:
+    identity = join(registry)
+    tokens = [registry.mint(), registry.mint(uses=5)]
+    registry.mint(life_s=1)
+    clock.now_s += 2
+    assert registry.void_tokens() == 2
+    for token in tokens:
+        assert "has been used" in refusal(partial(registry.join, token, "vm", hashed("x")))
+    registry.check(identity.node, identity.secret)
+    assert registry.revoke(identity.node, "sent away")
+    assert not registry.revoke("n9", "sent away")
+    assert registry.void_tokens() == 0
