@@ -13,6 +13,8 @@ from functools import partial
 
 import uvicorn
 from starlette.types import ASGIApp
+from websockets.protocol import State
+from websockets.server import ServerProtocol
 
 from varuna.core.errors import FleetError
 from varuna.fleet.doorkeeper import Doorkeeper, GuardedProtocol, Quiet
@@ -149,6 +151,15 @@ class _Uvicorn(uvicorn.Server):
             for one in sockets or []
         ]
         self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections; one that is half closed, by somebody who does not read, would make uvicorn fail."""
+        for connection in list(self.server_state.connections):
+            protocol = getattr(connection, "conn", None)
+            if isinstance(protocol, ServerProtocol) and protocol.state is State.CLOSING:
+                self.server_state.connections.discard(connection)
+                connection.transport.abort()
+        await super().shutdown(sockets)
 
 
 def raise_open_files() -> None:

@@ -2,6 +2,7 @@
 
 import http.client
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -97,6 +98,27 @@ def test_those_that_said_what_they_want_are_no_strangers(port: int) -> None:
             websocket.send("still here")
             assert websocket.recv(timeout=5) == "still here"
         assert get(port) == "hello"
+
+
+def test_a_server_stops_though_somebody_says_goodbye_and_reads_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    heard = threading.Event()
+
+    async def pour(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text("x" * 2**25)
+        await websocket.receive()
+        heard.set()
+
+    serving = Serving(Starlette(routes=[WebSocketRoute("/pour", pour)]), port=0, max_frame_bytes=1000)
+    serving.start()
+    with socket.create_connection(("127.0.0.1", serving.port), 5) as deaf:
+        key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        deaf.sendall(b"GET /pour HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n" + key + b"\r\n")
+        assert deaf.recv(12) == b"HTTP/1.1 101"
+        deaf.sendall(b"\x88\x82\x00\x00\x00\x00\x03\xe8")
+        assert heard.wait(10)
+        serving.stop()  # a thread that failed would be a warning, and so an error
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_garbage_brings_nothing_to_the_terminal_and_a_mistake_of_ours_one_line(
