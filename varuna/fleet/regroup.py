@@ -157,11 +157,12 @@ def _consider_newcomers(turn: Turn, phase: Running) -> None:
         return
     if any(turn.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
         return
-    plan = plan_or_none(turn, len(fleet.available)) or fleet.record.plan
+    running = fleet.record.plan.model_copy(update={"step_s": turn.advice.predicted_s(fleet.record.plan)})
+    plan = plan_or_none(turn, len(fleet.available)) or running
     plan = plan_to_come(turn, plan, len(fleet.available))
     weighing = weigh(
-        fleet.record.plan.model_copy(update={"step_s": turn.advice.predicted_s(fleet.record.plan)}),
-        plan,
+        running,
+        running if _same_work(plan, running) else plan,  # an older prediction of the same work is no gain
         computing_s=fleet.step_wall_s * _steps_before_change(turn),
         stall_s=fleet.experience.stall_s(fleet.job, plan),
         exposed_s=_exposed_s(turn),

@@ -76,6 +76,7 @@ class Driver:
     plan: Callable[[JobFacts, int, int | None], Plan] = make_plan
     job: JobFacts = field(default_factory=make_job)
     checkpoint: Checkpoint | None = None
+    predicted_s: Callable[[Plan], float] = lambda plan: plan.step_s
     now_s: float = 0.0
     done: list[Instruction] = field(default_factory=list)
     names: int = 0
@@ -88,7 +89,7 @@ class Driver:
 
     def feed(self, event: Event) -> list[Instruction]:
         """Apply one event; returns the instructions of this event alone."""
-        advice = Advice(plan=self.plan, checkpoint=lambda job: self.checkpoint)
+        advice = Advice(plan=self.plan, checkpoint=lambda job: self.checkpoint, predicted_s=self.predicted_s)
         self.fleet, instructions = advance(self.fleet, event, self.now_s, advice)
         self.done.extend(instructions)
         for instruction in instructions:

@@ -179,3 +179,13 @@ def test_a_second_holder_is_taken_in_though_no_step_gets_faster() -> None:
     driver.voted(1)
     driver.held("w0", 2)
     assert driver.fleet.record.plan.replicas == 2  # and not the old plan again, which would ask for it again
+
+
+def test_a_plan_that_is_slower_than_it_was_predicted_is_no_reason_to_morph_into_itself() -> None:
+    driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages, predicted_s=lambda plan: 1.25 * plan.step_s)
+    driver.gather()
+    driver.voted(0)
+    driver.feed(SpawnRequested(1))
+    driver.hello("w4")
+    assert not sends(driver.wait(3.0), RaiseFlag)
+    assert "w4 joined as spare" in driver.told(Notice)[-1].text
