@@ -20,7 +20,7 @@ class Branching(Language):
     """Cannot be exported: a Python branch depends on what training changes."""
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if next(self.parameters()).sum() > 3:
+        if torch.rand([]) > 0.5:
             labels = labels + 0
         return super().forward(tokens, labels)
 

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.core.errors import ModelError
 from varuna.partition.captured import Capture
+from varuna.partition.explaining import line_of
 from varuna.partition.flow import written_storage
 from varuna.partition.simplify import NORMS_WITH_STATISTICS, op_name, written_arguments
 
@@ -44,8 +45,13 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[Update,
     placeholders = [node for node in capture.graph.nodes if node.op == "placeholder" and node in storage]
     for node in placeholders:
         if node.name not in capture.buffers:
-            what = capture.parameters.get(node.name, "a tensor that is neither parameter nor buffer")
-            raise ModelError(f"forward() writes {what} in place. Register it as a buffer, or write to a clone.")
+            writer = next(each for each in capture.graph.nodes if storage.intersection(written_arguments(each)))
+            place = f" at {line}" if (line := line_of(writer)) else ""
+            what = capture.parameters.get(node.name, "a tensor that the model keeps as a plain attribute")
+            raise ModelError(
+                f"forward() writes {what} in place{place}. What a step changes must be a buffer (register_buffer); "
+                "else write to a clone."
+            )
     dependent = _dependent(capture, placeholders)
     _check_apart(capture, dependent, placeholders, results)
     updates = tuple(_update(capture, part, placeholders) for part in _components(dependent, placeholders))
@@ -83,14 +89,18 @@ def _take_statistics(capture: Capture) -> None:
 
 
 def _copy_written_inputs(capture: Capture) -> None:
-    """The samples belong to all sections: forward() writes to a copy."""
+    """Samples belong to all sections, and what forward() makes of numbers is new each time: it writes to a copy."""
     storage = written_storage(capture.graph)
     for node in list(capture.graph.nodes):
-        if node.op == "placeholder" and node in storage and node.name in capture.inputs:
+        if node.op == "placeholder" and node in storage and _is_fresh(capture, node):
             with capture.graph.inserting_after(node):
                 copy = capture.graph.call_function(aten.clone.default, (node,))
             copy.meta = dict(node.meta)
             node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def _is_fresh(capture: Capture, node: Node) -> bool:
+    return node.name in capture.inputs or (node.name in capture.constants and "lifted_tensor" in node.name)
 
 
 def _dependent(capture: Capture, placeholders: Iterable[Node]) -> list[Node]:

@@ -22,7 +22,16 @@ from varuna.partition.building import build_without_data, cast_fakes
 from varuna.partition.captured import Capture as Capture
 from varuna.partition.construction import Construction, construct
 from varuna.partition.dtypes import check_dtypes
-from varuna.partition.explaining import BUILDING, explain
+from varuna.partition.explaining import (
+    BUILDING,
+    NotExportedError,
+    Noticed,
+    explain,
+    in_plain_words,
+    line_of,
+    one_number,
+    without_value,
+)
 from varuna.partition.exporting import Exported, export
 from varuna.partition.givens import Givens
 from varuna.partition.inline import inline_no_grad
@@ -81,7 +90,7 @@ class LossModule(nn.Module):
 
 def _check_sum(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or tuple(map(str, value.shape)) not in ((), ("1",)):  # symbols stay unasked
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        found = f"a tensor of shape {_shape(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ModelError(
             f"metrics= must return a dict of scalar tensors, sums over the batch, but {name!r} is {found}. Add it up, "
             "such as with (predicted == labels).sum()."
@@ -111,13 +120,17 @@ def loss_of(output: object) -> Tensor:
     if isinstance(loss, Tensor) and tuple(loss.shape) == (1,):
         loss = loss[0]
     if not isinstance(loss, Tensor) or loss.dim() != 0:
-        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(output).__name__
+        found = f"a tensor of shape {_shape(loss)}" if isinstance(loss, Tensor) else type(output).__name__
         raise ModelError(
             "the model must return a scalar loss, or an object, dict or tuple that holds it, when it is called with a "
             "sample's keys; "
             f"found {found}. Put the labels into dataset[i], or pass loss=fn(output, batch) to Trainer."
         )
     return loss
+
+
+def _shape(value: Tensor) -> str:
+    return in_plain_words(str(tuple(value.shape)))
 
 
 def _is_scalar(value: object) -> bool:
@@ -157,7 +170,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     givens = Givens(recipe.build, model, fake, samples, buffers)
     taken = Taken(None, ())
 
-    def accept(program: torch.export.ExportedProgram, values: Values) -> bool:
+    def accept(program: torch.export.ExportedProgram, values: Values, noticed: Noticed) -> bool:
         nonlocal taken
         inputs, buffers = _inputs(program, list(fake)), _buffers(program, _first_names(model))
         inline_no_grad(program.graph, program.graph_module, buffers)
@@ -166,7 +179,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
             program.graph_module,
             inputs,
             buffers,
-            _constants(program),
+            _constants(program, noticed),
             places=values.places,
             decided=values.decided,
             of_activations=values.most is Grade.PARAMETERS,
@@ -179,8 +192,11 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
             exported = export(module, fake, givens.of, accept, _pieces(module, recipe))
     except ModelError:
         raise
+    except NotExportedError as refused:
+        cause = refused.__cause__ or refused
+        raise ModelError(explain("cannot be captured", cause, noticed=refused.noticed)) from cause
     except Exception as error:
-        raise ModelError(explain("cannot be captured by torch.export", error)) from error
+        raise ModelError(explain("cannot be captured", error)) from error
     return _describe(exported, model, list(fake), taken)
 
 
@@ -236,9 +252,21 @@ def _buffers(program: torch.export.ExportedProgram, first_name: Mapping[str, str
     return {placeholder: first_name[name.removeprefix("model.")] for placeholder, name in found.items()}
 
 
-def _constants(program: torch.export.ExportedProgram) -> dict[str, Tensor]:
-    found = program.graph_signature.inputs_to_lifted_tensor_constants
-    return {placeholder: _real(program.constants[name], name) for placeholder, name in found.items()}
+def _constants(program: torch.export.ExportedProgram, noticed: Noticed) -> dict[str, Tensor]:
+    """Values by placeholder.
+
+    Raises:
+        ModelError: one has none.
+    """
+    found: dict[str, Tensor] = {}
+    for placeholder, name in program.graph_signature.inputs_to_lifted_tensor_constants.items():
+        value = program.constants[name]
+        if not isinstance(value, Tensor) or isinstance(value, torch._subclasses.FakeTensor):
+            users = next(node for node in program.graph.nodes if node.name == placeholder).users
+            lines = [line for node in users if (line := line_of(node)) is not None]
+            raise ModelError(without_value(name, lines[0] if lines else None, noticed))
+        found[placeholder] = value
+    return found
 
 
 def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Taken) -> Capture:
@@ -259,9 +287,9 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Take
         trainable=frozenset(name for name, value in named.items() if value.requires_grad),
         aliases={name: first for name, first in first_name.items() if name != first},
         buffers=buffers,
-        constants=_constants(program),
+        constants=_constants(program, exported.noticed),
         inputs=inputs,
-        batch_symbol=_batch_symbol(graph, inputs),
+        batch_symbol=_batch_symbol(graph, inputs, exported.noticed),
         metrics=_metric_names(program),
         shapes={name: tuple(value.shape) for name, value in named.items()},
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
@@ -285,13 +313,7 @@ def _first_names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(value), name) for name, value in named}
 
 
-def _real(constant: object, name: str) -> Tensor:
-    if not isinstance(constant, Tensor) or isinstance(constant, torch._subclasses.FakeTensor):
-        raise ModelError(f"the constant {name} of the model has no value at capture; create it in the constructor")
-    return constant
-
-
-def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str]) -> Any:
+def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str], noticed: Noticed) -> Any:
     """The symbol of dimension 0 of the inputs.
 
     Raises:
@@ -302,6 +324,4 @@ def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str]) -> Any:
             size = node.meta["val"].shape[0]
             if isinstance(size, torch.SymInt):
                 return size.node.expr
-    raise ModelError(
-        f"forward() worked for {EXPORT_EXAMPLES} examples only. It must take any number: micro-batches may be short."
-    )
+    raise ModelError(one_number(noticed))

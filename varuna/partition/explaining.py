@@ -1,13 +1,18 @@
 """Why a model cannot be built or captured, in words of the user's own code."""
 
 import contextlib
+import re
 import sys
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import torch
 from torch._dynamo.exc import UserError, UserErrorType
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
 
@@ -17,12 +22,9 @@ _WAYS_OUT = (
     "does not help: it names cuts of a model that can be captured. See docs/partitioning.md, section Refusals."
 )
 _DATA_DEPENDENT = (
-    "Varuna captures forward() once: it follows branches on the samples, but no Python branch or loop that depends on "
-    f"activations or random numbers (LayerDrop is one). {_WAYS_OUT}"
-)
-_ONE_NUMBER = (
-    "forward() works for one number of samples only, since it makes a Python number of it: len(x) and int(x.shape[0]) "
-    "do, x.shape[0] does not."
+    "Varuna captures forward() once. It follows branches on samples and activations as the first samples take them, "
+    "but not what random numbers decide (LayerDrop is one), Python numbers made of floating-point tensors (.item(), "
+    f"float()), or, above 1 GiB of parameters, activations. {_WAYS_OUT}"
 )
 BUILDING = (
     "Varuna calls model= first in a mode in which tensors have shapes but no data, then for real, on the CPU. It must "
@@ -31,20 +33,95 @@ BUILDING = (
 )
 _ANY_OTHER = (
     "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data. Try "
-    "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there: "
-    f"{_WAYS_OUT}"
+    "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there, wrap "
+    "what fails into one operator with torch.library.custom_op; see docs/partitioning.md, section Refusals."
 )
+_ASKS_FOR_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException)
+_PLAIN = (NameError, AttributeError, TypeError, LookupError, ImportError)
 
 
-def explain(what: str, error: Exception, remedy: str = "") -> str:
+@dataclass
+class Noticed:
+    """What ``forward`` did, by the line of the user's code; None where it did not."""
+
+    data_at: str | None = None
+    """took a parameter's ``.data``"""
+    fixed_at: str | None = None
+    """made a Python number of the number of samples"""
+
+
+class NotExportedError(Exception):
+    """No way led to a graph; the cause is the error of the last one."""
+
+    def __init__(self, noticed: Noticed) -> None:
+        super().__init__("the model cannot be exported")
+        self.noticed = noticed
+
+
+def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: Noticed | None = None) -> str:
     """What to tell the user about ``error``: what the model cannot, where, why, and what to do."""
     where = user_frame(error)
     place = f" at {where}" if where else ""
-    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
-        return f"the model {what}: {_ONE_NUMBER} {_WAYS_OUT}"
-    remedy = remedy or (_DATA_DEPENDENT if type(error).__module__.startswith("torch") else _ANY_OTHER)
+        return f"the model {what}: {one_number(noticed or Noticed())}"
+    if isinstance(error, _ASKS_FOR_DATA):
+        return f"the model {what}{place}: a decision there follows from data.\n{_DATA_DEPENDENT}"
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the model {what}{place}: the size of a tensor there follows from data.\n{_DATA_DEPENDENT}"
+    first_line = in_plain_words((str(error).strip() or type(error).__name__).splitlines()[0])
+    if remedy is _ANY_OTHER and isinstance(error, _PLAIN) and _is_raised_by_user(error):
+        return f"forward() fails{place}: {type(error).__name__}: {first_line}"
     return f"the model {what}{place}: {type(error).__name__}: {first_line}\n{remedy}"
+
+
+def one_number(noticed: Noticed) -> str:
+    """Why a model takes one number of samples only, and what to do."""
+    place = f", at {noticed.fixed_at}" if noticed.fixed_at else ""
+    return (
+        f"forward() works for one number of samples only, since it makes a Python number of it{place}: len(x), "
+        "int(x.shape[0]) and a loop over the samples (for one in x, list(x)) do, x.shape[0] does not. Micro-batches "
+        "may be short: let it take any number, with operations on the whole batch."
+    )
+
+
+def without_value(name: str, line: str | None, noticed: Noticed) -> str:
+    """Why a tensor that the graph needs has no value, and what to do.
+
+    Args:
+        name: as export calls it.
+        line: of the user's code that uses it, if known.
+        noticed: what forward() did.
+    """
+    attribute = name.removeprefix("model.")
+    if not re.fullmatch(r"(.*\.)?lifted_tensor_\d+", attribute):
+        return (
+            f"the tensor attribute {attribute} of the model has no value that its constructor fixes: it is random, or "
+            "was never filled. Register it as a buffer (register_buffer), which belongs to the model's state."
+        )
+    if noticed.data_at:
+        return (
+            f"forward() takes .data of a parameter at {noticed.data_at}, behind autograd's back: a write to it would "
+            "be lost. Limit what is computed from the parameter (scale.clamp(max=4.6)) in place of its data, or the "
+            "parameter itself in the optimizer's step."
+        )
+    place = f" at {line}" if line else ""
+    return (
+        f"forward() uses a tensor{place} that comes from neither the samples nor the model, and has no value when the "
+        "model is captured. Create it in the constructor, and register it as a buffer."
+    )
+
+
+def in_plain_words(text: str) -> str:
+    """A message of torch without the names that export gives to numbers."""
+    text = re.sub(r"\bs\d+\b", "batch", text)
+    text = re.sub(r"\bz?uf?\d+\b", "a number from data", text)
+    return text.replace("FakeTensor", "Tensor")
+
+
+def _is_raised_by_user(error: BaseException) -> bool:
+    """The last line that ran is the user's, and what it says is not about tracing."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _is_users(frames[-1].filename) and not re.search(r"Sym(Int|Float|Bool)", str(error))
 
 
 def user_frame(error: BaseException) -> str | None:
@@ -59,6 +136,12 @@ def user_line() -> str | None:
     while frame is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     return None if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def line_of(node: Node) -> str | None:
+    """``file:line`` of the deepest of the user's functions that made a node of a captured graph."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)', str(node.meta.get("stack_trace") or ""))
+    return next((f"{file}:{line}" for file, line in reversed(frames) if _is_users(file)), None)
 
 
 def _is_users(file: str) -> bool:

@@ -23,8 +23,10 @@ from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
 from varuna.partition.branches import Comparing, general_sizes
+from varuna.partition.explaining import NotExportedError, Noticed
 from varuna.partition.functions import kept_functions
 from varuna.partition.loops import EveryPlace
+from varuna.partition.noticing import Noticing
 from varuna.partition.opaque.calls import WritesError
 from varuna.partition.opaque.pieces import Pieces, check_followed
 from varuna.partition.values import Given, Grade, Values
@@ -38,8 +40,7 @@ class Exported(NamedTuple):
     program: torch.export.ExportedProgram
     visits_all: bool
     """loops over the places where a mask is true run for every place"""
-    follows: Grade
-    """branches went as for values of this grade"""
+    noticed: Noticed
     eager: Mapping[str, str]
     """path of a module that runs as written, as one operation -> why"""
 
@@ -48,7 +49,7 @@ def export(
     module: nn.Module,
     fake: Mapping[str, Tensor],
     given: Callable[[Grade], Given | None],
-    accept: Callable[[torch.export.ExportedProgram, Values], bool],
+    accept: Callable[[torch.export.ExportedProgram, Values, Noticed], bool],
     pieces: Pieces,
 ) -> Exported:
     """Export for any batch size.
@@ -62,7 +63,8 @@ def export(
 
     Raises:
         WritesError: what would have to run as written keeps something between calls.
-        Exception: of what stands in the way, if no way leads to a graph.
+        NotExportedError: no way leads to a graph; its cause is the error of the last way that raised one.
+        Exception: of what stands in the way of all else.
     """
     failure: Exception | None = None
     if not pieces.found:
@@ -78,10 +80,9 @@ def export(
             return _some_way(module, fake, given, accept, pieces)
     except WritesError:
         raise
-    except Exception as error:
+    except Exception:
         if failure is None or pieces.found:  # what stands in the way of all else
             raise
-        raise failure from error
     raise failure
 
 
@@ -89,10 +90,11 @@ def _some_way(
     module: nn.Module,
     fake: Mapping[str, Tensor],
     given: Callable[[Grade], Given | None],
-    accept: Callable[[torch.export.ExportedProgram, Values], bool],
+    accept: Callable[[torch.export.ExportedProgram, Values, Noticed], bool],
     pieces: Pieces,
 ) -> Exported:
-    first: Exception | None = None
+    last: Exception | None = None
+    noticed = Noticed()
     asks_for_data = False
     for most in Grade:
         for as_eager in (False, True):
@@ -103,20 +105,22 @@ def _some_way(
             places = EveryPlace()
             asked = _as_eager() if as_eager else nullcontext()
             try:
-                with asked, pieces.in_place(), values.watch(), places, Comparing(), _silent(), _idle_moves():
+                noticing = Noticing()
+                seen = noticing.watch()
+                with asked, pieces.in_place(), values.watch(), seen, places, Comparing(), _silent(), _idle_moves():
                     program = _attempt(module, fake)
+                    values.fill(program.constants)
                     check_followed(program)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
-                first = first or error
+                last, noticed = error, noticing.noticed
                 asks_for_data |= type(error).__module__.startswith("torch")
                 continue
-            if most is Grade.CODE or accept(program, values):
-                return Exported(program, places.visited, most, dict(pieces.found))
+            if most is Grade.CODE or accept(program, values, noticing.noticed):
+                return Exported(program, places.visited, noticing.noticed, dict(pieces.found))
             asks_for_data = True
-    assert first is not None
-    raise first
+    raise NotExportedError(noticed) from last
 
 
 def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
@@ -137,17 +141,24 @@ def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.Expo
 @contextmanager
 def _silent() -> Iterator[None]:
     """Export prints whole graphs of what it cannot follow; the error itself says which line."""
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     _trace.print = lambda *_, **__: None  # a name of that module only, in front of the built-in one
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", r"(?s)The tensor attributes? .*_flat_weights")  # every LSTM's own list
+            warnings.filterwarnings(
+                "ignore", r"The \.grad attribute of a Tensor that is not a leaf"
+            )  # export's own look
             yield
     finally:
         del _trace.print
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager

@@ -125,6 +125,13 @@ class Values:
         found: _Value | None = self._known.get(tensor)
         return None if found is None or found.memory.grade is None else found.real
 
+    def fill(self, constants: dict[str, Any]) -> None:
+        """Give constants that forward() made of the code alone their values; call it while watching."""
+        for name, constant in constants.items():
+            value = self._known.get(constant) if isinstance(constant, FakeTensor) else None
+            if value is not None and value.memory.grade is Grade.CODE:
+                constants[name] = value.real.clone()
+
     def _operation(
         self, run: Callable[..., Any], mode: FakeTensorMode, func: Any, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
