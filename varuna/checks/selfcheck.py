@@ -39,6 +39,7 @@ from varuna.partition.initialise import Initial
 from varuna.partition.inputs import check_inputs
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.opaque.calls import drawing_as_operations
 from varuna.partition.watching import gradient_hooks
 from varuna.partition.weighing import WeightFunction, numbers_of, weight_of
 
@@ -199,7 +200,7 @@ class _Check:
     def captured(self, positions: Sequence[int]) -> Errors:
         """Sections against the module, micro-batch by micro-batch, dropout and all."""
         read_twice(self.job.source, positions)
-        with probes.computing(self.initial, self.job.recipe.dtype) as initial:
+        with self._as_it_trains() as initial:
             losses = LossModule(initial.module, self.job.recipe)
             parts = self._parts(positions, initial)
             _refuse(refused(Evidence(hooks=tuple(gradient_hooks(initial.module)))))
@@ -242,7 +243,7 @@ class _Check:
         A text says why they cannot be compared.
         """
         draws = NoDraws()
-        with probes.computing(self.initial, self.job.recipe.dtype) as initial:
+        with self._as_it_trains() as initial:
             losses = LossModule(initial.module, self.job.recipe)
             parts = self._parts(positions, initial)
             whole = [self._part(positions, initial)]
@@ -267,6 +268,15 @@ class _Check:
             return errors(found, expected)
 
     # -- inside ----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _as_it_trains(self) -> Iterator[Initial]:
+        """The whole model in the run's precision; where sections run its modules as written, they draw alike."""
+        with (
+            probes.computing(self.initial, self.job.recipe.dtype) as initial,
+            drawing_as_operations(initial.module, self.model.eager),
+        ):
+            yield initial
 
     def _parts(self, positions: Sequence[int], initial: Initial) -> list[Part]:
         """Micro-batches, as far as there are samples."""

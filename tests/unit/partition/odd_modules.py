@@ -229,6 +229,29 @@ def drawing() -> nn.Module:
     return Net(Drawing)
 
 
+class Noting(Weighted):
+    """Keeps what it saw last, for whoever looks; nothing else depends on it."""
+
+    seen: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = None
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.seen = x.detach()
+        return self.turned(x)
+
+
+class Starting(Noting):
+    """Takes its scale from the first batch that it sees."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.seen is None:
+            self.seen = x.detach().std()
+        return self.turned(x) * self.seen
+
+
 class Counting(Weighted):
     def __init__(self) -> None:
         super().__init__()

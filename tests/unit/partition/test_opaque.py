@@ -19,15 +19,18 @@ from tests.unit.partition.odd_modules import (
     Fresh,
     Listing,
     Net,
+    Noting,
     Overwriting,
     Packed,
     Remembering,
+    Starting,
     Whole,
     all_kinds,
     drawing,
     sample,
     sharing,
 )
+from varuna.checks.selfcheck import SelfCheck
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.engine.section import Examples, SectionRunner, Tensors
@@ -63,12 +66,17 @@ def test_a_tied_and_a_frozen_parameter_within() -> None:
         (Counting, "middle.calls"),
         (Remembering, "middle.mean"),
         (Listing, "middle.seen"),
+        (Starting, "middle.seen"),
         (Overwriting, "its arguments in place"),
     ],
 )
 def test_one_that_keeps_something_is_refused_by_name(middle: Callable[[], nn.Module], what: str) -> None:
     with pytest.raises(ModelError, match=rf"(?s)middle .* writes .*{what}"):
         captured(lambda: Net(middle))
+
+
+def test_what_no_other_call_reads_may_be_written() -> None:
+    assert list(captured(lambda: Net(Noting)).eager) == ["middle"]
 
 
 def test_one_that_gives_another_result_each_time_is_not_taken() -> None:
@@ -104,6 +112,14 @@ def test_draws_belong_to_the_section_and_leave_the_generators_alone() -> None:
     assert all(map(torch.equal, forward, again.made))
     assert not all(map(torch.equal, forward, other.made))
     assert (random.getstate(), repr(np.random.get_state())) == before
+
+
+def test_the_check_against_plain_pytorch_draws_alike() -> None:
+    source = SampleSource(Samples(sample), seed=0)
+    check = SelfCheck(Recipe(drawing), source, None, 2, True)
+    found = check.compare(captured(drawing), materialise(Recipe(drawing), 0)).errors
+    assert found is not None
+    assert found.gradient < 1e-5
 
 
 def test_facts_are_known_without_running_it() -> None:

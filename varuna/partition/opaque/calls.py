@@ -6,13 +6,13 @@ through it where the module computes gradients itself, need nothing of ours.
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
@@ -77,11 +77,47 @@ class Learned:
     """by autograd between forward and backward, beside the results"""
     passing_bytes: Line
     """while the backward runs, beside what was kept and the gradients"""
+    scratch: frozenset[str]
+    """attributes that a call writes and no other one reads"""
 
     @property
     def made(self) -> list[Made]:
         """Its tensors."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Made)]
+
+
+class Lost:
+    """What stands for a result that is neither a tensor nor a plain value: it may be handed on, not looked at."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Lost) and other._kind == self._kind
+
+    def __hash__(self) -> int:
+        return hash(self._kind)
+
+    def __repr__(self) -> str:
+        return f"a {self._kind}"
+
+    def __getattr__(self, name: str) -> Any:
+        raise ModelError(
+            f"forward() reads {name} of a {self._kind}, which it got from a module that runs as written: only tensors "
+            "and plain values are known outside of that. Let it return a tensor."
+        )
+
+
+class Ran(NamedTuple):
+    """One call of a module."""
+
+    leaves: list[Any]
+    """tensors, plain values, and what stands for others"""
+    structure: TreeSpec
+    written: dict[str, bool]
+    """attributes that it wrote -> whether there was something before"""
+    module: nn.Module
+    """as it is now"""
 
 
 @dataclass
@@ -97,12 +133,16 @@ class Call:
     learned: Learned | None = None
 
     def run(
-        self, tensors: Sequence[Tensor], state: Sequence[Tensor], sizes: Sequence[int]
-    ) -> tuple[list[Any], TreeSpec]:
-        """Call the module; leaves of its results, and their structure.
+        self,
+        tensors: Sequence[Tensor],
+        state: Sequence[Tensor],
+        sizes: Sequence[int],
+        module: nn.Module | None = None,
+    ) -> Ran:
+        """Call the module, or ``module``, which has been called before.
 
         Raises:
-            ModelError: it wrote to its arguments or to its state.
+            WritesError: it wrote to its arguments.
         """
         keeps = torch.is_grad_enabled()
         kinds = [leaf for leaf in self.leaves if isinstance(leaf, Given)]
@@ -110,16 +150,15 @@ class Call:
         device = next((value.device for value in (*state, *tensors)), _CPU)
         args, kwargs = tree_unflatten(_filled(self.leaves, given, sizes, device), self.arguments)
         versions = [value._version for value in given]
-        with _python_draws(), torch.enable_grad():  # as in plain training: paths of its own for inference stay untaken
-            module = self.template.holding(state)
+        with own_draws(), torch.enable_grad():  # as in plain training: paths of its own for inference stay untaken
+            module = self.template.holding(state) if module is None else module
             marks = Marks(module)
             found, structure = tree_flatten(module(*args, **kwargs))
         if [value._version for value in given] != versions:
             raise WritesError(self.path, "its arguments in place")
-        if (name := marks.written()) is not None:
-            raise WritesError(self.path, f"{self.path}.{name}")
         taken = {value.untyped_storage()._cdata for value in (*given, *state)}
-        return [_result(leaf, taken, keeps) if isinstance(leaf, Tensor) else leaf for leaf in found], structure
+        leaves = [_result(leaf, taken, keeps) if isinstance(leaf, Tensor) else _plain(leaf) for leaf in found]
+        return Ran(leaves, structure, marks.written(), module)
 
     def kernel(self, batch: int, tensors: list[Tensor], state: list[Tensor], sizes: list[int]) -> list[Tensor]:
         """What the operation does; tensors among the results."""
@@ -127,12 +166,14 @@ class Call:
         if any(isinstance(value, FakeTensor) for value in (*tensors, *state)):
             made = apply_of_torch(_Shaped, self.learned, batch, *tensors, *state)
             return list(made)
-        found, structure = self.run(tensors, state, sizes)
+        found, structure, written, _ = self.run(tensors, state, sizes)
+        for name in written.keys() - self.learned.scratch:
+            raise WritesError(self.path, f"{self.path}.{name}")
         expected = self.learned.leaves
         alike = structure == self.learned.results and all(map(_alike, found, expected, [batch] * len(found)))
         if not alike:
             raise ModelError(
-                f"{self.path} runs eagerly as one operation, and gave {_shapes(found)} for {batch} examples where "
+                f"{self.path} runs as written, as one operation, and gave {_shapes(found)} for {batch} examples where "
                 f"{_shapes(expected, batch)} was expected: the shapes of its results depend on the data. Let it give "
                 "the same shape for every batch (pad to a fixed one)."
             )
@@ -140,14 +181,14 @@ class Call:
 
 
 class WritesError(ModelError):
-    """A module that runs eagerly writes what it must not."""
+    """A module that runs as written writes what it must not."""
 
     def __init__(self, path: str, what: str) -> None:
         self.path, self.what = path, what
         super().__init__(
-            f"{path} can only run eagerly as one operation, and writes {what}. Each micro-batch runs more than once "
-            "(forward, recompute) and on any worker, so a module that runs so must keep nothing between calls. Return "
-            "what it computes, or switch that feature off in the model's configuration."
+            f"{path} can only run as it is written, as one operation, and writes {what}. Each micro-batch runs more "
+            "than once (forward, recompute) and on any worker, so a module that runs so must keep nothing between "
+            "calls. Return what it computes, or switch that feature off in the model's configuration."
         )
 
 
@@ -181,6 +222,11 @@ def _result(value: Tensor, taken: set[int], keeps: bool) -> Tensor:
     return dense.clone() if dense.untyped_storage()._cdata in taken else dense
 
 
+def _plain(leaf: Any) -> Any:
+    is_plain = leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype))
+    return leaf if is_plain else Lost(type(leaf).__qualname__)
+
+
 def _alike(found: Any, expected: Any, batch: int) -> bool:
     if isinstance(expected, Made):
         is_same = isinstance(found, Tensor) and found.dtype is expected.dtype
@@ -199,17 +245,39 @@ def _shapes(leaves: Iterable[Any], batch: int = 0) -> str:
 
 
 @contextmanager
-def _python_draws() -> Iterator[None]:
-    """Python's and NumPy's generators follow from torch's, which the section has seeded; both come back behind it."""
+def own_draws() -> Iterator[None]:
+    """Python's, NumPy's and torch's generators start from one number of torch's, which the section has seeded.
+
+    All come back afterwards: whatever a module does to them is not seen by what comes next.
+    """
     key = int(torch.randint(2**62, (), device="cpu"))
-    python, numpy = random.getstate(), np.random.get_state()
+    python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         random.seed(key)
         np.random.seed((key & 0xFFFFFFFF, key >> 32))
+        torch.default_generator.manual_seed(key)
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+        torch.default_generator.set_state(torch_)
+
+
+@contextmanager
+def drawing_as_operations(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
+    """Modules of plain PyTorch draw as their operations do, so that both can be compared."""
+    alone = {id(model.get_submodule(path)) for path in paths}
+    original = nn.Module._call_impl
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with own_draws() if id(module) in alone else nullcontext():
+            return original(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    nn.Module._call_impl = call  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module._call_impl = original  # type: ignore[method-assign]
 
 
 class _Shaped(torch.autograd.Function):

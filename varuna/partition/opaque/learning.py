@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import TreeSpec, tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from varuna.data.randomness import seeded
 from varuna.partition.allocated import Allocated
 from varuna.partition.functions import apply_of_torch
-from varuna.partition.opaque.calls import Call, Given, Learned, Line, Made, WritesError
+from varuna.partition.opaque.calls import Call, Given, Learned, Line, Made, Ran, WritesError
 from varuna.partition.opaque.template import UnfitError
 
 SIZES = (2, 3)
@@ -62,13 +62,14 @@ def learn(call: Call, arguments: Arguments) -> Learned:
         with plainly():
             small, large = (_measured(call, arguments, size) for size in SIZES)
             again = _once(call, arguments, SIZES[-1])
+            scratch = _scratch(call, arguments, small.leaves, again)
     except (UnfitError, WritesError):
         raise
     except Exception as error:
         raise UnfitError(f"{type(error).__name__}: {error}") from error
     if small.structure != large.structure:
         raise UnfitError("its results are arranged in another way for another number of samples")
-    if not all(map(_same, large.leaves, again)):
+    if not all(map(_same, large.leaves, again.leaves)):
         raise UnfitError("it gives another result each time it runs on the same values and seeds")
     leaves = tuple(map(_made, small.leaves, large.leaves))
     if not any(isinstance(leaf, Made) for leaf in leaves):
@@ -79,6 +80,7 @@ def learn(call: Call, arguments: Arguments) -> Learned:
         forward_s=float(f"{large.work_s / SIZES[-1]:.2g}"),
         kept_bytes=_line(small.kept_bytes, large.kept_bytes),
         passing_bytes=_line(small.passing_bytes, large.passing_bytes),
+        scratch=scratch,
     )
 
 
@@ -106,7 +108,7 @@ def _measured(call: Call, arguments: Arguments, size: int) -> _Run:
         given, state, sizes = _given(call, arguments, size)
     with seeded(0, call.path), counted.watch():
         with work:
-            leaves, structure = call.run(given, state, sizes)
+            leaves, structure, *_ = call.run(given, state, sizes)
         after_bytes, made = counted.now_bytes, [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         counted.restart()
         wanted = [value for value in (*given, *state) if value.requires_grad]
@@ -121,11 +123,33 @@ def _measured(call: Call, arguments: Arguments, size: int) -> _Run:
     return _Run(plain, structure, work.seconds, max(0, kept_bytes), max(0, passing_bytes))
 
 
-def _once(call: Call, arguments: Arguments, size: int) -> list[Any]:
+def _once(call: Call, arguments: Arguments, size: int, module: nn.Module | None = None) -> Ran:
     with seeded(0, call.path, "arguments"):
         given, state, sizes = _given(call, arguments, size)
     with seeded(0, call.path):
-        return call.run(given, state, sizes)[0]
+        return call.run(given, state, sizes, module)
+
+
+def _scratch(call: Call, arguments: Arguments, fresh: list[Any], ran: Ran) -> frozenset[str]:
+    """What a call wrote, if that is nothing but scratch: it was empty before, and a later call does not read it.
+
+    Args:
+        call: of the module.
+        arguments: of its runs.
+        fresh: what another call gives, on other values, of a module that was never called.
+        ran: a call.
+
+    Raises:
+        WritesError: it is more than that.
+    """
+    kept = [name for name, was_something in ran.written.items() if was_something]
+    if not kept and ran.written:
+        again = _once(call, arguments, SIZES[0], ran.module)
+        if not all(map(_same, fresh, again.leaves)):
+            kept = list(ran.written)
+    if kept:
+        raise WritesError(call.path, f"{call.path}.{kept[0]}")
+    return frozenset(ran.written)
 
 
 def _given(call: Call, arguments: Arguments, size: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
@@ -151,9 +175,8 @@ def _value(kind: Given, known: Tensor | None, size: int) -> Tensor:
 def _made(small: Any, large: Any) -> Any:
     """A result of the operation, from those of two runs."""
     if not isinstance(large, Tensor):
-        plain = large is None or isinstance(large, (bool, int, float, str, torch.dtype))
-        if not plain or small != large:
-            raise UnfitError(f"it returns a {type(large).__name__} beside its tensors")
+        if small != large:
+            raise UnfitError(f"it returns {large!r} for one number of samples, {small!r} for another")
         return large
     if type(large) not in (Tensor, torch.nn.Parameter) or large.layout is not torch.strided:
         raise UnfitError("it returns something else than plain tensors")

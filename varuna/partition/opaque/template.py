@@ -177,18 +177,19 @@ class Marks:
         self._versions = [(value, value._version) for value in tensors]
         self._held = {path: _snapshot(each) for path, each in module.named_modules()}
 
-    def written(self) -> str | None:
-        """The first parameter, buffer or attribute that is another now; None: nothing was written."""
+    def written(self) -> dict[str, bool]:
+        """Parameters, buffers and attributes that are others now -> whether there was something before."""
+        found: dict[str, bool] = {}
         for path, each in self._module.named_modules():
             before, now = self._held.get(path, {}), _snapshot(each)
             for name in dict.fromkeys((*before, *now)):
                 if name not in before or name not in now or not _same(before[name], now[name]):
-                    return f"{path}.{name.partition('/')[2]}".strip(".")
-        changed = [value for value, version in self._versions if value._version != version]
-        if not changed:
-            return None
+                    found[f"{path}.{name.partition('/')[2]}".strip(".")] = before.get(name) is not None
         named = (*self._module.named_parameters(), *self._module.named_buffers(), *plain_tensors(self._module))
-        return next((name for name, value in named if value is changed[0]), "a tensor")
+        for value, version in self._versions:
+            if value._version != version:
+                found[next((name for name, each in named if each is value), "a tensor")] = True
+        return found
 
 
 def _snapshot(module: nn.Module) -> dict[str, Any]:
