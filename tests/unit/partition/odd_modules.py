@@ -161,6 +161,27 @@ class Same(nn.Module):
         return x if is_high(x * x) else -x
 
 
+class Picking(nn.Module):
+    """Picks as many tokens of each sample; capture takes their number for one that depends on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sums = x.sum(-1)
+        chosen = torch.zeros_like(sums, dtype=torch.bool).scatter(1, sums.topk(4, dim=1).indices, True)
+        return x[chosen].reshape(x.shape[0], -1, WIDTH)
+
+
+class Thinned(nn.Module):
+    """Hands what was picked to a module that must run as written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.picking, self.outside = Picking(), Outside()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        thinned: Tensor = self.outside(self.picking(x), mask)
+        return x + thinned.mean(1, keepdim=True)
+
+
 class All(nn.Module):
     """One of each kind in turn, so that all are captured at once."""
 

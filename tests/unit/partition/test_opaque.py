@@ -24,6 +24,7 @@ from tests.unit.partition.odd_modules import (
     Packed,
     Remembering,
     Starting,
+    Thinned,
     Whole,
     all_kinds,
     drawing,
@@ -51,6 +52,12 @@ def test_loss_and_gradients_are_those_of_plain_eager() -> None:
         "middle.each.8.same",
     ]  # the innermost module that fails
     assert 1 < sum(holds_opaque(section.module.graph) for section in model.sections) < len(model.sections)
+
+
+def test_a_number_of_tokens_that_is_always_the_same_is_learned() -> None:
+    model, found = differences(Family(lambda: Net(Thinned), sample))
+    assert found == []
+    assert sorted(model.eager) == ["middle.outside", "middle.picking"]
 
 
 def test_a_tied_and_a_frozen_parameter_within() -> None:

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental import proxy_tensor as _torch_proxies
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
@@ -147,6 +148,13 @@ class Pieces:
             return made
         if self._values is not None:
             self._check_any_number(path, before=any_number)
+            if _depends_on_data(result):
+                try:
+                    made = self._as_operation(path, args, kwargs)
+                except (UnfitError, WritesError):
+                    return result
+                self.found[path] = "the shape of its result depends on data, unless it runs as written"
+                return made
         return result
 
     def _check_any_number(self, path: str, *, before: bool) -> None:
@@ -262,6 +270,10 @@ def _unwind(calls: int, batch_size: Any) -> None:
         _module_stack().popitem()
     if isinstance(batch_size, torch.SymInt):  # sizes that depend on data: the next operation would be asked for them
         batch_size.node.shape_env.pending_fresh_unbacked_symbols.clear()
+
+
+def _depends_on_data(result: Any) -> bool:
+    return any(free_unbacked_symbols(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
 
 
 def _leaf(value: Any, batch: Any) -> Any:
