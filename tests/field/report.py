@@ -1,5 +1,6 @@
 """What sweeps found, for people: a line per verdict, a summary, and the page in the docs."""
 
+import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -97,7 +98,11 @@ def _listed(column: str, verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _brief(text: str, most: int) -> str:
-    text = " ".join(text.split()).replace("<", "&lt;").replace("|", "/")
+    text = (
+        re.sub(r"/\S*/(site-packages|tests/field)/", r"\1/", " ".join(text.split()))
+        .replace("<", "&lt;")
+        .replace("|", "/")
+    )
     return text if len(text) <= most else f"{text[:most].rstrip()} …"
 
 
@@ -114,7 +119,8 @@ Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a pr
 - **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5 (or to three times what
   plain PyTorch itself makes of first parameters that are off by 3e-6, and then to 1e-5 in the first loss), and 3x1
   equals 1x1 bit for bit. Where the model is refused with a message that names `micro_batch=`, it is tried again with
-  `micro_batch=4` against plain PyTorch with gradient accumulation over 4, on samples of equal length.
+  `micro_batch=4` (and `per_micro_batch=True`, where the message names it) against plain PyTorch with gradient
+  accumulation over 4, on samples of equal length.
 - **refused**: a `VarunaError` before the first step that says where or what, and a way out.
 - **refused poorly**: the same in words that only this project or torch's developers understand.
 - **wrong**, **hang** (a plan not done within 45 seconds of an idle machine, or all of it within 120), **crash**: never

@@ -211,7 +211,8 @@ def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
             attempt = replace(attempt, cut_points=CUT_POINTS)
             found = nursery.run(attempt, loud=loud)
         if asked := judge.asks_for("micro_batch", found):
-            attempt = replace(attempt, micro_batch=MICRO_BATCH, even=True)
+            mixes = "per_micro_batch=" in asked
+            attempt = replace(attempt, micro_batch=MICRO_BATCH, per_micro_batch=mixes, even=True)
             expected = reference(attempt)
             found = {} if "cannot" in expected else nursery.run(attempt, loud=loud)
     cannot = expected.get("cannot")

@@ -82,6 +82,7 @@ def _trainer(prepared: Prepared, attempt: Attempt) -> Any:
         seed=SEED,
         clip_grad_norm=CLIP,
         micro_batch=attempt.micro_batch,
+        per_micro_batch=attempt.per_micro_batch,
         cut_points=attempt.cut_points,
         device="cpu",
     )

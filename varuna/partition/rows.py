@@ -140,7 +140,7 @@ def viewed(rows: Rows, before: Tensor, after: Tensor) -> Rows | None:
     for dim in range(-after.dim(), 0):
         times = multiple_of(after.shape[dim], symbol)
         rest = _product(after.shape[after.dim() + dim + 1 :])
-        if times is None or rest is None or inner % rest:
+        if not inner or times is None or not rest or inner % rest:  # without elements, nothing says where they lie
             continue
         within = inner // rest
         if times % within:
