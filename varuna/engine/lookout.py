@@ -41,14 +41,15 @@ def watch(
                 heard[other] = hear(heard.get(other), Doing.model_validate_json(text), time.monotonic())
 
     def run() -> None:
-        tick = 0
+        tick, before = 0, -1
         while not inbox.over.wait(inbox.patience.word_s):
             tick += 1
             try:
                 mine = doing(tick)
                 store.set(own, mine.model_dump_json())
-                if mine.on:
+                if mine.on and mine.wait == before:  # short waits are all there is in a run that is well
                     read()
+                before = mine.wait
             except Exception:  # noqa: BLE001 - the store is away, so what was heard may be wrong; a word more next time
                 heard.clear()
             inbox.heard = dict(heard)
