@@ -119,7 +119,7 @@ class SelfCheck:
             model.facts,
             micro_batch=self.micro_batch,
             slowdown=1.0 if self.device == "cpu" else CPU_SLOWDOWN,
-            cores=len(os.sched_getaffinity(0)),
+            cores=_cores(),
             free_bytes=usable_bytes(torch.device("cpu"), 1) or math.inf,
         )
 
@@ -162,12 +162,17 @@ _ONCE = "check it once in a smaller configuration, with varuna inspect --verify"
 _WORTH_THREADS_S = 2.0
 
 
+def _cores() -> int:
+    """Those that this process may use, where the system says."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextmanager
 def _threads(extent: Extent) -> Iterator[None]:
     """All cores, where it takes long: workers beside this one wait for it. Training has its own number of threads."""
     before = torch.get_num_threads()
     if extent.estimate_s > _WORTH_THREADS_S:
-        torch.set_num_threads(max(before, len(os.sched_getaffinity(0))))
+        torch.set_num_threads(max(before, _cores()))
     try:
         yield
     finally:
