@@ -42,15 +42,19 @@ class WholeBatch:
         self.used = model.whole is not None
         """False: the terms of the loss count one thing, and nothing here is needed"""
         place = plan.place_of(rank)
+        self._leaves = () if model.whole is None else model.whole.leaves
         self._mine = plan.micro_batches_of(place.replica)
         self._known = [known_to(graph, buffers) for graph in model.graphs] if self.used else []
         last = plan.stages - 1
         readers = {plan.stage_of(section) for section in range(plan.sections) if self._reads(section)}
         self.reads = place.stage in readers
         """sections of this rank are given numbers"""
-        self.counts = self.used and place.stage == last
+        self._counts_samples = self.used and (
+            len(model.graphs) > 1 or any(leaf.per_example is None for leaf in self._leaves)
+        )
+        self.counts = self._counts_samples and place.stage == last
         """this rank counts the micro-batches of its replica"""
-        self._exchanged = self.used and (plan.replicas > 1 or not readers <= {last})
+        self._exchanged = self._counts_samples and (plan.replicas > 1 or not readers <= {last})
         self._table: Tensor | None = None  # on its way
         self._rows: dict[int, dict[int, list[float]]] = {}
         self._lock = threading.Lock()
@@ -124,6 +128,8 @@ class WholeBatch:
         if self._exchanged:
             added_up()
         totals = [math.fsum(column) for column in self._table.t().tolist()]
+        if not self._counts_samples:  # sizes alone
+            totals = [float((leaf.per_example or 0) * self._plan.global_batch) for leaf in self._leaves]
         self._table = None
         self._numbers = [
             {} if graph.whole is None else graph.whole.numbers(totals, known)

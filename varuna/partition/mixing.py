@@ -97,6 +97,8 @@ class Tracking:
             found = self.states[node.args[0]]  # type: ignore[index]
             return found[node.args[1]] if isinstance(found, tuple) else found  # type: ignore[index]
         found = self._rule(node)(self, node)
+        if isinstance(found, Rows) and isinstance(value, Tensor) and found.dim not in carriers(value):
+            found = Level(self.blame(node, UNKNOWN, found, certain=False))  # the examples lie nowhere any more
         if is_random(node) or node in self._written:
             found = _ungiven(found)
         return found
@@ -121,6 +123,8 @@ class Tracking:
             state = found[0] if isinstance(found, tuple) else found
             if target.op == "placeholder":
                 continue  # running statistics
+            if not is_view(target) and all(user is node or user in self.states for user in target.users):
+                continue  # whoever comes later uses what the operation returns
             self.states[target] = state
             while is_view(target) and target.all_input_nodes:
                 target = target.all_input_nodes[0]

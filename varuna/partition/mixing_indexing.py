@@ -19,7 +19,9 @@ from varuna.partition.mixing import (
     pointwise,
 )
 from varuna.partition.mixing_shapes import at, unsure, value_of
-from varuna.partition.rows import IN_TURN, Fixed, Order, Rows, carriers
+from varuna.partition.mixing_sums import total
+from varuna.partition.rows import IN_TURN, ONE, Fact, Fixed, Order, Rows, carriers
+from varuna.partition.simplify import op_name
 
 
 def index(t: Tracking, node: Node) -> Found:
@@ -106,11 +108,28 @@ def gather(t: Tracking, node: Node) -> Found:
     states = [t.of(source) for source in sources]
     dim = negative(int(argument(node, "dim", 0)), value_of(sources[0]))
     own = states[0]
+    if isinstance(own, Fixed) and any(isinstance(state, Rows) and state.dim == dim for state in states[1:]):
+        return scattered(t, node)
     if not any(isinstance(state, Rows) for state in states):
         return own if all(isinstance(state, Fixed) for state in states) else unsure(t, node)
     if isinstance(own, Rows) and own.dim == dim:
         return doubted(t, node, PLACES, certain=False)
     return meet(t, node, sources)
+
+
+def scattered(t: Tracking, node: Node) -> Found:
+    """Elements added up by a number of each: a sum over the examples, where they go into zeros."""
+    name, sources = op_name(node).removeprefix("aten::").removesuffix("_"), operands(node)
+    into = name == "bincount" or op_name(sources[0]).removeprefix("aten::") in ZEROS
+    rows = [state for source in sources if isinstance(state := t.of(source), Rows)]
+    if not rows or not into or name not in ADDING or carriers(node.meta["val"]):
+        return unsure(t, node)
+    met = meet(t, node, [source for source in sources if isinstance(t.of(source), Rows)])
+    return total(t, node, met, ONE) if not met.given or met.blames or met.by_fact else Fact()
+
+
+ADDING = ("scatter_add", "index_add", "bincount")
+ZEROS = ("zeros", "new_zeros", "zeros_like")
 
 
 def select(t: Tracking, node: Node) -> Found:
@@ -142,6 +161,7 @@ INDEXING: dict[str, Rule] = {
     **dict.fromkeys(("index", "_unsafe_index"), index),
     **dict.fromkeys(("nonzero_numpy", "nonzero"), nonzero),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "take_along_dim", "scatter_reduce"), gather),
+    **dict.fromkeys(("index_add", "bincount"), scattered),
     "embedding": embedding,
     "index_select": select,
 }

@@ -162,6 +162,7 @@ def partition(
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
     whole = None if splitting is None else splitting.whole(flow, len(divided.sections))
     trial = trial_of(flow, terms, len(divided.sections))
+    _check_counted(count, None if whole is None else whole.counter)
     counters = (count, None if trial is None else trial.graph, None if whole is None else whole.counter)
     readers = (*divided.sections, *(reader for reader in counters if reader is not None))
     read = (key for reader in readers for key in reader.inputs if not key.startswith(PREFIX))
@@ -210,6 +211,15 @@ def _weigh(
             "loss averages over, or change the divisor."
         ) from error
     return None, splitting, mixing
+
+
+def _check_counted(*counters: SectionGraph | None) -> None:
+    """What is counted must follow from inputs alone, for the graph's cuts too."""
+    if any(counter.takes or counter.parameters for counter in counters if counter is not None):
+        raise ModelError(
+            "what the loss is divided by cannot be counted from the inputs alone. Pass weight=fn(batch) that returns "
+            "what the loss averages over."
+        )
 
 
 def _at(node: Node) -> str:

@@ -4,6 +4,7 @@ Each of these would count as work, keep a second name of a tensor alive across a
 into sections. Values are unchanged (``reference/engine-notes.md`` §5).
 """
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -78,7 +79,7 @@ def _is_written(node: Node) -> bool:
 
 def _same_value(node: Node) -> Node | None:
     """The argument that ``node`` merely renames, if it does."""
-    rule = _RULES.get(op_name(node))
+    rule = _broadcast if node.target is operator.getitem else _RULES.get(op_name(node))
     source = rule(node) if rule is not None else None
     return source if isinstance(source, Node) else None
 
@@ -122,6 +123,18 @@ def _full_slice(node: Node) -> object:
 def _sizes(value: Tensor) -> list[str]:
     """As text: sizes that depend on data cannot be asked whether they are equal."""
     return [str(size) for size in value.shape]
+
+
+def _broadcast(node: Node) -> object:
+    """One of several tensors broadcast to one shape, which it has already (losses do that)."""
+    several, place = node.args
+    if not isinstance(several, Node) or op_name(several) != "aten::broadcast_tensors":
+        return None
+    source = several.args[0][place]  # type: ignore[index]
+    before = source.meta.get("val") if isinstance(source, Node) else None
+    after = node.meta.get("val")
+    same = isinstance(before, Tensor) and isinstance(after, Tensor) and _sizes(before) == _sizes(after)
+    return source if same else None
 
 
 def _cat_with_empty(node: Node) -> object:

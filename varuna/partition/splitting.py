@@ -10,6 +10,7 @@ from torch.fx import Graph, GraphModule, Node
 from varuna.partition.captured import Capture
 from varuna.partition.flow import Flow
 from varuna.partition.mixing import ADDITIONS, QUOTIENTS, argument, flat
+from varuna.partition.mixing_indexing import ADDING
 from varuna.partition.mixing_sums import FOUND, LOSSES, MEAN, NONE, TARGETS, over_examples
 from varuna.partition.rows import Count, Fact, Fixed, Rows, Total, carriers, multiple_of
 from varuna.partition.simplify import op_name
@@ -249,6 +250,8 @@ class Splitting:
         if name in ("aten::sum", "aten::mean", *FOUND) and over_examples(self._t, fact):
             return self._built_sum(fact)
         if any(isinstance(self._t.of(source), Rows) for source in flat(fact.args)):
+            if name.removesuffix("_").removeprefix("aten::") in ADDING:
+                return self._leaf_of(fact)
             raise CannotCountError(fact)
         return self._finish.node_copy(fact, self._finish_of)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch.fx import Node
@@ -13,6 +14,8 @@ from varuna.partition.mixing_shapes import SHAPES
 from varuna.partition.mixing_sums import SUMS
 from varuna.partition.rows import EXAMPLES, Blames, Count, Level, Rows, Total
 
+_SHOWN = 80
+"""Characters of a line of code, for people."""
 _RULES: dict[str, Rule] = {**SHAPES, **INDEXING, **SUMS}
 
 
@@ -43,6 +46,8 @@ def terms_of(capture: Capture) -> Terms:
     counts = state.counts if isinstance(state, Total) else frozenset[Count]()
     blames: Blames = getattr(state, "blames", ())
     undecided = set(blames) if isinstance(state, Level) else tracking.undecided
+    if any(blame.certain for blame in blames):
+        undecided = set()  # these are told already
     found = tuple(dict.fromkeys(b._replace(certain=True) if b in undecided else b for b in blames))
     return Terms(tracking, counts, found)
 
@@ -81,5 +86,5 @@ def place_of(node: Node) -> str | None:
         parts = line.strip().split('"')
         if line.strip().startswith("File ") and len(parts) > 2 and not parts[1].startswith(skipped):
             number = parts[2].removeprefix(", line ").split(",")[0]
-            found = f"{parts[1]}:{number} ({code.strip()})"
+            found = f"{parts[1]}:{number} ({shorten(code.strip(), _SHOWN, placeholder=' ...')})"
     return found

@@ -1,6 +1,7 @@
 """Losses of several terms come out as in one whole batch, and so do gradients, in any plan."""
 
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -179,6 +180,40 @@ def test_no_plan_changes_them(build: type[Model]) -> None:
     assert setup.losses(2, 1, 3) == one
     assert worst(setup.losses(2, 2, 3), one) < 1e-6
     assert worst(one, reference(setup, 3)) < 2e-6
+
+
+def by_kind(b: Batch, values: Tensor) -> Tensor:
+    return torch.zeros(2).scatter_add(0, b.kind, values)
+
+
+TERMS: list[Callable[[Model, Tensor, Batch], Tensor]] = [
+    lambda m, x, b: m.masked(x, b),
+    lambda m, x, b: m.next(x, b),
+    lambda m, x, b: (b.each * b.mask).sum() / b.mask.sum().clamp(min=1),
+    lambda m, x, b: (b.each * b.mask).sum(1).div(b.mask.sum(1) + 1).mean(),
+    lambda m, x, b: F.mse_loss(m.number(x)[..., 0], b.mask, reduction="sum") / b.kind.shape[0],
+    lambda m, x, b: 0.01 * x.pow(2).sum(),
+    lambda m, x, b: m.words.weight.abs().mean(),
+    lambda m, x, b: (m.number(x)[..., 0] * b.mask)[b.mask > 0].sum() / (b.mask > 0).sum().float().sqrt(),
+    lambda m, x, b: (by_kind(b, x.mean((1, 2))) / by_kind(b, torch.ones_like(b.target))).sum(),
+    lambda m, x, b: F.l1_loss(m.number(x).flatten(1), b.mask, reduction="none").mean(0).sum(),
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_sums_of_random_terms(seed: int) -> None:
+    draw = random.Random(seed)
+    chosen = [(draw.choice([1.0, -0.5, 0.3, 2]), draw.choice(TERMS)) for _ in range(4)]
+
+    class Drawn(Model):
+        def terms(self, x: Tensor, b: Batch) -> Tensor:
+            return torch.stack([factor * term(self, x, b) for factor, term in chosen[:2]]).sum() + (
+                chosen[2][1](self, x, b) - chosen[3][1](self, x, b) / 3
+            )
+
+    setup = Setup(build=Drawn, dataset=Sentences(), micro_batch=draw.choice([1, 3]), clip=None)
+    assert not setup.model.mixing
+    assert worst(setup.losses(1, 2, 2), reference(setup, 2)) < 5e-6
 
 
 def test_an_evaluation_counts_all_its_examples() -> None:

@@ -79,6 +79,14 @@ def balanced(x: Tensor, batch: Any) -> Tensor:
     return x.pow(2).mean() + 1e-9 * (chosen.mean(0) * odds.mean(0)).sum()
 
 
+def balanced_by_counting(x: Tensor, batch: Any) -> Tensor:
+    """The same as transformers has it: adds up by a number of each expert."""
+    odds = torch.softmax(x, -1).flatten(0, 1)
+    counts = torch.zeros(8).scatter_add_(0, odds.argmax(-1), batch["mask"].flatten())
+    found: Tensor = F.mse_loss(x, 0 * x) + 1e-9 * (counts / batch["mask"].sum() * odds.mean(0)).sum()
+    return found
+
+
 def batch_prior(x: Tensor, batch: Any) -> Tensor:
     mean = torch.softmax(x, -1).mean((0, 1))
     return (mean * mean.log()).sum()
@@ -124,6 +132,7 @@ MIXING: dict[LossFunction, str] = {
     contrastive: "compares",
     supervised_contrastive: "compares",
     balanced: "multiplies sums or means",
+    balanced_by_counting: "multiplies sums or means",
     batch_prior: "computes something",
     hardest: "chooses among",
     mixup: "by their place",
