@@ -6,6 +6,10 @@ from uuid import uuid4
 import pytest
 from hypothesis import HealthCheck, settings
 
+# As in workers, and before torch is imported: ranks are threads here, and how many threads an operation uses is part of
+# its bits.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # No test is timed: the machine may be busy. What lands is judged by examples that anyone can run again; elsewhere
 # hypothesis goes on looking for new ones.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
