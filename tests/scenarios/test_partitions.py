@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(why_not()), reas
 STEPS = 800
 ARGS = ("--steps", str(STEPS), "--dropout", "0.1")
 LEASE_S = 6.0
+WORTH_S = 25.0
 MACHINES = ("a", "b", "c", "d")
 
 
@@ -147,6 +148,9 @@ def test_machines_without_a_cable_cost_the_step_in_flight_and_come_back(
     nodes = {machine: scene.run.node(machine) for machine in MACHINES}
     stages = [{seats[nodes[m]] % 2 for m in MACHINES if m not in far}]
     covered = stages[0] == {0, 1}
+    if not covered:  # state is waited for as long as it would take to train it again
+        trained_s, steps = time.monotonic(), len(scene.run.steps())
+        wait_for(lambda: time.monotonic() - trained_s > WORTH_S and len(scene.run.steps()) > steps, 60)
     began_s = time.monotonic()
     scene.network.part(far)
     if covered:

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from varuna.data.randomness import derive_key, generator_lock
 from varuna.engine.deferred import Pending
+from varuna.engine.kernels import without_graph
 from varuna.engine.trial import Run, Seeded
 from varuna.partition.split import Crossing, SectionGraph
 
@@ -83,6 +85,7 @@ class SectionRunner:
         self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
         self._seed = seed
         self._compiled = compiled
+        self._plain: GraphModule | None = None
         self._runs: dict[int, Run] = {}  # compiled, by examples: all else that decides on kernels is fixed here
 
     def forward(
@@ -92,7 +95,7 @@ class SectionRunner:
         seeded = partial(self._seeded, step, micro_batch)
         with torch.no_grad():
             arguments = self._arguments(self._taken(values), examples)
-            run = self._run(arguments, examples, seeded)
+            run = self._run(arguments, examples, seeded) if self._compiled else self._without_graph(arguments)
             with seeded():
                 made = self._noted(run(*arguments), micro_batch)
             return crossing(made)
@@ -113,6 +116,13 @@ class SectionRunner:
         with torch.enable_grad(), seeded():
             made = self._noted(run(*arguments), micro_batch)
         return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending)
+
+    def _without_graph(self, arguments: list[Any]) -> Run:
+        """The section's graph for F."""
+        if self._plain is None:
+            self._plain = without_graph(self.section.module, arguments)
+        run: Run = self._plain.forward
+        return run
 
     def _run(self, arguments: list[Any], examples: Examples, seeded: Seeded) -> Run:
         """The section's graph, or what it was compiled to."""

@@ -70,7 +70,8 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
         return f"the model {what}{place}: the size of a tensor there follows from data.\n{_DATA_DEPENDENT}"
     first_line = in_plain_words((str(error).strip() or type(error).__name__).splitlines()[0])
     if remedy is _ANY_OTHER and isinstance(error, _PLAIN) and _is_raised_by_user(error):
-        return f"forward() fails{place}: {type(error).__name__}: {first_line}"
+        function = traceback.extract_tb(error.__traceback__)[-1].name
+        return f"{function}() fails{place}: {type(error).__name__}: {first_line}"
     return f"the model {what}{place}: {type(error).__name__}: {first_line}\n{remedy}"
 
 
