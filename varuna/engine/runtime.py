@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD, 
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 from varuna.engine.ferry import Ferry, ferry_of
+from varuna.engine.flight import Flight
 from varuna.engine.groups import Groups
 from varuna.engine.inbox import Inbox
 from varuna.engine.inputs import examples_of
@@ -24,8 +24,8 @@ from varuna.engine.message import Layout
 from varuna.engine.pace import pace_of
 from varuna.engine.patience import Awaited
 from varuna.engine.reduce import Reducer
-from varuna.engine.section import Examples, Tape
-from varuna.engine.stage import Left, Stage
+from varuna.engine.section import Examples
+from varuna.engine.stage import Stage
 from varuna.engine.stash import Stash, Waiting
 from varuna.engine.timing import StepTimes
 from varuna.engine.whole import WholeBatch
@@ -35,19 +35,6 @@ from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import Policy, make_policy
 
 _ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
-
-
-@dataclass
-class _Flight:
-    """A micro-batch between its F and its B, or its W, on this stage."""
-
-    size: int
-    """examples"""
-    variant: int
-    weight: float = 0.0
-    """the gradient of the global batch's sum with respect to the loss"""
-    tapes: list[Tape] = field(default_factory=list)
-    left: list[Left] = field(default_factory=list)
 
 
 class Runtime:
@@ -187,7 +174,7 @@ class Runtime:
         self._inputs_in = self._gradients_in = self._forwards = 0
         policy = self._policy()
         self._stash = self._new_stash(policy)
-        flights: dict[int, _Flight] = {}
+        flights: dict[int, Flight] = {}
         pace = self._pace
         pace.begin(step, begin_s)
         while not policy.finished:
@@ -290,7 +277,7 @@ class Runtime:
 
     # -- actions -----------------------------------------------------------------------------------------
 
-    def _act(self, step: int, action: Action, policy: Policy, flights: dict[int, _Flight]) -> None:
+    def _act(self, step: int, action: Action, policy: Policy, flights: dict[int, Flight]) -> None:
         micro_batch = self._mine[action.micro_batch]
         split = action.micro_batch in self._split
         is_final = action.micro_batch == policy.backward_order[-1]
@@ -306,7 +293,7 @@ class Runtime:
         else:
             self._weight_backward(step, flights.pop(micro_batch), is_final=is_final)
 
-    def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool) -> _Flight:
+    def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool) -> Flight:
         stage, digests = self._stage, None
         self._stash.settle()
         batch = self._take_batch(step, micro_batch)
@@ -319,7 +306,7 @@ class Runtime:
         if batch is not None:
             digests = list(batch.digests)
         examples = self._examples(step, micro_batch, batch)
-        flight = _Flight(examples.size, examples.variant)
+        flight = Flight(examples.size, examples.variant)
         out, results, flight.tapes, begin = stage.forward(
             values, examples, step, micro_batch, keep=keep, split=split
         )  # fmt: skip
@@ -337,7 +324,7 @@ class Runtime:
             flight.weight = float(global_batch) if self._whole.used else sums[1]
         return flight
 
-    def _recompute(self, step: int, micro_batch: int, flight: _Flight, *, split: bool) -> None:
+    def _recompute(self, step: int, micro_batch: int, flight: Flight, *, split: bool) -> None:
         kept, waiting = len(flight.tapes), self._stash.take(micro_batch)
         recomputed = self._stage.record(
             waiting.values,
@@ -350,25 +337,25 @@ class Runtime:
         )  # fmt: skip
         flight.tapes = [*recomputed, *flight.tapes]
 
-    def _backward(self, step: int, micro_batch: int, flight: _Flight, *, is_final: bool) -> None:
+    def _backward(self, step: int, micro_batch: int, flight: Flight, *, is_final: bool) -> None:
         gradients = self._gradients(step, micro_batch, flight)
         self._send_upstream(
             step, micro_batch, self._stage.backward(flight.tapes, gradients, self._done(step, is_final))
         )
 
-    def _input_backward(self, step: int, micro_batch: int, flight: _Flight) -> None:
+    def _input_backward(self, step: int, micro_batch: int, flight: Flight) -> None:
         gradients = self._gradients(step, micro_batch, flight)
         received, flight.left = self._stage.input_backward(flight.tapes, gradients)
         self._send_upstream(step, micro_batch, received)
 
-    def _weight_backward(self, step: int, flight: _Flight, *, is_final: bool) -> None:
+    def _weight_backward(self, step: int, flight: Flight, *, is_final: bool) -> None:
         self._stage.weight_backward(flight.left, self._done(step, is_final))
 
     def _done(self, step: int, is_final: bool) -> Callable[[int], None]:
         """What to tell of a section that is through with a micro-batch: behind the last one its sums may leave."""
         return (lambda section: self._reducer.section_done(step, section)) if is_final else (lambda section: None)
 
-    def _gradients(self, step: int, micro_batch: int, flight: _Flight) -> dict[str, Tensor]:
+    def _gradients(self, step: int, micro_batch: int, flight: Flight) -> dict[str, Tensor]:
         """Gradients of what the stage made."""
         stage = self._stage
         if stage.is_last:
