@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -23,18 +22,18 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+from benchmarks.chaos import JOB, TOLERANCE, undisturbed
 from tests.scenarios.launch import json_log, processes_with
 from tests.scenarios.network import NAMESPACE, Network, why_not
 from varuna.fleet.journal import read_events
 from varuna.fleet.ledger import audit
 
 ROOT = Path(__file__).resolve().parents[1]
-JOB = ROOT / "benchmarks" / "elastic_job.py"
 MACHINES = ("a", "b", "c", "d")
 BUCKET, S3_PORT, MANAGER_PORT = "storm", 5000, 7070
-TOLERANCE = 1e-5
 BOUND_S = 150.0
 """From the end of a fault to 5 new steps."""
 LONGEST_S = 12.0
@@ -140,6 +139,9 @@ class Storm:
         """Recorded so far."""
         return [row["step"] for row in json_log(self.log)] if self.log.exists() else []
 
+    def _has_recorded(self, step: int) -> bool:
+        return max(self.steps(), default=-1) >= step
+
     def _until(self, condition: Callable[[], object], bound_s: float = BOUND_S) -> float:
         begin_s = time.monotonic()
         while not condition():
@@ -165,7 +167,7 @@ class Storm:
                 time.sleep(lasts_s)
             before = max(self.steps(), default=-1)
             try:
-                self.waits_s.append(self._until(lambda before=before: max(self.steps()) >= before + 5))  # type: ignore[misc]
+                self.waits_s.append(self._until(partial(self._has_recorded, before + 5)))
             except TimeoutError as error:
                 self.faults.append(f"after {act.__name__} {what} ({sum(self.acts.values())}th): {error}")
                 return
@@ -304,14 +306,6 @@ class Storm:
             self._kill(name)
         self.network.close()
         subprocess.run(["umount", "--lazy", self.folder / "disk"], check=False)
-
-
-def undisturbed(steps: int) -> dict[int, float]:
-    """The same job in one process."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(JOB), "--steps", str(steps)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", done.stdout, re.MULTILINE)}
 
 
 def main() -> None:
