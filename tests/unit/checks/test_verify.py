@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from varuna.checks.verify import verify
+from tests.unit.checks.verified import verify
 from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.model import partition

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.checks.verified import verify
 from tests.unit.engine.ranks import Setup, Tokens, single_threaded, tiny_llama
-from varuna.checks.verify import verify
 from varuna.checks.weighing import check_weighing
 from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.data import sample_index

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 import varuna
+from tests.unit.checks.verified import verify
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.partition.families import NAMED, Samples
-from varuna.checks.verify import verify
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe

@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.checks.verified import verify
 from tests.unit.partition.random_models import OPERATIONS, WEIGHTS, Instruction, Points, RandomModel
-from varuna.checks.verify import verify
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
 from varuna.partition.costs import Cost

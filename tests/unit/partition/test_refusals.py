@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.checks.verified import verify
 from tests.unit.engine.ranks import Tokens
 from tests.unit.partition.families import hugging_face
-from varuna.checks.verify import verify
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture import Recipe
