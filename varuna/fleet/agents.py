@@ -64,6 +64,7 @@ PATIENCE_S = 15.0
 _GREET_S = 10.0
 _RETURN_S = 0.5  # a living agent is back within this time
 _GOODBYE_S = 2.0
+_NO_GOODBYE = (1005, 1006)  # agents say 1000 when they end a connection, also one that is silent
 _REVOKED_S = 10.0  # for the rest of its logs
 
 log = logging.getLogger(__name__)
@@ -276,13 +277,14 @@ class AgentDoor:
     def _conclude(self, link: Link) -> None:
         """An agent that has not come back by now is gone, or cannot reach us: others have to say which."""
         if self._links.get(link.node) is link and link.connection is None:
-            self._post(NodeParted(link.node, "its agent is gone"))
+            self._post(NodeParted(link.node, "its agent is gone", abruptly=link.ended_abruptly))
 
     async def _receive_all(self, websocket: WebSocket, link: Link, connection: Outgoing[DownBody]) -> None:
         try:
             while not connection.cut:
                 frame = await websocket.receive()
                 if frame["type"] == "websocket.disconnect":
+                    link.ended_abruptly = frame.get("code") in _NO_GOODBYE and not connection.cut
                     return
                 now_s = time.monotonic()
                 text = frame.get("text") or ""

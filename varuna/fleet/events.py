@@ -51,6 +51,8 @@ class NodeParted:
 
     node: str
     reason: str = ""
+    abruptly: bool = False
+    """From its side and without a goodbye: so a system ends the connections of a process that is no more."""
 
 
 @dataclass(frozen=True, slots=True)

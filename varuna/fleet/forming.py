@@ -7,15 +7,12 @@ from varuna.core.messages import Assign, Assignment, Transfer
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.shares import holders_of
-from varuna.fleet import placement
-from varuna.fleet.sight import lose_aside
+from varuna.fleet import futility, placement
+from varuna.fleet.sight import lose_aside, waits_for_return
 from varuna.fleet.state import Checkpoint, Fleet, Idle, Running
 from varuna.fleet.story import GenerationRecord, GenerationStarted
 from varuna.fleet.turn import Turn
 from varuna.fleet.worker import Holding
-
-# Generations in a row that may break before their first step while nobody dies.
-_MOST_FUTILE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +84,17 @@ def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
         VarunaError: the checkpoints cannot be used.
     """
     fleet, job = turn.fleet, _job(turn)
-    if fleet.futile >= _MOST_FUTILE:
-        _drop_newcomers(turn, live)
+    if fleet.finish_reason and fleet.futile:
+        _end_as_asked(turn, phase.complaint or "the last generation broke before its first step")
+        return
+    if fleet.futile and futility.waits(turn, phase, live):
         return
     holdings = {name: _holding(fleet, name).sections for name in live}
     lost = placement.uncovered(len(job.model.sections), holdings)
     if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, turn.now_s):
         return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too
+    if lost and waits_for_return(turn, phase):
+        return
     if phase.rejected == live:
         _wait(turn, phase, phase.complaint, 3)
         return
@@ -162,25 +163,6 @@ def _clearly_better(turn: Turn, plan: Plan, workers: int) -> Plan:
     if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
         return plan
     return old if plan.step_s >= turn.advice.predicted_s(old) * (1 - fleet.config.min_gain) else plan
-
-
-def _drop_newcomers(turn: Turn, live: tuple[str, ...]) -> None:
-    """Generation after generation breaks and nobody dies: those who never trained are the ones that cannot.
-
-    Without any, the run ends, since the same workers would fail the same way again.
-    """
-    fleet = turn.fleet
-    turn.update(futile=0)
-    newcomers = [name for name in live if _holding(fleet, name).next_step is None and name in fleet.record.grid]
-    if not newcomers or len(newcomers) == len(live):
-        turn.end(
-            1,
-            f"{_MOST_FUTILE} generations in a row broke before their first step, though no worker died. The last "
-            f"reason: {' and '.join(fleet.causes)}. Look at the workers' logs, and at the network between them.",
-        )
-        return
-    for name in newcomers:
-        turn.lose(name, "could not copy its state", kill=True)
 
 
 def plan_for(turn: Turn, workers: int) -> Plan:

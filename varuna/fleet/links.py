@@ -19,12 +19,15 @@ class Link:
         self.connection: Outgoing[DownBody] | None = None
         self.workers: set[str] = set()
         self.heard_s = now_s
+        self.ended_abruptly = False
+        """Its newest connection was ended from the other side, without a goodbye."""
         self._progress_s = now_s  # newest moment at which nothing waited, or something was confirmed
         self._budget, self._budget_bytes, self._budget_s = _BURST_FRAMES, _BURST_BYTES, now_s
 
     def connect(self, cursor: int) -> Outgoing[DownBody]:
         """A new connection; the other side has everything up to ``cursor``."""
         self.connection = Outgoing(self.channel, cursor, _frame)
+        self.ended_abruptly = False
         return self.connection
 
     def send(self, body: DownBody, now_s: float) -> None:

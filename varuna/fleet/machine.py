@@ -66,8 +66,8 @@ def _note(turn: Turn, event: Event) -> None:
             note_tick(turn, deaf_s)
         case NodeHeard(node=node):
             hear(turn, node)
-        case NodeParted(node=node):
-            note_parted(turn, node)
+        case NodeParted(node=node, abruptly=abruptly):
+            note_parted(turn, node, abruptly=abruptly)
         case WorkerSpawned(worker=name, node=node):
             hear(turn, node)
             note_spawned(turn, name, node)

@@ -13,6 +13,9 @@ from varuna.fleet.run import to_stdout
 from varuna.fleet.state import FleetConfig
 from varuna.fleet.stutter import SLOW_RATIO
 
+FUTILE_S = 1800.0
+"""Cables between machines have so long to come back: as long as agents without a manager and a step wait."""
+
 
 def manage_cluster(
     *,
@@ -83,6 +86,7 @@ def cluster_config(workers: int) -> FleetConfig:
     return FleetConfig(
         workers=workers,
         elastic=True,
+        futile_s=FUTILE_S,
         replace=False,
         wait_s=float("inf"),
         suspect_lease_s=2.5,  # agents pass beats on once a second

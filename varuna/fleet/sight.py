@@ -9,7 +9,8 @@ heard, for then it is the manager that is cut off. When somebody is heard again,
   while steps go on nothing follows from that.
 - Its workers are **put aside** if the members that are heard say that the step stands still. The generation ends, and
   whoever is heard before the next one is written down is taken back as it is. Then they are lost, and fenced off.
-- State that nobody else holds is waited for, as long as doing it again would take.
+- State that nobody else holds is waited for, as long as doing it again would take; not, if those who have it are dead:
+  if their agent says so, or its connection was ended by its system, or a notice said that the machine goes.
 """
 
 from collections.abc import Iterable
@@ -61,7 +62,7 @@ def _begin_anew(turn: Turn) -> None:
     turn.update(
         told_alone=False,
         regained_s=now_s,
-        nodes={node: replace(sight, heard_s=now_s, parted=False) for node, sight in fleet.nodes.items()},
+        nodes={node: replace(sight, heard_s=now_s, parted=False, ended=False) for node, sight in fleet.nodes.items()},
         workers={name: replace(worker, seen_s=now_s) for name, worker in fleet.workers.items()},
     )
 
@@ -80,11 +81,11 @@ def hear(turn: Turn, node: str) -> None:
         turn.notice(f"node {node} is heard again")
 
 
-def note_parted(turn: Turn, node: str) -> None:
+def note_parted(turn: Turn, node: str, *, abruptly: bool) -> None:
     """The connection to an agent ended; when all had been silent, that is what silence does to connections."""
     fleet = turn.fleet
     if node in fleet.nodes and fleet.listened_s > fleet.regained_s + fleet.config.lease_s:
-        turn.update(nodes={**fleet.nodes, node: replace(fleet.nodes[node], parted=True)})
+        turn.update(nodes={**fleet.nodes, node: replace(fleet.nodes[node], parted=True, ended=abruptly)})
 
 
 def note_beat(turn: Turn, name: str, beat: Beat) -> None:
@@ -113,7 +114,7 @@ def note_progress(turn: Turn) -> None:
             for name, worker in fleet.workers.items()
         },
         nodes={
-            node: replace(sight, parted=False) if sight.parted and node in nodes else sight
+            node: replace(sight, parted=False, ended=False) if sight.parted and node in nodes else sight
             for node, sight in fleet.nodes.items()
         },
     )
@@ -246,13 +247,21 @@ def take_back(turn: Turn, name: str) -> None:
         turn.send(name, Hold(generation=fleet.generation))
 
 
-def waits_for_return(turn: Turn, phase: Stopping) -> bool:
-    """Whether somebody who was put aside may hold state that nobody else does, and may still come back."""
+def waits_for_return(turn: Turn, phase: Stopping | Idle) -> bool:
+    """Whether those who were put aside may hold the state that nobody else does, and may still come back."""
     fleet = turn.fleet
-    aside = [worker for name in fleet.record.grid if (worker := fleet.workers.get(name)) and _is_aside(worker)]
-    held = {name: worker.holding.sections for name, worker in fleet.workers.items() if worker.holding is not None}
-    if not aside or fleet.job is None or not uncovered(len(fleet.job.model.sections), held):
+    if not fleet.history or fleet.job is None:
         return False
+    aside = [worker for name in fleet.record.grid if (worker := fleet.workers.get(name)) and _is_aside(worker)]
+    aside = [worker for worker in aside if not is_dead(turn, worker)]
+    held = {name: worker.holding.sections for name, worker in fleet.workers.items() if worker.holding is not None}
+    sections = len(fleet.job.model.sections)
+    if not aside or not uncovered(sections, held):
+        return False
+    if fleet.formed and uncovered(
+        sections, {**held, **{worker.name: _seat_sections(fleet, worker.name) for worker in aside}}
+    ):
+        return False  # what the dead took with them, nobody brings back
     left_s = return_patience_s(fleet) - min(fleet.unheard_s(worker.node) for worker in aside)
     if left_s <= 0:
         return False
@@ -263,6 +272,19 @@ def waits_for_return(turn: Turn, phase: Stopping) -> bool:
             warning=True,
         )
     return True
+
+
+def is_dead(turn: Turn, worker: Worker) -> bool:
+    """Whether there is evidence, besides its silence, that a worker out of sight is no more."""
+    fleet = turn.fleet
+    notice, sight = fleet.departing.get(worker.node), fleet.nodes.get(worker.node)
+    return (sight is not None and sight.ended) or (notice is not None and turn.now_s >= notice.deadline_s)
+
+
+def _seat_sections(fleet: Fleet, name: str) -> frozenset[int]:
+    """What a rank of the newest generation has."""
+    plan = fleet.record.plan
+    return frozenset(plan.sections_of(plan.place_of(fleet.record.grid.index(name)).stage))
 
 
 def _is_aside(worker: Worker) -> bool:

@@ -77,6 +77,8 @@ class FleetConfig:
     """How long a run waits for workers that it cannot do without."""
     return_s: float = 300.0
     """How long state that is out of sight is waited for, at most, before the run falls back to a checkpoint."""
+    futile_s: float = 60.0
+    """How long generation after generation may break before its first step, though nobody dies, until the run ends."""
     form_timeout_s: float = 300.0
     """From an assignment until newcomers that have not copied their state are dropped."""
     slow_ratio: float | None = None
@@ -124,6 +126,8 @@ class Idle:
     """Workers for which there is no plan."""
     complaint: str = ""
     """Why not."""
+    waits: bool = False
+    """People know that state is out of sight and waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +244,8 @@ class Fleet:
     """Workers that the newest plan could have used."""
     futile: int = 0
     """Generations in a row that broke before a step without anybody's death."""
+    futile_since_s: float | None = None
+    """When the first of them did, those before newcomers were dropped included; on the clock for silence."""
     experience: Experience = field(default_factory=lambda: Experience(began_s=0.0))
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""

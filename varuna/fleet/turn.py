@@ -59,12 +59,13 @@ class Turn:
         if kill:
             self.kill(name, cause)
         matters = self._matters(name)
+        was_in = self.fleet.workers[name].standing in (Standing.JOINED, Standing.ASIDE)
         worker = self.forget(name)
         fleet = self.fleet
         self.publish(WorkerLost(worker=name, rank=fleet.rank_of(name), cause=cause))
         if matters:
-            self.update(causes=(*fleet.causes, cause), futile=0)
-        if fleet.history and fleet.is_joined(name):
+            self.update(causes=(*fleet.causes, cause), futile=0, futile_since_s=None)
+        if fleet.history and was_in:
             self.note_change()
         if not fleet.config.replace:
             self.update(wanted=max(0, fleet.wanted - 1))

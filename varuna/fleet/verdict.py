@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
 from varuna.core.vote import VoteLayout
+from varuna.fleet.futility import note_broken
 from varuna.fleet.sight import is_near, note_progress, stands_still, waits_for_return
 from varuna.fleet.state import Ended, Fleet, Idle, Running, Stopping, Suspicion
 from varuna.fleet.story import Morphed, StepRecorded, VerdictReached
@@ -96,6 +97,7 @@ def _record(turn: Turn, vote: Vote) -> None:
         step_every_s=every_s,
         start_failures=0,
         futile=0,
+        futile_since_s=None,
     )
     turn.publish(
         StepRecorded(
@@ -177,6 +179,7 @@ def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> No
     """
     fleet = turn.fleet
     suspicion = fleet.phase.suspicion if isinstance(fleet.phase, Running) else None
+    note_broken(turn)
     if planned:
         for name in fleet.live_members:
             if name not in fleet.record.grid or (suspicion is not None and suspicion.worker == name):
@@ -192,7 +195,6 @@ def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> No
         causes=(*fleet.causes, cause) if cause else fleet.causes,
         broke_s=turn.now_s,
         planned=planned,
-        futile=fleet.futile + (not fleet.formed and not fleet.causes),
     )
 
 

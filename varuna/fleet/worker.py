@@ -15,6 +15,8 @@ class Sight:
     """When, on the clock of ``Fleet.listened_s``."""
     parted: bool = False
     """Its connection ended, and nothing has shown since that its workers live."""
+    ended: bool = False
+    """So did its agent, by all that its system said; workers end with their agent."""
     told: bool = False
     """People know that it is out of sight."""
 

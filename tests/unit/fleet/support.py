@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, TypeVar
 
 from varuna.core.errors import NoPlanError
-from varuna.core.messages import Assign, Assignment, Beat, FromWorker, Held, Hello, Leaving, Vote, Voted
+from varuna.core.messages import Assign, Assignment, Beat, FromWorker, Held, Hello, Leaving, Suspect, Vote, Voted
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
@@ -143,6 +143,13 @@ class Driver:
                 self.feed(NodeHeard(node))
             self.feed(Tick())
         return self.done[start:]
+
+    def breaks(self, next_steps: dict[str, int | None]) -> None:
+        """The newest generation cannot form, and all of its members answer that."""
+        self.say(self.fleet.live_members[0], Suspect(generation=self.fleet.generation, reason="connection timed out"))
+        self.wait(1.2, still=False)
+        for name in self.fleet.live_members:
+            self.held(name, next_steps[name])
 
     def gather(self) -> None:
         """All launched workers say Hello: the first generation starts."""

@@ -317,8 +317,9 @@ def test_an_agent_speaks_for_its_own_workers_only(gate: Gate) -> None:
     assert "speaks for worker" in gate.refusals()[-1]
 
 
+@pytest.mark.parametrize(("code", "abruptly"), [(1000, False), (1005, True)])
 def test_an_agent_is_heard_without_its_workers_and_its_absence_is_no_word_about_them(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, code: int, abruptly: bool
 ) -> None:
     monkeypatch.setattr(agents_module, "_RETURN_S", 0.05)
     with gate.visit() as agent:
@@ -326,10 +327,11 @@ def test_an_agent_is_heard_without_its_workers_and_its_absence_is_no_word_about_
         agent.say(Started(worker=f"{gate.me.node}.0"))
         agent.sync()
         assert gate.pulses == [NodeHeard(gate.me.node)]
+        agent.session.close(code)
     deadline_s = time.monotonic() + 5
     while not isinstance(gate.events[-1], NodeParted) and time.monotonic() < deadline_s:
         time.sleep(0.01)
-    assert gate.events[-1] == NodeParted(gate.me.node, "its agent is gone")
+    assert gate.events[-1] == NodeParted(gate.me.node, "its agent is gone", abruptly=abruptly)
     assert not [event for event in gate.events if isinstance(event, ConnectionLost)]
 
 

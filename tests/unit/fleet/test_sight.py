@@ -6,7 +6,15 @@ from tests.unit.fleet.support import Driver, sends, two_stages
 from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFlag, Recorded, Saved, Suspect
 from varuna.core.saved import SavedShard
 from varuna.core.vote import VoteLayout
-from varuna.fleet.events import DrainRequested, FinishRequested, NodeHeard, NodeParted, Tick, WorkerSpawned
+from varuna.fleet.events import (
+    DrainRequested,
+    FinishRequested,
+    NodeHeard,
+    NodeParted,
+    NoticeReceived,
+    Tick,
+    WorkerSpawned,
+)
 from varuna.fleet.instructions import Kill, Publish
 from varuna.fleet.state import Checkpoint, FleetConfig, Idle, Running, Stopping
 from varuna.fleet.story import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
@@ -229,6 +237,40 @@ def test_state_that_comes_back_meanwhile_is_not_rolled_back() -> None:
     driver.held("w2", None)
     driver.wait(20, hidden=("b",))
     driver.say("w1", Held(generation=0, next_step=40, sections=(2, 3)))
+    assert (driver.fleet.record.rollback, driver.fleet.record.first_step, lost(driver)) == (False, 40, set())
+
+
+@pytest.mark.parametrize("evidence", ["its agent says so", "its system says so", "a notice said so", "none"])
+def test_the_dead_are_not_waited_for(evidence: str) -> None:
+    driver = on_machines("abc", steps=())
+    train(driver, 40)
+    match evidence:
+        case "its system says so":
+            driver.feed(NodeParted("b", abruptly=True))
+        case "a notice said so":
+            driver.feed(NoticeReceived("b", driver.now_s + 5))
+    driver.wait(7, hidden=("b",))
+    driver.held("w0", 40)
+    driver.held("w2", None)
+    if evidence == "its agent says so":
+        driver.kill("w1")
+    went_on = driver.fleet.generation > 0
+    assert went_on == (evidence != "none")
+    assert driver.fleet.record.rollback
+
+
+def test_state_that_goes_out_of_sight_between_generations_is_waited_for_too() -> None:
+    driver = on_machines("abc", steps=(), futile_s=600.0)
+    train(driver, 40)
+    for _ in range(7):  # one generation after the other breaks
+        driver.breaks({"w0": 40, "w1": 40, "w2": None})
+        driver.wait(20, still=False)
+    driver.breaks({"w0": 40, "w1": 40, "w2": None})
+    assert isinstance(driver.fleet.phase, Idle)
+    driver.wait(35, hidden=("b",), still=False)
+    assert isinstance(driver.fleet.phase, Idle)
+    driver.say("w1", Held(generation=driver.fleet.generation, next_step=40, sections=(2, 3)))
+    driver.wait(5, still=False)
     assert (driver.fleet.record.rollback, driver.fleet.record.first_step, lost(driver)) == (False, 40, set())
 
 

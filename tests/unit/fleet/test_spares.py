@@ -189,3 +189,14 @@ def test_a_plan_that_is_slower_than_it_was_predicted_is_no_reason_to_morph_into_
     driver.hello("w4")
     assert not sends(driver.wait(3.0), RaiseFlag)
     assert "w4 joined as spare" in driver.told(Notice)[-1].text
+
+
+def test_a_run_learns_from_losses_as_from_gains() -> None:
+    driver = Driver(FleetConfig(workers=2, replace=False))
+    driver.gather()
+    driver.feed(SpawnRequested(1))
+    driver.hello("w2")
+    assert driver.fleet.experience.changes == 1
+    driver.wait(60)
+    driver.kill("w2")
+    assert driver.fleet.experience.changes == 2
