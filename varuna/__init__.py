@@ -16,13 +16,12 @@ from varuna.core.errors import (
     WorkerError,
 )
 from varuna.core.plan import Plan
+from varuna.core.version import __version__
 
 if TYPE_CHECKING:
     from varuna.engine.shared import all_reduce_shared, owned
     from varuna.results import Step
     from varuna.trainer import Trainer
-
-__version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",

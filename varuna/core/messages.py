@@ -12,6 +12,8 @@ from varuna.core.times import RankTimes
 from varuna.core.value import Value
 from varuna.core.vote import Tally
 
+MAX_FRAME_BYTES = 64 * 2**20
+"""More than any vote needs: 8 million numbers of 8 digits."""
 MAX_KEY, MAX_VALUE_BYTES, MAX_KEYS = 200, 16 * 2**10, 4096
 """Of what members offer each other: gloo's addresses take 218 bytes, an identity of NCCL's 256."""
 

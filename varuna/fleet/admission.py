@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from varuna import __version__
 from varuna.core.errors import FleetError
+from varuna.core.version import __version__
 from varuna.fleet.home import Card, Home
 from varuna.fleet.invitation import Invitation
 from varuna.fleet.protocol import Identity, JobIdentity, Joined, JoinRequest

@@ -22,7 +22,6 @@ from varuna.fleet.events import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.forwarder import LogForwarder
 from varuna.fleet.home import Card, Home
 from varuna.fleet.launcher import Launcher
-from varuna.fleet.people import first_problem
 from varuna.fleet.protocol import (
     MAX_REASON,
     Dismiss,
@@ -39,6 +38,7 @@ from varuna.fleet.protocol import (
     Tell,
 )
 from varuna.fleet.remote import VoidSecretError
+from varuna.fleet.requests import first_problem
 from varuna.fleet.roster import Roster
 from varuna.fleet.server import Server
 from varuna.fleet.signals import handled

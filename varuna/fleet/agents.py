@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from varuna import __version__
+from varuna.core.version import __version__
 from varuna.fleet.audit import Audit
 from varuna.fleet.channel import ChannelFullError
 from varuna.fleet.events import (
@@ -29,7 +29,6 @@ from varuna.fleet.events import (
 from varuna.fleet.links import Link
 from varuna.fleet.logs import LogKeeper
 from varuna.fleet.outgoing import Outgoing
-from varuna.fleet.people import address_of, bearer, first_problem, read_body
 from varuna.fleet.protocol import (
     BAD_JOB,
     BAD_MESSAGE,
@@ -57,6 +56,7 @@ from varuna.fleet.protocol import (
     up_frame,
 )
 from varuna.fleet.registry import RefusedError, Registry
+from varuna.fleet.requests import address_of, bearer, first_problem, read_body
 from varuna.fleet.reunion import Reunion, check_belongs, check_speaker
 
 PATIENCE_S = 15.0

@@ -12,7 +12,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 
 from varuna.core.errors import UsageError
-from varuna.core.messages import ToWorker
+from varuna.core.messages import MAX_FRAME_BYTES, ToWorker
 from varuna.fleet.access import Access, publish, read_token
 from varuna.fleet.agents import AgentDoor
 from varuna.fleet.audit import Audit
@@ -24,7 +24,6 @@ from varuna.fleet.journal import Journal
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.logs import LogKeeper
 from varuna.fleet.manager import Manager, Observer
-from varuna.fleet.member import MAX_FRAME_BYTES
 from varuna.fleet.ownership import own
 from varuna.fleet.people import People
 from varuna.fleet.protocol import End, Tell

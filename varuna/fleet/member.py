@@ -5,17 +5,16 @@ import queue
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Final
 
 from pydantic import ValidationError
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 from websockets.sync.client import ClientConnection, connect
 
-from varuna import __version__
 from varuna.core.devices import DeviceFacts
 from varuna.core.errors import FleetError
 from varuna.core.membership import Directive
 from varuna.core.messages import (
+    MAX_FRAME_BYTES,
     Apply,
     Assign,
     Beat,
@@ -42,10 +41,9 @@ from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 from varuna.core.saying import warn
 from varuna.core.threads import start
+from varuna.core.version import __version__
 from varuna.fleet.rendezvous import Rendezvous
 
-MAX_FRAME_BYTES: Final = 64 * 2**20
-"""More than any vote needs: 8 million numbers of 8 digits."""
 _BEAT_S = 0.5
 _FLUSH_S = 5.0
 

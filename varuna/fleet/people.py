@@ -5,27 +5,25 @@ import base64
 import hashlib
 import math
 import re
-import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import Field, ValidationError
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from varuna.core.value import Value
+from varuna.dashboard import PAGE
 from varuna.fleet.audit import Audit
 from varuna.fleet.events import DrainRequested, Event, FinishRequested, MorphRequested
 from varuna.fleet.protocol import WORKER_NAME, WorkerName
 from varuna.fleet.registry import TOKEN_LIFE_S
+from varuna.fleet.requests import address_of, bearer, first_problem, read_body, same
 
 _COOKIE = "varuna_token"
-_PAGE = Path(__file__).parent.parent / "dashboard" / "index.html"
 _MAX_BODY_BYTES = 4096
-BODY_S = 10.0
 _LOG_CHUNK_BYTES = 2**20
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
@@ -97,9 +95,9 @@ class People:
         """The page; its own requests carry the token in a cookie."""
         if not self._may_read(request):
             return PlainTextResponse("open the address that `varuna run` printed, token included\n", status_code=401)
-        if not _PAGE.exists():
+        if not PAGE.exists():
             return PlainTextResponse("this installation has no web page; see /status\n", status_code=404)
-        text = await asyncio.to_thread(_PAGE.read_text)
+        text = await asyncio.to_thread(PAGE.read_text)
         page = HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": policy(text)})
         is_secure = request.url.scheme == "https"
         page.set_cookie(_COOKIE, self.page_token, httponly=True, samesite="strict", secure=is_secure)
@@ -197,31 +195,6 @@ class People:
         return _error(401, "wrong token")
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes | None:
-    """The body; None if it is larger than the limit, without reading more than that.
-
-    Raises:
-        HTTPException: it did not come in time.
-    """
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > limit_bytes:
-                    return None
-    except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
-    return bytes(body)
-
-
-def first_problem(error: ValidationError) -> str:
-    """``uses: Input should be greater than 0``; nothing of the input is repeated."""
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
-
-
 def policy(page: str) -> str:
     """What a browser may do with the page: run the scripts in it and no others, and ask this server alone."""
     scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
@@ -239,21 +212,6 @@ def _chunk(path: Path, offset: int) -> tuple[int, bytes, int]:
         size = file.seek(0, 2)
         start = file.seek(min(size, offset) if offset >= 0 else max(0, size + offset))
         return start, file.read(_LOG_CHUNK_BYTES), size
-
-
-def address_of(request: Request) -> str:
-    """Where a request comes from."""
-    return request.client.host if request.client else "unknown"
-
-
-def bearer(header: str) -> str:
-    """The token of an ``Authorization`` header."""
-    return header.removeprefix("Bearer ").strip()
-
-
-def same(given: str, token: str) -> bool:
-    """Compare without telling by the time it takes how much was right; an empty token opens nothing."""
-    return bool(token) and secrets.compare_digest(given.encode(), token.encode())
 
 
 def finite(value: object) -> object:

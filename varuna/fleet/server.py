@@ -9,10 +9,9 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
-from varuna.core.messages import Hello, ToWorker, from_worker
+from varuna.core.messages import MAX_FRAME_BYTES, Hello, ToWorker, from_worker
 from varuna.fleet.events import ConnectionLost, MessageReceived
-from varuna.fleet.member import MAX_FRAME_BYTES
-from varuna.fleet.people import bearer, same
+from varuna.fleet.requests import bearer, same
 from varuna.fleet.serving import Serving
 
 _QUEUE_FRAMES = 1024  # a worker that reads nothing for so long is gone

@@ -14,10 +14,9 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
 
 from varuna.core.errors import FleetError
-from varuna.core.messages import Beat
+from varuna.core.messages import MAX_FRAME_BYTES, Beat
 from varuna.fleet.authority import SERVER_NAME, client_context
 from varuna.fleet.channel import Channel, ChannelFullError
-from varuna.fleet.member import MAX_FRAME_BYTES
 from varuna.fleet.outgoing import Outgoing
 from varuna.fleet.protocol import (
     BAD_JOB,

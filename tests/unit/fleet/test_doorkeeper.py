@@ -16,7 +16,7 @@ from websockets.sync.client import connect
 
 from varuna.fleet import serving as serving_module
 from varuna.fleet.doorkeeper import Doorkeeper
-from varuna.fleet.people import read_body
+from varuna.fleet.requests import read_body
 from varuna.fleet.serving import Serving
 
 pytestmark = pytest.mark.timeout(20)

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from varuna.fleet import people
+from varuna.fleet import requests
 from varuna.fleet.audit import Audit
 from varuna.fleet.events import DrainRequested, Event, FinishRequested, MorphRequested
 from varuna.fleet.people import People
@@ -184,12 +184,12 @@ def test_no_request_breaks_the_door_or_opens_it(
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(people, "BODY_S", 0.02)
+    monkeypatch.setattr(requests, "BODY_S", 0.02)
 
     async def wait() -> None:
         silent: Any = asyncio.Event().wait
         with pytest.raises(HTTPException, match=r"did not come within 0\.02 s") as refused:
-            await people.read_body(Request({"type": "http"}, silent), 100)
+            await requests.read_body(Request({"type": "http"}, silent), 100)
         assert refused.value.status_code == 408
 
     asyncio.run(wait())

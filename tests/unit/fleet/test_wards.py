@@ -6,7 +6,20 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.support import make_job, make_plan, make_vote
-from varuna.core.messages import Assign, Assignment, Beat, Held, Hello, Leaving, Recorded, Saved, Suspect, Vote, Voted
+from varuna.core.messages import (
+    MAX_FRAME_BYTES,
+    Assign,
+    Assignment,
+    Beat,
+    Held,
+    Hello,
+    Leaving,
+    Recorded,
+    Saved,
+    Suspect,
+    Vote,
+    Voted,
+)
 from varuna.core.saved import SavedShard
 from varuna.core.times import RankTimes
 from varuna.core.vote import VoteLayout
@@ -14,7 +27,6 @@ from varuna.fleet import forwarder as forwarder_module
 from varuna.fleet import logs as logs_module
 from varuna.fleet.forwarder import LogForwarder
 from varuna.fleet.logs import LogKeeper
-from varuna.fleet.member import MAX_FRAME_BYTES
 from varuna.fleet.protocol import Greet, JobIdentity, Output
 from varuna.fleet.wards import Ward
 
