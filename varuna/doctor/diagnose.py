@@ -67,6 +67,8 @@ class Disk:
     path: str
     free_bytes: int
     size_bytes: int
+    machine: str = ""
+    """empty: this one"""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Listener:
     port: int
     is_door: bool = False
     """the manager's own port, which is protected"""
+    machine: str = ""
+    """empty: this one"""
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,8 @@ class Facts:
     disks: Sequence[Disk] = ()
     listeners: Sequence[Listener] | None = field(default=())
     """None: this system does not tell"""
+    untold: Sequence[str] = ()
+    """machines that have not told of their ports"""
     clocks: Sequence[Clock] = ()
 
 
@@ -120,7 +126,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         *_workers(facts),
         *_checkpoint(facts),
         *_disks(facts.disks),
-        *_ports(facts.listeners),
+        *_ports(facts.listeners, facts.untold),
         *_clocks(facts.clocks),
     )
 
@@ -206,7 +212,8 @@ def _disks(disks: Sequence[Disk]) -> list[Finding]:
     found = []
     for disk in disks:
         free = (
-            f"{format_bytes(disk.free_bytes)} of {format_bytes(disk.size_bytes)} are free for {disk.use} ({disk.path})"
+            f"{format_bytes(disk.free_bytes)} of {format_bytes(disk.size_bytes)} are free for {disk.use} ({disk.path}"
+            f"{_on(disk.machine)})"
         )
         if disk.free_bytes < FEW_BYTES or disk.free_bytes < FEW_SHARE * disk.size_bytes:
             remedy = "Make room: a full disk ends checkpoints first, then logs."
@@ -216,21 +223,33 @@ def _disks(disks: Sequence[Disk]) -> list[Finding]:
     return found
 
 
-def _ports(listeners: Sequence[Listener] | None) -> list[Finding]:
+def _ports(listeners: Sequence[Listener] | None, untold: Sequence[str]) -> list[Finding]:
     if listeners is None:
         return [Finding(Level.WARNING, "ports", "this system does not tell which ports are open", "")]
     found = [
         Finding(
             Level.FAULT,
             "ports",
-            f"{each.process} accepts connections on {each.address} port {each.port}, which is not a private address",
+            f"{each.process}{_on(each.machine)} accepts connections on {each.address} port {each.port}, which is not a "
+            "private address",
             "Tensors and their rendezvous are not encrypted. Give --interface (or --host) a private address.",
         )
         for each in listeners
         if not each.is_door and is_exposed(each.address)
     ]
-    count = len(listeners)
-    return found or [Finding(Level.OK, "ports", f"{count} open on this machine, none but the manager's in public")]
+    silent = f"; {_named(untold)} cannot tell" if untold else ""
+    machines = {each.machine for each in listeners} - {""}
+    where = f"this machine and {len(machines)} others" if machines else "this machine"
+    text = f"{len(listeners)} open on {where}, none but the manager's in public{silent}"
+    return found or [Finding(Level.OK, "ports", text)]
+
+
+def _on(machine: str) -> str:
+    return f" on {machine}" if machine else ""
+
+
+def _named(machines: Sequence[str]) -> str:
+    return " and ".join(machines) if len(machines) < 4 else f"{len(machines)} machines"
 
 
 def is_exposed(address: str) -> bool:

@@ -11,8 +11,8 @@ from typing import Any
 from varuna.checkpoint import restore
 from varuna.checkpoint.manifest import Manifest, newest_intact, survey
 from varuna.core.errors import CheckpointError, VarunaError
-from varuna.doctor import sockets
 from varuna.doctor.diagnose import CheckpointSeen, Clock, Disk, Facts, Listener, WorkerSeen
+from varuna.fleet import sockets
 from varuna.fleet.access import Access
 from varuna.fleet.journal import read_events
 from varuna.fleet.ledger import Ledger, audit
@@ -30,6 +30,8 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
     """
     ledger, unreadable = _ledger(folder)
     status, clocks, unreachable = _ask(access)
+    hosts = {} if unreachable else _ask_of_hosts(access)
+    listeners = _listeners(access)
     directory = status.get("checkpoint_dir")
     seen = look_at_checkpoints(directory, reads=reads) if isinstance(directory, str) else None
     step = status.get("step")
@@ -47,9 +49,10 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
         single_holders=int(plan.get("sections", 0)) if plan.get("replicas") == 1 else 0,
         checkpoint=seen,
         steps_since_checkpoint=step + 1 - seen.step if seen and seen.step is not None and step is not None else None,
-        disks=_disks(folder, directory),
-        listeners=_listeners(access),
-        clocks=clocks,
+        disks=(*_disks(folder, directory), *_disks_of(hosts)),
+        listeners=None if listeners is None else (*listeners, *_listeners_of(hosts)),
+        untold=tuple(name for name, host in hosts.items() if host.get("ports") is None),
+        clocks=(*clocks, *_clocks_of(hosts, clocks)),
     )
 
 
@@ -72,6 +75,16 @@ def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[Clock, ...], str]:
         return {}, (), f"the manager answers with HTTP {answer.status}: this folder's token is not its own"
     status: Mapping[str, Any] = json.loads(answer.body)
     return status, _clocks(answer.headers, (before_s + after_s) / 2), ""
+
+
+def _ask_of_hosts(access: Access) -> Mapping[str, Mapping[str, Any]]:
+    """What agents have told of their machines; nothing if the manager went away meanwhile."""
+    try:
+        answer = access.remote().get("/hosts")
+    except VarunaError:
+        return {}
+    hosts: Mapping[str, Mapping[str, Any]] = json.loads(answer.body) if answer.status < 300 else {}
+    return hosts
 
 
 def _clocks(headers: Mapping[str, str], now_s: float) -> tuple[Clock, ...]:
@@ -122,6 +135,30 @@ def _disks(folder: Path, directory: object) -> tuple[Disk, ...]:
             usage = shutil.disk_usage(path)
             found.append(Disk(use, str(path), usage.free, usage.total))
     return tuple(found)
+
+
+def _disks_of(hosts: Mapping[str, Mapping[str, Any]]) -> tuple[Disk, ...]:
+    """As the agents of other machines tell; of those that are this one's, all the same."""
+    return tuple(
+        Disk(disk["use"], disk["path"], disk["free_bytes"], disk["size_bytes"], name)
+        for name, host in hosts.items()
+        for disk in host.get("disks") or ()
+    )
+
+
+def _listeners_of(hosts: Mapping[str, Mapping[str, Any]]) -> tuple[Listener, ...]:
+    return tuple(
+        Listener(f"process {port['pid']}", port["address"], port["port"], machine=name)
+        for name, host in hosts.items()
+        for port in host.get("ports") or ()
+    )
+
+
+def _clocks_of(hosts: Mapping[str, Mapping[str, Any]], managers: tuple[Clock, ...]) -> tuple[Clock, ...]:
+    """Agents' clocks were compared with the manager's, and that with this machine's."""
+    more_s = managers[0].ahead_s if managers else 0.0
+    ahead_s = {name: host.get("clock_ahead_s") for name, host in hosts.items()}
+    return tuple(Clock(name, found + more_s) for name, found in ahead_s.items() if found is not None)
 
 
 def _listeners(access: Access) -> tuple[Listener, ...] | None:

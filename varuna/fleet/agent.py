@@ -21,6 +21,7 @@ from varuna.fleet.admission import job_identity
 from varuna.fleet.events import ConnectionLost, MessageReceived, WorkerExited
 from varuna.fleet.forwarder import LogForwarder
 from varuna.fleet.home import Card, Home
+from varuna.fleet.host import HostWatch
 from varuna.fleet.launcher import Launcher
 from varuna.fleet.protocol import (
     MAX_REASON,
@@ -119,12 +120,14 @@ class Agent:
             write=self._print,
         )
         self._forwarder = LogForwarder(home.logs_of(card))
+        self._host = HostWatch(home.folder)
         self._uplink = Uplink(
             place,
             card.identity,
             job_identity(config.script, config.args),
             charges=self._roster.charges,
             beats=self._roster.beats,
+            host=lambda: self._host.newest,
             on_event=self._inputs.put,
             on_body=self._inputs.put,
             on_confirmed=lambda outputs: self._inputs.put(_Confirmed(outputs)),
@@ -149,6 +152,7 @@ class Agent:
         """
         begin_s = time.monotonic()
         self._server.start()
+        self._host.start()
         self._uplink.start()
         try:
             with handled(self._on_signal):
@@ -161,6 +165,7 @@ class Agent:
             if left := self._launcher.stop_all(0.0):
                 self._tell(left)
             self._last_words()
+            self._host.stop()
             self._uplink.stop(_FLUSH_S if self._connected else 0.0)
             self._server.stop()
         return self._exit

@@ -149,6 +149,10 @@ class AgentDoor:
         """Nodes whose agents are there right now; any thread may ask."""
         return [name for name, link in list(self._links.items()) if link.connection is not None]
 
+    def hosts(self) -> dict[str, object]:
+        """What connected machines have told of themselves; any thread may ask."""
+        return {name: link.host.describe() for name, link in list(self._links.items()) if link.connection is not None}
+
     # -- joining -----------------------------------------------------------------------------------------
 
     async def _get_ca(self, request: Request) -> Response:
@@ -305,7 +309,9 @@ class AgentDoor:
         link.heard_s = now_s
         link.confirm(frame.received, now_s)
         match frame:
-            case Pulse(beats=beats):
+            case Pulse(beats=beats, clock_s=clock_s, host=host):
+                if clock_s is not None:
+                    link.host.take(clock_s - time.time(), host)
                 connection.say(Answer(received=link.channel.received).model_dump_json())
                 for worker, beat in beats.items():
                     check_belongs(link.node, worker)

@@ -132,6 +132,7 @@ class Cluster:
         operator_token = read_token(place.run_dir) or secrets.token_urlsafe(24)
         people = People(
             status=self.status,
+            hosts=lambda: self._door.hosts(),
             logs=place.run_dir / "logs",
             ask=lambda event: self.manager.ask(event),
             audit=audit,

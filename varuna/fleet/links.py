@@ -1,6 +1,7 @@
 """The manager's side of one agent: its channel, the connection that it has at the moment, and how it behaves."""
 
 from varuna.fleet.channel import Channel
+from varuna.fleet.host import HostView
 from varuna.fleet.outgoing import Outgoing
 from varuna.fleet.protocol import DownBody, DownItem
 
@@ -19,6 +20,7 @@ class Link:
         self.connection: Outgoing[DownBody] | None = None
         self.workers: set[str] = set()
         self.heard_s = now_s
+        self.host = HostView()
         self.ended_abruptly = False
         """Its newest connection was ended from the other side, without a goodbye."""
         self._progress_s = now_s  # newest moment at which nothing waited, or something was confirmed

@@ -58,6 +58,8 @@ class People:
     ask: Callable[[Event], bool]
     """Whether it is written down, so that it will be carried out; may wait for a few seconds."""
     audit: Audit
+    hosts: Callable[[], dict[str, object]] = dict
+    """What other machines have told of themselves, by machine."""
     mint: Callable[[int, float], str] | None = None
     """A JOIN string; None for a run that nobody can join."""
     void_tokens: Callable[[], int] | None = None
@@ -72,6 +74,7 @@ class People:
         return [
             Route("/", self._page),
             Route("/status", self._status),
+            Route("/hosts", self._hosts),
             Route("/logs/{worker}", self._log),
             Route("/stop", self._stop, methods=["POST"]),
             Route("/morph", self._morph, methods=["POST"]),
@@ -90,6 +93,11 @@ class People:
         if not self._may_read(request):
             return self._refuse(request, "read the status")
         return JSONResponse(finite(self.status()), headers=_HEADERS)
+
+    async def _hosts(self, request: Request) -> Response:
+        if not self._may_read(request):
+            return self._refuse(request, "read what machines tell")
+        return JSONResponse(finite(self.hosts()), headers=_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         """The page; its own requests carry the token in a cookie."""

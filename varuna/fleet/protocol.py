@@ -10,6 +10,7 @@ from pydantic import Field, TypeAdapter
 
 from varuna.core.messages import Beat, FromWorker, ToWorker
 from varuna.core.value import Value
+from varuna.fleet.host import HostFacts
 
 WORKER_NAME: Final = r"^[a-z0-9][a-z0-9.-]{0,63}$"
 MAX_JOIN_BYTES: Final = 16 * 2**10
@@ -99,6 +100,8 @@ class Pulse(Value):
     kind: Literal["pulse"] = "pulse"
     received: int = Field(ge=0)
     beats: dict[WorkerName, Beat] = Field(default={}, max_length=1024)
+    clock_s: float | None = Field(default=None, allow_inf_nan=False, description="this machine's, since 1970")
+    host: HostFacts | None = Field(default=None, description="now and then, once there was a look")
 
 
 class Started(Value):

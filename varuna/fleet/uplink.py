@@ -6,6 +6,7 @@ import logging
 import random
 import secrets
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from varuna.core.errors import FleetError
 from varuna.core.messages import MAX_FRAME_BYTES, Beat
 from varuna.fleet.authority import SERVER_NAME, client_context
 from varuna.fleet.channel import Channel, ChannelFullError
+from varuna.fleet.host import HostFacts
 from varuna.fleet.outgoing import Outgoing
 from varuna.fleet.protocol import (
     BAD_JOB,
@@ -103,6 +105,7 @@ class Uplink:
         job: what we run.
         charges: all workers with what counts of them; called on the loop.
         beats: new beats; called on the loop.
+        host: what is known of this machine; called on the loop.
         on_event: hears of the connection, on the loop.
         on_body: hears what the manager says, on the loop.
         on_confirmed: hears of output that the manager has, on the loop.
@@ -116,12 +119,13 @@ class Uplink:
         *,
         charges: Callable[[], tuple[Charge, ...]],
         beats: Callable[[], dict[str, Beat]],
+        host: Callable[[], HostFacts | None] = lambda: None,
         on_event: Callable[[FromUplink], None],
         on_body: Callable[[DownBody], None],
         on_confirmed: Callable[[list[Output]], None],
     ) -> None:
         self.place, self._identity, self._job = place, identity, job
-        self._charges, self._beats = charges, beats
+        self._charges, self._beats, self._host = charges, beats, host
         self._on_event, self._on_body, self._on_confirmed = on_event, on_body, on_confirmed
         self._tls = client_context(place.certificate_pem)
         self._session = secrets.token_hex(8)
@@ -310,9 +314,12 @@ class Uplink:
     async def _beat(self, heard: list[float]) -> str:
         """A pulse a second, at a phase of its own; a manager that answers none is out of reach."""
         await asyncio.sleep(random.uniform(0.0, _PULSE_S))
+        told: HostFacts | None = None  # on this connection
         while asyncio.get_running_loop().time() - heard[0] < _SILENCE_S:
             if self._outgoing is not None:
-                pulse = Pulse(received=self._channel.received, beats=self._beats())
+                host = self._host()
+                news, told = host if host is not told else None, host
+                pulse = Pulse(received=self._channel.received, beats=self._beats(), clock_s=time.time(), host=news)
                 self._outgoing.say(pulse.model_dump_json())
             await asyncio.sleep(_PULSE_S)
         return f"the manager was silent for {_SILENCE_S:.0f} s"
@@ -342,13 +349,16 @@ class Uplink:
             self._outgoing.end("too much was not confirmed")
 
     def _finish(self, flush_s: float) -> None:
+        task = self._task
+        if task is None or task.done():
+            return  # the loop is about to close: what is begun now would never run
+
         async def finish() -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(flush_s):
                     while self._channel.waiting:
                         await asyncio.sleep(0.02)
-            if self._task is not None:
-                self._task.cancel()
+            task.cancel()
 
         self._finishing = asyncio.create_task(finish())
 

@@ -9,9 +9,14 @@ import pytest
 
 from tests.unit.checkpoint.saves import save
 from varuna.checkpoint.names import step_folder
-from varuna.doctor import sockets
+from varuna.doctor.diagnose import diagnose
 from varuna.doctor.gather import gather, look_at_checkpoints
+from varuna.fleet import sockets
 from varuna.fleet.access import Access
+from varuna.fleet.audit import Audit
+from varuna.fleet.host import look
+from varuna.fleet.people import People
+from varuna.fleet.server import Server
 from varuna.store.opening import open_store
 
 
@@ -57,3 +62,48 @@ def test_every_byte_of_the_newest_checkpoint_is_compared(tmp_path: Path) -> None
     shard.write_bytes(damaged)
     assert look_at_checkpoints(directory, reads=False).problem == ""
     assert manifest.shards[0].file in look_at_checkpoints(directory, reads=True).problem
+
+
+def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> None:
+    told = {
+        "n1-vm": {
+            "clock_ahead_s": -90.0,
+            "disks": [{"use": "logs", "path": "/state", "free_bytes": 1 << 20, "size_bytes": 1 << 40}],
+            "ports": [{"pid": 7, "address": "0.0.0.0", "port": 4000}],
+        },
+        "n2-vm": {"clock_ahead_s": 0.1},
+    }
+    people = People(
+        status=lambda: {"state": "training"},
+        logs=tmp_path,
+        ask=lambda event: True,
+        audit=Audit(lambda event: None),
+        hosts=lambda: dict(told),
+        operator_token="operator",
+    )
+    server = Server(port=0, token="t", on_event=lambda event: None, routes=people.routes())
+    server.start()
+    try:
+        access = Access(host="127.0.0.1", port=server.port, certificate_pem=None, token="operator")
+        findings = diagnose(gather(tmp_path, access, reads=False))
+    finally:
+        server.stop()
+    said = {(each.level.value, each.subject, each.text) for each in findings}
+    assert ("warning", "disk", "1 MiB of 1 TiB are free for logs (/state on n1-vm)") in said
+    clock = next(each.text for each in findings if each.subject == "clock")
+    assert clock.startswith("the clock of n1-vm is 1m 3")
+    if sockets.available():
+        port = next(each.text for each in findings if each.subject == "ports")
+        assert port.startswith("process 7 on n1-vm accepts connections on 0.0.0.0 port 4000")
+
+
+def test_a_machine_is_looked_at_without_its_loopback(tmp_path: Path, listener: socket.socket) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as public:
+        facts = look(tmp_path)
+        assert facts.disks[0].path == str(tmp_path)
+        assert 0 < facts.disks[0].free_bytes < facts.disks[0].size_bytes
+        if sockets.available():
+            assert facts.ports is not None
+            open_ports = {each.port: each.address for each in facts.ports if each.pid == os.getpid()}
+            assert open_ports[public.getsockname()[1]] == "0.0.0.0"
+            assert listener.getsockname()[1] not in open_ports

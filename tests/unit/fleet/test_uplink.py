@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from starlette.applications import Starlette
@@ -21,6 +22,7 @@ from varuna.fleet import uplink as uplink_module
 from varuna.fleet.agents import AgentDoor
 from varuna.fleet.audit import Audit
 from varuna.fleet.authority import SERVER_NAME, Authority, client_context, open_authority
+from varuna.fleet.host import DiskFacts, HostFacts
 from varuna.fleet.logs import LogKeeper
 from varuna.fleet.protocol import Charge, Identity, JobIdentity, Started
 from varuna.fleet.registry import Registry
@@ -61,6 +63,7 @@ class Manager:
             JOB,
             charges=charges,
             beats=dict,
+            host=lambda: HostFacts(disks=(DiskFacts(use="logs", path="/s", free_bytes=1, size_bytes=2),)),
             on_event=self.heard.put,
             on_body=lambda body: None,
             on_confirmed=lambda outputs: None,
@@ -202,3 +205,32 @@ def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager, monkeypat
         return task.exception()
 
     assert isinstance(asyncio.run(talk()), TimeoutError)
+
+
+def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uplink_module, "_PULSE_S", 0.01)
+    uplink = manager.uplink()
+    uplink.start()
+    try:
+        deadline_s = time.monotonic() + 20
+        while not (hosts := manager.door.hosts()) or "disks" not in str(hosts):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+    finally:
+        uplink.stop(0.0)
+    told: Any = hosts[manager.identity.node]
+    assert [disk["path"] for disk in told["disks"]] == ["/s"]
+    assert -5 < told["clock_ahead_s"] <= 0.01
+
+
+def test_a_stop_that_comes_when_the_connection_has_just_ended_for_good_begins_nothing(manager: Manager) -> None:
+    async def scenario() -> None:
+        uplink = manager.uplink()
+        uplink._task = asyncio.create_task(asyncio.sleep(0))
+        await uplink._task
+        uplink._finish(1.0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(scenario())
