@@ -27,7 +27,7 @@ LIMIT_S = 300
 
 
 def bound(stages: int, micro_batches: int) -> float:
-    """Units that no schedule with R = F = 1, B = 2 and whole backwards can beat (reference/pipelines.md §1)."""
+    """Units that no schedule with R = F = 1, B = 2 and whole backwards can beat."""
     return 4 * micro_batches + 3 * (stages - 2)
 
 

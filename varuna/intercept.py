@@ -1,6 +1,6 @@
 """How the tools that look at a job get it: they run its script until the Trainer is asked for steps.
 
-So there is no second way to describe a job (DESIGN §4).
+So there is no second way to describe a job.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Workers die at every phase of a step; nobody can tell from the losses (DESIGN §6, invariants 2, 4, 7)."""
+"""Workers die in every phase of a step, and the losses are those of an undisturbed run."""
 
 import os
 import signal

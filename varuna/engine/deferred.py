@@ -2,7 +2,7 @@
 
 B of a linear computes two products: the input gradient, which an earlier stage waits for, and the weight gradient,
 for which nobody waits. A retargeted graph does the first in autograd's pass and queues the second
-(``reference/engine-notes.md`` §3). The products are those that autograd itself would compute, with the same
+The products are those that autograd itself would compute, with the same
 operands, so both ways give the same bits; ``engine.halves`` checks that on the job's own data all the same.
 """
 

@@ -1,8 +1,8 @@
-"""Process groups of one generation: raw, made under a store prefix, abandoned rather than destroyed.
+"""Process groups of one generation: raw, created under a store prefix, abandoned rather than destroyed.
 
-``destroy`` blocks behind a frozen peer until the group's time-out (``reference/pytorch.md`` §4c), so the
-thread that must morph never calls it. A reaper shuts the groups' own sockets, which frees every thread that
-is blocked on them, and drops the references.
+Destroying a group that waits for a frozen peer blocks until the group's timeout, so the thread that must morph never
+does it. A reaper thread shuts down the groups' sockets, which frees every thread that is blocked on them, and drops
+the references.
 """
 
 import contextlib

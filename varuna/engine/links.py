@@ -1,8 +1,8 @@
 """Links: one channel per direction per neighbour, each with a thread of its own.
 
-Gloo's point-to-point calls can be neither polled nor interrupted and a send waits for its receive
-(``reference/engine-notes.md`` §1), so the waits live in disposable threads; the training thread never blocks on
-them. Messages of a link have a fixed order, so receives are posted ahead.
+Gloo's point-to-point calls can be neither polled nor interrupted, and a send waits for its receive. So these waits
+are in disposable threads, and the training thread never blocks on them. Messages of a link have a fixed order, so
+receives are posted ahead.
 """
 
 import queue

@@ -1,4 +1,4 @@
-"""What a micro-batch says about the loss: sums, since means of micro-batches must not be averaged (DESIGN §5.2)."""
+"""What a micro-batch says about the loss: sums, because means of micro-batches must not be averaged."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,7 @@
 """One section at work: forward without or with a graph, and backward.
 
 Values are detached at every section boundary, also within a stage, so that a section computes the same bits
-wherever the stage boundaries lie (DESIGN §5.2, ``reference/engine-notes.md`` §1).
+wherever the stage boundaries lie.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""A worker's life: generations, one after another, and the loop over steps in between (DESIGN §5.2, §5.4)."""
+"""A worker's life: generations, one after another, and the loop over steps in between."""
 
 import contextlib
 import time

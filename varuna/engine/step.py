@@ -1,4 +1,4 @@
-"""One step of a formed generation: F, R, B, reduce, vote, apply (DESIGN §5.2)."""
+"""One step of a formed generation: F, R, B, reduce, vote, apply."""
 
 import math
 import time

@@ -2,7 +2,7 @@
 
 A section returns what its updates are computed from (the batch's own statistics); the update itself is a small
 graph of its own, from old buffers and statistics to new buffers. Running statistics then depend on neither P nor
-D: every micro-batch's statistics come from its F alone, and one order applies them (DESIGN §5.1).
+D: every micro-batch's statistics come from its F alone, and one order applies them.
 """
 
 from collections.abc import Iterable, Sequence

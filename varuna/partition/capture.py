@@ -1,4 +1,4 @@
-"""Capture: an unmodified module becomes one flat graph of ATen ops (DESIGN §5.1).
+"""Capture: an unmodified module becomes one flat graph of ATen ops.
 
 The model is built under fake tensors, so nothing is allocated, and exported once with a symbolic batch
 dimension. Only the loss (and the user's metric sums) are outputs: nothing else of the model's output

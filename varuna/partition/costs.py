@@ -1,6 +1,6 @@
 """Costs of ops as a deterministic function of the graph: FLOPs and bytes under a fixed roofline.
 
-Sections must never differ between machines or runs, so nothing here is measured (DESIGN §5.1).
+Sections must never differ between machines or runs, so nothing here is measured.
 """
 
 import math

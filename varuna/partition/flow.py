@@ -1,4 +1,4 @@
-"""What depends on what in a flat graph: which ops are rebuilt anywhere, and where it can be cut (DESIGN §5.1)."""
+"""What depends on what in a flat graph: which ops are rebuilt anywhere, and where it can be cut."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """Remove what capture leaves behind: asserts, no-op casts, empty cache tensors.
 
 Each of these would count as work, keep a second name of a tensor alive across a cut, or drag constants
-into sections. Values are unchanged (``reference/engine-notes.md`` §5).
+into sections. Values do not change.
 """
 
 import operator

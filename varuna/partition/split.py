@@ -1,7 +1,7 @@
-"""Split a flat graph into sections: what each runs, takes, makes and sends (DESIGN §5.1).
+"""Split a flat graph into sections: what each runs, takes, makes and sends.
 
 Ops that depend on inputs and constants only are rebuilt in every section that needs them; model inputs
-are read from the dataset by the section that uses them; everything else that is used behind a cut crosses
+are read from the dataset by the section that uses them; everything else that is used after a cut crosses
 it, and is relayed through sections that do not use it.
 """
 

@@ -1,6 +1,6 @@
 """How deep, and keeping which activations, a stage runs within its memory: in-flight depth first, then keeping.
 
-Depth beats keeping on slow links (reference/pipelines.md §2), and each kept section costs its activations once
+Depth beats keeping on slow links, and each kept section costs its activations once
 per micro-batch in flight. So later stages, which hold fewer in flight, keep more, and get more sections.
 
 Where the stash may move to host memory, activations are kept first, and entries of the stash stay in what is left.

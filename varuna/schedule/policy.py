@@ -262,7 +262,7 @@ def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varu
     """Default in-flight depth n_k: what a list needs; else 3 (P - k) + 2.
 
     That cap costs at most 0.4 % on all but the worst networks, where P - k + 2 costs 30 %
-    (reference/pipelines.md §2).
+    (docs/schedules.md).
 
     Raises:
         UsageError: no such policy.

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from varuna.core.calibration import Jitter
 
-# Shares of a whole B where nothing was measured: linears deferred in the graph (reference/engine-notes.md §3).
+# Shares of a whole B where nothing was measured: linears deferred in the graph.
 INPUT_SHARE, WEIGHT_SHARE = 0.61, 0.40
 
 

@@ -1,4 +1,4 @@
-"""A stage uses the bytes that its plan promised (DESIGN §6, invariant 8)."""
+"""A stage uses the bytes that its plan promised."""
 
 import gc
 import threading

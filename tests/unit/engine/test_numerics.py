@@ -1,4 +1,4 @@
-"""Any plan gives the losses of one process (DESIGN §6, invariants 1-3)."""
+"""Any plan gives the losses of one process."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

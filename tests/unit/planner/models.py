@@ -35,7 +35,7 @@ def model(sections: Sequence[SectionFacts], tied: tuple[TiedParameter, ...] = ()
 
 
 def gpt2_2_5b() -> ModelFacts:
-    """54 layers, hidden 1920, sequence 1024, on V100s, fp16 (reference/varuna-original.md §5)."""
+    """54 layers, hidden 1920, sequence 1024, on V100s, fp16, as in the paper."""
     return model([section(0.00224, 2 * 44 * MB, 60 * MB, 4 * MB)] * 54)
 
 
