@@ -75,7 +75,8 @@ def _show_network(console: Console, network: Network) -> None:
     )
     if link.staged_bytes_per_s is not None:
         console.print(
-            f"its copies from and to GPUs: {1000 * link.staged_s:.3f} ms, {format_bytes(link.staged_bytes_per_s)}/s",
+            f"copies of a message from and to GPUs: {1000 * link.staged_s:.3f} ms, "
+            f"{format_bytes(link.staged_bytes_per_s)}/s",
             highlight=False,
         )
     for ring in network.rings:

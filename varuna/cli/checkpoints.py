@@ -29,13 +29,13 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Directory = Annotated[str, typer.Argument(metavar="DIR", help="Folder or URL, as the Trainer's checkpoint_dir.")]
-Step = Annotated[int | None, typer.Option("--step", min=0, help="Only the checkpoint after this many steps.")]
+Directory = Annotated[str, typer.Argument(metavar="DIR", help="Folder or URL: the Trainer's checkpoint_dir.")]
+Step = Annotated[int | None, typer.Option("--step", min=0, help="Only the checkpoint of this step.")]
 
 
 @app.command("list")
 def list_(directory: Directory) -> None:
-    """Show all checkpoints in DIR, newest first; their tensors are not read."""
+    """Show all checkpoints in DIR, newest first, without reading tensors."""
     from varuna.core.units import format_bytes
 
     store, folders = _open(directory)
@@ -62,8 +62,8 @@ def list_(directory: Directory) -> None:
 def verify(directory: Directory, step: Step = None) -> None:
     """Read every byte of the checkpoints in DIR and compare checksums.
 
-    A damaged one is marked, so that no run uses it; a mark that is wrong is
-    removed. Exit code 1 if a checkpoint is damaged.
+    Marks damaged checkpoints, so that no run uses them, and removes marks that
+    are wrong. Exit code 1 if a checkpoint is damaged.
     """
     from varuna.core.units import format_bytes
 
@@ -89,13 +89,13 @@ def export(
     folder: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder.")],
     step: Step = None,
     config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Its config.json, if the run could not leave one.")
+        Path | None, typer.Option(metavar="FILE", help="The model's config.json, if the run could not leave one.")
     ] = None,
 ) -> None:
     """Write the model of the newest intact checkpoint in DIR as a Hugging Face folder.
 
-    OUT gets safetensors files with an index, and config.json if the model has
-    a configuration: what from_pretrained reads, and Trainer(weights=OUT).
+    OUT receives safetensors files with an index, and config.json if the model
+    has a configuration. from_pretrained and Trainer(weights=OUT) can read it.
     """
     from varuna.checkpoint.export import export_checkpoint
     from varuna.checkpoint.manifest import intact, newest_intact

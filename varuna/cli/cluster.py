@@ -37,32 +37,41 @@ varuna agent --join-file /run/secrets/varuna-join --state-dir /var/lib/varuna --
 
 def manager(
     run_dir: Annotated[
-        Path, typer.Option(metavar="DIR", help="Journal, keys, logs; the same folder again continues the run.")
+        Path,
+        typer.Option(metavar="DIR", help="Folder of journal, keys and logs; the same folder again continues the run."),
     ] = Path("varuna-run"),
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all addresses of this machine.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 0,
-    advertise: Annotated[str, typer.Option(metavar="ADDRESS", help="Address by which agents reach this machine.")] = "",
+    advertise: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Address at which agents reach this machine, if it is not --host.")
+    ] = "",
     workers: Annotated[
-        int, typer.Option("--workers", "-n", min=1, help="Workers to wait for before the first step (a minute).")
+        int,
+        typer.Option(
+            "--workers", "-n", min=1, help="Number of workers to wait for (at most a minute) before the first step."
+        ),
     ] = 1,
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
     asg: Annotated[
-        str, typer.Option(metavar="GROUP", help="AWS Auto Scaling group to ask for machines; its VMs start agents.")
+        str,
+        typer.Option(metavar="GROUP", help="AWS Auto Scaling group to ask for machines; its VMs must start agents."),
     ] = "",
-    nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="With --asg: how many machines.")] = "",
+    nodes: Annotated[str, typer.Option(metavar="LEAST:MOST", help="With --asg: least and most machines.")] = "",
     checkpoints: Annotated[
-        str, typer.Option(metavar="PLACE", help="The job may save checkpoints here or below, and nowhere else.")
+        str, typer.Option(metavar="PLACE", help="Only allow checkpoints in this place or below.")
     ] = "",
     json_log: options.JsonLog = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
 ) -> None:
-    """Manage a run on other machines: each runs `varuna agent`.
+    """Manage a run on other machines, each of which runs `varuna agent`.
 
-    Prints a JOIN string that lets one machine in. `varuna join-token` makes more.
-    Training goes on while the manager is away (SIGTERM sends it away), and the
-    same command takes it up again. Ctrl-C ends the run behind the step in flight.
+    Prints a JOIN string that admits one machine; `varuna join-token` prints more.
+    SIGTERM stops the manager but not the training, and the same command resumes
+    the run. Ctrl-C stops the run after the current step.
     """
     options.check_replacing(new, overwrite)
     memory_bytes = options.memory_bytes_of(memory_per_worker)
@@ -123,28 +132,37 @@ def _grower(asg: str, nodes: str, run_dir: Path) -> "Callable[[Callable[[str], N
 def agent(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[JOIN] -- SCRIPT [ARGS]...", help="What `varuna manager` printed, and what to run."),
+        typer.Argument(
+            metavar="[JOIN] -- SCRIPT [ARGS]...", help="What `varuna manager` printed, then the script to run."
+        ),
     ] = None,
     join_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Has the JOIN string, which arguments show to every user of the machine."),
+        typer.Option(
+            metavar="FILE", help="File with the JOIN string. Arguments are visible to all users of the machine."
+        ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", min=1, help="Workers; by default one per GPU, or one.")
+        int | None, typer.Option("--workers", "-n", min=1, help="Number of workers. Default: one per GPU, or one.")
     ] = None,
     state_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep the identity here: a restarted agent is the same one.")
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the agent's identity here: a restarted agent is the same machine."),
     ] = None,
     interface: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Own private address for tensors; default: towards the manager.")
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Private address of this machine for tensors. Default: the one that leads to the manager.",
+        ),
     ] = "",
 ) -> None:
-    """Join a run with this machine: one command per VM, whatever starts it.
+    """Join a run with this machine; start one agent per VM.
 
-    Starts a worker per GPU, starts it again when it is killed, and sends its
-    output to the manager. SIGTERM is taken as a preemption notice. Tensors
-    travel unencrypted: the interface must be a private one. The JOIN string may
-    be in --join-file or VARUNA_JOIN, where other users do not see its token.
+    Starts one worker per GPU, restarts workers that are killed, and sends their
+    output to the manager. SIGTERM counts as a preemption notice. Tensors travel
+    unencrypted, so the interface must be private. Other users of the machine
+    can see arguments: give the JOIN string in --join-file or VARUNA_JOIN.
     """
     from varuna.fleet.admission import serve
     from varuna.fleet.agent import Agent, AgentConfig, Notice, to_stderr
@@ -155,7 +173,7 @@ def agent(
 
     invitation, (script, *args) = invited(words or [], join_file)
     if not Path(script).is_file():
-        raise UsageError(f"no script at {script}. Name a Python file behind --: varuna agent JOIN -- train.py")
+        raise UsageError(f"no script at {script}. Name a Python file after --: varuna agent JOIN -- train.py")
     folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
     home = Home(folder)
     ownership = home.own()

@@ -17,18 +17,18 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "fault": "[red]
 
 def doctor(
     run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Folder of the run; default: your newest one.")
+        Path | None, typer.Argument(metavar="RUN", help="Folder of the run. Default: your newest run.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Do not read the newest checkpoint, only see that it is complete.")
+        bool, typer.Option("--quick", help="Do not read the newest checkpoint, only check that it is complete.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Check a run from outside: ledger, checkpoint, leases, disks, open ports, clocks.
+    """Check a run from outside: samples, checkpoint, leases, disks, open ports, clocks.
 
-    Nothing is changed. Every byte of the newest checkpoint is read and
-    compared with its checksum. Exit code 1 if something is broken; warnings
-    alone exit with 0.
+    Changes nothing. Reads every byte of the newest checkpoint and compares it
+    with its checksum. Exit code 1 if something is broken, 0 if there are only
+    warnings.
     """
     from varuna.doctor.diagnose import diagnose, is_healthy
     from varuna.doctor.gather import gather

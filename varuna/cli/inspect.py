@@ -79,8 +79,8 @@ def _stages(model: PartitionedModel, stages: int) -> list[dict[str, Any]]:
     facts = model.facts.sections
     if stages > len(facts):
         raise NoPlanError(
-            f"P={stages} was asked for, but the model has {len(facts)} sections. Lower --stages to {len(facts)}, or "
-            "pass a larger cut_points= to Trainer."
+            f"P={stages} was requested, but the model has {len(facts)} sections. Lower --stages to {len(facts)}, "
+            "or pass a larger cut_points= to Trainer."
         )
     costs = [section.forward_s for section in facts]
     starts = balance([4 * cost for cost in costs], [3 * cost for cost in costs], stages)
@@ -125,7 +125,7 @@ def show(console: Console, report: dict[str, Any]) -> None:
     for eager in report["eager"]:
         console.print(f"runs as written: {eager['module']}, since {eager['why']}", highlight=False, markup=False)
     if report["batch_dependent"]:
-        console.print("batch statistics: Trainer needs micro_batch=, which no plan changes", highlight=False)
+        console.print("batch statistics: pass micro_batch= to Trainer; no plan changes it", highlight=False)
     if (found := report["verify"]) is not None:
         console.print(_verdict(found), highlight=False, markup=False, soft_wrap=True)
     if report["dependencies"] is not None:
@@ -137,7 +137,7 @@ def _verdict(found: dict[str, Any]) -> str:
         return f"against plain PyTorch: WRONG: {found['finding']}"
     left_out = "".join(f"\nnot compared: {each}" for each in found["left_out"])
     if found["loss_error"] is None:
-        return f"against plain PyTorch: looked at without data{left_out}"
+        return f"against plain PyTorch: checked without data{left_out}"
     worst = f" ({found['parameter']})" if found["parameter"] else ""
     return (
         f"against plain PyTorch, on {found['samples']} samples: loss error {found['loss_error']:.1e}, largest gradient "

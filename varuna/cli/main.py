@@ -23,7 +23,7 @@ varuna run --workers 4 train.py              train on 4 local workers
 varuna run --workers 4 train.py --lr 1e-3    the script's own flags
 varuna inspect --stages 4 --verify train.py  where the model is cut
 varuna replay trace.csv --calibration c.json --global-batch 1024
-varuna calibrate --workers 2 train.py        measure it, once
+varuna calibrate --workers 2 train.py        measure a job, once
 varuna simulate --unit --stages 4 --micro-batches 5
 """
 
@@ -53,7 +53,7 @@ varuna simulate --calibration calibration.json --gpus 64 --global-batch 8192 --j
 
 app = typer.Typer(
     name="varuna",
-    help="Train PyTorch models too big or too slow for one GPU on machines that come and go.",
+    help="Train PyTorch models that are too big or too slow for one GPU, on machines that come and go.",
     epilog=EXAMPLES,
     no_args_is_help=True,
     add_completion=False,
@@ -86,26 +86,31 @@ def _root(
 
 @app.command(epilog=RUN_EXAMPLES, context_settings={"allow_interspersed_args": False})
 def run(
-    script: Annotated[Path, typer.Argument(help="Training script; the same file that runs as `python train.py`.")],
+    script: Annotated[Path, typer.Argument(help="Training script: the same file that runs with `python train.py`.")],
     args: options.ScriptArguments = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Worker processes to keep alive.")] = 1,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", min=1, help="Number of worker processes to keep alive.")
+    ] = 1,
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
     json_log: options.JsonLog = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep logs and journal here; default: only if the run fails.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep logs and journal in this folder. Default: keep them only if the run fails."
+        ),
     ] = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the manager on loopback; 0 picks a free one.")
+        int, typer.Option(min=0, max=65535, help="Port of the status page on loopback; 0 picks a free one.")
     ] = 0,
 ) -> None:
-    """Train SCRIPT on N local workers; dead ones are replaced and training goes on.
+    """Train SCRIPT on N local workers; workers that die are replaced.
 
     Only the main worker's standard output is shown. Morphs and warnings go to
     standard error. With a checkpoint_dir in the script, the same command resumes.
-    Ctrl-C ends the run behind the step in flight; a second one at once.
+    Ctrl-C stops after the current step; a second Ctrl-C stops at once.
     """
     if not script.is_file():
         raise UsageError(f"no script at {script}. Name a Python file: varuna run --workers {workers} train.py")
@@ -139,10 +144,14 @@ def run(
 def inspect(
     script: options.JobScript,
     args: options.ScriptArguments = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Group the sections into P stages.")] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="Check it against plain PyTorch; code 1 if wrong.")] = False,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Show how the sections would be grouped into P stages.")
+    ] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare with plain PyTorch; exit code 1 if anything differs.")
+    ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Dry-run a whole step; print what crosses stages unseen.")
+        bool, typer.Option("--trace", help="Run a whole step and report code that needs values of several stages.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -158,16 +167,19 @@ def calibrate(
     script: options.JobScript,
     args: options.ScriptArguments = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", min=1, help="Measure with so many processes at once; 1 has no network.")
+        int,
+        typer.Option(
+            "--workers", "-n", min=1, help="Number of processes that measure at once; with 1, no network is measured."
+        ),
     ] = 2,
-    output: Annotated[Path, typer.Option(metavar="FILE", help="Where the calibration goes.")] = Path(
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the calibration.")] = Path(
         "calibration.json"
     ),
 ) -> None:
-    """Measure the model of SCRIPT on this hardware, once, for any plan.
+    """Measure the job of SCRIPT on this hardware, once, for plans of any size.
 
-    Sections are timed in place, by as many workers at once as will share this
-    machine, and links, all-reduces and a few real steps with them.
+    Times the model's sections, links, all-reduces and a few real steps. Take as
+    many workers as will share this machine.
     """
     from varuna.cli.calibrate import calibrate_job
 
@@ -179,44 +191,51 @@ def plan(
     script: Annotated[
         Path | None, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")
     ] = None,
-    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, behind --.")] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
     calibration: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measured or written by hand; else nominal figures.")
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Calibration, measured or written by hand. Default: nominal figures from operation counts.",
+        ),
     ] = None,
     from_run: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="From what the steps of a run took, instead.")
+        Path | None, typer.Option(metavar="RUN_DIR", help="Plan from what the steps of this run took.")
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", "-n", min=1, help="GPUs at hand.")] = ...,  # type: ignore[assignment]
+    gpus: Annotated[int, typer.Option("--gpus", "-n", min=1, help="Number of GPUs.")] = ...,  # type: ignore[assignment]
     gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="Instead of the calibration's.")] = None,
     global_batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples of a step. Default: the script's, or 8192.")
+        int | None, typer.Option(min=1, help="Examples per step. Default: the script's, or 8192.")
     ] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples of a micro-batch, instead of the planner's choice.")
+        int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")
     ] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages P, instead of all that fit.")] = None,
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Number of pipeline stages P. Default: all that fit.")
+    ] = None,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of a GPU, such as 16GB; instead of the calibration's.")
+        str | None, typer.Option(metavar="SIZE", help="Memory per GPU, such as 16GB. Default: the calibration's.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option(metavar="DOLLARS", help="Of a GPU and hour, instead of the calibration's.")
+        float | None, typer.Option(metavar="DOLLARS", help="Price per GPU and hour. Default: the calibration's.")
     ] = None,
     objective: Annotated[
         str,
         typer.Option("--objective", metavar="time|dollar", help="The fastest step, or the most examples per dollar."),
     ] = "time",
     offload_optimizer: Annotated[
-        bool, typer.Option("--offload-optimizer", help="Optimizer state in host memory, as with Trainer's option.")
+        bool,
+        typer.Option("--offload-optimizer", help="Keep optimizer state in host memory, like the Trainer's option."),
     ] = False,
     shard_optimizer: Annotated[
         bool,
-        typer.Option("--shard-optimizer", help="Optimizer state shared out among replicas, as with Trainer's option."),
+        typer.Option("--shard-optimizer", help="Distribute optimizer state over replicas, like the Trainer's option."),
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Rank every pipeline depth for N GPUs, and say what each step is spent on.
+    """Rank the plans for N GPUs, and show what each step spends its time on.
 
-    With a calibration this needs neither torch nor a GPU. Nothing is started.
+    With --calibration this needs neither torch nor a GPU. Nothing is started.
     """
     if objective not in ("time", "dollar"):
         raise UsageError(f"--objective {objective} is unknown. Choose time or dollar.")
@@ -224,7 +243,7 @@ def plan(
     from varuna.cli.plan import calibration_of_run, plan_command
 
     if calibration is not None and from_run is not None:
-        raise UsageError("--calibration and --from-run both say what to plan from. Give one of them.")
+        raise UsageError("--calibration and --from-run both name what to plan from. Give one of them.")
     plan_command(
         script,
         args or [],
@@ -251,31 +270,34 @@ def simulate(
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Simulate the best plan for this calibration, in seconds.")
     ] = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages P.")] = None,
-    micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Micro-batches of the pipeline; with --unit.")
-    ] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs to plan for; with --calibration.")] = None,
-    global_batch: Annotated[int | None, typer.Option(min=1, help="Examples of a step; with --calibration.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Number of pipeline stages P.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Number of micro-batches; with --unit.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs to plan for; with --calibration.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Examples per step; with --calibration.")] = None,
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Examples of a micro-batch; else the planner's.")
+        int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")
     ] = None,
     gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="Instead of the calibration's.")] = None,
-    policy: Annotated[str, typer.Option(help="gpipe, 1f1b, varuna, varuna-strict or adaptive.")] = "adaptive",
+    policy: Annotated[str, typer.Option(help="One of gpipe, 1f1b, varuna, varuna-strict and adaptive.")] = "adaptive",
     network: Annotated[
         str | None,
-        typer.Option(metavar="LATENCY,SERIALISATION,JITTER", help="Of each link, in units of a forward; with --unit."),
+        typer.Option(
+            metavar="LATENCY,SERIALISATION,JITTER",
+            help="Latency, serialisation and jitter of each link, in units of a forward; with --unit.",
+        ),
     ] = None,
     split_last: Annotated[
-        int | None, typer.Option(min=0, help="Backwards at the end that run as I and W; by default the policy's.")
+        int | None,
+        typer.Option(min=0, help="How many of the last backwards run in two halves. Default: the policy's choice."),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the jitter.")] = 0,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step to this file.")] = None,
     as_json: options.AsJson = False,
 ) -> None:
-    """Simulate one step of one pipeline, with the policies that the engine runs.
+    """Simulate one step of a pipeline, with the policies that the engine runs.
 
-    Prints its length, and for each stage what it computes, waits for and holds.
+    Prints the length of the step and, for each stage, how long it computes and
+    waits, and what it holds.
     """
     from varuna.cli.simulate import Options, simulate_command
 
@@ -298,24 +320,34 @@ def simulate(
 
 @app.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="CSV: time, add|remove, node; or time, number of nodes.")],
+    trace: Annotated[
+        Path, typer.Argument(help="CSV file with rows `time, add|remove, node` or `time, number of nodes`.")
+    ],
     calibration: Annotated[Path, typer.Option(metavar="FILE", help="Calibration of the model on the hardware.")],
-    global_batch: Annotated[int, typer.Option(min=1, help="Examples per step, M.")],
-    gpus_per_node: Annotated[int, typer.Option(min=1, help="Workers of each node.")] = 1,
-    micro_batch: Annotated[int | None, typer.Option(min=1, help="m, instead of the planner's choice.")] = None,
+    global_batch: Annotated[int, typer.Option(min=1, help="Examples per step.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of workers per node.")] = 1,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")
+    ] = None,
     policy: Annotated[
         ReplayPolicy,
-        typer.Option(help="morph, or restart: kill all and read the last checkpoint, with morph beside it."),
+        typer.Option(
+            help="morph; or restart, which kills all workers and reads the last checkpoint, with morph for comparison."
+        ),
     ] = ReplayPolicy.MORPH,
-    notice: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="Warning before a node goes.")] = 0.0,
+    notice: Annotated[
+        float, typer.Option(min=0, metavar="SECONDS", help="How long before its end a node gives notice.")
+    ] = 0.0,
     as_json: options.AsJson = False,
-    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw examples/s over time, with the plans.")] = None,
+    svg: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw examples per second and plans over time to this file.")
+    ] = None,
 ) -> None:
     """Replay a recorded cluster in virtual time, with the real state machine and planner.
 
-    Goodput is committed examples over those of instant, lossless morphs that
-    are always on the best plan. Times in the trace are milliseconds or
-    timestamps.
+    Goodput is the number of committed examples relative to a run that is always
+    on the best plan and whose morphs cost nothing. Times in the trace are
+    milliseconds or timestamps.
     """
     from varuna.cli.replay import replay_trace
     from varuna.core.calibration_file import read_calibration
@@ -335,10 +367,10 @@ def replay(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option(metavar="DIR", help="Where report.json and the logs go.")] = Path(
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Folder for report.json and the logs.")] = Path(
         "demo-output"
     ),
-    steps: Annotated[int, typer.Option(min=60, help="Optimizer steps to train.")] = 72,
+    steps: Annotated[int, typer.Option(min=60, help="Number of optimizer steps.")] = 72,
 ) -> None:
     """Train GPT-2 on 4 local workers, kill two of them, and check every loss.
 

@@ -10,15 +10,17 @@ from varuna.core.units import parse_bytes
 
 Stages = Annotated[
     int | None,
-    typer.Option(min=1, envvar="VARUNA_STAGES", help="Pipeline stages P, instead of the planner's choice."),
+    typer.Option(min=1, envvar="VARUNA_STAGES", help="Number of pipeline stages P. Default: the planner's choice."),
 ]
 MemoryPerWorker = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Plans must fit in this, such as 2GiB."),
+    typer.Option(
+        metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Memory that plans must fit into, such as 2GiB."
+    ),
 ]
 JsonLog = Annotated[Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")]
-New = Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from the checkpoints.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --new: replace existing checkpoints.")]
+New = Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from checkpoints.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --new: move existing checkpoints aside.")]
 JobScript = Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")]
 ScriptArguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -40,4 +42,4 @@ def check_replacing(new: bool, overwrite: bool) -> None:
         UsageError: it was given without ``--new``.
     """
     if overwrite and not new:
-        raise UsageError("--overwrite says what --new may replace. Give both: --new --overwrite")
+        raise UsageError("--overwrite requires --new: give both, --new --overwrite, or neither")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 RunDir = Annotated[
     Path | None,
-    typer.Option("--run", metavar="DIR", envvar="VARUNA_RUN", help="Folder of the run; default: your newest one."),
+    typer.Option("--run", metavar="DIR", envvar="VARUNA_RUN", help="Folder of the run. Default: your newest run."),
 ]
 _WATCH_S = 1.0
 _FOLLOW_S = 0.5
@@ -26,10 +26,10 @@ _TAIL_BYTES = 64 * 1024
 
 def status(
     run: RunDir = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it again every second.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Show what a run does: plan, steps, machines, workers."""
+    """Show the plan, steps, machines and workers of a run."""
     from varuna.fleet.access import find
 
     folder, _ = find(run)
@@ -70,14 +70,14 @@ def status(
 
 def logs(
     run: RunDir = None,
-    rank: Annotated[int | None, typer.Option(min=0, help="Of the newest generation; default: 0.")] = None,
-    worker: Annotated[str, typer.Option(metavar="NAME", help="A worker by name, also one that is gone.")] = "",
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank in the newest generation. Default: 0.")] = None,
+    worker: Annotated[str, typer.Option(metavar="NAME", help="Name of a worker, also of one that is gone.")] = "",
     first_failure: Annotated[
-        bool, typer.Option("--first-failure", help="The worker that was lost or failed first, and why.")
+        bool, typer.Option("--first-failure", help="The worker that failed or was lost first, and why.")
     ] = False,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more output.")] = False,
 ) -> None:
-    """Print what a worker wrote, wherever it ran, also when its machine is gone."""
+    """Print the output of a worker, even if its machine is gone."""
     if (rank is not None) + bool(worker) + first_failure > 1:
         raise UsageError("--rank, --worker and --first-failure each name a worker. Give one of them.")
     from varuna.fleet.access import find
@@ -125,43 +125,43 @@ def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: 
 
 
 def stop(run: RunDir = None) -> None:
-    """End a run behind the step in flight, with a checkpoint, and release its machines."""
+    """Stop a run after the current step, with a checkpoint, and release its machines."""
     _post(_remote(run), "/stop", {})
-    typer.echo("the run stops behind the step in flight")
+    typer.echo("the run will stop after the current step")
 
 
 def morph(run: RunDir = None) -> None:
-    """Ask for the best plan for the workers at hand, now."""
+    """Switch to the best plan for the current workers, now."""
     _post(_remote(run), "/morph", {})
-    typer.echo("asked; `varuna status` shows what comes of it")
+    typer.echo("requested; see `varuna status`")
 
 
 def drain(
-    node: Annotated[str, typer.Argument(help="As `varuna status` names it.")],
+    node: Annotated[str, typer.Argument(help="Name of the machine in `varuna status`.")],
     run: RunDir = None,
     now: Annotated[
-        bool, typer.Option("--now", help="It is not trusted any more: void its secret at once, lose its workers.")
+        bool, typer.Option("--now", help="Do not trust it any more: revoke its secret and drop its workers at once.")
     ] = False,
 ) -> None:
-    """Let a machine go without losing a step: its state moves, then its agent ends.
+    """Release a machine without losing a step: its state moves, then its agent exits.
 
-    A machine whose agent is away is not waited for: its secret is void.
+    If the machine's agent is away, its secret is revoked without waiting.
     """
     said = _post(_remote(run), "/drain", {"node": node, "now": now})
-    typer.echo(f"node {node} {'is sent away' if said['accepted'] == 'send away' else 'will be released'}")
+    typer.echo(f"node {node} {'was removed' if said['accepted'] == 'send away' else 'will be released'}")
 
 
 def join_token(
     run: RunDir = None,
-    uses: Annotated[int, typer.Option(min=1, help="Machines that may join with it.")] = 1,
-    hours: Annotated[float, typer.Option(min=0.01, help="How long it is good for.")] = 24.0,
-    void: Annotated[
-        bool, typer.Option("--void", help="Make all those void that were printed before; print none.")
-    ] = False,
+    uses: Annotated[int, typer.Option(min=1, help="Number of machines that may join with it.")] = 1,
+    hours: Annotated[float, typer.Option(min=0.01, help="How long it is valid.")] = 24.0,
+    void: Annotated[bool, typer.Option("--void", help="Revoke all JOIN strings printed before; print none.")] = False,
 ) -> None:
-    """Print another JOIN string, for machines to come."""
+    """Print another JOIN string, for more machines."""
     if void:
-        typer.echo(f"{_post(_remote(run), '/tokens/void', {})['void']} tokens are void; machines that joined stay")
+        typer.echo(
+            f"{_post(_remote(run), '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay"
+        )
         return
     answer = _post(_remote(run), "/tokens", {"uses": uses, "life_s": hours * 3600})
     typer.echo(answer["join"])
@@ -190,7 +190,7 @@ def _why_unreachable(folder: Path, error: Exception) -> str:
     ended = _has_ended(folder)
     if ended:
         return f"the run in {folder} has ended with {ended}"
-    return f"{error} The run in {folder} has not ended: start the same command again to take it up."
+    return f"{error} The run in {folder} has not ended: start the same command again to continue it."
 
 
 def _has_ended(folder: Path) -> str:
@@ -240,7 +240,7 @@ def _worker(status: Mapping[str, Any], rank: int | None, first_failure: bool) ->
     """Name of the worker that is meant."""
     if first_failure:
         if not status["failures"]:
-            raise FleetError("no worker of this run has failed or was lost")
+            raise FleetError("no worker of this run has failed or been lost")
         first = status["failures"][0]
         print(f"{first['worker']}: {first['cause']}", file=sys.stderr)
         return str(first["worker"])
@@ -262,4 +262,4 @@ def _chunk(remote: "Remote", worker: str, offset: str) -> tuple[int, bytes]:
 
 def _check(given: bool, flag: str) -> None:
     if given:
-        raise UsageError(f"{flag} and --json exclude each other: JSON is printed once")
+        raise UsageError(f"{flag} and --json cannot be combined: JSON is printed once")

@@ -54,7 +54,7 @@ def plan_command(
         NoPlanError: nothing fits; with ``--json`` the rejections are printed first.
     """
     if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
-        raise UsageError(f"--price {price_per_hour} is no price. Give dollars per GPU and hour, such as 0.61")
+        raise UsageError(f"--price {price_per_hour} is not a price. Give dollars per GPU and hour, such as 0.61")
     known, job_batch, job_micro_batch, combines, apart = _calibration(script, args, calibration)
     if shard_optimizer:
         known = known.shared_out()
@@ -96,7 +96,7 @@ def calibration_of_run(run_dir: Path) -> Path:
     path = run_dir / RUN_FILE
     if not path.is_file():
         raise UsageError(
-            f"no {RUN_FILE} in {run_dir}. A run leaves it there once all of its ranks have told of some seconds of "
+            f"no {RUN_FILE} in {run_dir}. A run writes it after all of its ranks have reported some seconds of "
             "training; `varuna run --run-dir DIR` keeps its folder."
         )
     return path
@@ -195,7 +195,7 @@ def _show_best(console: Console, found: RankingReport) -> None:
     idle = f", {best.gpus_idle} idle" if best.gpus_idle else ""
     least, most = (format_bytes(extreme(best.memory_bytes)) for extreme in (min, max))
     lines = [
-        f"{best.gpus_used} of {found.gpus} GPUs work{idle}; {best.sharing}",
+        f"{best.gpus_used} of {found.gpus} GPUs are used{idle}; {best.sharing}",
         f"memory of a stage: {least} to {most}; first stage {best.in_flight[0]} micro-batches in flight",
     ]
     if any(best.kept):
@@ -212,7 +212,7 @@ def _show_best(console: Console, found: RankingReport) -> None:
     if best.split_last:
         lines.append(f"the last {best.split_last} backwards of a replica are split in two")
     if best.dollars_per_hour is not None:
-        lines.append(f"{best.dollars_per_hour:.4g} $ per hour for the VMs in use")
+        lines.append(f"$ {best.dollars_per_hour:.4g} per hour for the VMs in use")
     for line in lines:
         console.print(f"  {line}", highlight=False, markup=False)
     for plan in found.plans[1:]:

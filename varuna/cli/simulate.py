@@ -98,12 +98,10 @@ def _calibrated(options: Options) -> Outcome:
     assert options.calibration is not None
     _refuse(options, "--calibration", "micro_batches", "network")
     if options.gpus is None or options.global_batch is None:
-        raise UsageError(
-            "--calibration needs --gpus N and --global-batch M: what is at hand, and what a step trains on"
-        )
+        raise UsageError("--calibration needs --gpus N and --global-batch M")
     if options.gpus < 1 or options.global_batch < 1:
         raise UsageError(
-            f"--gpus {options.gpus} --global-batch {options.global_batch} leaves nothing to do: at least 1"
+            f"--gpus {options.gpus} --global-batch {options.global_batch} leaves nothing to do: both must be at least 1"
         )
     calibration = read_calibration(options.calibration)
     request = PlanRequest(
@@ -134,12 +132,12 @@ def _calibrated(options: Options) -> Outcome:
 def _refuse(options: Options, mode: str, *foreign: str) -> None:
     given = [name for name in foreign if getattr(options, name) is not None]
     if given:
-        raise UsageError(f"--{given[0].replace('_', '-')} says nothing with {mode}. Leave it out.")
+        raise UsageError(f"--{given[0].replace('_', '-')} has no effect with {mode}. Leave it out.")
 
 
 def _check_size(stages: int, micro_batches: int) -> None:
     if stages < 1 or micro_batches < 1:
-        raise UsageError(f"{stages} stages and {micro_batches} micro-batches: a step has at least one of each")
+        raise UsageError(f"{stages} stages and {micro_batches} micro-batches: a step needs at least one of each")
     if stages * micro_batches > _MOST_FORWARDS:
         raise UsageError(
             f"{stages} stages x {micro_batches} micro-batches are {stages * micro_batches:,} forwards, more than "
@@ -155,8 +153,8 @@ def _parse_network(text: str) -> LinkCosts:
         numbers = []
     if len(numbers) != 3 or not all(0 <= number <= _LONGEST for number in numbers):
         raise UsageError(
-            f"--network {text!r} is no network. Write latency, serialisation and mean jitter in units of one forward, "
-            "three numbers from 0 to a million, such as 0.05,0.4,0.2"
+            f"--network {text!r} is not a network. Write latency, serialisation and mean jitter in units of one "
+            "forward, three numbers from 0 to a million, such as 0.05,0.4,0.2"
         )
     latency, serialisation, jitter = numbers
     return LinkCosts(
@@ -197,8 +195,8 @@ def show(console: Console, outcome: Outcome) -> None:
     console.print(f"{outcome.title}: {length}, bubble {trace.bubble_fraction:.1%}", highlight=False)
     if plan is not None:
         console.print(
-            f"plan {plan.shape}, m = {plan.micro_batch}: {plan.global_batch / max(trace.step_s, 1e-12):,.4g} examples "
-            f"per second, {time(trace.exposed_reduce_s)} of all-reduce in the open",
+            f"plan {plan.shape}, m = {plan.micro_batch}: {plan.global_batch / max(trace.step_s, 1e-12):,.4g} "
+            f"examples per second, {time(trace.exposed_reduce_s)} of visible all-reduce",
             highlight=False,
         )
     table = Table("stage", "compute", "transfer", "idle", "stash", "live", caption=_CAPTION)
@@ -227,7 +225,7 @@ def simulate_command(options: Options, *, as_json: bool, svg: Path | None) -> No
         try:
             svg.write_text(picture)
         except OSError as error:
-            raise UsageError(f"the picture cannot be written to {svg}: {error.strerror}. Name another file.") from None
+            raise UsageError(f"cannot write the picture to {svg}: {error.strerror}. Give another file.") from None
     if as_json:
         print(json.dumps(report(outcome)))
     else:

@@ -123,7 +123,7 @@ def test_a_person_sees_the_best_plan_its_runners_up_and_what_does_not_fit(run: A
     lines = ran.out.splitlines()
     assert lines[0].startswith("gpt2-2.5b   global batch 8190   35 GPUs   V100-16GB")
     assert any(line.startswith(">") for line in lines)
-    for words in ("GPUs work", "replica runs", "35 of 35", "rejected: 1 x 35", "$/M ex", "per hour"):
+    for words in ("GPUs are used", "replica runs", "35 of 35", "rejected: 1 x 35", "$/M ex", "per hour"):
         assert words in ran.out
 
 
@@ -152,8 +152,8 @@ def test_the_table_fits_the_terminal(width: int) -> None:
         (["--gpus", "800", "--stages", "500"], 3, "the model has 110 sections"),
         (["--gpus", "8", "--global-batch", "0"], 2, "global-batch"),
         (["--gpus", "8", "--global-batch", "4", "--micro-batch", "5"], 2, "micro_batch=5 was asked for"),
-        (["--gpus", "8", "--price", "nan"], 2, "is no price"),
-        (["--gpus", "8", "--price", "-1"], 2, "is no price"),
+        (["--gpus", "8", "--price", "nan"], 2, "is not a price"),
+        (["--gpus", "8", "--price", "-1"], 2, "is not a price"),
         (["--gpus", "8", "--objective", "joy"], 2, "Choose time or dollar"),
         (["--gpus", "8", "--gpus-per-vm", "0"], 2, "gpus-per-vm"),
         (["--gpus", "8", "--surprise"], 2, "surprise"),

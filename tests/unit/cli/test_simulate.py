@@ -88,12 +88,12 @@ def test_a_calibration_gives_seconds_of_the_best_plan_or_of_the_stages_asked_for
         ((), "either --unit --stages P --micro-batches N, or --calibration FILE"),
         ((*FIGURE, "--calibration", "some.json"), "either --unit"),
         (("--unit", "--stages", "4"), "--unit needs a shape"),
-        ((*FIGURE, "--gpus", "4"), "--gpus says nothing with --unit"),
+        ((*FIGURE, "--gpus", "4"), "--gpus has no effect with --unit"),
         ((*FIGURE, "--policy", "zb"), "no schedule policy 'zb'. Choose one of gpipe"),
         ((*FIGURE, "--policy", "gpipe", "--split-last", "1"), "'gpipe' never splits a backward"),
         (("--unit", "--stages", "100000", "--micro-batches", "1000"), "100,000,000 forwards, more than 1,000,000"),
-        ((*FIGURE, "--svg", "/no/such/folder/step.svg"), "cannot be written to /no/such/folder/step.svg"),
-        (("--calibration", "some.json", "--network", "0,0,0"), "--network says nothing with --calibration"),
+        ((*FIGURE, "--svg", "/no/such/folder/step.svg"), "cannot write the picture to /no/such/folder/step.svg"),
+        (("--calibration", "some.json", "--network", "0,0,0"), "--network has no effect with --calibration"),
         (("--calibration", "some.json"), "--calibration needs --gpus N and --global-batch M"),
         (("--calibration", "no.json", "--gpus", "2", "--global-batch", "8"), "cannot read a calibration from no.json"),
     ],
@@ -104,7 +104,7 @@ def test_what_makes_no_sense_is_refused(arguments: tuple[str, ...], message: str
 
 @pytest.mark.parametrize("text", ["", "1,2", "1,2,3,4", "a,b,c", "nan,0,0", "0,inf,0", "0,0,-1", "1e9,0,0"])
 def test_a_network_is_three_numbers_that_a_network_can_have(text: str) -> None:
-    assert f"--network {text!r} is no network" in refusal(*FIGURE, f"--network={text}")
+    assert f"--network {text!r} is not a network" in refusal(*FIGURE, f"--network={text}")
 
 
 @given(
