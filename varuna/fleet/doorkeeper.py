@@ -1,10 +1,11 @@
 """Who may stand in the server's door: strangers have few places, and little time to say what they want.
 
 A connection is a stranger's until it has brought one whole request; what it costs before that (memory, a descriptor)
-nobody has to show a secret for.
+nobody has to show a secret for. Who comes from where many strangers come from cannot crowd others out.
 """
 
 import asyncio
+import ipaddress
 import logging
 from collections import Counter
 from typing import Any
@@ -37,27 +38,51 @@ class Doorkeeper:
         patience_s: float = _REQUEST_S,
     ) -> None:
         self._most, self._most_of_one, self._patience_s = most, most_of_one, patience_s
-        self._strangers: dict[object, tuple[str, asyncio.TimerHandle]] = {}
-        self._addresses: Counter[str] = Counter()
+        self._strangers: dict[object, tuple[str, asyncio.TimerHandle, asyncio.Transport]] = {}  # the first came first
+        self._origins: Counter[str] = Counter()
 
     def meet(self, who: object, address: str, transport: asyncio.Transport) -> None:
         """Somebody is here, or wants something else: without a whole request in time the connection is cut."""
         self.know(who)
-        if len(self._strangers) >= self._most or self._addresses[address] >= self._most_of_one:
+        origin = _origin(address)
+        is_full = len(self._strangers) >= self._most
+        if self._origins[origin] >= self._most_of_one or (is_full and not self._make_room(origin)):
             transport.abort()
             return
         timer = asyncio.get_running_loop().call_later(self._patience_s, transport.abort)
-        self._strangers[who] = address, timer
-        self._addresses[address] += 1
+        self._strangers[who] = origin, timer, transport
+        self._origins[origin] += 1
 
     def know(self, who: object) -> None:
         """It has said what it wants, or is gone."""
         if who in self._strangers:
-            address, timer = self._strangers.pop(who)
+            origin, timer, _ = self._strangers.pop(who)
             timer.cancel()
-            self._addresses[address] -= 1
-            if not self._addresses[address]:
-                del self._addresses[address]
+            self._origins[origin] -= 1
+            if not self._origins[origin]:
+                del self._origins[origin]
+
+    def _make_room(self, origin: str) -> bool:
+        """Cut whoever has stood there longest of where most come from; False if that is where the newcomer is from."""
+        crowded, count = self._origins.most_common(1)[0]
+        if count <= self._origins[origin] + 1:
+            return False
+        who = next(who for who, (of, _, _) in self._strangers.items() if of == crowded)
+        transport = self._strangers[who][2]
+        self.know(who)
+        transport.abort()
+        return True
+
+
+def _origin(address: str) -> str:
+    """Who gets one address of IPv6 gets 2**64 of them."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return address
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
 
 
 class GuardedProtocol(H11Protocol):

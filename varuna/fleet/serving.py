@@ -18,11 +18,10 @@ from websockets.server import ServerProtocol
 
 from varuna.core.errors import FleetError
 from varuna.fleet.doorkeeper import Doorkeeper, GuardedProtocol, Quiet
+from varuna.fleet.handshake import Handshake
 from varuna.fleet.watchdog import Watchdog
 
 BACKLOG = 4096
-_HANDSHAKE_S = 10.0
-_GOODBYE_S = 2.0
 _OPEN_FILES = 65536
 _START_S = 10.0
 _STOP_S = 5.0
@@ -52,9 +51,10 @@ class Serving:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog = Watchdog()
         self._ready = threading.Event()
+        keeper = Doorkeeper()
         config = uvicorn.Config(
             app,
-            http=partial(GuardedProtocol, keeper=Doorkeeper()),  # type: ignore[arg-type]  # it is called as a class is
+            http=partial(GuardedProtocol, keeper=keeper),  # type: ignore[arg-type]  # it is called as a class is
             ws="websockets-sansio",
             ws_max_size=max_frame_bytes,
             ws_ping_interval=None,  # leases decide who is alive
@@ -69,7 +69,7 @@ class Serving:
         logger = logging.getLogger("uvicorn.error")
         logger.setLevel(logging.ERROR)
         logger.handlers, logger.propagate = [Quiet()], False
-        self._uvicorn = _Uvicorn(config, tls)
+        self._uvicorn = _Uvicorn(config, tls, keeper)
         self._thread = threading.Thread(target=self._run, name="varuna-server", daemon=True)
 
     @property
@@ -119,14 +119,14 @@ class Serving:
 
 
 class _Uvicorn(uvicorn.Server):
-    """With a bound on TLS handshakes: uvicorn's own leaves a silent client a minute, and asyncio's default holds.
+    """With bounds on TLS handshakes, of their time and of their number: uvicorn leaves a silent client a minute.
 
     Overrides an internal of uvicorn; ``tests/unit/fleet/test_tls.py`` would see it change.
     """
 
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, keeper: Doorkeeper) -> None:
         super().__init__(config)
-        self._tls = tls
+        self._tls, self._keeper = tls, keeper
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -139,17 +139,10 @@ class _Uvicorn(uvicorn.Server):
             )
             return made
 
-        self.servers = [
-            await loop.create_server(
-                protocol,
-                sock=one,
-                ssl=self._tls,
-                backlog=config.backlog,
-                ssl_handshake_timeout=_HANDSHAKE_S if self._tls else None,
-                ssl_shutdown_timeout=_GOODBYE_S if self._tls else None,
-            )
-            for one in sockets or []
-        ]
+        def first() -> asyncio.Protocol:
+            return protocol() if self._tls is None else Handshake(protocol, self._tls, self._keeper)
+
+        self.servers = [await loop.create_server(first, sock=one, backlog=config.backlog) for one in sockets or []]
         self.started = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

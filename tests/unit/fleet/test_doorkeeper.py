@@ -1,10 +1,13 @@
 """Strangers at the door, over real sockets: they have few places and little time, and bring nothing to the terminal."""
 
+import asyncio
 import http.client
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from starlette.applications import Starlette
@@ -15,7 +18,9 @@ from starlette.websockets import WebSocket
 from websockets.sync.client import connect
 
 from varuna.fleet import serving as serving_module
-from varuna.fleet.doorkeeper import Doorkeeper
+from varuna.fleet.authority import Authority, open_authority
+from varuna.fleet.doorkeeper import Doorkeeper, _origin
+from varuna.fleet.remote import Remote
 from varuna.fleet.requests import read_body
 from varuna.fleet.serving import Serving
 
@@ -48,6 +53,22 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     serving = Serving(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]), port=0, max_frame_bytes=1000)
     serving.start()
     yield serving.port
+    serving.stop()
+
+
+@pytest.fixture(params=["the fastest loop that is installed", "asyncio's own"])
+def secured(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[Authority, int]]:
+    """8 strangers at most, 4 from one address, 3 s each."""
+    if request.param == "asyncio's own":
+        monkeypatch.setattr(serving_module, "_loop_factory", lambda: asyncio.new_event_loop)
+    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=3.0))
+    authority = open_authority(tmp_path)
+    app = Starlette(routes=[Route("/", hello)])
+    serving = Serving(app, port=0, max_frame_bytes=1000, tls=authority.server_context())
+    serving.start()
+    yield authority, serving.port
     serving.stop()
 
 
@@ -87,6 +108,39 @@ def test_one_address_has_few_places_for_strangers_and_they_come_free_again(port:
     finally:
         for stranger in strangers:
             stranger.close()
+
+
+def stand(stack: ExitStack, port: int, address: str) -> socket.socket:
+    """A connection from there, on which nothing is said."""
+    return stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, source_address=(address, 0)))
+
+
+def test_handshakes_that_never_end_have_few_places_and_cost_nobody_elsewhere_theirs(
+    secured: tuple[Authority, int],
+) -> None:
+    authority, port = secured
+    with ExitStack() as stack:
+        crowd = [stand(stack, port, "127.0.0.2") for _ in range(20)]
+        assert [_read(stranger) for stranger in crowd[4:]] == [b""] * 16  # at once
+        crowd += [stand(stack, port, "127.0.0.3") for _ in range(4)]
+        for stranger in crowd[:4]:
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)  # they stay until their time is over
+        begin_s = time.monotonic()
+        for _ in range(3):
+            assert Remote("127.0.0.1", port, authority.certificate_pem).get("/").body == b"hello"
+        assert time.monotonic() - begin_s < 2  # no place came free by itself
+        last = crowd[-1]
+        last.settimeout(8)
+        assert _read(last) == b""
+        assert time.monotonic() - begin_s < 8
+
+
+def test_neighbours_in_one_network_of_ipv6_are_one_crowd() -> None:
+    origins = {_origin(address) for address in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.1")}
+    assert origins == {"2001:db8::/64", "2001:db8:0:1::/64", "10.0.0.1"}
+    assert (_origin("10.0.0.1"), _origin("fe80::1%eth0"), _origin("")) == ("10.0.0.1", "fe80::/64", "")
 
 
 def test_those_that_said_what_they_want_are_no_strangers(port: int) -> None:

@@ -20,10 +20,12 @@ from starlette.websockets import WebSocket
 from websockets.asyncio.client import connect
 
 from varuna.core.errors import FleetError
+from varuna.fleet import handshake as handshake_module
 from varuna.fleet import remote as remote_module
 from varuna.fleet import serving as serving_module
 from varuna.fleet.admission import admit
 from varuna.fleet.authority import SERVER_NAME, Authority, client_context, issue, open_authority
+from varuna.fleet.doorkeeper import Doorkeeper
 from varuna.fleet.home import Card, Home
 from varuna.fleet.invitation import Invitation
 from varuna.fleet.protocol import Identity
@@ -167,12 +169,16 @@ def test_wrong_addresses_say_what_is_there_instead(place: Place) -> None:
             fetch_certificate(place.invitation(port=unused.getsockname()[1]))
 
 
-def test_who_starts_a_handshake_and_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch, place: Place) -> None:
-    monkeypatch.setattr(serving_module, "_HANDSHAKE_S", 0.2)
+@pytest.mark.parametrize("said", [b"", b"\x16\x03\x01", b"no handshake at all"])
+def test_who_does_not_end_a_handshake_is_dropped(monkeypatch: pytest.MonkeyPatch, place: Place, said: bytes) -> None:
+    monkeypatch.setattr(handshake_module, "HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(patience_s=0.2 if not said else 60.0))
     serving = serve(place.authority)
     try:
         with socket.create_connection(("127.0.0.1", serving.port), 5) as silent:
-            assert silent.recv(1) == b""
+            silent.sendall(said)
+            while silent.recv(100):
+                pass
     finally:
         serving.stop()
 
