@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli import checkpoints, cluster, doctor, options, people
+from varuna.cli import checkpoints, cluster, doctor, opening, options, people
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.units import parse_bytes
 
@@ -397,6 +397,7 @@ app.command(epilog=cluster.AGENT_EXAMPLES)(cluster.agent)
 app.command("join-token")(people.join_token)
 for verb in (people.status, people.logs, people.stop, people.morph, people.drain):
     app.command()(verb)
+app.command("open")(opening.open_page)
 app.command()(doctor.doctor)
 
 

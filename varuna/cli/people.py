@@ -126,13 +126,13 @@ def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: 
 
 def stop(run: RunDir = None) -> None:
     """Stop a run after the current step, with a checkpoint, and release its machines."""
-    _post(_remote(run), "/stop", {})
+    ask(_remote(run), "/stop", {})
     typer.echo("the run will stop after the current step")
 
 
 def morph(run: RunDir = None) -> None:
     """Switch to the best plan for the current workers, now."""
-    _post(_remote(run), "/morph", {})
+    ask(_remote(run), "/morph", {})
     typer.echo("requested; see `varuna status`")
 
 
@@ -147,7 +147,7 @@ def drain(
 
     If the machine's agent is away, its secret is revoked without waiting.
     """
-    said = _post(_remote(run), "/drain", {"node": node, "now": now})
+    said = ask(_remote(run), "/drain", {"node": node, "now": now})
     typer.echo(f"node {node} {'was removed' if said['accepted'] == 'send away' else 'will be released'}")
 
 
@@ -160,10 +160,10 @@ def join_token(
     """Print another JOIN string, for more machines."""
     if void:
         typer.echo(
-            f"{_post(_remote(run), '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay"
+            f"{ask(_remote(run), '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay"
         )
         return
-    answer = _post(_remote(run), "/tokens", {"uses": uses, "life_s": hours * 3600})
+    answer = ask(_remote(run), "/tokens", {"uses": uses, "life_s": hours * 3600})
     typer.echo(answer["join"])
 
 
@@ -215,7 +215,12 @@ def _status(remote: "Remote") -> dict[str, Any]:
     return status
 
 
-def _post(remote: "Remote", path: str, body: Mapping[str, object]) -> dict[str, Any]:
+def ask(remote: "Remote", path: str, body: Mapping[str, object]) -> dict[str, Any]:
+    """Ask the manager for something, and return its answer.
+
+    Raises:
+        FleetError: it refuses.
+    """
     answer = remote.post(path, body)
     _accept(answer.status, answer.body)
     said: dict[str, Any] = json.loads(answer.body)

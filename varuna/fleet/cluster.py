@@ -140,7 +140,6 @@ class Cluster:
             void_tokens=self._registry.void_tokens,
             send_away=self.send_away,
             operator_token=operator_token,
-            page_token=secrets.token_urlsafe(16),
         )
         self._serving = Serving(
             Starlette(routes=[*self._door.routes(), *people.routes()]),

@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import Field, ValidationError
@@ -18,11 +18,11 @@ from varuna.core.value import Value
 from varuna.dashboard import PAGE
 from varuna.fleet.audit import Audit
 from varuna.fleet.events import DrainRequested, Event, FinishRequested, MorphRequested
+from varuna.fleet.logins import Logins
 from varuna.fleet.protocol import WORKER_NAME, WorkerName
 from varuna.fleet.registry import TOKEN_LIFE_S
 from varuna.fleet.requests import address_of, bearer, first_problem, read_body, same
 
-_COOKIE = "varuna_token"
 _MAX_BODY_BYTES = 4096
 _LOG_CHUNK_BYTES = 2**20
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -40,6 +40,12 @@ class Mint(Value):
 
     uses: int = Field(default=1, ge=1, le=100_000)
     life_s: float = Field(default=TOKEN_LIFE_S, gt=0, le=365 * 24 * 3600)
+
+
+class Login(Value):
+    """Body of ``POST /login``."""
+
+    code: str = Field(max_length=64, description="of a link")
 
 
 class Nothing(Value):
@@ -67,12 +73,16 @@ class People:
     send_away: Callable[[str], bool] | None = None
     """Voids a machine's secret and drops its workers at once; False if no such machine ever joined."""
     operator_token: str = ""
-    page_token: str = ""
+    logins: Logins = field(default_factory=Logins)
+    """Browsers that may read."""
 
     def routes(self) -> list[Route]:
         """Everything that people may ask for."""
         return [
             Route("/", self._page),
+            Route("/login", self._login, methods=["POST"]),
+            Route("/links", self._links, methods=["POST"]),
+            Route("/links/void", self._void_links, methods=["POST"]),
             Route("/status", self._status),
             Route("/hosts", self._hosts),
             Route("/logs/{worker}", self._log),
@@ -86,8 +96,8 @@ class People:
     # -- reading -----------------------------------------------------------------------------------------
 
     def _may_read(self, request: Request) -> bool:
-        given = request.query_params.get("token", request.cookies.get(_COOKIE, ""))
-        return same(given, self.page_token) or self._may_change(request)
+        session = bearer(request.headers.get("authorization", ""))
+        return self._may_change(request) or self.logins.admits(session)
 
     async def _status(self, request: Request) -> Response:
         if not self._may_read(request):
@@ -100,16 +110,25 @@ class People:
         return JSONResponse(finite(self.hosts()), headers=_HEADERS)
 
     async def _page(self, request: Request) -> Response:
-        """The page; its own requests carry the token in a cookie."""
-        if not self._may_read(request):
-            return PlainTextResponse("open the address that `varuna run` printed, token included\n", status_code=401)
+        """The page, which says nothing of the run: its script asks for that with the session that a link gave it."""
         if not PAGE.exists():
             return PlainTextResponse("this installation has no web page; see /status\n", status_code=404)
         text = await asyncio.to_thread(PAGE.read_text)
-        page = HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": policy(text)})
-        is_secure = request.url.scheme == "https"
-        page.set_cookie(_COOKIE, self.page_token, httponly=True, samesite="strict", secure=is_secure)
-        return page
+        return HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": policy(text)})
+
+    async def _login(self, request: Request) -> Response:
+        """A session for a link's code, once."""
+        body = await read_body(request, _MAX_BODY_BYTES)
+        try:
+            login = Login.model_validate_json(body or b"")
+        except ValidationError as error:
+            return _error(422, f"the body is not what is needed: {first_problem(error)}")
+        session = self.logins.redeem(login.code)
+        if session is None:
+            self.audit.refused("open the page", address_of(request), "the link was used, is too old, or is none")
+            return _error(403, "this link was used already, or has expired. Run `varuna open` for a new one.")
+        self.audit.did("open the page", address_of(request))
+        return JSONResponse({"session": session}, 201, headers=_HEADERS)
 
     async def _log(self, request: Request) -> Response:
         """Bytes of a worker's log from ``?offset=``, at most 1 MiB; a negative offset counts from the end."""
@@ -170,6 +189,18 @@ class People:
             return JSONResponse({"join": self.mint(mint.uses, mint.life_s)}, 201)
 
         return await self._change(request, "mint a join token", Mint, act)
+
+    async def _links(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            return JSONResponse({"code": self.logins.invite()}, 201, headers=_HEADERS)
+
+        return await self._change(request, "make a link to the page", Nothing, act)
+
+    async def _void_links(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            return JSONResponse({"void": self.logins.void()}, 200)
+
+        return await self._change(request, "void all links to the page", Nothing, act)
 
     async def _void(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:

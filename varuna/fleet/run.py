@@ -79,17 +79,15 @@ class Run:
     ) -> None:
         if not script.is_file():
             raise UsageError(f"no script at {script}. Name a Python file.")
-        token, operator_token, page_token = (secrets.token_urlsafe(24) for _ in range(3))
+        token, operator_token = (secrets.token_urlsafe(24) for _ in range(2))
         people = People(
             status=lambda: self._picture.describe(self.manager.fleet, time.monotonic()),
             logs=run_dir,
             ask=lambda event: self.manager.ask(event),
             audit=Audit(lambda event: self.manager.post(event)),
             operator_token=operator_token,
-            page_token=page_token,
         )
         self.server = Server(port=port, token=token, on_event=self._post, routes=people.routes())
-        self.page_url = f"http://{self.server.host}:{self.server.port}/?token={page_token}"
         try:
             make_private(run_dir)
             self._ownership = own(run_dir, "manager", remedy="Stop that one, or give another --run-dir.")
@@ -129,7 +127,12 @@ class Run:
         )
         self._calibrator = calibrator
         until = "" if kept else " until the run has ended well (--run-dir keeps them)"
-        self._observe(Notice(text=f"logs in {run_dir}{until}, status at {self.page_url}"))
+        page = f"http://{self.server.host}:{self.server.port}/"
+        if sys.stderr.isatty():
+            page += f"#login={people.logins.invite()} (works once; `varuna open` opens it again)"
+        else:  # what a build server keeps must open nothing
+            page += " (`varuna open` prints a link)"
+        self._observe(Notice(text=f"logs in {run_dir}{until}, status page at {page}"))
 
     def start_and_wait(self) -> Ended:
         """Start the workers, manage them to the end, and leave no process behind.

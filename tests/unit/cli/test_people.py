@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.cli import main as cli
+from varuna.cli import opening
 from varuna.core.messages import Beat
 from varuna.fleet.access import Access, publish
 from varuna.fleet.audit import Audit
@@ -196,3 +197,32 @@ def test_without_a_run_people_are_told_where_one_is_looked_for(
 def test_wrong_use_of_manager_and_agent_is_explained(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
     code, _, err = shell(*arguments)
     assert (code, said in err) == (2, True)
+
+
+def test_open_gives_a_link_that_works_once_and_only_its_owner_sees(
+    desk: Desk, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    code, out, err = shell("open")
+    assert (code, "works once, within 10 minutes" in err) == (0, True)
+    page, _, login = out.strip().partition("#login=")
+    assert page == f"http://127.0.0.1:{desk.serving.port}/"
+    remote = Access(host="127.0.0.1", port=desk.serving.port, certificate_pem=None, token="").remote()
+    assert [remote.post("/login", {"code": login}).status for _ in range(2)] == [201, 403]
+
+    opened: list[str] = []
+    monkeypatch.setattr(opening, "_DISPLAYS", ("PATH",))
+
+    def note(url: str) -> bool:
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", note)
+    assert shell("open") == (0, "", "")
+    path = desk.folder / "open.html"
+    assert opened == [path.as_uri()]  # arguments of a browser are anybody's
+    assert path.stat().st_mode & 0o077 == 0
+    assert f"http://127.0.0.1:{desk.serving.port}/#login=" in path.read_text()
+    assert shell("open", "--void")[1] == "2 links and open pages were revoked\n"
+    assert "Leave out --print" in shell("open", "--void", "--print")[2]

@@ -19,6 +19,7 @@ from starlette.testclient import TestClient
 from varuna.fleet import requests
 from varuna.fleet.audit import Audit
 from varuna.fleet.events import DrainRequested, Event, FinishRequested, MorphRequested
+from varuna.fleet.logins import LINK_LIFE_S, Logins
 from varuna.fleet.people import People
 from varuna.fleet.story import Audited
 
@@ -41,7 +42,6 @@ class Front:
             void_tokens=lambda: 3,
             send_away=self.send_away,
             operator_token="operator-token",
-            page_token="page-token",
         )
         self.is_busy = False
         self.client = TestClient(Starlette(routes=door.routes()), raise_server_exceptions=True)
@@ -70,36 +70,79 @@ def front(folder: Path) -> Iterator[Front]:
         yield front
 
 
-def test_readers_need_a_token_and_the_page_keeps_it_in_a_cookie(front: Front) -> None:
+def bearer_of(token: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {token}"}
+
+
+def log_in(front: Front) -> dict[str, str]:
+    code = front.client.post("/links", headers=OPERATOR).json()["code"]
+    return bearer_of(front.client.post("/login", json={"code": code}).json()["session"])
+
+
+def test_readers_need_a_session_which_a_link_gives_once(front: Front) -> None:
     client = front.client
-    assert client.get("/status").status_code == 401
-    assert client.get("/status?token=guess").status_code == 401
-    answer = client.get("/status?token=page-token")
-    assert (answer.status_code, answer.json()["loss"], answer.json()["steps"]) == (200, None, 3)
+    for headers in ({}, bearer_of("guess"), {"Cookie": "varuna_token=guess"}):
+        assert client.get("/status", headers=headers).status_code == 401
     assert client.get("/status", headers=OPERATOR).status_code == 200
-    assert client.get("/").status_code == 401
-    page = client.get("/?token=page-token")
+    assert client.post("/links").status_code == 401
+    code = client.post("/links", headers=OPERATOR).json()["code"]
+    assert client.get("/status", headers=bearer_of(code)).status_code == 401
+    answer = client.post("/login", json={"code": code})
+    session = bearer_of(answer.json()["session"])
+    status = client.get("/status", headers=session)
+    assert (status.status_code, status.json()["loss"], status.json()["steps"]) == (200, None, 3)
+    assert client.get("/logs/n0-vm.0", headers=session).status_code == 200
+    assert client.post("/stop", headers=session).status_code == 401
+    again = client.post("/login", json={"code": code})
+    assert (again.status_code, "varuna open" in again.json()["error"]) == (403, True)
+    assert client.post("/login", json={"code": "x" * 65}).status_code == 422
+    assert status.headers["cache-control"] == answer.headers["cache-control"] == "no-store"
+    assert client.post("/links/void", headers=OPERATOR).json() == {"void": 1}
+    assert client.get("/status", headers=session).status_code == 401
+    assert [line.action for line in front.audited if line.allowed] == [
+        "make a link to the page",
+        "open the page",
+        "void all links to the page",
+    ]
+
+
+def test_the_page_says_nothing_of_the_run_leaves_no_cookie_and_runs_its_own_script_alone(front: Front) -> None:
+    page = front.client.get("/")
     assert page.status_code == 200
-    assert "<html" in page.text
-    assert client.get("/status").status_code == 200  # the client keeps cookies
+    assert "set-cookie" not in page.headers
     assert page.headers["referrer-policy"] == "no-referrer"
-    assert page.headers["cache-control"] == client.get("/status").headers["cache-control"] == "no-store"
-
-
-def test_the_page_runs_its_own_script_alone_and_its_cookie_stays_on_tls_where_there_is_tls(front: Front) -> None:
-    plain = front.client.get("/?token=page-token")
-    [allowed] = re.findall(r"script-src 'sha256-(\S+)';", plain.headers["content-security-policy"])
-    script = plain.text.split("<script>")[1].split("</script>")[0]
+    [allowed] = re.findall(r"script-src 'sha256-(\S+)';", page.headers["content-security-policy"])
+    script = page.text.split("<script>")[1].split("</script>")[0]
     assert base64.b64decode(allowed) == hashlib.sha256(script.encode()).digest()
-    assert "secure" not in plain.headers["set-cookie"].lower()
-    over_tls = TestClient(front.client.app, base_url="https://testserver").get("/?token=page-token")
-    assert "secure" in over_tls.headers["set-cookie"].lower()
+    assert "document.cookie" not in script
+    assert "localStorage" not in script
+
+
+def test_links_and_sessions_have_an_end_and_a_number() -> None:
+    now = [0.0]
+    logins = Logins(lambda: now[0])
+    late, code = logins.invite(), logins.invite()
+    session = logins.redeem(code)
+    assert session is not None
+    now[0] = LINK_LIFE_S
+    assert logins.redeem(late) is None
+    assert logins.admits(session)
+    now[0] = 13 * 3600.0
+    assert not logins.admits(session)
+    first = logins.invite()
+    codes = [logins.invite() for _ in range(64)]
+    assert logins.redeem(first) is None
+    assert logins.redeem(codes[0]) is not None
+    assert logins.void() == 64
+    assert logins.redeem(codes[1]) is None
 
 
 @pytest.mark.parametrize("path", CHANGES)
-@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer page-token"}, {"Authorization": "Bearer "}])
-def test_nothing_that_changes_the_run_is_open(front: Front, path: str, headers: dict[str, str]) -> None:
-    answer = front.client.post(f"/{path}?token=page-token", headers=headers, json={"node": "n0-vm"})
+@pytest.mark.parametrize("who", ["nobody", "a reader", "an empty token"])
+def test_nothing_that_changes_the_run_is_open(front: Front, path: str, who: str) -> None:
+    headers = {"nobody": {}, "a reader": log_in(front), "an empty token": bearer_of("")}[who]
+    front.audited.clear()
+    answer = front.client.post(f"/{path}", headers=headers, json={"node": "n0-vm"})
     assert answer.status_code == 401
     assert not front.events
     assert [(line.allowed, line.why) for line in front.audited] == [(False, "wrong token")]
