@@ -149,7 +149,9 @@ def _size(value: Tensor | None) -> float:
     """The largest element, as far as there are finite ones."""
     if value is None or not value.numel():
         return 0.0
-    return float(torch.nan_to_num(value.detach().abs().float(), nan=0.0, posinf=0.0).max())
+    value = value.detach()
+    sizes = value.abs().float() if value.is_complex() else value.float().abs()  # truth values have none of their own
+    return float(torch.nan_to_num(sizes, nan=0.0, posinf=0.0).max())
 
 
 def _apart(one: Tensor | None, two: Tensor | None) -> float:
