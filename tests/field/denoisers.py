@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.field import libraries
-from tests.field.exceptions import DENOISERS
-from tests.field.jobs import Attempt, Job, Prepared, quiet
+from tests.field.jobs import MOST_PARAMETERS, Attempt, Job, Prepared, quiet
 from tests.field.samples import Drawn, generator_of
 from tests.field.shrink import HEADS, LENGTH, WIDTH, shrunk
 
@@ -33,22 +32,37 @@ def jobs() -> tuple[Job, ...]:
     )
 
 
-def _fields(kind: type[nn.Module]) -> dict[str, Any]:
-    """Arguments of the constructor in a tiny form."""
+def _fields(kind: type[nn.Module]) -> Iterator[dict[str, Any]]:
+    """Arguments of the constructor in tiny forms, the smallest first.
+
+    Where those of the first contradict each other, the width of a head, and what must fit it, is left as it is, and so
+    are the channels that come and go; then what has no default is given one; then all widths are of one size.
+    """
+    parameters = inspect.signature(kind.__init__).parameters
+    yield _shrunk_by(parameters, {**_FIXED, "axes_dims_rope": (4, 6, 6)}, lambda name: True)
+    heads = {name: value for name, value in _FIXED.items() if not name.endswith(("_dim", "channels"))}
+    for given in (heads, {**heads, **_MISSING}):
+        yield _shrunk_by(parameters, given, lambda name: bool(_FREE.search(name)))
+    yield _shrunk_by(parameters, {**_FIXED, **_EVEN}, lambda name: True)
+
+
+_FREE = re.compile(r"layers|depth|heads$|blocks|^(text|caption|joint|pooled|context|cap_feat|cross)_.*dim|refiner")
+"""What may be made smaller without regard to rotary embeddings."""
+
+
+def _shrunk_by(
+    parameters: Mapping[str, inspect.Parameter], given: Mapping[str, Any], may: Callable[[str], bool]
+) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, parameter in inspect.signature(kind.__init__).parameters.items():
+    for name, parameter in parameters.items():
         value = parameter.default
-        if name in _FIXED:
-            found[name] = _FIXED[name]
+        if name in given and (name not in _MISSING or value in (None, inspect.Parameter.empty)):
+            found[name] = given[name]
         elif value is inspect.Parameter.empty or value is None or isinstance(value, bool | str):
             continue
-        elif name == "axes_dims_rope":
-            found[name] = (4, 6, 6)
-        elif name == "sample_size":
-            found[name] = _SIDE
         else:
-            found[name] = shrunk(name, value)
-    return {**found, **DENOISERS.get(kind.__name__, {})}
+            found[name] = shrunk(name, value) if may(name) else value
+    return found
 
 
 _FIXED = {
@@ -57,10 +71,25 @@ _FIXED = {
     "layers_per_block": 1,
     "in_channels": 4,
     "out_channels": 4,
+    "sample_size": _SIDE,
     "sample_width": _SIDE,
     "sample_height": _SIDE,
     "sample_frames": 5,
+    "max_text_seq_length": 6,
 }
+_MISSING = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "patch_size": 2,
+    "num_kv_heads": HEADS,
+    "num_key_value_heads": HEADS,
+    "cross_attention_dim": WIDTH,
+    "caption_channels": WIDTH,
+    "ffn_dim_multiplier": 1.0,
+    "pooled_projection_dim": WIDTH,
+}
+"""Of arguments that stand for nothing by default."""
+_EVEN = {"block_out_channels": (WIDTH, 2 * WIDTH), "norm_num_groups": 8, "attention_head_dim": 8}
 
 
 def ways(attempt: Attempt) -> Iterator[Prepared]:
@@ -68,11 +97,36 @@ def ways(attempt: Attempt) -> Iterator[Prepared]:
     import diffusers
 
     kind = getattr(diffusers, attempt.job.model)
-    fields = _fields(kind)
+    reasons: list[str] = []
+    for fields in _fields(kind):
+        try:
+            _check_size(kind, fields)
+            yield from _ways_of(kind, fields, reasons)
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+    if reasons:
+        raise ValueError(" / ".join(dict.fromkeys(reasons)))
+
+
+def _check_size(kind: type[nn.Module], fields: Mapping[str, Any]) -> None:
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in kind(**fields).parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"{parameters / 1e6:.0f} million parameters: too large for a sweep")
+
+
+def _ways_of(kind: type[nn.Module], fields: Mapping[str, Any], reasons: list[str]) -> Iterator[Prepared]:
     build = partial(_built, kind, fields)
     model = build()
-    reasons: list[str] = []
-    for shape in ((4, _SIDE, _SIDE), (4, 2, _SIDE, _SIDE), (2, 4, _SIDE, _SIDE), (LENGTH, 4), (4, 4 * LENGTH)):
+    channels = int(fields.get("in_channels", 4))
+    square = (_SIDE, _SIDE)
+    for shape in (
+        (channels, *square),
+        (channels, 2, *square),
+        (2, channels, *square),
+        (LENGTH, channels),
+        (channels, 4 * LENGTH),
+    ):
         for fraction in (False, True):
             draw = partial(_inputs, inspect.signature(kind.forward).parameters, fields, shape, fraction)
             try:
@@ -83,8 +137,6 @@ def ways(attempt: Attempt) -> Iterator[Prepared]:
                 reasons.append(f"{type(error).__name__}: {error}")
                 continue
             yield Prepared(build, Drawn(partial(_with_target, draw, output.shape[1:])), _loss_of)
-    if reasons:
-        raise ValueError(" / ".join(dict.fromkeys(reasons)))
 
 
 def _built(kind: type[nn.Module], fields: Mapping[str, Any]) -> nn.Module:
@@ -165,6 +217,14 @@ def _inputs(
         "added_time_ids": lambda: drawn(3),
         **dict.fromkeys(("r_timestep", "timestep_r", "timestep_ratio"), lambda: moment),
         **dict.fromkeys(("original_size", "target_size", "crop_coords"), lambda: torch.full((2,), 64.0)),
+        **dict.fromkeys(("image_latents", "context_latents", "audio_hidden_states"), lambda: drawn(*shape)),
+        **dict.fromkeys(("text_bth", "cap_feats", "audio_encoder_hidden_states"), lambda: drawn(6, text)),
+        **dict.fromkeys(("encoder_mask", "text_mask"), lambda: torch.ones(6)),
+        "text_lens": lambda: torch.tensor(6),
+        "fps": lambda: torch.tensor(8.0),
+        "image_embeds": lambda: drawn(4, width("image_dim", "image_embed_dim", "image_proj_dim")),
+        "global_hidden_states": lambda: drawn(width("global_states_input_dim", "global_dim", "global_cond_dim")),
+        "clip_text_pooled": lambda: drawn(1, width("clip_text_pooled_in_channels")),
     }
     required = {
         "sample",
@@ -174,6 +234,7 @@ def _inputs(
         "pooled_projections",
         "proj_embedding",
         "added_time_ids",
+        "encoder_attention_mask",
     }
     found = {}
     for name, parameter in takes.items():

@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from tests.field.catalogue import ways
-from tests.field.jobs import CLIP, GLOBAL_BATCH, RATE, SEED, STEPS, Attempt, Prepared
+from tests.field.jobs import (
+    CLIP,
+    GLOBAL_BATCH,
+    MODEST_PARAMETERS,
+    MOST_PARAMETERS,
+    RATE,
+    SEED,
+    STEPS,
+    Attempt,
+    Prepared,
+)
 
-MOST_PARAMETERS = 12_000_000
 Curve = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
 
 class CannotTrain(Exception):
     """Plain PyTorch does not train it either."""
+
+
+NO_LOSS = "no scalar loss"
+_UNTRAINABLE = re.compile(f"{NO_LOSS}|[Tt]raining is not|(does|do) not support training|Tr?ain.* not supported")
+"""Said of a model that computes, but nothing to learn from."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +63,7 @@ def loss_of(output: Any) -> Tensor:
     if isinstance(output, dict) and found is None:
         found = output.get("loss")
     if not isinstance(found, Tensor) or found.numel() != 1:
-        raise CannotTrain("no scalar loss")
+        raise CannotTrain(NO_LOSS)
     return found
 
 
@@ -116,23 +131,47 @@ def reference(attempt: Attempt) -> Reference:
         CannotTrain: none does; with the reason of the first.
     """
     reasons: list[str] = []
+    larger: list[tuple[int, Prepared]] = []
     try:
         for number, prepared in enumerate(ways(attempt)):
             if attempt.candidate not in (None, number):
                 continue
-            try:
-                parameters = sum(parameter.numel() for parameter in prepared.build().parameters())
-                if parameters > MOST_PARAMETERS:
-                    raise CannotTrain(f"{parameters / 1e6:.0f} million parameters: too large for a sweep")
-                curve = train(prepared, attempt.micro_batch)
-                noise = difference(curve, train(prepared, attempt.micro_batch, off=3e-6))
-                draws = _draws(prepared)
-                return Reference(number, curve, noise, draws, parameters)
-            except Exception as error:
-                reasons.append(f"{type(error).__name__}: {_brief(error)}")
+            if attempt.candidate is None and prepared.otherwise and any(map(_UNTRAINABLE.search, reasons)):
+                break
+            if (found := _tried(number, prepared, attempt, MODEST_PARAMETERS, reasons, larger)) is not None:
+                return found
     except Exception as error:
-        reasons.append(f"{type(error).__name__}: {_brief(error)}")
+        reasons.append(_said(error))
+    for number, prepared in larger:
+        if (found := _tried(number, prepared, attempt, MOST_PARAMETERS, reasons, [])) is not None:
+            return found
     raise CannotTrain(" | ".join(dict.fromkeys(reasons)) or "no way to make samples")
+
+
+def _tried(
+    number: int,
+    prepared: Prepared,
+    attempt: Attempt,
+    most: int,
+    reasons: list[str],
+    larger: list[tuple[int, Prepared]],
+) -> Reference | None:
+    """None where it does not train, for a reason that is noted, or where it is left for later, since it is large."""
+    try:
+        parameters = sum(parameter.numel() for parameter in prepared.build().parameters())
+        if parameters > most:
+            larger.append((number, prepared))
+            raise CannotTrain(f"{parameters / 1e6:.0f} million parameters: too large for a sweep")
+        curve = train(prepared, attempt.micro_batch)
+        noise = difference(curve, train(prepared, attempt.micro_batch, off=3e-6))
+        return Reference(number, curve, noise, _draws(prepared), parameters)
+    except Exception as error:
+        reasons.append(_said(error))
+        return None
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {_brief(error)}"
 
 
 def _brief(error: Exception) -> str:

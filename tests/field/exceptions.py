@@ -24,6 +24,3 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
 }
 """Fields of configurations, by family."""
-
-DENOISERS: Mapping[str, Mapping[str, Any]] = {}
-"""Arguments of constructors, by class."""

@@ -1,15 +1,19 @@
 """Jobs of transformers: every class in its auto mappings for heads that are trained."""
 
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import islice
 from typing import Any
 
+import torch
 from torch import nn
 
+from tests.field import wrapped
 from tests.field.exceptions import CONFIGS
-from tests.field.jobs import Attempt, Job, Prepared, quiet
-from tests.field.samples import CLASSES, Drawn, Shapes, candidates
-from tests.field.shrink import tiny
+from tests.field.forms import candidates, drawn
+from tests.field.jobs import MOST_PARAMETERS, Attempt, Job, Prepared, quiet
+from tests.field.samples import CLASSES, Drawn, Shapes
+from tests.field.shrink import changed, tiny
 
 HEADS = {
     "CAUSAL_LM": "tokens",
@@ -39,8 +43,29 @@ HEADS = {
     "TIME_SERIES_PREDICTION": "series",
     "TIME_SERIES_CLASSIFICATION": "series",
     "TIME_SERIES_REGRESSION": "series",
+    "OBJECT_DETECTION": "boxes",
+    "ZERO_SHOT_OBJECT_DETECTION": "boxes",
+    "IMAGE_SEGMENTATION": "masks",
+    "INSTANCE_SEGMENTATION": "masks",
+    "UNIVERSAL_SEGMENTATION": "masks",
+    "DEPTH_ESTIMATION": "dense",
+    "NORMAL_ESTIMATION": "dense",
+    "POINTMAP_ESTIMATION": "dense",
+    "POSE_ESTIMATION": "dense",
+    "IMAGE_MATTING": "dense",
+    "IMAGE_TO_IMAGE": "dense",
+    "KEYPOINT_DETECTION": "dense",
+    "KEYPOINT_MATCHING": "dense",
+    "TABLE_QUESTION_ANSWERING": "cells",
+    "RNNT": "ctc",
+    "TDT": "ctc",
+    "TEXT_TO_SPECTROGRAM": "speech",
+    "TEXT_TO_WAVEFORM": "speech",
 }
-"""Auto mappings, and what a sample of each has to learn from; a class that stands in several belongs to the first."""
+"""Auto mappings, and what a sample of each has to learn from; a class that stands in several belongs to the first.
+
+Left out are those whose classes take no targets at all: backbones, encoders, retrieval of masks and tables.
+"""
 
 
 @cache
@@ -56,14 +81,10 @@ def jobs() -> tuple[Job, ...]:
     return tuple(found.values())
 
 
-def config_of(family: str, model: str, kind: str) -> Any:
-    """A tiny configuration of a family."""
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+def config_of(family: str, model: str, kind: str, kept: tuple[str, ...] = ()) -> Any:
+    """A tiny configuration of a family, but for the fields that are kept."""
     exceptions = CONFIGS.get(family, {})
-    made = getattr(transformers, model).config_class or CONFIG_MAPPING[family]
-    config = tiny(made(**exceptions.get("before", {})), exceptions)
+    config = tiny(_default(family, model), exceptions, kept)
     config.num_labels = _ANSWERS.get(kind, CLASSES)
     config.problem_type = "single_label_classification"
     config.use_cache = False
@@ -77,47 +98,83 @@ _ANSWERS = {"span": 2, "next": 2}
 """Outputs of heads that have no classes: the beginning and the end of an answer."""
 
 
-class ReturnsLoss(nn.Module):
-    """Models of pairs compute their loss on demand."""
+def _default(family: str, model: str) -> Any:
+    import transformers
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: Any, pixel_values: Any, attention_mask: Any = None) -> Any:
-        return self.model(
-            input_ids=input_ids, pixel_values=pixel_values, attention_mask=attention_mask, return_loss=True
-        ).loss
+    made = getattr(transformers, model).config_class or CONFIG_MAPPING[family]
+    return made(**CONFIGS.get(family, {}).get("before", {}))
 
 
-def builder(job: Job) -> Callable[[], nn.Module]:
-    """Builds the unmodified model."""
+def builder(
+    job: Job, kept: tuple[str, ...] = (), around: Callable[[nn.Module], nn.Module] | None = None
+) -> Callable[[], nn.Module]:
+    """Builds the unmodified model, and what a user has to write around it."""
     import transformers
 
     def build() -> nn.Module:
-        module: nn.Module = getattr(transformers, job.model)(config_of(job.family, job.model, job.kind))
-        return quiet(ReturnsLoss(module) if job.kind == "pair" else module)
+        module: nn.Module = getattr(transformers, job.model)(config_of(job.family, job.model, job.kind, kept))
+        return quiet(around(module) if around else module)
 
     return build
 
 
 def ways(attempt: Attempt) -> Iterator[Prepared]:
-    """Builder and dataset, for each way to make samples."""
-    build = builder(attempt.job)
-    module = build()
-    config = config_of(attempt.job.family, attempt.job.model, attempt.job.kind)
-    for shapes in candidates(module, config, attempt.job.kind, even=attempt.even):
-        yield Prepared(build, Drawn(shapes.sample))
+    """Builder and dataset, for each way to make samples.
+
+    First of the smallest configuration. Where its fields contradict each other, being small, one of them is left as it
+    is; then all of them, so that only depth and vocabulary are small.
+    """
+    import transformers
+
+    job = attempt.job
+    model = getattr(transformers, job.model)
+    fields = changed(_default(job.family, job.model))
+    for kept in ((), *((field,) for field in fields), fields):
+        try:
+            if kept:
+                _check_size(job, kept)
+            config = config_of(job.family, job.model, job.kind, kept)
+            shapes_of = candidates(model, builder(job, kept), config, job.kind, even=attempt.even)
+            for shapes in shapes_of if len(kept) != 1 else islice(shapes_of, _TRIES_OF_ONE):
+                yield Prepared(builder(job, kept, _around(shapes)), Drawn(drawn(shapes)), otherwise=bool(kept))
+        except Exception as error:
+            yield Prepared(partial(_fail, error), Drawn(_nothing), otherwise=bool(kept))
 
 
-def shapes_of(attempt: Attempt) -> list[Shapes]:
-    """For a look at what is derived."""
-    module = builder(attempt.job)()
-    return list(
-        candidates(
-            module,
-            config_of(attempt.job.family, attempt.job.model, attempt.job.kind),
-            attempt.job.kind,
-            even=attempt.even,
-        )
-    )
+_TRIES_OF_ONE = 2
+
+
+def _check_size(job: Job, kept: tuple[str, ...]) -> None:
+    """Before any of it is allocated.
+
+    Raises:
+        ValueError: it is too large for a sweep.
+    """
+    with torch.device("meta"):
+        module = builder(job, kept)()
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    if parameters > MOST_PARAMETERS:
+        raise ValueError(f"{parameters / 1e6:.0f} million parameters: too large for a sweep")
+
+
+def _fail(error: Exception) -> nn.Module:
+    raise error
+
+
+def _nothing(index: int) -> dict[str, Any]:
+    raise IndexError(index)
+
+
+def _around(shapes: Shapes) -> Callable[[nn.Module], nn.Module] | None:
+    """What stands between samples of tensors and a model that wants something else."""
+    takes = shapes.takes
+    if shapes.form == "grid":
+        return wrapped.Packed
+    if shapes.kind == "pair":
+        return wrapped.ReturnsLoss if "pixel_values" in takes else wrapped.ReturnsVideoLoss
+    if shapes.kind == "masks":
+        return wrapped.Segments if "mask_labels" in takes else wrapped.DetectsMasks
+    if shapes.kind == "boxes":
+        return wrapped.DetectsNamed if "input_ids" in takes else wrapped.Detects
+    return None

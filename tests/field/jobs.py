@@ -12,6 +12,8 @@ STEPS = 3
 SEED = 0
 CLIP = 1.0
 RATE = 0.05
+MODEST_PARAMETERS, MOST_PARAMETERS = 12_000_000, 60_000_000
+"""Of a job: a larger one is taken where there is none of the first size; beyond the second, none."""
 
 
 @dataclass(frozen=True, order=True)
@@ -63,6 +65,8 @@ class Prepared:
     dataset: Any
     loss: Callable[[Any, Mapping[str, Tensor]], Tensor] | None = None
     """of the output and the batch, where the model returns none"""
+    otherwise: bool = False
+    """the same as before in another configuration, for models that cannot compute in the first"""
 
 
 def patience() -> float:

@@ -22,7 +22,8 @@ RIGHT, REFUSED, POOR, WRONG, HANG, CRASH, NOTHING = (
 )
 COLUMNS = (RIGHT, REFUSED, POOR, WRONG, HANG, CRASH, NOTHING)
 BAD = (WRONG, HANG, CRASH)
-PARTS = ("capture", "1x1", "3x1", "2x2")
+_PLANS = ("1x1", "3x1", "2x2")
+"""What is tried unless the capture told of others."""
 
 _PRIVATE = re.compile(
     r"lifted_tensor|\b[su]\d{1,3}\b|\w*Guard(On)?[A-Z]\w*|torch\._\w+|FakeTensor|[Ff]ake ?mode|SymInt|\baten[.:]\w+|"
@@ -40,6 +41,11 @@ _SHORT = 40
 Curve = Sequence[Sequence[float]]
 
 
+def parts_of(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """What an attempt goes through, in order: the capture, then its plans."""
+    return ("capture", *found.get("capture", {}).get("plans", _PLANS))
+
+
 def flaw_of(message: str) -> str:
     """Why a refusal does not help its reader; empty if it does."""
     if found := _PRIVATE.search(message):
@@ -55,11 +61,17 @@ def flaw_of(message: str) -> str:
 
 def asks_for(argument: str, found: Mapping[str, Any]) -> str:
     """The refusal, if it says well that the model can be trained with this argument; else nothing."""
-    failures = [found[part]["failure"] for part in PARTS if "failure" in found.get(part, {})]
+    failures = [found[part]["failure"] for part in parts_of(found) if "failure" in found.get(part, {})]
     if not failures or not failures[0]["intended"] or flaw_of(failures[0]["message"]):
         return ""
     message: str = failures[0]["message"]
     return message if f"{argument}=" in message else ""
+
+
+def number_named(argument: str, message: str) -> int | None:
+    """Which value a message asks to pass, as in "pass cut_points=4"."""
+    found = re.search(rf"[Pp]ass {argument}=(\d+)", message)
+    return int(found.group(1)) if found else None
 
 
 def tolerance(noise: float) -> float:
@@ -85,23 +97,28 @@ def column_of(reference: Mapping[str, Any], found: Mapping[str, Any]) -> tuple[s
         found: ``capture`` and the plans, each with a ``curve`` or a ``failure``, or ``stuck`` for so many seconds;
             ``timeout`` where all of it was killed.
     """
-    for part in PARTS:
+    for part in parts_of(found):
         if part not in found:
             return _unfinished(part, found)
         if waited := found[part].get("stuck"):
             return HANG, f"{part}: not done after {waited:.0f} s: {found.get('stack', '')}"
         if failure := found[part].get("failure"):
             return _failed(part, failure)
-    one, deep, wide = (found[plan]["curve"] for plan in PARTS[1:])
-    return _compared(reference, one, deep, wide)
+    _, *plans = parts_of(found)
+    column, reason = _compared(reference, plans, [found[plan]["curve"] for plan in plans])
+    if column == RIGHT and plans[1] != _PLANS[1]:
+        fewer = f"has {found['capture']['sections']} sections: {plans[1]} in place of {_PLANS[1]}"
+        reason = f"{reason}; {fewer}" if reason else fewer
+    return column, reason
 
 
-def _compared(reference: Mapping[str, Any], one: Curve, deep: Curve, wide: Curve) -> tuple[str, str]:
+def _compared(reference: Mapping[str, Any], plans: Sequence[str], curves: Sequence[Curve]) -> tuple[str, str]:
+    (_, deeper, wider), (one, deep, wide) = plans, curves
     if one != deep:
-        return WRONG, f"3x1 differs from 1x1 by {difference(deep, one):.1e}"
+        return WRONG, f"{deeper} differs from 1x1 by {difference(deep, one):.1e}"
     most = tolerance(reference["noise"])
     if not (apart := difference(wide, one)) <= most:
-        return WRONG, f"2x2 differs from 1x1 by {apart:.1e}"
+        return WRONG, f"{wider} differs from 1x1 by {apart:.1e}"
     if reference["draws"]:
         return RIGHT, "draws at random: plans are compared with each other only"
     expected = reference["curve"]

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.field import libraries
-from tests.field.jobs import Attempt, Job, Prepared, quiet
+from tests.field.jobs import MODEST_PARAMETERS, MOST_PARAMETERS, Attempt, Job, Prepared, quiet
+from tests.field.narrow import narrow, smaller
 from tests.field.samples import CLASSES, Drawn, generator_of
 from tests.field.shrink import DEPTH, shrunk
 
@@ -84,20 +86,46 @@ def jobs() -> tuple[Job, ...]:
 
 
 def ways(attempt: Attempt) -> Iterator[Prepared]:
-    """Narrow and shallow first, then shallow, then as it is; on small images first, then on its own size."""
+    """Narrow and shallow first, then shallow, then with narrow layers, then as it is; on small images first."""
     job = attempt.job
+    kind, own, parameters = _looked_at(job)
+    takes = inspect.signature(kind.__init__).parameters
+    sizes = [(64, _FRAMES), (own, _FRAMES), (own, 2 * _FRAMES) if job.kind == "video" else (_LARGE, _FRAMES)]
+    for side, frames in dict.fromkeys(sizes):
+        for build in _builders(job, kind, takes, parameters, side, frames):
+            yield Prepared(build, Drawn(partial(_sample, job.kind, side, frames, _input_of(kind))), _loss_of)
+
+
+_FRAMES = 8
+_LARGE = 299
+
+
+def _builders(
+    job: Job, kind: type[nn.Module], takes: Mapping[str, Any], parameters: int, side: int, frames: int
+) -> Iterator[Callable[[], nn.Module]]:
+    """Each in one way smaller than the next."""
     make: Callable[..., nn.Module] = _timm(job) if job.library == "timm" else _torchvision(job)
-    kind, own = _looked_at(job)
-    parameters = inspect.signature(kind.__init__).parameters
-    for changes in (_tiny(parameters), _shallow(parameters), {}):
-        for side in dict.fromkeys((64, own)):
-            sized = {"img_size": side} if job.library == "timm" and "img_size" in parameters else {}
-            build = partial(_built, make, {**changes, **sized})
-            yield Prepared(build, Drawn(partial(_sample, job.kind, side, _input_of(kind))), _loss_of)
+    sized = {"img_size": side} if job.library == "timm" and "img_size" in takes else {}
+    for changes in (_tiny(takes), _shallow(takes)):
+        if changes and job.library == "timm":
+            yield partial(_built, partial(make, **{**changes, **sized}), nullcontext)
+    plain = partial(make, **sized)
+    if parameters <= MODEST_PARAMETERS and job.kind != "video":
+        yield partial(_built, plain, nullcontext)
+    if job.library == "torchvision":
+        yield partial(_built, plain, partial(smaller, kind, side, frames))
+    for part in _PARTS:
+        yield partial(_built, plain, partial(narrow, part))
+    if parameters <= MOST_PARAMETERS:
+        yield partial(_built, plain, nullcontext)
 
 
-def _built(make: Callable[..., nn.Module], changes: Mapping[str, Any]) -> nn.Module:
-    return quiet(make(**changes))
+_PARTS = (4, 2)
+
+
+def _built(make: Callable[[], nn.Module], within: Callable[[], AbstractContextManager[None]]) -> nn.Module:
+    with within():
+        return quiet(make())
 
 
 def _timm(job: Job) -> Callable[..., nn.Module]:
@@ -114,8 +142,8 @@ def _torchvision(job: Job) -> Callable[..., nn.Module]:
 
 
 @cache
-def _looked_at(job: Job) -> tuple[type[nn.Module], int]:
-    """The model's class, and the side of the images that it is made for."""
+def _looked_at(job: Job) -> tuple[type[nn.Module], int, int]:
+    """The model's class, the side of the images that it is made for, and how many parameters it has."""
     make = _timm(job) if job.library == "timm" else _torchvision(job)
     try:
         with torch.device("meta"):
@@ -123,7 +151,7 @@ def _looked_at(job: Job) -> tuple[type[nn.Module], int]:
     except (NotImplementedError, RuntimeError):  # it computes with what it has just drawn
         module = make()
     own: Any = getattr(module, "default_cfg", {}).get("input_size", (3, 224, 224))
-    return type(module), int(own[-1])
+    return type(module), int(own[-1]), sum(parameter.numel() for parameter in module.parameters())
 
 
 def _tiny(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
@@ -152,9 +180,9 @@ def _input_of(kind: type[nn.Module]) -> str:
     return list(inspect.signature(kind.forward).parameters)[1]
 
 
-def _sample(kind: str, side: int, name: str, index: int) -> dict[str, Tensor]:
+def _sample(kind: str, side: int, frames: int, name: str, index: int) -> dict[str, Tensor]:
     generator = generator_of(index)
-    shape = (3, 8, side, side) if kind == "video" else (3, side, side)
+    shape = (3, frames, side, side) if kind == "video" else (3, side, side)
     target = torch.randint(0, CLASSES, (side, side) if kind == "pixels" else (), generator=generator)
     return {name: torch.randn(shape, generator=generator), "target": target}
 

@@ -12,6 +12,8 @@ from tests.field.judge import BAD, COLUMNS, CRASH, HANG, NOTHING, POOR, REFUSED,
 
 Verdict = Mapping[str, Any]
 _SHOWN = 320
+_HERE = re.compile(r"/\S*/(?=site-packages/|tests/field/|varuna/)|/\S*/\.field/")
+"""Folders of the machine of a sweep."""
 _WORST_FIRST = (WRONG, HANG, CRASH, POOR, REFUSED)
 
 
@@ -98,11 +100,7 @@ def _listed(column: str, verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _brief(text: str, most: int) -> str:
-    text = (
-        re.sub(r"/\S*/(site-packages|tests/field)/", r"\1/", " ".join(text.split()))
-        .replace("<", "&lt;")
-        .replace("|", "/")
-    )
+    text = _HERE.sub("", " ".join(text.split())).replace("<", "&lt;").replace("|", "/")
     return text if len(text) <= most else f"{text[:most].rstrip()} …"
 
 

@@ -6,8 +6,11 @@ word of their own have it in ``exceptions.py``.
 """
 
 import dataclasses
+import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 WIDTH, HEADS, DEPTH, VOCABULARY, LENGTH, IMAGE, PATCH = 32, 2, 4, 96, 16, 32, 8
@@ -54,6 +57,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"^conv_dim$", lambda value: value),
     (r"^mamba_(n|num)_heads$", _constant(4)),
     (r"^mamba_(d_head|head_?dim)$", lambda value: WIDTH // HEADS),
+    # lists that are parts of one chain
+    (r"^stage_\w+_channels$|^stem_channels$", _each(lambda value: value // 16 if value % 16 == 0 else value)),
     # what is long
     (r"vocab(ulary)?_size$|^num_(tokens|embeddings)$|n_vocab$|vocab_size_per", _at_most(VOCABULARY)),
     (
@@ -99,7 +104,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
 )
 
 _COMPILED = tuple((re.compile(pattern), rule) for pattern, rule in RULES)
-_KEEP = re.compile(r"num_channels$|in_channels$|in_chans$|^num_labels$|^id2label|^label2id")
+_KEEP = re.compile(r"num_channels$|(?<!stage_)in_channels$|in_chans$|^num_labels$|^id2label|^label2id")
 _SPECIAL = re.compile(r"_token_(id|index)$|_id$|^(boi|eoi|bos|eos|pad|image|video|audio)_.*id$")
 
 
@@ -171,39 +176,84 @@ def special_tokens(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tiny(config: Any, exceptions: Mapping[str, Any]) -> Any:
+def tiny(config: Any, exceptions: Mapping[str, Any], kept: Container[str] = ()) -> Any:
     """A tiny configuration of the same class.
 
     Args:
         config: as its class makes it by default.
         exceptions: fields that rules get wrong in this family; those of its parts in mappings under their names.
+        kept: fields that are left as they are, in all parts.
     """
     fields = fields_of(config)
     depth = next((value for name, value in fields.items() if _DEEP.search(name) and isinstance(value, int)), 0)
     given: dict[str, Any] = {}
     for name, value in fields.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            given[name] = tiny(value, exceptions.get(name, {}))
+            is_timms = value.model_type == "timm_backbone"
+            given[name] = _residual(value) if is_timms else tiny(value, exceptions.get(name, {}), kept)
             continue
-        new = value if value is None else _rope(value) if name == "rope_parameters" else shrunk(name, value)
+        if name in kept:
+            continue
+        new = value if value is None or name == "rope_parameters" else shrunk(name, value)
         if isinstance(new, list) and depth > DEPTH and len(new) == depth:
             new = new[:DEPTH]
         if new != value or name in _NEEDED:
             given[name] = new
     heads, shared = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
-    if shared is not None and heads == shared:
+    if shared is not None and heads == shared and "num_attention_heads" not in kept:
         given["num_key_value_heads"] = HEADS
+    if (rope := _rope(config)) is not None:
+        given["rope_parameters"] = rope
     given.update(special_tokens(fields))
     given.update({name: value for name, value in exceptions.items() if not isinstance(value, Mapping)})
     return type(config)(**given)
 
 
+def _residual(backbone: Any) -> Any:
+    """In place of a model of timm, which has no configuration: a small one that gives as many stages' features."""
+    import transformers
+
+    made: Any = transformers.ResNetConfig
+    stages = [f"stage{number}" for number in range(1, 5)]
+    taken = len(getattr(backbone, "out_indices", None) or (0,))
+    return made(
+        embedding_size=WIDTH // 2,
+        hidden_sizes=[WIDTH // 2, WIDTH, WIDTH, 2 * WIDTH],
+        depths=[1] * 4,
+        layer_type="basic",
+        out_features=stages[-taken:],
+    )
+
+
+def changed(config: Any) -> tuple[str, ...]:
+    """Fields that the rules make smaller, here or in a part, but for those that only say how much there is."""
+    found: dict[str, None] = {}
+    for name, value in fields_of(config).items():
+        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
+            found |= dict.fromkeys(changed(value))
+        elif not _AMOUNTS.search(name) and value is not None and shrunk(name, value) != value:
+            found[name] = None
+    return tuple(found)
+
+
+_AMOUNTS = re.compile(r"vocab|drop|noise|_prob$|hidden_layers$|^(n_|num_)?layers?$|^depth$")
 _DEEP = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|depth)$")
 
 
-def _rope(value: Any) -> Any:
-    """Sections of rotary embeddings for several axes add up to half of a head."""
-    if not isinstance(value, dict) or "mrope_section" not in value:
-        return value
+def _rope(config: Any) -> dict[str, Any] | None:
+    """Sections of rotary embeddings for several axes add up to half of a head; None where there are none."""
+    value = getattr(config, "rope_parameters", None)
+    if not (
+        (isinstance(value, dict) and "mrope_section" in value) or _has_sections(Path(inspect.getfile(type(config))))
+    ):
+        return None
     half = WIDTH // HEADS // 2
-    return {**value, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+    given = value or {"rope_type": "default", "rope_theta": 10000.0}
+    return {**given, "mrope_section": [half - 2 * (half // 4), half // 4, half // 4]}
+
+
+@cache
+def _has_sections(path: Path) -> bool:
+    """Whether the model of a configuration in this file takes sections that the configuration may leave out."""
+    models = path.with_name(path.name.replace("configuration_", "modeling_"))
+    return models.exists() and '.get("mrope_section"' in models.read_text()

@@ -148,14 +148,19 @@ def _attempted(attempt: Attempt, bound_s: float, *, loud: bool) -> dict[str, Any
             finally:
                 os._exit(0)
         status, cpu_s = _waited_for(pid, bound_s)
-        parts = {part: folder / part for part in judge.PARTS}
-        found = {part: json.loads(path.read_text()) for part, path in parts.items() if path.exists()}
+        found = _told(folder, ("capture",))
+        found |= _told(folder, judge.parts_of(found))
         found["stack"] = "; ".join(_stacks(folder))
         if status is None:
             found["timeout"], found["cpu_s"] = bound_s, cpu_s
         elif os.WIFSIGNALED(status):
             found["died"] = f"{signal.Signals(os.WTERMSIG(status)).name} {found['stack']}"
         return found
+
+
+def _told(folder: Path, parts: tuple[str, ...]) -> dict[str, Any]:
+    """What an attempt has told of these parts."""
+    return {part: json.loads((folder / part).read_text()) for part in parts if (folder / part).exists()}
 
 
 def _waited_for(pid: int, bound_s: float) -> tuple[int | None, float]:
@@ -207,14 +212,12 @@ def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
     if "cannot" not in expected:
         attempt = replace(attempt, candidate=expected["candidate"])
         found = nursery.run(attempt, loud=loud)
-        if judge.asks_for("cut_points", found):
-            attempt = replace(attempt, cut_points=CUT_POINTS)
-            found = nursery.run(attempt, loud=loud)
-        if asked := judge.asks_for("micro_batch", found):
-            mixes = "per_micro_batch=" in asked
-            attempt = replace(attempt, micro_batch=MICRO_BATCH, per_micro_batch=mixes, even=True)
-            expected = reference(attempt)
-            found = {} if "cannot" in expected else nursery.run(attempt, loud=loud)
+        while (as_told := _as_told(attempt, found)) != attempt:
+            if as_told.even and not attempt.even:
+                asked = judge.asks_for("micro_batch", found)
+                if "cannot" in (expected := reference(as_told)):
+                    break
+            attempt, found = as_told, nursery.run(as_told, loud=loud)
     cannot = expected.get("cannot")
     column, reason = (judge.NOTHING, cannot) if cannot else judge.column_of(expected, found)
     return {
@@ -228,9 +231,20 @@ def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
         "parameters": expected.get("parameters"),
         "curves": {
             "plain": expected.get("curve"),
-            **{plan: found.get(plan, {}).get("curve") for plan in judge.PARTS[1:]},
+            **{plan: found.get(plan, {}).get("curve") for plan in judge.parts_of(found)[1:]},
         },
     }
+
+
+def _as_told(attempt: Attempt, found: dict[str, Any]) -> Attempt:
+    """The next attempt, as a user would make it who does what a refusal says; the same where there is nothing to do."""
+    if asked := judge.asks_for("cut_points", found):
+        points = judge.number_named("cut_points", asked) or CUT_POINTS
+        if attempt.cut_points is None or points < attempt.cut_points:
+            return replace(attempt, cut_points=points)
+    elif attempt.micro_batch is None and (asked := judge.asks_for("micro_batch", found)):
+        return replace(attempt, micro_batch=MICRO_BATCH, per_micro_batch="per_micro_batch=" in asked, even=True)
+    return attempt
 
 
 def done(results: Path) -> dict[str, dict[str, Any]]:

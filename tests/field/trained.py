@@ -21,8 +21,8 @@ import torch
 from tests.field.catalogue import ways
 from tests.field.jobs import CLIP, GLOBAL_BATCH, RATE, SEED, STEPS, Attempt, Prepared, patience
 
-PLANS = ((1, 1), (3, 1), (2, 2))
-"""Stages and replicas."""
+DEEPEST = 3
+"""Stages of the deepest plan; fewer where the model has fewer sections."""
 PLAN_S = 45.0
 """For three steps of a tiny model, of which one takes milliseconds; longer on a busy machine."""
 _AFTER_FIRST_S = 10.0
@@ -91,8 +91,8 @@ def _trainer(prepared: Prepared, attempt: Attempt) -> Any:
 def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
     """Capture, then train in every plan; results are files in ``folder``.
 
-    ``capture``: seconds, or a failure. ``1x1``, ``3x1``, ``2x2``: a curve, or a failure. ``stacks``: where everything
-    stood after ``dumps_after_s``.
+    ``capture``: seconds and the plans that follow, or a failure. Each plan, such as ``3x1``: a curve, or a failure.
+    ``stacks``: where everything stood after ``dumps_after_s``.
     """
     stacks = (folder / "stacks").open("w")
     faulthandler.enable(stacks)
@@ -107,13 +107,23 @@ def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
         return
     faulthandler.cancel_dump_traceback_later()  # its thread is not in forks, which would wait for it
     sections = len(captured.facts.sections)
-    _tell(folder, "capture", {"seconds": time.monotonic() - began_s, "sections": sections})
+    plans = {f"{stages}x{replicas}": (stages, replicas) for stages, replicas in plans_of(sections)}
+    seconds = time.monotonic() - began_s
+    _tell(folder, "capture", {"seconds": seconds, "sections": sections, "plans": list(plans)})
     trainer.partition = lambda: captured
-    for stages, replicas in PLANS:
+    for number, (name, (stages, replicas)) in enumerate(plans.items()):
         found = _in_plan(trainer, stages, replicas, folder)
-        _tell(folder, f"{stages}x{replicas}", found)
-        if "failure" in found and (stages, replicas) == PLANS[0]:
+        _tell(folder, name, found)
+        if "failure" in found and number == 0:
             return
+
+
+def plans_of(sections: int) -> tuple[tuple[int, int], ...]:
+    """Stages and replicas of each plan: alone, as deep as may be, and two stages twice.
+
+    A model that cannot be cut at all is asked for two stages nevertheless: that is a refusal to be seen.
+    """
+    return ((1, 1), (max(2, min(DEEPEST, sections)), 1), (2, 2))
 
 
 def _in_plan(trainer: Any, stages: int, replicas: int, folder: Path) -> dict[str, Any]:

@@ -58,6 +58,15 @@ def test_what_amplifies_rounding_has_more_room_but_not_in_its_first_loss() -> No
     assert judge.column_of(noisy, found(**early))[0] == judge.WRONG
 
 
+def test_a_model_of_two_sections_is_judged_in_two_stages() -> None:
+    same = {"curve": CURVE}
+    told = {"capture": {"sections": 2, "plans": ["1x1", "2x1", "2x2"]}, "1x1": same, "2x1": same, "2x2": same}
+    assert judge.column_of(PLAIN, told) == (judge.RIGHT, "has 2 sections: 2x1 in place of 3x1")
+    assert judge.column_of(PLAIN, {**told, "2x1": off(1 + 1e-9)})[0] == judge.WRONG
+    assert judge.number_named("cut_points", "only 4 places are there. Pass cut_points=4 or leave it out") == 4
+    assert judge.number_named("cut_points", "pass cut_points=... or lower --stages") is None
+
+
 def test_only_a_good_refusal_that_names_the_argument_asks_for_it() -> None:
     assert judge.asks_for("micro_batch", found(capture=failed(GOOD))) == GOOD
     assert not judge.asks_for("micro_batch", found(capture=failed(GOOD.replace("micro_batch=", "weight="))))

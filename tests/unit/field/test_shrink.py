@@ -3,9 +3,10 @@
 from typing import Any
 
 import pytest
+from transformers import BertConfig
 
 from tests.field.huggingface import config_of
-from tests.field.shrink import DEPTH, HEADS, WIDTH, shrunk
+from tests.field.shrink import DEPTH, HEADS, WIDTH, changed, shrunk
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,13 @@ from tests.field.shrink import DEPTH, HEADS, WIDTH, shrunk
 def test_fields_shrink_by_their_role(name: str, value: Any, tiny: Any) -> None:
     assert shrunk(name, value) == tiny
     assert type(shrunk(name, value)) is type(tiny)
+
+
+def test_fields_may_be_kept_and_only_those_that_change_are_named() -> None:
+    kept: Any = config_of("bert", "BertForMaskedLM", "tokens", ("hidden_size",))
+    assert (kept.hidden_size, kept.num_hidden_layers) == (BertConfig().hidden_size, DEPTH)
+    assert {"hidden_size", "num_attention_heads"} <= set(changed(BertConfig()))
+    assert not {"num_hidden_layers", "vocab_size", "layer_norm_eps"} & set(changed(BertConfig()))
 
 
 def test_a_configuration_shrinks_with_its_parts() -> None:
