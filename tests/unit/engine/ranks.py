@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
 
 
-def tiny_gpt2(dropout: float = 0.0, layers: int = 3) -> nn.Module:
-    """GPT-2 with tied embeddings, about 50,000 parameters."""
+def tiny_gpt2(dropout: float = 0.0, layers: int = 2) -> nn.Module:
+    """GPT-2 with tied embeddings, about 30,000 parameters."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
@@ -61,13 +61,13 @@ def dropping() -> nn.Module:
     return tiny_gpt2(dropout=0.1)
 
 
-def tiny_llama() -> nn.Module:
+def tiny_llama(layers: int = 2) -> nn.Module:
     """Llama with rotary embeddings and an untied head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     return LlamaForCausalLM(
         LlamaConfig(
-            num_hidden_layers=3,
+            num_hidden_layers=layers,
             hidden_size=32,
             intermediate_size=48,
             num_attention_heads=2,
@@ -145,6 +145,10 @@ _sessions: list[tuple[Session, Any]] = []
 _captured: dict[object, PartitionedModel] = {}
 """By what decides on the graph (an optimizer only adds bytes to it); all datasets here give batches of one form."""
 
+_plans: dict[tuple[object, ...], Plan] = {}
+"""By the job and what else decides on it: each rank would make the same one again."""
+_planning = threading.Lock()
+
 
 @dataclass
 class Setup:
@@ -217,9 +221,17 @@ class Setup:
             shard_optimizer=self.share,
         )
 
+    @cached_property
+    def _buffers(self) -> dict[str, Tensor]:
+        needed = needed_buffers(self.model)
+        return self.beginning.buffers(needed) if needed else {}
+
+    @cached_property
+    def _parameters(self) -> dict[str, Tensor]:
+        return self.beginning.parameters(self.model.shapes)
+
     def job(self) -> Job:
         device = torch.device(self.device)
-        buffers = self.beginning.buffers(needed_buffers(self.model))
         return Job(
             model=on_device(self.model, device),
             optimizer=self.optimizer,
@@ -227,7 +239,7 @@ class Setup:
             seed=self.seed,
             clip_grad_norm=self.clip,
             before_step=self.before_step,
-            buffers={name: cast(value.to(device), self.recipe.dtype) for name, value in buffers.items()},
+            buffers={name: cast(value.clone().to(device), self.recipe.dtype) for name, value in self._buffers.items()},
             device=device,
             dtype=self.recipe.dtype,
             unit=self.unit,
@@ -239,9 +251,13 @@ class Setup:
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:
-        return self.beginning.parameters(names)
+        if self.beginning.name != "constructor":  # those two make each rank's own only
+            return self.beginning.parameters(names)
+        return {name: self._parameters[name].clone() for name in names}
 
     def session(self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0) -> Session:
+        if self.beginning.name == "constructor":
+            _ = self._parameters  # made before ranks run: it is not theirs
         session = Session(
             self.job(),
             self.facts(steps),
@@ -265,8 +281,13 @@ class Setup:
         sessions = []
 
         def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-            made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch, policy=self.policy)
-            return self.adjusted(made) if self.adjusted else made
+            key = (job.model_dump_json(), workers, stages, micro_batch, self.policy)
+            with _planning:
+                if key not in _plans:
+                    _plans[key] = plan_run(
+                        job, workers=workers, stages=stages, micro_batch=micro_batch, policy=self.policy
+                    )
+            return self.adjusted(_plans[key]) if self.adjusted else _plans[key]
 
         for rank in range(size):
             solo = Solo(World(rank, size, store, "127.0.0.1", 0), plan)

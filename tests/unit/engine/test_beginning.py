@@ -68,7 +68,7 @@ def test_parameters_drawn_one_by_one_train_the_same_in_any_plan() -> None:
 class Disturbed(Setup):
     """One rank begins with another value of one parameter."""
 
-    odd_rank, odd_name = 3, "transformer.h.2.mlp.c_fc.weight"
+    odd_rank, odd_name = 3, "transformer.h.1.mlp.c_fc.weight"
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:
         values = dict(super().initial(rank, names))
@@ -116,6 +116,13 @@ def test_what_one_rank_refuses_all_ranks_say() -> None:
             Refusing().run(stages, replicas)
 
 
+class BuiltByEach(Setup):
+    """As in processes of their own."""
+
+    def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:
+        return self.beginning.parameters(names)
+
+
 def test_a_model_that_is_not_a_function_of_the_seed_is_caught() -> None:
     def unseeded() -> nn.Module:
         model = SmallLanguage()
@@ -124,7 +131,7 @@ def test_a_model_that_is_not_a_function_of_the_seed_is_caught() -> None:
         return model
 
     with pytest.raises(ModelError, match="begins with other parameters on rank 0 and rank 1"):
-        Setup(build=unseeded).run(1, 2)
+        BuiltByEach(build=unseeded).run(1, 2)
 
 
 def test_a_checksum_sees_bits_shapes_and_order() -> None:
