@@ -11,7 +11,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,17 +97,16 @@ def _some_way(
     noticed = Noticed()
     asks_for_data = False
     for most in Grade:
-        for as_eager in (False, True):
+        for compiling in (asked := _Asked(), _as_eager()):
             known = given(most) if most is not Grade.PARAMETERS or asks_for_data else None
-            if known is None:
+            if known is None or (compiling is not asked and not asked.at_all):  # eager would take the same path
                 continue
             values = Values(most, known)
             places = EveryPlace()
-            asked = _as_eager() if as_eager else nullcontext()
             try:
                 noticing = Noticing()
                 seen = noticing.watch()
-                with asked, pieces.in_place(), values.watch(), seen, places, Comparing(), _silent(), _idle_moves():
+                with compiling, pieces.in_place(), values.watch(), seen, places, Comparing(), _silent(), _idle_moves():
                     program = _attempt(module, fake)
                     values.fill(program.constants)
                     check_followed(program)
@@ -206,3 +205,21 @@ def _as_eager() -> Iterator[None]:
         yield
     finally:
         torch.compiler.is_compiling = asked
+
+
+class _Asked:
+    """Notes whether anybody asks if the model is being compiled."""
+
+    def __init__(self) -> None:
+        self.at_all = False
+
+    def __enter__(self) -> None:
+        self._answer = torch.compiler.is_compiling
+        torch.compiler.is_compiling = self._heard
+
+    def __exit__(self, *_: object) -> None:
+        torch.compiler.is_compiling = self._answer
+
+    def _heard(self) -> bool:
+        self.at_all = True
+        return self._answer()

@@ -13,6 +13,7 @@ from tests.unit.partition.in_turn import differences
 from varuna.checks.assumptions import check_assumptions
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
+from varuna.partition import exporting
 from varuna.partition.capture import Recipe
 from varuna.partition.conditions import check_conditions
 from varuna.partition.initialise import materialise
@@ -191,6 +192,23 @@ class Asking(Layers):
 
 def test_a_path_for_compilation_that_fails_gives_way_to_that_of_eager() -> None:
     assert differences(Family(Asking))[1] == []
+
+
+@pytest.mark.parametrize(("asks", "attempts"), [(False, 3), (True, 5)])
+def test_the_path_of_eager_is_tried_where_a_model_asks_which_it_is(
+    monkeypatch: pytest.MonkeyPatch, asks: bool, attempts: int
+) -> None:
+    """With what the code says, with the samples, and to see which module is in the way: that one always as eager."""
+    tried = []
+
+    def attempt(*_: object) -> None:
+        tried.append(torch.compiler.is_compiling() if asks else None)
+        raise ValueError("no way")
+
+    monkeypatch.setattr(exporting, "_attempt", attempt)
+    with pytest.raises(ModelError, match="no way"):
+        partition(Recipe(Layers), SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors)
+    assert len(tried) == attempts
 
 
 class Counted(Layers):
