@@ -124,7 +124,7 @@ class Small(World):
         if isinstance(self.driver.fleet.phase, Ended):
             return
         living = [(name, worker) for name, worker in self.workers.items() if worker.alive]
-        choices = [(act, name) for act in self.acts() for name, worker in living if act != "obey" or worker.inbox]
+        choices = [(act, name) for act in self.acts() for name, worker in living if not _changes_nothing(act, worker)]
         # What the dead have sent may still arrive: die clears the outbox, so that is chosen before it.
         choices += [("deliver", name) for name, worker in self.workers.items() if worker.outbox]
         for act, name in choices:
@@ -134,7 +134,7 @@ class Small(World):
             yield twin
 
     def acts(self) -> list[str]:
-        """What a living worker may do: nothing here that would change nothing."""
+        """What a living worker may do."""
         acts = ["obey", "learn", "fetch"] + ["leave"] * (self.steps < STEPS)
         return acts + ["gather"] * self.shared + ["again"] * bool(self.repeats) + ["die"] * bool(self.deaths)
 
@@ -172,6 +172,17 @@ def _twin(worker: SimulatedWorker) -> SimulatedWorker:
     twin.sections, twin.lent, twin.votes = set(worker.sections), set(worker.lent), list(worker.votes)
     twin.inbox, twin.outbox = list(worker.inbox), list(worker.outbox)
     return twin
+
+
+def _changes_nothing(act: str, worker: SimulatedWorker) -> bool:
+    """Whether that can be seen beforehand."""
+    if act == "obey":
+        return not worker.inbox
+    if act == "learn":
+        return worker.stopped or worker.reduced is None or worker.reduced != worker.next_step
+    if act in ("fetch", "gather"):
+        return worker.stopped or (not worker.loading and worker.stage <= worker.sections)
+    return False
 
 
 def _face(w: SimulatedWorker) -> object:
