@@ -1,6 +1,7 @@
 """The user names the modules at which sections begin."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def gpt2() -> tuple[PartitionedModel, Flow]:
 
     choose = choose_at("transformer.h.2", "transformer.h.1")
     batch = SampleSource(Tokens(), seed=0).micro_batch([0, 1]).tensors
-    return partition(Recipe(tiny_gpt2), batch, choose=look), seen[0]
+    return partition(Recipe(partial(tiny_gpt2, layers=3)), batch, choose=look), seen[0]
 
 
 def test_sections_begin_where_the_named_modules_do(gpt2: tuple[PartitionedModel, Flow]) -> None:

@@ -10,10 +10,8 @@ from tests.unit.engine.ranks import Setup, Tokens, tiny_gpt2
 from varuna.checks.weighing import check_weighing
 from varuna.core.errors import DataError
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import Recipe
 from varuna.partition.initialise import materialise
 from varuna.partition.inputs import InputLayout, check_inputs
-from varuna.partition.model import partition
 
 LAYOUTS = {"ids": InputLayout(torch.int64, (16,))}
 
@@ -64,8 +62,8 @@ def test_every_stage_that_reads_samples_refuses(stages: int, dataset: Growing) -
 
 
 def test_the_check_of_weights_refuses_as_well() -> None:
-    recipe = Recipe(tiny_gpt2)
-    model = partition(recipe, SampleSource(Tokens(), seed=0).micro_batch([0, 1]).tensors)
+    setup = Setup(build=tiny_gpt2)
+    model, recipe = setup.model, setup.recipe
     assert model.inputs == {
         "input_ids": InputLayout(torch.int64, (16,)),
         "labels": InputLayout(torch.int64, (16,)),

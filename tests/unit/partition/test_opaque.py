@@ -101,12 +101,17 @@ def captured(build: Callable[[], nn.Module], **how: Any) -> PartitionedModel:
     return partition(Recipe(build, **how), batch_of(2))
 
 
+@pytest.fixture(scope="module")
+def drawn() -> PartitionedModel:
+    return captured(drawing)
+
+
 def batch_of(size: int) -> dict[str, Tensor]:
     return SampleSource(Samples(sample), seed=0).micro_batch(range(size)).tensors
 
 
-def test_draws_belong_to_the_section_and_leave_the_generators_alone() -> None:
-    model = captured(drawing)
+def test_draws_belong_to_the_section_and_leave_the_generators_alone(drawn: PartitionedModel) -> None:
+    model = drawn
     initial = materialise(Recipe(drawing), 0)
     section = next(section for section in model.sections if holds_opaque(section.module.graph))
     leaves = tuple(initial.parameters[name].requires_grad_() for name in section.parameters)
@@ -121,10 +126,10 @@ def test_draws_belong_to_the_section_and_leave_the_generators_alone() -> None:
     assert (random.getstate(), repr(np.random.get_state())) == before
 
 
-def test_the_check_against_plain_pytorch_draws_alike() -> None:
+def test_the_check_against_plain_pytorch_draws_alike(drawn: PartitionedModel) -> None:
     source = SampleSource(Samples(sample), seed=0)
     check = SelfCheck(Recipe(drawing), source, None, 2, True)
-    found = check.compare(captured(drawing), materialise(Recipe(drawing), 0)).errors
+    found = check.compare(drawn, materialise(Recipe(drawing), 0)).errors
     assert found is not None
     assert found.gradient < 1e-5
 
@@ -139,11 +144,10 @@ def test_facts_are_known_without_running_it() -> None:
     assert captured(lambda: Net(Packed)).facts.digest == model.facts.digest
 
 
-def test_evaluation_cuts_at_the_same_places() -> None:
-    model = captured(drawing)
-    evaluated = for_evaluation(model, Recipe(drawing), batch_of(2))
+def test_evaluation_cuts_at_the_same_places(drawn: PartitionedModel) -> None:
+    evaluated = for_evaluation(drawn, Recipe(drawing), batch_of(2))
     assert list(evaluated.eager) == ["middle"]
-    assert len(evaluated.sections) == len(model.sections)
+    assert len(evaluated.sections) == len(drawn.sections)
 
 
 def test_half_precision_reaches_it() -> None:

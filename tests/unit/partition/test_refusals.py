@@ -73,25 +73,13 @@ class Wrapped(Layers):
         return turned
 
 
-def test_a_branch_on_data_is_refused_at_its_line_with_two_ways_out() -> None:
-    lines = Path(__file__).read_text().splitlines()
-    line = next(i for i, text in enumerate(lines, 1) if "-x if torch.rand([]) > 0.5 else x" in text)
-    with pytest.raises(ModelError) as refused:
-        partition(Recipe(Branching), batch(2))
-    message = str(refused.value)
-    assert f"{Path(__file__).name}:{line}:" in message
-    assert "Two ways out" in message
-    assert "torch.where" in message
-    assert "torch.library.custom_op" in message
-
-
 def test_layer_drop_runs_as_written_in_the_module_that_draws() -> None:
     build = hugging_face(
         "OPTForCausalLM",
         "OPTConfig",
         vocab_size=64,
         hidden_size=16,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=2,
         ffn_dim=32,
         word_embed_proj_dim=16,
@@ -190,7 +178,11 @@ class Unreduced(Layers):
         (Noted, "self.table[0] =", r"plain attribute in place at {place}"),
         (Noisy, "", r"attribute noise of the model .* random"),
         (Unreduced, "", r"shape \(16\*batch,\)"),
-        (Branching, "torch.rand([]) > 0.5 else", r"captured at {place}: a decision there follows from data"),
+        (
+            Branching,
+            "torch.rand([]) > 0.5 else",
+            r"captured at {place}: a decision there follows from data.*Two ways out.*torch\.where.*custom_op",
+        ),
     ],
 )
 def test_each_cause_has_words_of_its_own_and_a_line_and_no_names_of_torch(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.engine.ranks import SmallLanguage, Tokens, tiny_gpt2
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, tiny_gpt2
 from varuna.checks.weighing import check_weighing
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -26,8 +26,8 @@ def every_label(batch: dict[str, Tensor]) -> float:
 
 
 def test_the_shifted_labels_of_hugging_face_are_counted_and_pass() -> None:
-    recipe = Recipe(tiny_gpt2)
-    model, source = prepared(recipe, Tokens(padded=True))
+    setup = Setup(build=tiny_gpt2, dataset=Tokens(padded=True))
+    model, recipe, source = setup.model, setup.recipe, setup.source
     batch = source.micro_batch([0, 1, 2]).tensors
     assert weight_of(model, None, batch, {}) == float((batch["labels"][:, 1:] != -100).sum())
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
