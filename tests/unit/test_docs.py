@@ -87,13 +87,13 @@ def test_the_patterns_find_what_they_are_for() -> None:
     assert ABSENT.search("as in DESIGN §5")
     assert ABSENT.search("(``reference/pytorch.md`` §4)")
     assert TREE_PATH.findall("see `varuna/engine/stash.py`, 3 examples/s, /usr/tests/x") == ["varuna/engine/stash.py"]
-    assert DOTTED.findall("`engine.inbox` and `python -m benchmarks.real_plans`") == [
-        "engine.inbox",
+    assert DOTTED.findall("`core.plan` and `python -m benchmarks.real_plans`") == [
+        "core.plan",
         "benchmarks.real_plans",
     ]
-    assert is_there("engine.inbox.Inbox")
-    assert not is_there("engine.inbox.Outbox")
-    assert not is_there("engine.outbox")
+    assert is_there("core.plan.Plan")
+    assert not is_there("core.plan.Scheme")
+    assert not is_there("core.scheme")
     assert not exists("varuna/engine/nowhere.py")
 
 
