@@ -1,10 +1,9 @@
 """The run on disk: every event in the run's database, every committed step in the user's JSON log."""
 
-import json
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -15,7 +14,7 @@ from varuna.core.model import JobFacts
 from varuna.core.saying import warn
 from varuna.core.value import Value
 from varuna.fleet.database import FILE, open_database
-from varuna.fleet.ownership import locked
+from varuna.fleet.step_log import StepLog
 from varuna.fleet.story import Asked, GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
@@ -59,14 +58,10 @@ class Journal:
         sleep: Callable[[float], None] = time.sleep,
         say: Callable[[str], None] = warn,
     ) -> None:
-        self._steps = json_log.open("ab", buffering=0) if json_log is not None else None
-        if self._steps is not None and not locked(self._steps):
-            self._steps.close()
-            raise UsageError(f"another run writes {json_log}. Give this one another --json-log.")
+        self._steps = StepLog(json_log) if json_log is not None else None
         self._path, self._database = run_dir / FILE, open_database(run_dir)
         self._sleep, self._say = sleep, say
         self._rows: deque[tuple[float, RunEvent, Vote | None]] = deque(maxlen=_MOST_WAITING)
-        self._lines = bytearray()
         self._told: set[str] = set()
 
     def append(self, event: RunEvent, *, vote: Vote | None = None) -> None:
@@ -75,14 +70,14 @@ class Journal:
         Raises:
             FleetError: what binds the future cannot be written, for a minute.
         """
-        self._rows.append((time.time(), event, vote))
+        now_s = time.time()
+        self._rows.append((now_s, event, vote))
         if isinstance(event, VerdictReached | GenerationStarted | Asked):
             self._surely(self._insert_rows)
         else:
             self._tell("the run's journal", self._path, self._attempt(self._insert_rows))
         if self._steps is not None and isinstance(event, StepRecorded):
-            self._lines += json.dumps(_step_line(event)).encode() + b"\n"
-            self._tell("the log of steps", Path(self._steps.name), self._write_lines())
+            self._tell("the log of steps", self._steps.path, self._steps.append(event, now_s))
 
     def sync(self) -> bool:
         """Whether everything that was appended survives a power cut from now on."""
@@ -136,15 +131,6 @@ class Journal:
             "Mend that, and start the same command again."
         ) from error
 
-    def _write_lines(self) -> OSError | None:
-        assert self._steps is not None
-        try:
-            while self._lines:
-                del self._lines[: self._steps.write(self._lines)]
-        except OSError as error:
-            return error
-        return None
-
     def _tell(self, what: str, path: Path, error: Exception | None) -> None:
         """Once when it fails, and once when it is well again."""
         if error is not None and what not in self._told:
@@ -186,7 +172,10 @@ class Journal:
             FleetError: the file is damaged, or an event is not of this version.
         """
         try:
-            return self._read()
+            past = self._read()
+            if past is not None and self._steps is not None and (count := self._steps.catch_up(self._newest_steps())):
+                self._say(f"{count} steps that {self._steps.path} lacked were added to it")
+            return past
         except (sqlite3.Error, ValueError, KeyError) as error:
             first_line = str(error).splitlines()[0]
             raise FleetError(
@@ -216,8 +205,17 @@ class Journal:
         if self._rows:
             self._tell("the run's journal", self._path, self._attempt(self._insert_rows, durably=True))
         self._database.close()
-        if self._steps is not None:
-            self._steps.close()
+        if self._steps is not None and (left := self._steps.close()):
+            self._say(f"{left} steps could not be written into {self._steps.path}: they are in {self._path} alone")
+
+    def _newest_steps(self) -> Iterator[tuple[float, StepRecorded]]:
+        """Steps of the run, the newest first."""
+        (first,) = self._database.execute("SELECT body FROM facts WHERE name = 'first_event'").fetchone()
+        rows = self._database.execute(
+            "SELECT time, body FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC", (int(first),)
+        )
+        for time_s, body in rows:
+            yield time_s, StepRecorded.model_validate_json(body)
 
     def _keep(self, name: str, body: str) -> None:
         self._database.execute("INSERT OR REPLACE INTO facts (name, body) VALUES (?, ?)", (name, body))
@@ -271,21 +269,3 @@ def _bodies_that_count(database: sqlite3.Connection, after: int) -> list[str]:
         {"after": after, "newest": newest[0] if newest is not None else after},
     )
     return [body for (body,) in rows]
-
-
-def _step_line(event: StepRecorded) -> dict[str, object]:
-    """A line of the JSON log; a loss that is no number is written as NaN."""
-    plan = event.plan
-    return {
-        "step": event.step,
-        "loss": event.loss,
-        "generation": event.generation,
-        "plan": {
-            "stages": plan.stages,
-            "replicas": plan.replicas,
-            "micro_batch": plan.micro_batch,
-            "micro_batches": plan.micro_batches,
-        },
-        "examples_per_s": event.examples_per_s,
-        "wall_time": time.time(),
-    }

@@ -1,6 +1,7 @@
 """Worker processes of this machine: started, watched, heard, and ended for certain."""
 
 import contextlib
+import fcntl
 import logging
 import os
 import signal
@@ -19,6 +20,7 @@ from varuna.fleet.invitation import JOIN_VARIABLE
 from varuna.fleet.lines import Lines, Tail
 
 _READ_BYTES = 64 * 2**10
+_PIPE_BYTES = 2**20
 _LOG_BYTES = 2**30
 """More of one worker's output than this is not kept: a machine's disk is shared with what it trains."""
 _KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
@@ -109,6 +111,8 @@ class Launcher:
         log = _Log(self._run_dir / f"{name}.log")
         assert popen.stdout is not None
         assert popen.stderr is not None
+        _widen(popen.stdout)
+        _widen(popen.stderr)
         process.readers = [
             _start(f"{name}-stdout", self._read, popen.stdout, log, lambda line: self._stream(name, line)),
             _start(f"{name}-stderr", self._read, popen.stderr, log, process.stderr_tail.add),
@@ -246,6 +250,13 @@ class _Log:
         """Later output, by grandchildren, is dropped."""
         with self._lock:
             self._file.close()
+
+
+def _widen(pipe: IO[bytes]) -> None:
+    """Room for what a worker says while we are stopped: with Linux's 64 KiB it would soon wait for us."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError):  # this user's pipes have had all their room
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
 
 def _start(name: str, target: Callable[..., None], *args: object) -> threading.Thread:

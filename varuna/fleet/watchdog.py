@@ -32,6 +32,8 @@ class Watchdog:
         self._ran_s: float | None = None
         self._loop_thread = 0
         self._ended = threading.Event()
+        self._since_s: float | None = None  # since when the loop stands still
+        self._culprit = ""
 
     @property
     def ran_s(self) -> float | None:
@@ -54,15 +56,22 @@ class Watchdog:
             loop.call_later(_EVERY_S, self._tick, loop)
 
     def _watch(self) -> None:
-        since_s, culprit = 0.0, ""
         while not self._ended.wait(_EVERY_S):
-            ran_s = self._ran_s
-            assert ran_s is not None
-            if self._clock() - ran_s > STOOD_STILL_S:
-                since_s, culprit = ran_s, culprit or whereabouts(sys._current_frames().get(self._loop_thread))
-            elif culprit:
-                self._say(f"the server heard nobody for {ran_s - since_s:.1f} s: it was busy {culprit}")
-                culprit = ""
+            self._look()
+
+    def _look(self) -> None:
+        """Name who holds the loop up at the second look: at the first one the whole process may just have woken up."""
+        ran_s = self._ran_s
+        assert ran_s is not None
+        if self._clock() - ran_s > STOOD_STILL_S:
+            if self._since_s is None:
+                self._since_s = ran_s
+            elif not self._culprit:
+                self._culprit = f"it was busy {whereabouts(sys._current_frames().get(self._loop_thread))}"
+        elif self._since_s is not None:
+            why = self._culprit or "its process stood still (stopped, suspended, or without a core to run on)"
+            self._say(f"the server heard nobody for {ran_s - self._since_s:.1f} s: {why}")
+            self._since_s, self._culprit = None, ""
 
 
 def whereabouts(frame: FrameType | None) -> str:

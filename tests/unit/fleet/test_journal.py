@@ -1,6 +1,7 @@
 """What is written when the disk is full, and when it has a place again; what a damaged file is called."""
 
 import json
+import os
 import sqlite3
 from pathlib import Path
 
@@ -86,8 +87,8 @@ def test_a_log_of_steps_that_cannot_be_written_ends_no_run(tmp_path: Path) -> No
     assert len(disk.said) == 1
     assert disk.said[0].startswith("the log of steps waits, since /dev/full cannot be written ([Errno 28]")
     assert disk.journal._steps is not None
-    disk.journal._steps.close()
-    disk.journal._steps = (tmp_path / "log.jsonl").open("ab", buffering=0)
+    disk.journal._steps._file.close()
+    disk.journal._steps._file = (tmp_path / "log.jsonl").open("ab", buffering=0)
     disk.journal.append(recorded(2, 0.25))
     disk.journal.close()
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
@@ -146,3 +147,57 @@ def test_a_restart_reads_what_counts_however_long_the_run(tmp_path: Path, monkey
     kinds = [event.kind for event in past.events if not isinstance(event, StepRecorded)]
     assert kinds == ["notice", "generation_started"] * 3 + ["worker_lost"]
     assert len(read_events(tmp_path)) == 3 * 202 + 1  # nothing is forgotten
+
+
+def fill(journal: Journal) -> None:
+    """The disk of its log of steps."""
+    assert journal._steps is not None
+    with Path("/dev/full").open("ab") as full:
+        os.dup2(full.fileno(), journal._steps._file.fileno())
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_the_log_of_steps_has_no_gap_after_a_manager_that_died_while_its_disk_was_full(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 0, "loss": 1.0, "generation": 0, "plan": "of a run before"}\n')
+    first = Disk(tmp_path, log)
+    for step in range(3):
+        first.journal.append(recorded(step, 1.0 if step else float("nan")))
+    fill(first.journal)
+    for step in range(3, 6):
+        first.journal.append(recorded(step, 1.0))
+    assert any("log of steps waits" in text for text in first.said)
+    with log.open("ab") as file:
+        file.write(b'{"step": 3, "lo')  # half a line had a place
+    first.journal._database.close()  # and here it is killed
+    assert first.journal._steps is not None
+    first.journal._steps._file.close()
+    said: list[str] = []
+    second = Journal(tmp_path, log, say=said.append)
+    assert second.read() is not None
+    second.append(recorded(6, 1.0))
+    second.close()
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [0, 0, 1, 2, 3, 4, 5, 6]
+    assert said == [f"3 steps that {log} lacked were added to it"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("somebody's notes", "somebody's notes\n"), ('{"step": 3, "l', ""), ("", "")]
+)
+def test_a_log_of_somebody_elses_is_not_cut(tmp_path: Path, before: str, after: str) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(before)
+    journal = Journal(tmp_path, log)
+    journal.begin("run")
+    journal.append(recorded(0, 1.0))
+    journal.close()
+    assert log.read_text().startswith(after + '{"step": 0')
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_steps_that_no_log_could_take_are_counted_at_the_end(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, tmp_path / "log.jsonl")
+    fill(disk.journal)
+    disk.journal.append(recorded(0, 1.0))
+    disk.journal.close()
+    assert disk.said[-1].startswith("1 steps could not be written into")

@@ -199,3 +199,17 @@ def test_logs_are_for_their_owner_alone(bench: Bench) -> None:
     bench.exit()
     assert (bench.folder / "w0.log").stat().st_mode & 0o077 == 0
     launcher.stop_all(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pipes have one size there")
+def test_a_launcher_that_is_stopped_does_not_hold_its_worker_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    read = Launcher._read
+    monkeypatch.setattr(Launcher, "_read", lambda *args: goes_on.wait(20) and read(*args))
+    launcher = bench.launcher("print('x' * 500_000)")
+    launcher.spawn()
+    assert launcher._processes["w0"].popen.wait(10) == 0
+    goes_on.set()
+    assert bench.exit().code == 0
+    assert (bench.folder / "w0.log").stat().st_size == 500_001
+    launcher.stop_all(5)

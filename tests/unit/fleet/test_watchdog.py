@@ -71,3 +71,18 @@ def test_deaf_time_is_counted_once() -> None:
     assert deaf_s(heard_s=10.0, last_tick_s=10.1, now_s=10.3) == 0.0
     assert deaf_s(heard_s=10.0, last_tick_s=10.9, now_s=11.1) == pytest.approx(1.1)  # it is noticed now, for all of it
     assert deaf_s(heard_s=10.0, last_tick_s=11.1, now_s=11.3) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("looks", "why"), [(1, "its process stood still"), (2, "it was busy somewhere")])
+def test_a_process_that_was_stopped_names_nobody(looks: int, why: str) -> None:
+    now, said = [100.0], list[str]()
+    watchdog = Watchdog(said.append, clock=lambda: now[0])
+    watchdog._ran_s = now[0]
+    now[0] += 12.0
+    for _ in range(looks):
+        watchdog._look()
+    watchdog._ran_s = now[0]
+    watchdog._look()
+    watchdog._look()
+    [text] = said
+    assert text.startswith(f"the server heard nobody for 12.0 s: {why}")
