@@ -25,6 +25,7 @@ from varuna.engine.stage import Stage
 from varuna.engine.transport import local_store
 from varuna.partition.evaluation import for_evaluation
 from varuna.partition.initialise import needed_buffers
+from varuna.partition.model import PartitionedModel
 from varuna.planner.choose import plan_run
 from varuna.trainer import Trainer
 
@@ -37,9 +38,20 @@ def one_thread() -> Iterator[None]:
         yield
 
 
+_evaluations: dict[int, tuple[PartitionedModel, PartitionedModel]] = {}
+"""By the identity of a model, which is kept: it and its evaluation, captured once."""
+
+
+def evaluation_of(setup: Setup) -> PartitionedModel:
+    if id(setup.model) not in _evaluations:
+        made = for_evaluation(setup.model, setup.recipe, setup.source.micro_batch(range(2)).tensors)
+        _evaluations[id(setup.model)] = setup.model, made
+    return _evaluations[id(setup.model)][1]
+
+
 def train(setup: Setup, stages: int, replicas: int, validation: Any, examples: int) -> tuple[list[float], list[Sums]]:
     """Three steps, an evaluation behind each: losses of the steps, and of the evaluations."""
-    evaluated = for_evaluation(setup.model, setup.recipe, setup.source.micro_batch(range(2)).tensors)
+    evaluated = evaluation_of(setup)
     buffers = setup.beginning.buffers(needed_buffers(evaluated) - needed_buffers(setup.model))
     store = local_store()
     curves: list[list[float]] = [[] for _ in range(stages * replicas)]

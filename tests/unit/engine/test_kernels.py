@@ -45,7 +45,7 @@ class Mixing(nn.Module):
     def __init__(self, mix: Callable[[Block, Tensor], Tensor]) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, WIDTH)
-        self.blocks = nn.Sequential(*[Block(mix) for _ in range(4)])
+        self.blocks = nn.Sequential(*[Block(mix) for _ in range(3)])
         self.head = nn.Linear(WIDTH, 64)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:

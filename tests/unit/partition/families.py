@@ -13,7 +13,7 @@ from varuna.partition.capture import LossFunction
 VOCABULARY = 64
 LENGTH = 16
 SPECIAL = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-HIDDEN = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+HIDDEN = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 WIDE = {**HIDDEN, "intermediate_size": 48}
 QUIET = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 QUIET_BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -153,7 +153,7 @@ class NanoGPT(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wte, self.wpe = nn.Embedding(VOCABULARY, 32), nn.Embedding(LENGTH, 32)
-        self.blocks = nn.ModuleList(Block(32, 2) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(32, 2) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, VOCABULARY, bias=False)
         self.wte.weight = self.head.weight
 
@@ -221,7 +221,7 @@ BART = {
     "forced_eos_token_id": 1,
     **SPECIAL,
 }
-GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 3, "n_head": 2, "n_positions": 32}
+GPT2 = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 32}
 QUIET_GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 BERT = {**WIDE, **QUIET_BERT, "max_position_embeddings": 32}
@@ -237,7 +237,7 @@ NAMED = {
         tied=("model.decoder.embed_tokens.weight",),
     ),
     "bloom": Family(
-        causal("Bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=3, n_head=2, **QUIET),
+        causal("Bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=2, **QUIET),
         tied=("transformer.word_embeddings.weight",),
     ),
     "falcon": Family(causal("Falcon", **HIDDEN, **QUIET), tied=("transformer.word_embeddings.weight",)),

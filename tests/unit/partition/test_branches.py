@@ -160,7 +160,7 @@ class Experts(Layers):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(self.kind() for _ in range(3))
+        self.layers = nn.ModuleList(self.kind() for _ in range(2))
 
 
 class CountingExperts(Experts):

@@ -24,9 +24,9 @@ INSTRUCTIONS = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 @given(
-    program=st.lists(INSTRUCTIONS, min_size=1, max_size=9).map(tuple),
+    program=st.lists(INSTRUCTIONS, min_size=4, max_size=9).map(tuple),
     tied=st.booleans(),
     seeds=st.lists(st.integers(0, 1 << 16), min_size=1, max_size=6),
 )

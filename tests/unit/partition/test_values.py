@@ -28,7 +28,7 @@ class Encoder(Layers):
     def __init__(self) -> None:
         super().__init__()
         layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.layers = nn.ModuleList([nn.TransformerEncoder(layer, 2)])
+        self.layers = nn.ModuleList([nn.TransformerEncoder(layer, 1)])
 
     def layer(self, layer: nn.Module, x: Tensor) -> Tensor:
         made: Tensor = layer(x, mask=causal())
