@@ -27,15 +27,15 @@ def check_arguments(
     _check_whole(global_batch=global_batch, micro_batch=micro_batch, cut_points=cut_points)
     _check_number(clip_grad_norm=clip_grad_norm)
     if global_batch < 1:
-        raise UsageError(f"global_batch={global_batch}: it is the number of examples per step, at least 1")
+        raise UsageError(f"global_batch={global_batch}: the number of examples per step must be at least 1")
     if micro_batch is not None and not 1 <= micro_batch <= global_batch:
         raise UsageError(
-            f"micro_batch={micro_batch} must lie between 1 and global_batch={global_batch}. Lower it, or leave it out."
+            f"micro_batch={micro_batch} must be between 1 and global_batch={global_batch}. Lower it, or leave it out."
         )
     if clip_grad_norm is not None and not clip_grad_norm > 0:
         raise UsageError(f"clip_grad_norm={clip_grad_norm} must be above 0; leave it out for no clipping")
     if cut_points is not None and cut_points < 1:
-        raise UsageError(f"cut_points={cut_points} must be at least 1; leave it out for all good places")
+        raise UsageError(f"cut_points={cut_points} must be at least 1; leave it out to cut at every good place")
     if precision not in PRECISIONS:
         raise UsageError(f"precision={precision!r} must be one of {', '.join(PRECISIONS)}")
     if reduction not in REDUCTIONS:
@@ -49,7 +49,9 @@ def check_functions(**functions: object) -> None:
     for name, found in functions.items():
         other = nn.modules.loss._Loss if name == "loss" else nn.Module
         if found is not None and (isinstance(found, other) or not callable(found)):
-            raise UsageError(f"{name}= must be {_FUNCTIONS[name]}: every worker calls it. It is {_described(found)}.")
+            raise UsageError(
+                f"{name}= must be {_FUNCTIONS[name]}, because every worker calls it; it is {_described(found)}."
+            )
 
 
 _FUNCTIONS: Mapping[str, str] = {
@@ -64,7 +66,7 @@ def check_steps(n: int, *, started: bool) -> None:
     """Refuse a length that is none, and a second loop."""
     _check_whole(n=n)
     if n < 0:
-        raise UsageError(f"trainer.steps({n}): it takes the whole length of the run, at least 0")
+        raise UsageError(f"steps(n): n is the total number of steps of the run and must be >= 0 (got {n})")
     if started:
         raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
 
@@ -92,8 +94,9 @@ def check_normalisation(micro_batch: int | None, *, batch_dependent: bool) -> No
     """A model with batch normalisation needs an m of the user's."""
     if batch_dependent and micro_batch is None:
         raise UsageError(
-            "the model normalises over the examples of a micro-batch, so what it learns depends on their number. "
-            "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes it."
+            "the model normalises over the examples of a micro-batch, so training depends on how many there are. "
+            "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes "
+            "it."
         )
 
 
@@ -125,13 +128,13 @@ def check_state(offload_optimizer: bool, shard_optimizer: bool, precision: str, 
         return
     if shard_optimizer:
         raise UsageError(
-            f"before_step= cannot be given with shard_optimizer=True and precision={precision!r}: most fp32 parameters "
-            "are with other replicas then. Leave out one of the three."
+            f"before_step= cannot be given with shard_optimizer=True and precision={precision!r}: most fp32 "
+            "parameters are then on other replicas. Leave out one of the three."
         )
     if offload_optimizer:
         raise UsageError(
-            f"before_step= cannot be given with offload_optimizer=True and precision={precision!r}: parameters are in "
-            "host memory then, and their gradients on the device. Leave out one of the three."
+            f"before_step= cannot be given with offload_optimizer=True and precision={precision!r}: parameters are "
+            "then in host memory and their gradients on the device. Leave out one of the three."
         )
 
 
@@ -148,16 +151,16 @@ def check_checkpoint_arguments(
     _check_whole(keep_last=keep_last, keep_every=keep_every)
     _check_number(upload_bytes_per_s=upload_bytes_per_s)
     if checkpoint_every is not None and checkpoint_dir is None:
-        raise UsageError("checkpoint_every= needs checkpoint_dir=, the folder to save to")
+        raise UsageError("checkpoint_every= needs checkpoint_dir=, the place to save to")
     every = checkpoint_every.total_seconds() if isinstance(checkpoint_every, timedelta) else checkpoint_every
     if every is not None and every <= 0:
         raise UsageError(f"checkpoint_every={checkpoint_every} must be above 0: steps (int) or a timedelta")
     if keep_last < 1:
-        raise UsageError(f"keep_last={keep_last} must be at least 1: the newest checkpoint always stays")
+        raise UsageError(f"keep_last={keep_last} must be at least 1: the newest checkpoint is always kept")
     if keep_every is not None and keep_every < 1:
         raise UsageError(f"keep_every={keep_every} must be at least 1 step; leave it out to keep only the newest")
     if upload_bytes_per_s is not None and not upload_bytes_per_s > 0:
-        raise UsageError(f"upload_bytes_per_s={upload_bytes_per_s} must be above 0; leave it out for no bound")
+        raise UsageError(f"upload_bytes_per_s={upload_bytes_per_s} must be above 0; leave it out for no limit")
 
 
 def choose_device(wished: str | torch.device | None) -> torch.device:
@@ -169,11 +172,13 @@ def choose_device(wished: str | torch.device | None) -> torch.device:
     try:
         device = torch.device(wished or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError):
-        raise UsageError(f"device={wished!r} is no device of torch's: leave it out, or give 'cuda' or 'cpu'") from None
+        raise UsageError(f"device={wished!r} is not a torch device: leave it out, or pass 'cuda' or 'cpu'") from None
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
     number = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0")) % max(1, count)
     if number >= count:
-        raise UsageError(f"device={str(wished)!r}: torch sees {count} GPUs here. Leave device= out for what there is.")
+        raise UsageError(
+            f"device={str(wished)!r}: torch sees {count} GPUs here. Leave device= out to use what is available."
+        )
     return torch.device("cuda", number)

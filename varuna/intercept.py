@@ -76,4 +76,4 @@ def take_trainer(script: Path, args: Sequence[str]) -> Intercepted:
         raise WorkerError(f"{script} failed before it asked for steps:\n{own}") from error
     finally:
         _active, sys.argv, sys.path[:] = False, argv, path
-    raise UsageError(f"{script} ended without asking varuna.Trainer for steps: there is no job to look at.")
+    raise UsageError(f"{script} ended without calling trainer.steps(): there is no job to look at.")

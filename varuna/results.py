@@ -1,4 +1,4 @@
-"""What the training loop is given."""
+"""What the training loop receives: a ``Step`` per committed step, and the ``Evaluation`` of another dataset."""
 
 import math
 from collections.abc import Mapping
@@ -14,68 +14,70 @@ from varuna.engine.step import overflowed
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step, the same on every rank but for ``is_main`` and ``step_s``."""
+    """A committed optimizer step. All fields but ``is_main`` and ``step_s`` are the same on every rank."""
 
     index: int
-    """from 0"""
+    """Number of the step, from 0."""
     loss: float
-    """of the global batch: weighted mean over its targets (or examples)"""
+    """Loss of the global batch: the weighted mean over its targets (or examples)."""
     examples: int
-    """in the global batch"""
+    """Number of examples in the global batch, M."""
     targets: float
-    """what the loss is the mean of: target tokens where the model's loss averages over them, ignored ones left out;
-    else examples, or the sum of the user's ``weight``"""
+    """What the loss is a mean over: the number of target tokens if the model's loss averages over those (ignored ones
+    do not count), else the number of examples, or the sum of the user's ``weight``."""
     grad_norm: float
-    """global L2 norm before clipping"""
+    """Global L2 norm of the gradients before clipping."""
     lr: float
-    """of the first parameter group, as used in this step"""
+    """Learning rate of the first parameter group, as used in this step."""
     metrics: Mapping[str, float]
-    """sums over the global batch"""
+    """The user's ``metrics``, summed over the global batch."""
     generation: int
-    """a redone step comes again with a higher one"""
+    """Generation that ran the step. A step that is redone appears again with a higher generation."""
     plan: Plan
+    """Plan that ran the step."""
     is_main: bool
-    """true on one rank"""
+    """True on exactly one rank: print and log there."""
     skipped: bool
-    """fp16 only: gradients overflowed, so nothing was updated and the loss scale was halved"""
+    """fp16 only: gradients overflowed, so nothing was updated and the loss scale was halved."""
     step_s: float
-    """from its first action to its update, on this rank: without checkpoints, morphs and the code of the loop"""
+    """Seconds from first action to update on this rank, without checkpoints, morphs and the code of the loop."""
 
     @property
     def examples_per_s(self) -> float:
-        """Of the whole job."""
+        """Examples per second of the whole job."""
         return self.examples / self.step_s
 
     @property
     def targets_per_s(self) -> float:
-        """Of the whole job: tokens per second, for a language model, padding left out."""
+        """Targets per second of the whole job: for a language model, tokens per second without padding."""
         return self.targets / self.step_s
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The loss of a dataset that is not trained on, the same on every rank."""
+    """The loss of a dataset that is not trained on. All fields are the same on every rank."""
 
     loss: float
-    """weighted mean over its targets (or examples); NaN if not ``complete``"""
+    """Weighted mean over the dataset's targets (or examples); NaN if not ``complete``."""
     weight: float
-    """targets (or examples) that it is the mean of"""
+    """Number of targets (or examples) that the loss is a mean over."""
     examples: int
+    """Number of examples that were evaluated."""
     metrics: Mapping[str, float]
-    """sums over all examples"""
+    """The user's ``metrics``, summed over all examples."""
     complete: bool
-    """False: a worker was lost meanwhile, or a morph was due; the next call measures again"""
+    """False if a worker was lost meanwhile, or a morph was due; the next call measures again."""
 
 
 def evaluation_of(found: Sums | None, examples: int) -> Evaluation:
-    """An evaluation of so many examples; None: a morph came in between."""
+    """The evaluation of ``examples`` examples from its sums; ``found`` is None if a morph interrupted it."""
     if found is None:
         return Evaluation(math.nan, 0.0, examples, {}, complete=False)
     return Evaluation(found.loss, found.weight, examples, found.metrics, complete=True)
 
 
 def step_of(committed: Committed, examples: int, dtype: torch.dtype) -> Step:
-    """A committed step of a job with so many examples per step, which computes in ``dtype``."""
+    """The ``Step`` of a job with ``examples`` examples per step that computes in ``dtype``."""
     totals = committed.totals
     return Step(
         index=committed.step,

@@ -1,4 +1,4 @@
-"""The public face: a script for one GPU, run on whatever there is."""
+"""The public interface: ``Trainer`` runs a script for one GPU on whatever devices there are."""
 
 import atexit
 import os
@@ -89,50 +89,50 @@ class Trainer:
         offload_optimizer: bool = False,
         shard_optimizer: bool = False,
     ) -> None:
-        """Describe the job; nothing is built before ``steps``.
+        """Describe the job. Nothing is built before ``steps`` is called.
 
         Args:
-            model: builds the unmodified module. ``forward(**sample)`` returns a scalar loss or an object with
-                ``.loss``, unless ``loss`` is given.
+            model: builds the unmodified module. ``forward(**sample)`` returns a scalar loss or an object
+                with ``.loss``, unless ``loss`` is given.
             dataset: map-style; ``dataset[i]`` is a dict of tensors. Without ``__len__`` it is read in order.
-            optimizer: builds a torch optimizer from a list of (name, parameter), the names being the model's own;
-                called on each worker with the parameters of its stage.
-            global_batch: examples per optimizer step, whatever the workers.
-            loss: ``fn(output, batch)``, a scalar mean.
-            weight: ``fn(batch)``: how much a micro-batch counts. Default: as its loss says, term by term.
-            collate: list of samples -> dict of tensors whose first dimension is the batch. Default: stack.
-            seed: of initialisation, sample order and dropout.
-            weights: safetensors file or folder (as of ``save_pretrained``) to start from; each worker reads what its
-                stage needs.
+            optimizer: builds a torch optimizer from a list of (name, parameter), with the model's own names; each
+                worker calls it with the parameters of its stage.
+            global_batch: examples per optimizer step, whatever the number of workers.
+            loss: ``fn(output, batch)`` that returns a scalar mean.
+            weight: ``fn(batch)``: how much a micro-batch counts. Default: what its loss averages over, term by term.
+            collate: from a list of samples to a dict of tensors whose first dimension is the batch. Default: stack.
+            seed: seed of initialisation, sample order and dropout.
+            weights: safetensors file, or folder written by ``save_pretrained``, to start from; each worker reads what
+                its stage needs.
             init: without ``weights``: ``"constructor"`` builds the model once per worker, in turn; ``"per_parameter"``
-                draws every parameter by itself, so that no worker ever holds the whole model.
-            lr_scheduler: builds a torch scheduler from the optimizer; steps once per committed step.
+                draws every parameter separately, so that no worker ever holds the whole model.
+            lr_scheduler: builds a torch scheduler from the optimizer; it advances once per committed step.
             clip_grad_norm: largest global L2 norm of the gradients.
-            micro_batch: examples at a time. Default: chosen once for the run. Batch normalisation needs it.
+            micro_batch: examples per micro-batch, m. Default: chosen once for the run. Batch normalisation needs it.
             per_micro_batch: with ``micro_batch``: compute a loss that mixes examples within each micro-batch.
-            cut_points: wished number of places where the model may be cut. Default: wherever little crosses.
+            cut_points: number of places where the model may be cut. Default: every place where few bytes cross.
             cut_at: names of modules, as in ``named_modules()``: cut where each is entered, and nowhere else.
             lengths: sizes that dimension 1 of the collated tensors may have, one for all of a micro-batch. Default: the
                 first samples' only.
-            before_step: sees the (name, parameter) list with reduced, clipped gradients before the optimizer.
-            metrics: ``fn(output, batch)`` -> named scalar sums, added up over the global batch.
-            checkpoint_dir: folder or URL (``s3://``, ``gs://``, ``az://``). Given: the same command resumes.
+            before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
+            metrics: ``fn(output, batch)`` that returns named scalar sums; they are added up over the global batch.
+            checkpoint_dir: folder or URL (``s3://``, ``gs://``, ``az://``). The same command then resumes from it.
             checkpoint_every: steps (int) or time between checkpoints. Default: 10 minutes.
-            keep_last: newest checkpoints to keep.
-            keep_every: keep for good those whose step is a multiple of this, too.
-            upload_bytes_per_s: most that a worker sends to a bucket, so that training keeps its share of the network.
-            device: default: this worker's GPU if there is one, else the CPU.
-            links: ``"nccl"``: activations and gradients go from GPU to GPU where each has one worker, else by the host.
+            keep_last: number of newest checkpoints to keep.
+            keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
+            upload_bytes_per_s: limit on what a worker sends to a bucket, to leave some of the network to training.
+            device: where to compute. Default: this worker's GPU if there is one, else the CPU.
+            links: ``"nccl"`` sends from GPU to GPU where each has one worker. Default: through host memory.
             precision: ``"bf16"`` or ``"fp16"``: compute and send in it, as ``model.to(dtype)`` does, over parameters,
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
-            reduction: ``"bf16"``: replicas send their gradients, summed in fp32, as bf16: half the bytes. Losses then
-                depend on the number of replicas by that rounding.
-            compile: compile every section once per process with inductor, or with another backend of
-                ``torch.compile``, by its name. Backwards then never run in halves.
+            reduction: ``"bf16"`` sends gradients between replicas, summed in fp32, as bf16, which halves the bytes.
+                Losses then depend on the number of replicas by that rounding.
+            compile: compile every section once per process with inductor, or with another backend of ``torch.compile``,
+                by its name. Backwards are then never split.
             offload_optimizer: keep optimizer state, and with half precision the fp32 parameters, in host memory; at the
                 end of a step they pass through the device section by section. Same numbers.
-            shard_optimizer: share the optimizer's state, and with half precision the fp32 parameters, out over the
-                replicas of a stage; every part is held twice, so that a lost VM costs no step. Same numbers.
+            shard_optimizer: distribute the optimizer's state, and with half precision the fp32 parameters, over the
+                replicas of a stage. Two replicas hold every part, so that a lost VM costs no step. Same numbers.
 
         Raises:
             UsageError: an argument is out of range, or inductor lacks a compiler on this machine.
@@ -165,16 +165,16 @@ class Trainer:
         self._evaluations = 0
 
     def steps(self, n: int) -> Iterator[Step]:
-        """Train until the run is ``n`` steps long; a resumed run yields what is left of it.
+        """Train until the whole run has ``n`` steps, and yield each; a resumed run yields the steps that are left.
 
-        Leaving the loop early on any rank ends it on all of them, behind the next step.
+        Any rank may break out of the loop; all ranks then stop together after the next step.
 
         Raises:
             ModelError: the model cannot be captured or weighed.
             NoPlanError: no plan fits.
             CheckpointError: the directory cannot be used, or no checkpoint in it can be trusted.
             FleetError: the manager refused this worker or ended the run.
-            LinkError: a peer is gone and nobody replaces it (torchrun).
+            LinkError: a peer is gone and nothing replaces it (torchrun).
         """
         given.check_steps(n, started=self._session is not None)
         offer(self, n)
@@ -192,21 +192,21 @@ class Trainer:
             raise
 
     def evaluate(self, dataset: Any, *, examples: int | None = None) -> Evaluation:
-        """The loss of another dataset, in evaluation mode, over all workers; training is not touched.
+        """Compute the loss of another dataset, in evaluation mode, over all workers, without touching training.
 
-        Call it on every rank at the same steps, in the loop or behind it. Losses are weighed as in training.
+        Call it on every rank at the same steps, inside the loop or after it. Losses are weighed as in training.
 
         Args:
             dataset: as for ``Trainer``: ``dataset[i]`` is a dict of tensors of the same shapes.
-            examples: how many; all of them by default. Needed without ``__len__``.
+            examples: how many to evaluate. Default: all of them. Required for a dataset without ``__len__``.
 
         Raises:
             UsageError: nothing has been trained yet, or ``examples`` is out of range.
-            ModelError: the model computes something else in evaluation, so that it cannot be cut at the same places.
-            DataError: a sample is not what the model was captured with.
+            ModelError: the model computes differently in evaluation mode, so it cannot be cut at the same places.
+            DataError: a sample does not match the samples that the model was captured with.
         """
         if self._session is None or self._model is None:
-            raise UsageError("trainer.evaluate(dataset) works in the loop over trainer.steps(n), and behind it")
+            raise UsageError("trainer.evaluate(dataset) works inside the loop over trainer.steps(n), and after it")
         source = SampleSource(dataset, seed=self._seed, collate=self._collate)
         count = given.check_examples(examples, source.size)
         if self._evaluated is None:
@@ -219,10 +219,10 @@ class Trainer:
         return evaluation_of(found, count)
 
     def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the model as safetensors under its own names; call it on all ranks, the main one writes.
+        """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
 
         Args:
-            path: a ``.safetensors`` file, or a folder: ``model.safetensors``, and ``config.json`` if there is one.
+            path: a ``.safetensors`` file, or a folder for ``model.safetensors`` and, if there is one, ``config.json``.
 
         Raises:
             UsageError: nothing has been trained yet.

@@ -63,9 +63,9 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
     parts = [
         _BEGINNING,
         f"Written by `make field-table` ({found_with}).\n",
-        f"**{len(swept)} of {len(jobs)} jobs were swept. Plain PyTorch trains {len(swept) - found[NOTHING]} of them; "
-        f"{share_right(found):.0%} of those are right** ({asked} of {found[RIGHT]} with `micro_batch=4`, for which a "
-        "refusal had asked).\n",
+        f"**{len(swept)} of {len(jobs)} jobs have been run. Plain PyTorch trains {len(swept) - found[NOTHING]} of "
+        f"them; {share_right(found):.0%} of those are right** ({asked} of {found[RIGHT]} with `micro_batch=4`, as a "
+        "refusal had suggested).\n",
         _table(jobs, verdicts),
     ]
     for column in _WORST_FIRST:
@@ -77,7 +77,7 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
 
 
 def _table(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict]) -> str:
-    rows = [f"| library: what is learnt | {' | '.join(COLUMNS)} | not swept |", f"|---|{'---:|' * (len(COLUMNS) + 1)}"]
+    rows = [f"| library: task | {' | '.join(COLUMNS)} | not run |", f"|---|{'---:|' * (len(COLUMNS) + 1)}"]
     groups: dict[str, list[Job]] = {}
     for job in sorted(jobs, key=lambda job: (job.library, job.kind)):
         groups.setdefault(f"{job.library}: {job.kind}", []).append(job)
@@ -106,28 +106,30 @@ def _brief(text: str, most: int) -> str:
 
 _BEGINNING = """# The field
 
-Models that nobody here chose: every class in the auto mappings of transformers for heads that are trained, one small
-variant of every family of timm, torchvision's models of images, segmentation and videos, the denoisers of diffusers.
-`tests/field` derives a tiny configuration of each from the library's own configuration classes, and its samples from
-the signature of `forward`: sentences of unequal length with a mask and with labels that are ignored, pictures, sound.
+This page shows how Varuna does on models that nobody here chose: every class in the auto mappings of transformers for
+heads that are trained, one small variant of every family of timm, torchvision's models for images, segmentation and
+video, and the denoisers of diffusers. `tests/field` derives a tiny configuration of each from the library's own
+configuration classes, and samples from the signature of `forward`: sentences of unequal length with a mask and with
+ignored labels, pictures, sound.
 
-Each job runs three steps of SGD with clipping on 8 samples a step: in plain PyTorch, in a process that has not imported
-Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a process. The columns:
+Each job runs three steps of SGD with clipping, with 8 samples per step: first in plain PyTorch, in a process that has
+not imported Varuna; then with Varuna as 1x1, 3x1 and 2x2 (stages x replicas), each rank in its own process. The
+columns:
 
-- **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5 (or to three times what
-  plain PyTorch itself makes of first parameters that are off by 3e-6, and then to 1e-5 in the first loss), and 3x1
-  equals 1x1 bit for bit. Where the model is refused with a message that names `micro_batch=`, it is tried again with
-  `micro_batch=4` (and `per_micro_batch=True`, where the message names it) against plain PyTorch with gradient
-  accumulation over 4, on samples of equal length.
-- **refused**: a `VarunaError` before the first step that says where or what, and a way out.
-- **refused poorly**: the same in words that only this project or torch's developers understand.
-- **wrong**, **hang** (a plan not done within 45 seconds of an idle machine, or all of it within 120), **crash**: never
-  to be seen.
-- **no reference**: plain PyTorch was not got to train it, so nothing is judged.
+- **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5, and 3x1 equals 1x1
+  bit for bit. (If plain PyTorch itself changes by more when its first parameters change by 3e-6, three times that
+  change is allowed, and 1e-5 in the first loss.) If a model is refused with a message that names `micro_batch=`, it
+  is tried again with `micro_batch=4` (and `per_micro_batch=True`, if the message names it) against plain PyTorch with
+  gradient accumulation over 4 samples of equal length.
+- **refused**: a `VarunaError` before the first step that says where or what, and what to do.
+- **refused poorly**: the same, in words that only developers of Varuna or torch understand.
+- **wrong**, **hang** (a plan takes more than 45 seconds on an idle machine, or all plans more than 120), **crash**:
+  these should never occur.
+- **no reference**: the harness could not get plain PyTorch to train the model, so there is nothing to compare with.
 
-`make test-field` runs all of it, resumes where it was cut, and takes `FAMILY=` and `SAMPLE=`; `make test` runs a
-sample of it. The order is drawn once for all, so what a cut sweep has done is a sample of the whole.
+`make test-field` runs all jobs, resumes where it was interrupted, and takes `FAMILY=` and `SAMPLE=`; `make test` runs
+a sample. The order of jobs is random but fixed, so an interrupted sweep is a random sample of all jobs.
 """
-_NO_REFERENCE = """Mostly pictures, sound and text in a form of the family's own, or fields that contradict each
-other once they are small: gaps of the harness. Some classes have no loss of their own, and some families no small
-variant."""
+_NO_REFERENCE = """Mostly pictures, sound and text in a format of the family's own, or configurations that contradict
+themselves once they are small: gaps of the harness, not of Varuna. Some classes have no loss of
+their own, and some families have no small variant."""

@@ -195,13 +195,13 @@ Ends = Callable[[str], End]
 
 
 def test_a_micro_batch_above_the_global_batch_names_both(end: Ends) -> None:
-    expected = "micro_batch=13 must lie between 1 and global_batch=12. Lower it, or leave it out."
+    expected = "micro_batch=13 must be between 1 and global_batch=12. Lower it, or leave it out."
     end("micro-batch").says(2, expected, "worker w0 failed")
     end("micro-batch alone").raises("UsageError", expected)
 
 
 def test_more_stages_than_sections_names_the_number_and_the_remedy(end: Ends) -> None:
-    expected = "P=99 was asked for, but the model has 4 sections; pass cut_points=... or lower --stages."
+    expected = "P=99 was requested, but the model has 4 sections; pass cut_points=... or lower --stages."
     end("stages").says(3, expected)
     end("stages alone").raises("NoPlanError", expected)
 
@@ -273,7 +273,7 @@ def test_a_script_that_exits_in_its_loop_gives_its_exit_code(end: Ends) -> None:
 
 def test_a_script_that_trains_nothing_ends_well_and_shows_its_output(end: Ends) -> None:
     ended = end("never")
-    ended.says(0, "the script ended without asking trainer.steps(n) for a step")
+    ended.says(0, "the script ended without calling trainer.steps(n)")
     assert ended.done.out == "nothing to do\n"
 
 
@@ -290,7 +290,7 @@ def test_a_script_that_does_not_exist_is_named(end: Ends) -> None:
 
 def test_what_cannot_be_used_is_refused_before_anything_starts(end: Ends) -> None:
     log = end("log")
-    log.says(2, f"cannot write {log.folder}/file/log.jsonl: Not a directory. Give another place.")
+    log.says(2, f"cannot write {log.folder}/file/log.jsonl: Not a directory. Pass another place.")
     end("abc").says(2, "VARUNA_STAGES")
     end("lots").says(2, "--memory-per-worker=lots is not a size. Write a number with a unit")
 
@@ -299,7 +299,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         done = run(elastic("none", flags=("--port", str(port)))(tmp_path))
-    End(done, tmp_path).says(1, f"port {port} on 127.0.0.1 cannot be used", "Give another --port")
+    End(done, tmp_path).says(1, f"port {port} on 127.0.0.1 cannot be used", "Pass another --port")
     assert not processes_with(str(tmp_path))
 
 
@@ -327,7 +327,7 @@ def test_an_unwritable_checkpoint_directory_is_found_before_the_first_step(end: 
 def test_a_finished_job_ends_at_once_and_says_so(end: Ends) -> None:
     for name in ("again", "again alone"):
         ended = end(name)
-        ended.says(0, "resuming from the checkpoint of step 6", "nothing is left to do")
+        ended.says(0, "resuming from the checkpoint of step 6", "nothing left to do")
         assert ended.done.losses == {}
         assert ended.saved() == set(SAVED_STEPS)
 
@@ -340,7 +340,7 @@ def test_a_checkpoint_of_another_job_is_refused(end: Ends) -> None:
     end("model").says(
         1,
         "is of another job: sections 4 there, 3 now; hash of parameters ",
-        "Go back to the model and settings that wrote it",
+        "Use the model and settings that wrote it",
     )
     for name in ("seed", "batch alone", "model"):
         assert end(name).saved() == set(SAVED_STEPS)
@@ -361,9 +361,7 @@ def test_a_new_run_touches_old_checkpoints_only_when_told(end: Ends) -> None:
 
 def test_a_damaged_shard_costs_only_the_steps_since_the_checkpoint_before(end: Ends) -> None:
     ended = end("damaged")
-    ended.says(
-        0, "the checkpoint of step 6 cannot be used: ", "the run falls back from step 6 to the checkpoint of step 4"
-    )
+    ended.says(0, "the checkpoint of step 6 cannot be used: ", "going back from step 6 to the checkpoint of step 4")
     assert "is damaged: parameters/" in ended.done.err
     assert sorted(ended.done.losses) == [4, 5]
     assert ended.saved() == set(SAVED_STEPS)
@@ -409,7 +407,7 @@ def test_signals_end_a_run_and_its_workers(tmp_path: Path) -> None:
                 done = re.search(r"stopped by SIGINT, (\d+) steps done", err)
                 assert done is not None, err
                 assert max(ended.saved()) == int(done[1])
-                ended.says(130, "once more: at once")
+                ended.says(130, "Press again to stop now")
     finally:
         for parent in parents.values():
             parent.kill()

@@ -134,7 +134,7 @@ def test_a_spot_notice_reaches_the_manager_and_the_run_leaves_the_machine(
     assert ended(other) == 0
     assert ended(cluster.manager) == 0
     node = cluster.node("spot")
-    assert any(f"node {node} leaves in " in event.text for event in cluster.events("notice"))
+    assert any(f"node {node} will leave in " in event.text for event in cluster.events("notice"))
     second = cluster.events("generation_started")[-1].record
     assert {name.rpartition(".")[0] for name in second.grid} == {cluster.node("other")}
     assert not second.rollback
@@ -158,7 +158,7 @@ def test_strangers_are_turned_away_and_the_run_is_unharmed(cluster: Cluster, und
     for process in (again, wrong, other_args, pinned):
         assert ended(process) == 1
     said = cluster.said()
-    for reason in ("token has been used", "token is not known", "other arguments", "not the one that this string"):
+    for reason in ("token has been used", "token is unknown", "arguments differ", "not the one that this JOIN string"):
         assert reason in said
     assert ended(agent) == 0
     assert ended(cluster.manager) == 0

@@ -116,7 +116,7 @@ def test_what_parts_a_manager_from_its_machines_costs_no_step_and_no_worker(
     cut_off(scene, 12)
     said = scene.run.said()
     assert "this manager is cut off" in said
-    assert "machines are heard again" in said
+    assert "machines are back in contact" in said
 
     # One machine out of the manager's sight, with all links between machines in order.
     for at, source in (("manager", "d"), ("d", "manager")):
@@ -125,7 +125,7 @@ def test_what_parts_a_manager_from_its_machines_costs_no_step_and_no_worker(
     scene.trains_on(20)
     assert scene.run.verb("status").code == 0
     scene.network.heal()
-    wait_for(lambda: "is heard again" in scene.run.said(), 30)
+    wait_for(lambda: "is back in contact" in scene.run.said(), 30)
 
     # Packets get lost one way: from two machines to the manager, and from one machine to another.
     for at, source in (("manager", "a"), ("manager", "c"), ("b", "c")):

@@ -42,5 +42,5 @@ def test_workers_that_begin_differently_stop_before_the_first_step() -> None:
     for done in (torchrun(2, "--differs", VARUNA_STAGES="1"), varuna(2, ["--stages", "1"], "--differs")):
         assert done.code != 0
         assert not done.losses
-        assert "begins with other parameters on rank" in done.err
+        assert "starts with different parameters on rank" in done.err
         assert 'init="per_parameter"' in done.err

@@ -42,14 +42,14 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
     facts = measured[0].facts
     if any(each.facts != facts for each in measured):
         raise WorkerError(
-            "the workers captured different models, so nothing can be said of them together. model= must build the "
-            "same module each time it is called."
+            "the workers captured different models, so their measurements cannot be combined. model= must build "
+            "the same module each time it is called."
         )
     names, kinds, runs = _kinds(facts, measured)
     notes = [f"measured by {len(measured)} worker{'s' * (len(measured) > 1)} at once, in place"]
     network = _network(measured)
     if network is None:
-        notes.append("the network is assumed to be 10 Gb/s Ethernet: it takes two workers to measure one")
+        notes.append("the network is assumed to be 10 Gb/s Ethernet: measuring one takes two workers")
     elif measured[0].device_bytes is not None:
         notes.append("messages and all-reduces begin and end in the memory of the GPU")
     action_s = _action_s(measured)
@@ -100,7 +100,7 @@ def _kinds(
         if key not in names:
             names[key] = f"{section.label or 'section'} ({len(names)})"
             if kind not in samples:
-                raise WorkerError(f"section {kind} ({section.label}) was measured by no worker")
+                raise WorkerError(f"section {kind} ({section.label}) was not measured by any worker")
             kinds[key] = _kind(samples[kind], section)
         if runs and runs[-1].kinds == (names[key],):
             runs[-1] = SectionRun(kinds=(names[key],), count=runs[-1].count + 1)

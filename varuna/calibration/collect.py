@@ -83,7 +83,7 @@ def _await(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]
             busy = [rank for rank, code in enumerate(codes) if code is None]
             raise WorkerError(
                 f"workers {busy} were still measuring after {_BOUND_S / 60:.0f} minutes. Calibrate with a smaller "
-                "global batch, or look at whether the script waits for something."
+                "global batch, or check whether the script waits for something."
             )
         time.sleep(_POLL_S)
 

@@ -37,8 +37,8 @@ class StoreHost:
             ) from self._error
         if self._store is None:
             raise FleetError(
-                f"the store where workers meet did not start within {_START_S:.0f} s. `python -c 'import torch'` on "
-                "this machine shows whether it is the import that hangs."
+                f"the store where workers meet did not start within {_START_S:.0f} s. Run `python -c 'import "
+                "torch'` on this machine to see whether the import hangs."
             )
         return self._host, self._store.port
 

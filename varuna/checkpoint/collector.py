@@ -78,7 +78,7 @@ class Collector:
         try:
             name = parse_shard_file(shard.file)
         except ValueError as error:
-            raise CheckpointError(f"a worker reported a shard that cannot be: {error}") from error
+            raise CheckpointError(f"a worker reported an impossible shard: {error}") from error
         said = ShardName(shard.section, shard.part, shard.parts, shard.generation)
         sections = len(self._job.model.sections)
         if name != said or shard.section >= sections or shard.part >= shard.parts:

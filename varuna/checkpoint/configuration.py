@@ -21,8 +21,8 @@ def keep_configuration(store: Store, config: str) -> str:
     found = _get(store, CONFIG)
     if found is not None and found != content and _get(store, CONFIG_NOTE) != _checksum(found):
         return (
-            f"{CONFIG} in {store.url} was not written by a run of Varuna, and is left as it is. Move it away if the "
-            "checkpoints there are to carry this model's configuration."
+            f"{CONFIG} in {store.url} was not written by Varuna and is left unchanged. Move it away if the "
+            "checkpoints there should contain this model's configuration."
         )
     store.put(CONFIG_NOTE, _checksum(content))
     if found != content:

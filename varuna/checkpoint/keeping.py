@@ -111,7 +111,7 @@ class Keeper:
         if self._closed.is_set():
             return
         if not self.settle(timeout_s):
-            self._warn(f"a checkpoint was still being committed after {timeout_s:.0f} s; the one before stands")
+            self._warn(f"a checkpoint was still being committed after {timeout_s:.0f} s; the previous one stays valid")
         self._closed.set()
         self._post(lambda: None)
         lease, self._lease = self._lease, None
@@ -119,7 +119,7 @@ class Keeper:
             if lease is not None and lease.is_held():
                 lease.release()
         except CheckpointError as error:
-            self._warn(f"the lease of {self.store.url} is left behind: {error}")
+            self._warn(f"cannot release the lease of {self.store.url}: {error}")
 
     # -- the keeper's threads ----------------------------------------------------------------------------------
 
@@ -137,9 +137,9 @@ class Keeper:
             try:
                 work()
             except CheckpointError as error:
-                self._warn(f"a checkpoint is not kept: {error}")
+                self._warn(f"a checkpoint was not committed: {error}")
             except Exception as error:  # noqa: BLE001  a dead thread would lose every later checkpoint in silence
-                self._warn(f"a checkpoint is not kept, by a mistake of Varuna's: {error!r}")
+                self._warn(f"a checkpoint was not committed because of an internal error (please report it): {error!r}")
             finally:
                 with self._changed:
                     self._open -= 1
@@ -151,8 +151,8 @@ class Keeper:
             return
         if not self._holds():
             raise CheckpointError(
-                f"step {shard.step} is not committed, since another run has taken over {self.store.url}. Stop one of "
-                "them: this one's checkpoints end here."
+                f"step {shard.step} is not committed, because another run has taken over {self.store.url}. Stop "
+                "one of them: this run writes no more checkpoints."
             )
         standing = commit(self.store, manifest)
         with self._changed:
@@ -169,7 +169,7 @@ class Keeper:
         newest = max(found, default=-1)
         if newest > self.committed_step or not lease.renew():
             return False
-        self._warn(f"somebody removed files from {self.store.url} under this run; its claim is made again")
+        self._warn(f"files were removed from {self.store.url} while this run is using it; claiming it again")
         return True
 
     def _keep_lease(self) -> None:
@@ -182,5 +182,5 @@ class Keeper:
                 complained = False
             except Exception as error:  # noqa: BLE001  the next beat may succeed
                 if not complained:
-                    self._warn(f"{self.store.url} cannot be told that this run lives: {error}")
+                    self._warn(f"cannot renew this run's lease in {self.store.url}: {error}")
                 complained = True

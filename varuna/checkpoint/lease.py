@@ -105,8 +105,8 @@ def claim(
             owner = _read(store, epochs[-1])
             if owner is not None and not owner.is_over and _lives(store, epochs[-1], owner, me, say, clock, sleep):
                 raise CheckpointError(
-                    f"another run, process {owner.pid} on {owner.host}, saves its checkpoints in {store.url}. Stop it, "
-                    f"or give this run another checkpoint directory."
+                    f"another run, process {owner.pid} on {owner.host}, saves its checkpoints in {store.url}. Stop "
+                    "it, or use another checkpoint directory for this run."
                 )
         epoch = epochs[-1] + 1 if epochs else 1
         try:

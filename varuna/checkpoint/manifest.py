@@ -121,7 +121,7 @@ def read_manifest(store: Store, step: int) -> Manifest:
     name = f"{step_folder(step)}/{MANIFEST}"
     sealed = _SEALED.fullmatch(store.get(name))
     if sealed is None or zlib.crc32(sealed[2]) != int(sealed[1]):
-        raise DamagedCheckpoint(f"{store.url}/{name} is damaged: it does not have its checksum")
+        raise DamagedCheckpoint(f"{store.url}/{name} is damaged: its checksum does not match")
     try:
         manifest = Manifest.model_validate_json(sealed[2])
     except ValidationError as error:
@@ -160,7 +160,9 @@ def intact(store: Store, folder: StepFolder) -> Manifest:
     """
     if folder.is_damaged:
         reason = store.get(f"{step_folder(folder.step)}/{DAMAGED}").decode(errors="replace").strip()
-        raise DamagedCheckpoint(f"it was marked: {reason} (`varuna checkpoints verify` removes a mark that is wrong)")
+        raise DamagedCheckpoint(
+            f"it was marked as damaged: {reason} (`varuna checkpoints verify` removes the mark if it is wrong)"
+        )
     manifest = read_manifest(store, folder.step)
     check_present(store, folder, manifest.shards)
     return manifest
@@ -212,7 +214,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
     try:
         check_present(store, folder, manifest.shards)
     except DamagedCheckpoint as error:
-        shared = "" if "://" in store.url else " A local directory must be one that all machines share."
+        shared = "" if "://" in store.url else " A local directory must be shared by all machines."
         raise DamagedCheckpoint(
             f"step {manifest.step} cannot be committed: {error}, though it was saved.{shared}"
         ) from error
@@ -246,10 +248,10 @@ def check_compatible(manifest: Manifest, job: JobFacts) -> None:
         "seed": (manifest.seed, job.seed),
         "global batch": (manifest.global_batch, job.global_batch),
     }
-    differences = [f"{name} {saved} there, {now} now" for name, (saved, now) in pairs.items() if saved != now]
+    differences = [f"{name} was {saved}, is now {now}" for name, (saved, now) in pairs.items() if saved != now]
     if differences:
         raise CheckpointError(
-            f"the checkpoint of step {manifest.step} (run {manifest.run_id}) is of another job: "
-            f"{'; '.join(differences)}. Go back to the model and settings that wrote it, give another checkpoint "
+            f"the checkpoint of step {manifest.step} (run {manifest.run_id}) belongs to another job: "
+            f"{'; '.join(differences)}. Use the model and settings that wrote it, use another checkpoint "
             f"directory, or start afresh with {START_AFRESH}, which moves the old checkpoints aside."
         )

@@ -89,16 +89,16 @@ def prepare(store: Store, *, new: bool = False, overwrite: bool = False) -> None
         StoreError: the directory cannot be read or changed.
     """
     if overwrite and not new:
-        raise UsageError("--overwrite goes with --new only: without --new the run continues from its checkpoints")
+        raise UsageError("--overwrite requires --new: without --new the run continues from its checkpoints")
     if not new:
         return
     folders = survey(store)
     saved = [folder.step for folder in folders if folder.is_committed]
     if saved and not overwrite:
         raise CheckpointError(
-            f"a new run was asked for, but {store.url} has {len(saved)} checkpoint{'s' * (len(saved) > 1)}, the newest "
-            f"after {saved[0]} steps. Use {START_AFRESH} to move them aside, give another checkpoint "
-            f"directory, or leave out --new (VARUNA_NEW) to continue."
+            f"a new run was requested, but {store.url} has {len(saved)} checkpoint{'s' * (len(saved) > 1)}, the "
+            f"newest after {saved[0]} steps. Use {START_AFRESH} to move them aside, use another checkpoint "
+            "directory, or leave out --new (VARUNA_NEW) to continue."
         )
     if folders:
         taken = set(store.folders())

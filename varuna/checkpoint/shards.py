@@ -91,7 +91,9 @@ def _chunks(state: SectionState) -> Iterator[bytes | memoryview]:
     """
     for name, tensor in state.tensors.items():
         if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name} of section {state.section} is {tensor.dtype}, which safetensors lacks")
+            raise CheckpointError(
+                f"{name} of section {state.section} is {tensor.dtype}, which safetensors does not support"
+            )
     # Widest dtype first keeps every tensor aligned within the file.
     tensors = sorted(state.tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
     yield _header(state, tensors)

@@ -87,7 +87,7 @@ def shares_of(
 
 def _facts(state: SectionState, name: str, value: Tensor) -> TensorFacts:
     if value.dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which safetensors lacks")
+        raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which safetensors does not support")
     return TensorFacts(name, DTYPE_NAMES[value.dtype], tuple(value.shape))
 
 

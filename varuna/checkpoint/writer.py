@@ -106,7 +106,9 @@ class BackgroundWriter:
             except CheckpointError as error:
                 self._on_error(error)
             except Exception as error:  # noqa: BLE001  a dead thread would skip every later save in silence
-                problem = CheckpointError(f"a checkpoint was not saved, by a mistake of Varuna's: {error!r}")
+                problem = CheckpointError(
+                    f"a checkpoint was not saved because of an internal error (please report it): {error!r}"
+                )
                 problem.__cause__ = error
                 self._on_error(problem)
             del work  # and what it holds

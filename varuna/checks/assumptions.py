@@ -55,15 +55,15 @@ def _check_truths(model: PartitionedModel, initial: Initial, source: SampleSourc
     if not places:
         return
     say(
-        f"forward() branches on what it computes ({', '.join(places)}): captured as for the first samples; a step for "
-        "which a branch goes another way is refused"
+        f"forward() branches on computed values ({', '.join(places)}): captured with the branches of the first "
+        "samples; a step that takes another branch is refused"
     )
     for position in range(count):
         batch = source.micro_batch([position])
         graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
         odd = _first_false(graph, initial, batch.tensors)
         if odd is not None:
-            raise DataError(f"{another_way(odd, batch.indices)} The run does not begin.")
+            raise DataError(f"{another_way(odd, batch.indices)} The run does not start.")
 
 
 def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, Tensor]) -> str | None:
@@ -93,15 +93,15 @@ def _check_loops(recipe: Recipe, initial: Initial, source: SampleSource, count: 
             if not _equal(written, visiting):
                 raise ModelError(
                     "forward() loops over the places where a mask is true (for i in mask.nonzero()), and does "
-                    "something for other places too when it visits them, so that it cannot be captured. Two ways out: "
-                    "let the loop do nothing there (as an expert without tokens does), or wrap the loop into one "
-                    "operator with torch.library.custom_op. See docs/partitioning.md, section Refusals."
+                    "something at the other places too when it visits them, so it cannot be captured. Two ways "
+                    "out: make the loop do nothing there (like an expert without tokens), or wrap the loop into "
+                    "one operator with torch.library.custom_op. See docs/partitioning.md, section Refusals."
                 )
             if places.added:
                 return
     print(
-        "varuna: warning: forward() loops over the places where a mask is true; Varuna visits all of them. That this "
-        "is the same could not be checked: the first samples leave none out.",
+        "varuna: warning: forward() loops over the places where a mask is true; Varuna visits all of them. "
+        "Whether this gives the same result could not be checked, because the first samples leave no place out.",
         file=sys.stderr,
         flush=True,
     )

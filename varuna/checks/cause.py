@@ -59,15 +59,15 @@ def refused(evidence: Evidence) -> Cause | None:
     if evidence.draws:
         return Cause(
             f"the loss depends on numbers that forward() draws from {_some(evidence.draws)}. {_CAPTURED_ONCE}: one "
-            "draw would hold for the whole run.",
+            "draw would be used for the whole run.",
             "Draw in dataset[i], whose randomness Varuna seeds, and pass the numbers as inputs; or draw tensors with "
             "torch (torch.rand) and choose with torch.where.",
         )
     if evidence.counters:
         return Cause(
             f"the loss depends on a number that forward() itself changes: {_some(evidence.counters)}. "
-            f"{_CAPTURED_ONCE}: the number would stay what it was.",
-            "Let the number follow from the samples, or anneal in the optimizer or learning rate scheduler instead.",
+            f"{_CAPTURED_ONCE}: the number would never change.",
+            "Compute the number from the samples, or anneal in the optimizer or learning rate scheduler instead.",
         )
     return None
 
@@ -79,10 +79,10 @@ def cause_of(evidence: Evidence) -> Cause:
         return certain
     if not evidence.repeats:
         return Cause(
-            "plain PyTorch itself computes something else when it sees the same batch again with the same random "
-            "draws: forward() or the loss is random in a way of its own, or depends on what was computed before.",
-            "Look for generators of its own (numpy.random.default_rng, torch.Generator, random.Random), the time, or "
-            "state kept between calls. Draw with torch's global generator, which Varuna seeds.",
+            "plain PyTorch itself gives a different result for the same batch with the same random draws: "
+            "forward() or the loss has its own source of randomness, or depends on earlier calls.",
+            "Look for separate generators (numpy.random.default_rng, torch.Generator, random.Random), the time, "
+            "or state kept between calls. Draw with torch's global generator, which Varuna seeds.",
         )
     return _by_what_differs(evidence)
 
@@ -97,13 +97,13 @@ def _by_what_differs(evidence: Evidence) -> Cause:
         )
     if evidence.complex_values:
         return Cause(
-            "activations are complex numbers, and their gradients were lost or changed where the model was cut.",
+            "activations are complex, and their gradients were lost or changed where the model was cut.",
             "Cut elsewhere with cut_at=, or keep real and imaginary parts as real tensors (torch.view_as_real).",
         )
     if evidence.strided:
         return Cause(
-            "the model reads memory by as_strided(), with strides that were captured; values that cross a cut are "
-            "laid out anew.",
+            "the model reads memory with as_strided() and captured strides, but values that cross a cut get a new "
+            "layout.",
             "Write it with unfold, reshape or indexing, or cut elsewhere with cut_at=.",
         )
     kinds = {each.what for each in evidence.differences}
@@ -117,11 +117,11 @@ def _by_what_differs(evidence: Evidence) -> Cause:
             "in the captured graph no gradient reaches that parameter: something between it and the loss detaches.",
             f"Look for torch.no_grad(), .data and .detach() on the way. {_REPORT}",
         )
-    return Cause("nothing that Varuna knows of explains it.", _REPORT)
+    return Cause("the cause is unknown.", _REPORT)
 
 
 _REPORT = (
-    "Please report it with the model's class; varuna inspect --verify says the same of a script without training, and "
+    "Please report it with the model's class; varuna inspect --verify repeats this check without training, and "
     "other cuts (cut_at=, cut_points=) may help until then."
 )
 

@@ -48,10 +48,10 @@ def _refuse(mixing: Sequence[Mixing], micro_batch: int | None, *, accepted: bool
     missing = [] if micro_batch is not None else ["micro_batch= (how many examples it is computed over)"]
     missing += [] if accepted else ["per_micro_batch=True"]
     raise ModelError(
-        f"the loss of a batch is not made of its examples' own losses: {'; '.join(places[:_NAMED])}{more}. Over "
-        "micro-batches it would be another loss, which depends on their size. If that is what you want, as in plain "
-        f"PyTorch with gradient accumulation, pass {' and '.join(missing)}: no plan changes it then. Otherwise take "
-        "that part out of the loss. See docs/losses.md."
+        f"the loss of a batch is not composed of the losses of its examples: {'; '.join(places[:_NAMED])}{more}. "
+        "Computed over micro-batches it would be another loss, which depends on their size. If that is what you "
+        f"want, as in plain PyTorch with gradient accumulation, pass {' and '.join(missing)}; then no plan changes "
+        "it. Otherwise remove that part from the loss. See docs/losses.md."
     )
 
 

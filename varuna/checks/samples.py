@@ -74,17 +74,17 @@ def read_twice(source: SampleSource, positions: Sequence[int]) -> MicroBatch:
     for index, first, second in zip(one.indices, one.digests, two.digests, strict=True):
         if first != second:
             raise DataError(
-                f"the dataset is random: dataset[{index}] gave two different samples when it was read twice. Workers "
-                "read the same sample again, so it must depend on the index and on Python's, NumPy's and torch's "
-                "global generators only, which Varuna seeds for each sample. Look for generators of its own "
+                f"the dataset is random: reading dataset[{index}] twice gave two different samples. Workers read "
+                "the same sample again, so it must depend on the index and on Python's, NumPy's and torch's "
+                "global generators only, which Varuna seeds for each sample. Look for separate generators "
                 "(numpy.random.default_rng, torch.Generator), the time, or state kept between calls."
             )
     for key, value in one.tensors.items():
         if not _same(value, two.tensors[key]):
             raise DataError(
-                f"collate= is random: it made another {key!r} of the same samples (dataset indices "
-                f"{list(one.indices)}) when it was called again. Let it draw from Python's, NumPy's or torch's global "
-                "generators only, which Varuna seeds for each micro-batch."
+                f"collate= is random: it made a different {key!r} from the same samples (dataset indices "
+                f"{list(one.indices)}) when it was called again. Draw only from Python's, NumPy's or torch's "
+                "global generators, which Varuna seeds for each micro-batch."
             )
     return one
 

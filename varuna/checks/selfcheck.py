@@ -58,7 +58,7 @@ class Checked:
     def __str__(self) -> str:
         left_out = f" (not compared: {'; '.join(self.left_out)})" if self.left_out else ""
         if self.errors is None:
-            return f"the model was looked at without data in {self.seconds:.1f} s{left_out}"
+            return f"the model was checked without data in {self.seconds:.1f} s{left_out}"
         return (
             f"checked against plain PyTorch on {self.samples} sample{'s' * (self.samples != 1)} in {self.seconds:.1f} "
             f"s: loss {self.errors.loss:.0e}, gradients {self.errors.gradient:.0e}{left_out}"
@@ -126,7 +126,7 @@ class SelfCheck:
     def _look_over(self, model: PartitionedModel, positions: Sequence[int]) -> tuple[str, ...]:
         """Without data; what is left out."""
         batch = read_twice(self.source, positions)
-        too_large = "losses, gradients and buffers, and the weighing of micro-batches, since the model is too large"
+        too_large = "losses, gradients and buffers, and the weights of micro-batches, because the model is too large"
         try:
             graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
             (numbers,) = numbers_of(graph, [batch.tensors], {})
@@ -254,21 +254,21 @@ class _Check:
             whole = [self._part(positions, initial)]
             parts = self._adding_up(parts, initial)
             if not sum(part.weight for part in parts):
-                return "micro-batches with the whole batch, since the samples have no targets"
+                return "micro-batches with the whole batch, because the samples have no targets"
             fixed = partial(_again, draws)
             found = replace(in_turn(self.model, initial, parts, draws=fixed), losses=(), buffers={})
             expected = replace(plainly(losses, whole, draws=fixed), losses=(), buffers={})
             if draws.drawn:
-                return f"micro-batches with the whole batch, since {', '.join(sorted(draws.drawn))} draws"
+                return f"micro-batches with the whole batch, because {', '.join(sorted(draws.drawn))} draws"
             odd = differences(found, expected, self._tolerance)
             odd = odd and self._beyond_noise(losses, whole, found, expected, fixed)
             if odd:
                 raise ModelError(
-                    f"the micro-batches of a batch do not train as the whole batch does: {self._described(odd, whole)}"
-                    ", when micro-batches are weighted by what they count. Something in the loss or the model compares "
-                    "samples with each other, or averages over something else. Pass weight=fn(batch) that returns "
-                    "what the loss averages over, or micro_batch=, the number of samples that belong together, and "
-                    "per_micro_batch=True."
+                    "the micro-batches of a batch do not train like the whole batch: "
+                    f"{self._described(odd, whole)}, when micro-batches are weighted by their counts. Something in "
+                    "the loss or the model compares samples with each other, or averages over something else. "
+                    "Pass weight=fn(batch) that returns what the loss averages over, or micro_batch=, the number "
+                    "of samples that belong together, and per_micro_batch=True."
                 )
             return errors(found, expected)
 
@@ -331,7 +331,7 @@ class _Check:
             return f"the captured model's loss is {each.found:.7g}, plain PyTorch's {each.expected:.7g}"
         place = f"{each.name} (in {probes.named(self.initial.module, each.name)}{self._section_of(each.name)})"
         if each.missing:
-            return f"{place} gets no gradient from the captured model, but one of {each.expected:.3g} in plain PyTorch"
+            return f"{place} gets no gradient in the captured model, but one of {each.expected:.3g} in plain PyTorch"
         if each.what == "buffer":
             return f"the buffer {place} differs by {each.error:.1%} after the step from plain PyTorch's"
         return (

@@ -137,8 +137,8 @@ class _Check:
             return None
         if abs(losses[0] - losses[1]) > _TOLERANCE * abs(losses[0]):
             warn(
-                "the loss of the same samples is another one each time (random numbers that are not torch's, or "
-                "state that forward() changes), so that how it weighs samples could not be checked"
+                "the loss of the same samples differs each time (random numbers that are not torch's, or state "
+                "that forward() changes), so how it weighs samples could not be checked"
             )
             return None
         return losses[0]
@@ -232,9 +232,9 @@ class _Check:
                 "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()."
             )
         return (
-            f"the loss of a batch is not the mean of its parts weighted by {counted}: for dataset indices {indices} "
-            f"the whole gives {whole:.6g}, the parts {parts:.6g}. Micro-batches would train another model than the "
-            f"whole batch. {remedy}"
+            f"the loss of a batch is not the mean of its parts weighted by {counted}: for dataset indices "
+            f"{indices} the whole gives {whole:.6g}, the parts {parts:.6g}. Micro-batches would train a different "
+            f"model than the whole batch. {remedy}"
         )
 
 

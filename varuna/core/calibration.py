@@ -1,7 +1,7 @@
 """What is measured once of a model on some hardware, independent of P, D and N_m (paper Table "Primitive parameters").
 
 A calibration is one JSON file, short enough to be written by hand: sections that run the same graph are one
-*kind*, listed with a count. ``docs/planning.md`` explains each field; all times are seconds, all sizes bytes,
+*kind*, listed with a count. ``docs/calibration-file.md`` explains each field; all times are seconds, all sizes bytes,
 all rates bytes per second. Everything that scales with the micro-batch is given per example.
 """
 
@@ -28,7 +28,7 @@ class Finite(Value):
 
 
 class Hardware(Finite):
-    """One GPU, and the VM that it sits in."""
+    """One GPU and the VM that contains it."""
 
     name: str = Field(min_length=1, description="such as 'V100-16GB, 10 Gb/s'; another name is other hardware")
     memory_bytes: Annotated[int, Field(gt=0)] | None = Field(default=None, description="of one GPU; None: unlimited")
@@ -98,7 +98,7 @@ class SectionKind(Finite):
 
     @property
     def summed_bytes(self) -> int:
-        """Of gradients, accumulated."""
+        """Bytes of the accumulated gradients."""
         return self.trainable_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
@@ -153,7 +153,7 @@ class Link(Finite):
     jitter: Jitter = Jitter()
 
     def latency_of(self, size_bytes: float) -> float:
-        """Of a message, copies included: other messages leave meanwhile."""
+        """Seconds of latency of a message, including copies between GPU and host (other messages leave meanwhile)."""
         copied_s = 0.0 if self.staged_bytes_per_s is None else size_bytes / self.staged_bytes_per_s
         return self.latency_s + self.staged_s + copied_s
 
@@ -235,7 +235,7 @@ class Calibration(Finite):
         unknown = sorted(used - set(self.kinds))
         if unknown:
             raise ValueError(
-                f"sections name the kind {unknown[0]!r}, which is not among the kinds {sorted(self.kinds)}"
+                f"sections name the kind {unknown[0]!r}, which is not one of the kinds {sorted(self.kinds)}"
             )
         if self.section_count > _MOST_SECTIONS:
             raise ValueError(f"the model has {self.section_count} sections, more than {_MOST_SECTIONS}")
@@ -246,8 +246,8 @@ class Calibration(Finite):
             ordered = all(a < b for a, b in pairwise(tied.sections))
             if not ordered or tied.sections[0] < 0 or tied.sections[-1] >= self.section_count:
                 raise ValueError(
-                    f"tied parameter {tied.name!r} names sections {list(tied.sections)}; they must ascend and lie in "
-                    f"0 to {self.section_count - 1}"
+                    f"tied parameter {tied.name!r} names sections {list(tied.sections)}; they must ascend and be "
+                    f"within 0 to {self.section_count - 1}"
                 )
         return self
 
@@ -300,7 +300,7 @@ class Calibration(Finite):
 
 
 def _streamed_bytes(kind: SectionKind, *, apart: bool) -> int:
-    """Where a GPU computes, the next section arrives meanwhile; a CPU fetches it behind the update."""
+    """Bytes on the device while state is streamed: a GPU copies the next section in meanwhile, a CPU afterwards."""
     work_bytes = _INTERMEDIATE * kind.summed_bytes
     if apart:
         return STREAMED_SECTIONS * kind.optimizer_bytes + work_bytes

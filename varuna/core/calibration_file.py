@@ -34,10 +34,10 @@ def read_calibration(path: Path) -> Calibration:
         content = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{path} is no JSON: {error}. A calibration is one JSON object; see docs/planning.md."
+            f"{path} is not JSON: {error}. A calibration is one JSON object; see docs/calibration-file.md."
         ) from error
     if not isinstance(content, dict) or content.get("format", "varuna-calibration") != "varuna-calibration":
-        raise UsageError(f"{path} is no calibration: it must be a JSON object with format 'varuna-calibration'.")
+        raise UsageError(f"{path} is not a calibration: it must be a JSON object with format 'varuna-calibration'.")
     version = content.get("version", VERSION)
     if version != VERSION:
         raise UsageError(
@@ -47,7 +47,9 @@ def read_calibration(path: Path) -> Calibration:
     try:
         return Calibration.model_validate(content)
     except ValidationError as error:
-        raise UsageError(f"{path} is not a valid calibration:\n{_problems(error)}\nSee docs/planning.md.") from error
+        raise UsageError(
+            f"{path} is not a valid calibration:\n{_problems(error)}\nSee docs/calibration-file.md."
+        ) from error
 
 
 def write_calibration(calibration: Calibration, path: Path) -> None:
@@ -91,7 +93,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} stands twice")
+        raise ValueError(f"the name {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return found
 
 

@@ -3,17 +3,17 @@
 ::
 
     VarunaError
-    ├── UsageError           a call, flag or environment variable is off           exit code 2
+    ├── UsageError           a call, flag or environment variable is wrong         exit code 2
     ├── NoPlanError          no P x D x m fits the workers or their memory         exit code 3
     ├── ModelError           the model cannot be captured, split or weighed
     ├── DataError            the dataset disagrees with itself or with the model
     ├── CheckpointError      a checkpoint cannot be written, read or trusted
-    │   ├── DamagedCheckpoint    its bytes are not those that were written: an older one may do
-    │   └── StoreError           a directory or object store did not do what was asked
+    │   ├── DamagedCheckpoint    its bytes are not those that were written; an older one may be intact
+    │   └── StoreError           an operation on a directory or object store failed
     │       ├── ObjectMissing        there is no object of that name
-    │       ├── ObjectExists         there is one already, and it must not be replaced
-    │       └── StoreUnavailable     it does not answer now; it may later
-    ├── FleetError           the manager refused, vanished or could not start
+    │       ├── ObjectExists         there is one already, which must not be replaced
+    │       └── StoreUnavailable     it does not answer now, but may later
+    ├── FleetError           the manager refused, disappeared or could not start
     ├── WorkerError          a worker's script failed
     └── LinkError            a peer did not answer in time, or its link broke
 
@@ -28,19 +28,19 @@ class VarunaError(Exception):
 
 
 class UsageError(VarunaError):
-    """A call, a flag or an environment variable is off."""
+    """A call, a flag or an environment variable is wrong."""
 
     exit_code = 2
 
 
 class NoPlanError(VarunaError):
-    """No plan fits the workers at hand or their memory."""
+    """No plan fits the available workers or their memory."""
 
     exit_code = 3
 
 
 class ModelError(VarunaError):
-    """The model cannot be captured, split or weighed."""
+    """The model cannot be captured, split or weighed, or it differs from plain PyTorch."""
 
 
 class DataError(VarunaError):
@@ -52,15 +52,15 @@ class CheckpointError(VarunaError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint's bytes are not those that were written: it can never be used, but an older one may."""
+    """A checkpoint's bytes are not those that were written. It can never be used, but an older one may be intact."""
 
 
 class StoreError(CheckpointError):
-    """A directory or object store did not do what was asked."""
+    """An operation on a directory or object store failed."""
 
 
 class ObjectMissing(StoreError):
-    """There is no object of that name."""
+    """There is no object of that name in the store."""
 
 
 class ObjectExists(StoreError):
@@ -68,11 +68,11 @@ class ObjectExists(StoreError):
 
 
 class StoreUnavailable(StoreError):
-    """The store does not answer now; it may later."""
+    """The store does not answer now, but may later."""
 
 
 class FleetError(VarunaError):
-    """The manager refused, vanished or could not start."""
+    """The manager refused this worker, disappeared or could not start."""
 
 
 class WorkerError(VarunaError):
@@ -80,4 +80,4 @@ class WorkerError(VarunaError):
 
 
 class LinkError(VarunaError):
-    """A peer did not answer within the bound, or its link broke."""
+    """A peer did not answer in time, or its link broke."""

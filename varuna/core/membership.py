@@ -97,5 +97,5 @@ class Membership(Protocol):
         ...
 
     def close(self) -> None:
-        """Drop the connection."""
+        """Drop the connection to the manager or the peers."""
         ...

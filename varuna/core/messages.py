@@ -199,7 +199,7 @@ Flag = Literal["stop", "regroup", "checkpoint"]
 
 
 class RaiseFlag(Value):
-    """To rank 0: raise ``flag`` in the next vote, so that all do the same behind the same step."""
+    """Tells rank 0 to raise ``flag`` in the next vote, so that all ranks act on it after the same step."""
 
     kind: Literal["raise_flag"] = "raise_flag"
     generation: int
@@ -222,7 +222,7 @@ class Assign(Value):
 
 
 class Found(Value):
-    """What other members of ``generation`` have offered, by key."""
+    """What other members of ``generation`` have published, by key."""
 
     kind: Literal["found"] = "found"
     generation: int

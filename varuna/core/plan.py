@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class Plan(Value):
-    """P, D, m, the sections of each stage, and what was predicted.
+    """P stages x D replicas, micro-batches of m examples, the sections of each stage, and what was predicted.
 
     Global micro-batch j is samples [j*m, (j+1)*m) of the global batch; the last may be short.
     Replica d runs a contiguous block of them; the first ``micro_batches % D`` replicas run one more.
@@ -64,7 +64,7 @@ class Plan(Value):
     def _consistent(self) -> "Plan":
         ends = (*self.starts, self.sections)
         if len(self.starts) != self.stages or self.starts[0] != 0 or any(a >= b for a, b in pairwise(ends)):
-            raise ValueError(f"starts {self.starts} do not cut {self.sections} sections into {self.stages} stages")
+            raise ValueError(f"starts {self.starts} do not divide {self.sections} sections into {self.stages} stages")
         if self.replicas > self.micro_batches:
             raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
         if len(self.stash_limits) != self.stages or min(self.stash_limits) < 1:
@@ -103,7 +103,7 @@ class Plan(Value):
         return replica * self.stages + stage
 
     def place_of(self, rank: int) -> Place:
-        """Inverse of ``rank_of``."""
+        """Replica and stage of ``rank``: the inverse of ``rank_of``."""
         return Place(*divmod(rank, self.stages))
 
     def sections_of(self, stage: int) -> range:

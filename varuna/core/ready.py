@@ -4,17 +4,17 @@ from typing import Protocol
 
 
 class Ready(Protocol):
-    """Something that will be done; on a GPU, a point of a stream."""
+    """Something that will be finished; on a GPU, a point of a stream."""
 
     def wait(self) -> None:
-        """Block this thread until it is."""
+        """Block this thread until it is finished."""
 
 
 class Done:
-    """It is."""
+    """A ``Ready`` that is already finished."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once."""
 
 
 DONE = Done()

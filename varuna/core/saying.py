@@ -4,10 +4,10 @@ import sys
 
 
 def say(text: str) -> None:
-    """One line, with the name of who says it; at once, since the process may be killed."""
+    """Print one line to standard error, with the program's name, and flush it, since the process may be killed."""
     print(f"varuna: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
-    """As ``say``, for what somebody should look at."""
+    """Print a line like ``say``, marked as a warning that somebody should look at."""
     say(f"warning: {text}")

@@ -9,14 +9,14 @@ from varuna.core.value import Value
 
 
 class Typical(NamedTuple):
-    """How long something takes, and how often that was seen."""
+    """How many seconds something takes, and how often it was seen."""
 
     seen: int
     seconds: float
 
 
 class Carried(NamedTuple):
-    """The same for something that is about bytes."""
+    """How many seconds a transfer takes, how many bytes it has, and how often it was seen."""
 
     seen: int
     size_bytes: float

@@ -45,7 +45,7 @@ class VoteLayout(Value):
             ValueError: the vector has another length.
         """
         if len(vector) != self.size:
-            raise ValueError(f"a vote of {self.size} numbers was expected, {len(vector)} came")
+            raise ValueError(f"expected a vote of {self.size} numbers, got {len(vector)}")
         first, width = self.sections, 2 + len(self.metrics)
         last = first + self.micro_batches * width
         weight = _total(vector[first + 1 : last : width])
@@ -61,7 +61,7 @@ class VoteLayout(Value):
         )
 
     def tally(self, vector: Sequence[float]) -> "Tally":
-        """What is written down of the step.
+        """Return what is recorded about the step of this vote.
 
         Raises:
             ValueError: the vector has another length.
@@ -76,7 +76,7 @@ class VoteLayout(Value):
 
 
 class Tally(Value):
-    """What is written down of a step."""
+    """What is recorded about a committed step."""
 
     loss: float
     weight: float
@@ -84,7 +84,7 @@ class Tally(Value):
 
 
 class StepTotals(Value):
-    """What a vote says about its step."""
+    """The totals of a step, computed from its vote."""
 
     loss: float = Field(description="of the global batch: weighted sum over weight")
     weight: float = Field(description="target tokens, or examples, of the global batch")

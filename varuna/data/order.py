@@ -34,7 +34,9 @@ def sample_index(position: int, *, size: int, seed: int) -> int:
         UsageError: ``position`` is negative or ``size`` is below 1.
     """
     if position < 0 or size < 1:
-        raise UsageError(f"position {position} of {size} samples does not exist: needs position >= 0 and size >= 1")
+        raise UsageError(
+            f"position {position} of {size} samples does not exist: position >= 0 and size >= 1 are needed"
+        )
     epoch, index = divmod(position, size)
     rows, columns, keys = _network(seed, epoch, size)
     while True:

@@ -133,9 +133,9 @@ def verify_digests(mine: MicroBatch, theirs: Sequence[int], *, who: str) -> None
         if own != other:
             raise DataError(
                 f"dataset[{index}] is not the same here and on {who} (digests {_hex(own)} and {_hex(other)}). All "
-                f"stages must read the same sample: dataset[i] must depend on i and on Python, NumPy and torch "
-                f"randomness only, which Varuna seeds for each sample. Look for own generators, time, process ids, "
-                f"state kept between calls, or files that differ between machines."
+                "stages must read the same sample: dataset[i] must depend on i and on Python, NumPy and torch "
+                "randomness only, which Varuna seeds for each sample. Look for separate generators, time, process "
+                "ids, state kept between calls, or files that differ between machines."
             )
 
 
@@ -147,12 +147,12 @@ def _checked(sample: object, index: int) -> Sample:
     """
     if not isinstance(sample, Mapping):
         raise DataError(
-            f"dataset[{index}] must be a dict of tensors keyed by the model's input names, but is a "
+            f"dataset[{index}] must be a dict of tensors with the model's input names as keys, but is a "
             f"{type(sample).__name__}"
         )
     for key, value in sample.items():
         if not isinstance(key, str):
-            raise DataError(f"dataset[{index}] must be keyed by the model's input names, but has the key {key!r}")
+            raise DataError(f"dataset[{index}] must have the model's input names as keys, but has the key {key!r}")
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
             raise DataError(

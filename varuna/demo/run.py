@@ -49,7 +49,7 @@ def run_demo(output: Path, steps: int) -> int:
 
     console.print(
         f"GPT-2 on {WORKERS} local workers of {format_bytes(MEMORY_BYTES)} each, {steps} steps of {GLOBAL_BATCH} "
-        f"samples.\nTwo workers will be killed, and one will return.",
+        "samples.\nTwo workers will be killed; one will return.",
         highlight=False,
     )
     with Progress(console) as progress:
@@ -59,7 +59,7 @@ def run_demo(output: Path, steps: int) -> int:
         return exit_code
     console.print(generation_table(view.story.generations, last_step=steps - 1))
 
-    console.print("\nThe proof: a plain PyTorch loop on the same samples.", highlight=False)
+    console.print("\nFor comparison: a plain PyTorch loop on the same samples.", highlight=False)
     order = sample_order(steps, global_batch=GLOBAL_BATCH, size=dataset_size(example, LENGTH), seed=SEED)
     with Progress(console) as progress:
         reference = train_reference(example / "reference.py", order, MODEL_FLAGS, work, progress.show)
@@ -124,6 +124,6 @@ def _conclude(console: Console, report: DemoReport, file: Path) -> int:
     for failure in failures:
         console.print(f"FAILED: {failure}", style="red", highlight=False)
     if not failures:
-        console.print("The run lost workers, changed its shape, and stayed the same training run.", style="green")
+        console.print("The run lost workers, changed its plan, and remained the same training run.", style="green")
     console.print(f"Report: {file}", highlight=False, soft_wrap=True)
     return 1 if failures else 0

@@ -138,7 +138,7 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 def _manager(facts: Facts) -> list[Finding]:
     if facts.unreachable:
-        remedy = "Training may go on without it. Start the same `varuna manager` command again to take the run up."
+        remedy = "Training may continue without it. Start the same `varuna manager` command again to continue the run."
         return [Finding(Level.FAULT, "manager", facts.unreachable, remedy)]
     return [Finding(Level.OK, "manager", f"answers: {facts.state}")]
 
@@ -168,8 +168,8 @@ def _workers(facts: Facts) -> list[Finding]:
         Finding(
             Level.WARNING,
             "leases",
-            f"{worker.name} on {worker.node} was last heard {format_duration(worker.silent_s or 0.0)} ago, "
-            f"and its lease is {facts.lease_s:g} s",
+            f"{worker.name} on {worker.node} was last heard {format_duration(worker.silent_s or 0.0)} ago; its "
+            f"lease is {facts.lease_s:g} s",
             "Look at that machine and its network; `varuna logs --worker` shows what the worker wrote.",
         )
         for worker in late
@@ -192,15 +192,19 @@ def _checkpoint(facts: Facts) -> list[Finding]:
     seen = facts.checkpoint
     if seen is None:
         remedy = "Give Trainer(checkpoint_dir=...)."
-        return [Finding(Level.WARNING, "checkpoint", "this run keeps none: what all workers lose is lost", remedy)]
+        return [
+            Finding(
+                Level.WARNING, "checkpoint", "this run keeps none: if all workers are lost, so is their state", remedy
+            )
+        ]
     if seen.problem:
-        remedy = (
-            f"`varuna checkpoints verify {seen.directory}` looks at all of them. The run falls back to an older one."
-        )
+        remedy = f"`varuna checkpoints verify {seen.directory}` checks all of them. The run falls back to an older one."
         return [Finding(Level.FAULT, "checkpoint", f"{seen.directory}: {seen.problem}", remedy)]
     if seen.step is None:
         return [
-            Finding(Level.WARNING, "checkpoint", f"{seen.directory} has none yet", "The first one is still to come.")
+            Finding(
+                Level.WARNING, "checkpoint", f"{seen.directory} has none yet", "The first one has not been written yet."
+            )
         ]
     how = "complete" if seen.read_bytes is None else f"intact ({format_bytes(seen.read_bytes)} read)"
     behind = facts.steps_since_checkpoint
@@ -216,7 +220,7 @@ def _disks(disks: Sequence[Disk]) -> list[Finding]:
             f"{_on(disk.machine)})"
         )
         if disk.free_bytes < FEW_BYTES or disk.free_bytes < FEW_SHARE * disk.size_bytes:
-            remedy = "Make room: a full disk ends checkpoints first, then logs."
+            remedy = "Free some space: a full disk stops checkpoints first, then logs."
             found.append(Finding(Level.WARNING, "disk", free, remedy))
         else:
             found.append(Finding(Level.OK, "disk", free))
@@ -225,7 +229,7 @@ def _disks(disks: Sequence[Disk]) -> list[Finding]:
 
 def _ports(listeners: Sequence[Listener] | None, untold: Sequence[str]) -> list[Finding]:
     if listeners is None:
-        return [Finding(Level.WARNING, "ports", "this system does not tell which ports are open", "")]
+        return [Finding(Level.WARNING, "ports", "this system does not report which ports are open", "")]
     found = [
         Finding(
             Level.FAULT,
@@ -237,10 +241,10 @@ def _ports(listeners: Sequence[Listener] | None, untold: Sequence[str]) -> list[
         for each in listeners
         if not each.is_door and is_exposed(each.address)
     ]
-    silent = f"; {_named(untold)} cannot tell" if untold else ""
+    silent = f"; {_named(untold)} do not report" if untold else ""
     machines = {each.machine for each in listeners} - {""}
     where = f"this machine and {len(machines)} others" if machines else "this machine"
-    text = f"{len(listeners)} open on {where}, none but the manager's in public{silent}"
+    text = f"{len(listeners)} open on {where}, only the manager's in public{silent}"
     return found or [Finding(Level.OK, "ports", text)]
 
 

@@ -107,7 +107,7 @@ def _holdings(model: PartitionedModel, plan: Plan) -> Iterator[_Holding]:
 def _difference(what: str, holders: list[list[int]]) -> str:
     groups = " and ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" for ranks in holders)
     return (
-        f"{what} begins with other parameters on {groups}. model= must build the same on each worker: let it draw from "
-        'torch\'s generator only, seed everything else itself, or pass init="per_parameter". With weights=, give every '
-        "machine the same files."
+        f"{what} starts with different parameters on {groups}. model= must build the same module on every worker: draw "
+        'from torch\'s generator only, seed everything else yourself, or pass init="per_parameter". With weights=, '
+        "use the same files on every machine."
     )

@@ -39,8 +39,8 @@ def prove(group: Group, *, secret: str, name: str, rank: int, bound_s: float = P
         expected = _proof(secret, name, peer, rank, _part(mine, peer), _part(theirs, peer))
         if not hmac.compare_digest(expected, _part(shown, peer)):
             raise RuntimeError(
-                f"who answers as member {peer} of {name} has not proven that it belongs there: a process of another "
-                "run, or a stranger, reaches the data plane. Keep --interface private"
+                f"the process that answers as member {peer} of {name} has not proven that it belongs there: "
+                "another run, or a stranger, can reach the links between workers. Use a private --interface"
             )
 
 

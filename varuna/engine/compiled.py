@@ -79,8 +79,8 @@ class Compiler:
         except Exception as error:  # whatever a compiler raises
             raise ModelError(
                 f"section {section.index} ({section.label}) cannot be compiled by {self.backend}: "
-                f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:300]}. "
-                "Leave out compile=, or name another backend."
+                f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:300]}. Leave "
+                "compile= out, or use another backend."
             ) from error
         return lambda *arguments: tuple(run(*arguments))
 
@@ -98,9 +98,12 @@ def compiler_of(choice: bool | str, device: torch.device) -> Compiler | None:
 
     known = list_backends(exclude_tags=())
     if name not in known:
-        raise UsageError(f"compile={choice!r}: torch has no such backend. Pass True, or one of {', '.join(known)}.")
+        raise UsageError(f"compile={choice!r}: torch has no such backend. Pass True or one of {', '.join(known)}.")
     if name == "inductor" and (missing := _missing(device)):
-        raise UsageError(f"compile={choice!r} needs {missing} on every worker, but there is none here. Leave it out.")
+        raise UsageError(
+            f"compile={choice!r} needs {missing} on every worker, but this one has none. Install it, "
+            "or leave compile= out."
+        )
     return Compiler(name)
 
 
@@ -145,8 +148,9 @@ def _check(
         limit = _HALF_TOLERANCE if dtypes & {torch.float16, torch.bfloat16} else _TOLERANCE
         if share > limit:
             raise ModelError(
-                f"section {section.index} ({section.label}) computes something else when compiled: its {what} differ "
-                f"by {share:.1e} of their norm, more than {limit:.0e}. Leave out compile=, or name another backend."
+                f"section {section.index} ({section.label}) gives different results when compiled: its {what} "
+                f"differ by {share:.1e} of their norm, more than {limit:.0e}. Leave compile= out, or use another "
+                "backend."
             )
 
 

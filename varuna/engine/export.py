@@ -53,8 +53,8 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
             states.update(inbox.take("exported", lambda: Awaited(f"the export of {len(transfers)} sections", peers)))
         except LinkError as error:
             raise FleetError(
-                f"a worker vanished during export: {error} Its sections are in the last checkpoint, if there is one: "
-                "varuna checkpoints export."
+                f"a worker was lost during export: {error} If there is a checkpoint, export from it with: varuna "
+                "checkpoints export."
             ) from error
         finally:
             courier.close()

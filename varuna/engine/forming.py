@@ -80,7 +80,7 @@ class InterruptibleStore(Store):  # type: ignore[misc]
         deadline_s = time.monotonic() + (timeout or self._bound).total_seconds()
         while not self._inner.check(list(keys)):
             if self._ended() or time.monotonic() > deadline_s:
-                raise RuntimeError(f"a member did not come (it has not set {', '.join(keys)})")
+                raise RuntimeError(f"a member did not arrive (it has not set {', '.join(keys)})")
             time.sleep(_POLL_S)
 
 

@@ -160,8 +160,9 @@ def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Ma
         place = f" at {where}" if (where := user_frame(error)) else ""
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ModelError(
-            f"the model could not be built, or not be run on the first samples{place}: {type(error).__name__}: "
-            f"{first_line}. Try the same in plain PyTorch, in training mode, on a collated batch of dataset samples."
+            f"the model could not be built or run on the first samples{place}: {type(error).__name__}: "
+            f"{first_line}. Try the same in plain PyTorch, in training mode, on a collated batch of dataset "
+            "samples."
         ) from error
 
 

@@ -21,8 +21,8 @@ from varuna.engine.transport import Group
 _TAG = 2000
 
 _NOT_SHARED = (
-    "an optimizer that calls varuna.all_reduce_shared cannot run with shard_optimizer=True: each replica steps it on "
-    "other sections. Leave shard_optimizer out, or combine in before_step."
+    "an optimizer that calls varuna.all_reduce_shared cannot run with shard_optimizer=True: each replica steps "
+    "different sections. Leave shard_optimizer out, or combine values in before_step."
 )
 
 

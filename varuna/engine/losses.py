@@ -34,7 +34,7 @@ def sums_of(
     else:
         weight = float(results[1]) if model.counts_targets else float(examples.size)
     if not 0 <= weight < float("inf"):
-        raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite, >= 0")
+        raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite and >= 0")
     if model.whole is not None:
         return [float(loss) * global_batch, weight, *(float(value) for value in sums)]
     weighted = float(loss) * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing

@@ -89,7 +89,9 @@ class Layout:
                 target.zero_()
             else:
                 value = torch.zeros_like(target) if value is None else value
-                assert value.shape == target.shape, f"{crossing.name} crosses as {target.shape}, it is {value.shape}"
+                assert value.shape == target.shape, (
+                    f"{crossing.name} must have shape {target.shape}, but has {value.shape}"
+                )
                 pairs.append((value, target))
         if self.digests:
             self._digest_view(buffer).copy_(torch.tensor(digests or [0] * self.examples, dtype=torch.int64))

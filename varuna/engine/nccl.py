@@ -57,7 +57,7 @@ def load(name: str = "libnccl.so.2") -> Any:
     Raises:
         UsageError: there is none, or it is too old.
     """
-    advice = 'Leave links= out: memory then crosses through the host. (links="nccl" takes the NCCL that torch brings.)'
+    advice = 'Leave links= out to send through host memory. (links="nccl" uses the NCCL that torch brings.)'
     try:
         library: Any = ctypes.CDLL(name)
     except OSError as error:
@@ -70,7 +70,7 @@ def load(name: str = "libnccl.so.2") -> Any:
     version = c_int()
     _check(library, library.ncclGetVersion(version))
     if version.value < _OLDEST:
-        raise UsageError(f'links="nccl" needs NCCL 2.14 or newer, and finds {version.value}. {advice}')
+        raise UsageError(f'links="nccl" needs NCCL 2.14 or newer, but found {version.value}. {advice}')
     return library
 
 

@@ -17,8 +17,9 @@ from varuna.engine.optimizer import NamedParameters, StageOptimizer, Written
 from varuna.engine.shared import forbidden
 
 _NOT_SHARED = (
-    "an optimizer that calls varuna.all_reduce_shared cannot run with offload_optimizer=True: it is stepped once for "
-    "each section, and stages have different numbers of them. Leave offload_optimizer out, or combine in before_step."
+    "an optimizer that calls varuna.all_reduce_shared cannot run with offload_optimizer=True: it is stepped once "
+    "per section, and stages have different numbers of sections. Leave offload_optimizer out, or combine values "
+    "in before_step."
 )
 
 

@@ -154,14 +154,15 @@ def _built(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Opt
     optimizer = factory(named)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"optimizer= must return a torch optimizer, it returned {type(optimizer).__name__}. Write "
+            f"optimizer= must return a torch optimizer, but returned {type(optimizer).__name__}. Write "
             "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)"
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(
-            f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model again. "
-            "Varuna runs it once per step: choose an optimizer that works with the gradients alone, such as AdamW."
+            f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model "
+            "again. Varuna runs the model once per step: use an optimizer that needs only the gradients, such as "
+            "AdamW."
         )
     given = {id(parameter) for _, parameter in named}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in given]
@@ -181,14 +182,14 @@ def _replayed(
     except (ValueError, IndexError) as error:
         raise UsageError(
             f"lr_scheduler= failed for an optimizer with {len(optimizer.param_groups)} parameter groups: {error}. "
-            "optimizer= and lr_scheduler= are called on every worker, with the parameters of its stage only: let "
-            "optimizer= keep groups that are empty there, so that it has the same groups everywhere."
+            "optimizer= and lr_scheduler= are called on every worker, with the parameters of its stage only: keep "
+            "groups in optimizer= that are empty on a stage, so that all workers have the same groups."
         ) from error
     if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or isinstance(
         scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
     ):
         raise UsageError(
-            f"lr_scheduler= must return a torch scheduler that steps without a metric, it returned "
+            "lr_scheduler= must return a torch scheduler that steps without a metric, but returned "
             f"{type(scheduler).__name__}. LambdaLR can express any function of the step."
         )
     with warnings.catch_warnings():

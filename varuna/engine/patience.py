@@ -142,8 +142,8 @@ class Scene:
         is_blind = bool(awaited.on) and self.heard.keys().isdisjoint(awaited.on)
         if waited_s >= (min(patience.blind_s, patience.last_s) if is_blind else patience.last_s):
             return (
-                f"{waits}, and nothing came{self._others(awaited)}. The peer may be frozen or cut off; look at its "
-                "log, then start the same command again to resume."
+                f"{waits}, and nothing arrived{self._others(awaited)}. The peer may be frozen or cut off; look at "
+                "its log, then start the same command again to resume."
             )
         return None
 
@@ -154,9 +154,9 @@ class Scene:
         if stalled_s < least_s:
             return None
         return (
-            f"For {stalled_s:.0f} s every rank has waited for another one ({self._everybody(awaited)}). Do all ranks "
-            "make the same calls, such as trainer.evaluate, at the same steps? If so, this is a fault of Varuna: "
-            "please report this text. Start the same command again to resume."
+            f"For {stalled_s:.0f} s every rank has waited for another one ({self._everybody(awaited)}). Do all "
+            "ranks make the same calls, such as trainer.evaluate, at the same steps? If so, this is a bug in "
+            "Varuna: please report this text. Start the same command again to resume."
         )
 
     def _stalled_s(self, awaited: Awaited, since_s: float, patience: Patience) -> float:

@@ -92,7 +92,9 @@ class Saver:
         """Copy the parts that fall to this replica; skipped if the last save is still being written."""
         self._last_s, self.newest = time.monotonic(), (assignment.generation, stage.next_step)
         if self._writer.is_saving:
-            self._warn(f"the checkpoint of step {stage.next_step} is skipped: the one before is still being written")
+            self._warn(
+                f"the checkpoint of step {stage.next_step} is skipped, because the previous one is still being written"
+            )
             return
         self.flush()  # memory for it may still be made ready
         states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
@@ -108,7 +110,7 @@ class Saver:
         """Wait for the last save; says so if it does not end."""
         if not self._writer.flush(FLUSH_BOUND_S):
             self._warn(
-                f"the last checkpoint was still being written after {FLUSH_BOUND_S:.0f} s; the one before stands"
+                f"the last checkpoint was still being written after {FLUSH_BOUND_S:.0f} s; the previous one stays valid"
             )
 
     def close(self) -> None:

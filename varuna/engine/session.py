@@ -118,7 +118,7 @@ class Session:
         """
         generation = self.current
         if generation is None:
-            raise FleetError("trainer.evaluate(dataset) works in the training loop and behind it: run a step first")
+            raise FleetError("trainer.evaluate(dataset) works inside the training loop and after it: run a step first")
         before, self._what = self._what, f"evaluates {work.examples} examples"
         try:
             return evaluate(generation, work)
@@ -196,7 +196,7 @@ class Session:
             self._membership.suspect(assignment.generation, str(error))
             if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
                 raise
-            self._what = "waits for the manager's word on a broken link"
+            self._what = "waits for the manager's decision about a broken link"
             self.standing.suspend(assignment.generation)
             self._close_current()
         return False

@@ -140,8 +140,9 @@ class Unprepared:
             UsageError: always.
         """
         raise UsageError(
-            "varuna.all_reduce_shared was not called in the first step of this run, but now it is. Call it in every "
-            "step, also where its result is not needed: the stages must know before a step whether they will talk."
+            "varuna.all_reduce_shared was not called in the first step of this run, but is called now. Call it in "
+            "every step, even if its result is not needed: the stages must know before a step whether they will "
+            "communicate."
         )
 
     def owns(self, parameter: Tensor) -> bool:
@@ -211,8 +212,9 @@ class StageExchange:
         self.used = True
         if not bool((active == active[0]).all()):
             raise UsageError(
-                "stages called varuna.all_reduce_shared at different places, with different lengths or operations. All "
-                "must make the same calls in the same order: do not call it per parameter or behind a local condition."
+                "stages called varuna.all_reduce_shared at different places, with different lengths or "
+                "operations. All stages must make the same calls in the same order: do not call it per parameter "
+                "or under a local condition."
             )
         length = int(active[0, _LENGTH])
         rows = self._rows(torch.zeros(length, dtype=torch.float64) if part is None else part)

@@ -71,7 +71,7 @@ def world_from_environment() -> World:
     try:
         store = _hosted.get((host, port)) or connect_store(host, port, hosts=hosts_store)
     except RuntimeError as error:
-        raise FleetError(f"the store of torchrun at {host}:{port} does not answer: {error}") from error
+        raise FleetError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
     if hosts_store:
         _hosted[host, port] = store
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -115,9 +115,9 @@ class Solo:
             self.world.store.set("job", mine)
         elif self._told("job", "has captured the model", _JOIN_BOUND_S) != mine:
             raise FleetError(
-                f"rank {self.world.rank} runs another job than rank 0: model, weights, init, global_batch, seed, "
-                "steps, metrics, precision, reduction, links, compile and checkpoint_dir must be equal on all ranks. "
-                "Start the same script everywhere."
+                f"rank {self.world.rank} runs a different job than rank 0: model, weights, init, global_batch, "
+                "seed, steps, metrics, precision, reduction, links, compile and checkpoint_dir must be equal on "
+                "all ranks. Start the same script everywhere."
             )
         self.world.store.set(f"device/{self.world.rank}", "" if device is None else device.model_dump_json())
 
@@ -161,8 +161,8 @@ class Solo:
             self._wait(waited_for, "to capture the model", _JOIN_BOUND_S)
         except RuntimeError as error:
             raise FleetError(
-                f"not all of {self.world.size} ranks have captured the model within {_JOIN_BOUND_S:.0f} s ({error}). "
-                "Look at what the others print; start as many as torchrun was told."
+                f"not all of {self.world.size} ranks have captured the model within {_JOIN_BOUND_S:.0f} s "
+                f"({error}). Look at the output of the other ranks, and check that torchrun started all of them."
             ) from error
 
     def _with_memory(self, job: JobFacts) -> JobFacts:
@@ -197,8 +197,8 @@ class Solo:
             said: str = self.world.store.get(key).decode()
         except RuntimeError as error:
             raise FleetError(
-                f"rank {self.world.rank} waited for rank 0, which has not said within {bound_s:.0f} s that it {what} "
-                f"({error}). Look at what rank 0 prints, then start the same command again."
+                f"rank {self.world.rank} waited for rank 0, which has not said within {bound_s:.0f} s that it "
+                f"{what} ({error}). Look at the output of rank 0, then start the same command again."
             ) from error
         return said
 
@@ -232,7 +232,7 @@ class Solo:
         manifest, warnings = found
         for warning in warnings:
             warn(warning)
-        complete = ", the last one: nothing is left to do" * (manifest.step >= job.steps)
+        complete = ", the last one; nothing left to do" * (manifest.step >= job.steps)
         say(f"resuming from the checkpoint of step {manifest.step} in {job.checkpoint_dir}{complete}")
         return manifest
 
@@ -251,7 +251,7 @@ class Solo:
             except RuntimeError:
                 return  # the store is gone, and the run with it
             except ValueError as error:
-                warn(f"a shard's report cannot be read, so its checkpoint is not kept: {error}")
+                warn(f"a report of a shard cannot be read, so its checkpoint is not committed: {error}")
             ticket += 1
 
     def saved(self, shard: SavedShard) -> None:

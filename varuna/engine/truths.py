@@ -59,7 +59,7 @@ class Truths:
 def another_way(place: str, indices: Sequence[int]) -> str:
     """What to say of a branch at ``place`` that goes another way for samples than it was captured."""
     return (
-        f"forward() branches on what it computes at {place}, and goes another way for the batch of dataset indices "
-        f"{list(indices)} than it was captured: as for the first samples of the run and the constructor's parameters. "
-        "Look at these samples; or write the branch as tensor operations (torch.where)."
+        f"forward() branches on a computed value at {place}, and the batch of dataset indices {list(indices)} "
+        "takes another branch than the one that was captured (that of the first samples with the constructor's "
+        "parameters). Look at these samples, or write the branch as tensor operations (torch.where)."
     )

@@ -58,15 +58,15 @@ def find(run_dir: Path | None) -> tuple[Path, Access]:
     except OSError as error:
         if run_dir is None and not folder.exists():
             raise UsageError(
-                "your newest run has ended well, and its folder is gone (`varuna run --run-dir DIR` keeps it). Give "
-                "--run the folder of another one."
+                "your newest run has finished and its folder was removed (`varuna run --run-dir DIR` keeps it). "
+                "Use --run to name the folder of another run."
             ) from error
         raise UsageError(
-            f"there is no run in {folder} ({error.strerror}: {_FILE}). Give --run the folder that `varuna run` or "
-            "`varuna manager` named."
+            f"there is no run in {folder} ({error.strerror}: {_FILE}). Use --run with the folder "
+            "that `varuna run` or `varuna manager` printed."
         ) from error
     except ValidationError as error:
-        raise UsageError(f"{folder / _FILE} is damaged or of another version of Varuna") from error
+        raise UsageError(f"{folder / _FILE} is damaged, or was written by another version of Varuna") from error
 
 
 def _newest() -> Path:
@@ -74,7 +74,7 @@ def _newest() -> Path:
         return Path(json.loads(_newest_file().read_text()))
     except (OSError, ValueError) as error:
         raise UsageError(
-            "there is no run of this user on this machine. Start one, or give --run the folder of another one."
+            "no run of this user was found on this machine. Start one, or use --run to name the folder of a run."
         ) from error
 
 

@@ -44,7 +44,9 @@ def admit(invitation: Invitation, home: Home) -> Card:
     try:
         identity = Identity(node=Joined.model_validate_json(answer.body).node, secret=wish.secret)
     except ValidationError as error:
-        raise FleetError(f"the manager at {invitation.address} answered something unknown: {error}") from error
+        raise FleetError(
+            f"the manager at {invitation.address} sent an answer that this version does not understand: {error}"
+        ) from error
     card = Card(
         identity=identity,
         certificate_pem=certificate_pem,
@@ -74,7 +76,7 @@ def serve(invitation: Invitation, home: Home, run: Callable[[Card], int], tell: 
     except VoidSecretError as error:
         if card.token_sha256 == hashed(invitation.token):
             raise
-        tell(f"{error}. It is done, since this JOIN string has one.")
+        tell(f"{error}. Joining again, because this JOIN string has an unused token.")
     home.forget()
     return run(_admit_patiently(invitation, home, tell))
 

@@ -179,7 +179,10 @@ class Agent:
         except queue.Empty:
             pass
         except ValidationError as error:
-            self._tell(f"a message to the manager is left out, by a mistake of Varuna's: {first_problem(error)}")
+            self._tell(
+                "a message to the manager was dropped because of an internal error (please report it): "
+                f"{first_problem(error)}"
+            )
 
     def _take(self, event: _Input) -> None:
         match event:
@@ -236,7 +239,7 @@ class Agent:
         self._connected = True
         self._interface = self._interface or event.interface
         if self._run and welcome.run != self._run:
-            self._tell("the manager began another run: this machine's workers start again")
+            self._tell("the manager started another run; restarting this machine's workers")
             self._roster.clear()
             self._slots.begin_anew()
             for worker in self._slots.workers:
@@ -254,9 +257,9 @@ class Agent:
     def _note_trouble(self, reason: str, was_welcome: bool) -> None:
         """The connection broke; it is made again until somebody answers. Said once."""
         if was_welcome:
-            self._tell(f"lost the manager at {self._place} ({reason}); workers train on")
+            self._tell(f"lost the manager at {self._place} ({reason}); workers continue to train")
         elif not self._run and not self._complained:
-            self._tell(f"{reason} It is tried again for {_FIRST_WELCOME_S / 60:.0f} minutes.")
+            self._tell(f"{reason} Trying again for {_FIRST_WELCOME_S / 60:.0f} minutes.")
             self._complained = True
         self._connected = False
 
@@ -273,7 +276,7 @@ class Agent:
         until_s = time.monotonic() + in_s
         if self._notice_until_s is None or until_s < self._notice_until_s:
             self._notice_until_s, self._notice_reason = until_s, reason
-            self._tell(f"this machine leaves in {in_s:.0f} s ({reason})")
+            self._tell(f"this machine will leave in {in_s:.0f} s ({reason})")
             self._say_notice()
 
     def _say_notice(self) -> None:
@@ -313,12 +316,12 @@ class Agent:
             for output in self._forwarder.take():
                 self._uplink.send(output, epoch=self._forwarder.epoch)
         if self._notice_until_s is not None and now_s >= self._notice_until_s:
-            self._tell("the time is over")
+            self._tell("the notice period is over")
             self._exit = 0
         if self._connected:
             self._progress_s = now_s
         elif self._run and now_s > self._progress_s + _STUCK_S:
-            self._tell(f"no manager and no step for {_STUCK_S / 60:.0f} minutes: this agent ends")
+            self._tell(f"no manager and no step for {_STUCK_S / 60:.0f} minutes; exiting")
             self._exit = 1
         busy = not self._run or not self._slots.all_done
         if busy:
@@ -334,7 +337,7 @@ class Agent:
         except OSError as error:
             slot.start_at_s = now_s + _FULL_S
             self._tell(
-                f"no worker is started, since {self._home.folder} cannot be written ({error.strerror}): make room"
+                f"cannot start a worker: {self._home.folder} is not writable ({error.strerror}). Free some space"
             )
             return
         self._card = card
@@ -356,7 +359,7 @@ class Agent:
         text = next((w.exited.stderr_tail for w in reversed(wards) if w.exited is not None and w.exited.code), "")
         if worst and text:
             self._tell(text.rstrip())
-        self._tell("no worker is left, and the manager does not say what to do: this agent ends")
+        self._tell("no workers left and no instructions from the manager; exiting")
         self._exit = 1 if worst else 0
 
     def _last_words(self) -> None:
@@ -382,7 +385,7 @@ class Agent:
         if self._notice_until_s is not None:
             self._inputs.put(_Impatience(number))
         else:
-            self._inputs.put(Notice(SIGTERM_NOTICE_S, f"this agent got {signal.Signals(number).name}"))
+            self._inputs.put(Notice(SIGTERM_NOTICE_S, f"received {signal.Signals(number).name}"))
 
 
 def to_stderr(line: str) -> None:

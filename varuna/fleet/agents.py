@@ -120,7 +120,7 @@ class AgentDoor:
         try:
             link.send(body, time.monotonic())
         except ChannelFullError as error:
-            self._give_up(link, f"its agent does not read what it is sent ({error})")
+            self._give_up(link, f"its agent does not read its messages ({error})")
 
     def dismiss(self, node: str | None, reason: str, exit_code: int, *, drained: bool = False) -> None:
         """Send one agent home, or all; one that was drained, and whose secret is void, has a moment to say goodbye."""
@@ -138,7 +138,7 @@ class AgentDoor:
 
     def _shut_out(self, node: str) -> None:
         if (link := self._links.get(node)) is not None:
-            self._give_up(link, "its secret is void")
+            self._give_up(link, "its secret was revoked")
 
     def set_main(self, worker: str) -> None:
         """Show the output of this worker."""
@@ -169,7 +169,7 @@ class AgentDoor:
             wanted = JoinRequest.model_validate_json(body)
         except ValidationError as error:
             self._audit.refused("join", address, "malformed request")
-            return _error(422, f"the request is not what is needed: {first_problem(error)}")
+            return _error(422, f"the request is invalid: {first_problem(error)}")
         if wanted.version != __version__:
             self._audit.refused("join", address, f"version {wanted.version}")
             return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
@@ -207,8 +207,12 @@ class AgentDoor:
         before = self._links.get(node)
         if before is not None and before.connection is not None:
             if before.session != greet.session and time.monotonic() - before.heard_s < 3.0:
-                self._audit.refused(f"connect agent {node}", address, "another agent with this identity is connected")
-                await websocket.close(BAD_TWIN, "an agent with this identity is connected: one --state-dir each.")
+                self._audit.refused(
+                    f"connect agent {node}", address, "another agent with this identity is already connected"
+                )
+                await websocket.close(
+                    BAD_TWIN, "an agent with this identity is already connected: give each agent its own --state-dir."
+                )
                 return
             before.connection.end("the agent has a new connection")
         await self._converse(websocket, *self._meet(node, greet))
@@ -267,7 +271,7 @@ class AgentDoor:
         try:
             await asyncio.wait([sending, receiving, ending], return_when=asyncio.FIRST_COMPLETED)
             if connection.cut:
-                log.warning("the connection of agent %s is cut: %s", link.node, connection.cut)
+                log.warning("closing the connection of agent %s: %s", link.node, connection.cut)
                 with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
                     async with asyncio.timeout(_GOODBYE_S):
                         await websocket.close(STALLED, connection.cut)
@@ -296,7 +300,7 @@ class AgentDoor:
                 if pause_s := link.pause_s(now_s, len(text)):
                     await asyncio.sleep(pause_s)
         except ValueError as error:  # a ValidationError is one
-            self._give_up(link, "its agent sent something malformed")
+            self._give_up(link, "its agent sent a malformed message")
             await self._reject(websocket, link.node, error)
 
     def _take(self, link: Link, connection: Outgoing[DownBody], text: str, now_s: float) -> None:
@@ -350,7 +354,7 @@ class AgentDoor:
 
     async def _reject(self, websocket: WebSocket, node: str, error: Exception) -> None:
         """Say what was wrong, in the journal and to the other side, and close."""
-        why = first_problem(error) if isinstance(error, ValidationError) else str(error) or "it said nothing"
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error) or "it was silent"
         self._audit.refused(f"speak as agent {node}", websocket.client.host if websocket.client else "unknown", why)
         if websocket.application_state is WebSocketState.CONNECTED:
             with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
@@ -373,7 +377,7 @@ class AgentDoor:
             now_s = time.monotonic()
             for link in list(self._links.values()):
                 if link.connection is not None and link.is_stalled(now_s, PATIENCE_S):
-                    link.connection.end("it is silent, or does not read what it is sent")
+                    link.connection.end("it is silent, or does not read its messages")
 
 
 async def _send_all(websocket: WebSocket, connection: Outgoing[DownBody]) -> None:

@@ -35,5 +35,5 @@ class Audit:
         if len(self._silent) >= _SOURCES:  # somebody has many addresses: what we remember of them stays bounded
             self._silent.clear()
         self._silent[key] = (now_s + _EVERY_S, 0)
-        more = f" ({kept_back} times more in the last {_EVERY_S:.0f} s)" if kept_back else ""
+        more = f" ({kept_back} more times in the last {_EVERY_S:.0f} s)" if kept_back else ""
         self._publish(Audited(action=action, address=address, allowed=False, why=why + more))

@@ -73,8 +73,8 @@ def _der(certificate_pem: str) -> bytes:
         return ssl.PEM_cert_to_DER_cert(certificate_pem.strip())
     except ValueError as error:
         raise FleetError(
-            "the answer is no certificate: is this address a Varuna manager? Compare it with the JOIN string that "
-            "`varuna manager` printed."
+            "the answer is not a certificate: is this address a Varuna manager? Compare it with the JOIN string "
+            "that `varuna manager` printed."
         ) from error
 
 

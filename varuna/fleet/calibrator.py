@@ -129,7 +129,7 @@ class Calibrator:
         gap = explain_gap(base, plan, stages) if self.calibration is not None else None
         if gap is not None and not self._explained:
             self._explained = True
-            told.append(Notice(text=f"{gap}. Plans from now on know it", warning=True))
+            told.append(Notice(text=f"{gap}. Future plans take this into account", warning=True))
         self.calibration = refine(base, plan, stages)
         remember(self.calibration, self._run_dir / RUN_FILE)
         if self._cache is not None:

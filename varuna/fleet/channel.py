@@ -41,7 +41,7 @@ class Channel(Generic[T]):
             ChannelFullError: too many wait.
         """
         if len(self.waiting) >= self.limit:
-            raise ChannelFullError(f"{len(self.waiting)} messages were not confirmed")
+            raise ChannelFullError(f"{len(self.waiting)} messages were not acknowledged")
         self.sent += 1
         self.waiting.append((self.sent, body))
         return self.sent
@@ -53,7 +53,7 @@ class Channel(Generic[T]):
             ValueError: a message between it and the newest one is missing.
         """
         if number > self.received + 1:
-            raise ValueError(f"message {number} came after {self.received}: one is missing")
+            raise ValueError(f"message {number} came after {self.received}: a message is missing")
         if number <= self.received:
             return False
         self.received = number
@@ -66,7 +66,7 @@ class Channel(Generic[T]):
             ValueError: nothing of that number was ever sent.
         """
         if number > self.sent:
-            raise ValueError(f"message {number} is confirmed, but the newest one is {self.sent}")
+            raise ValueError(f"message {number} was acknowledged, but the newest one is {self.sent}")
         done = []
         while self.waiting and self.waiting[0][0] <= number:
             done.append(self.waiting.popleft()[1])

@@ -40,8 +40,8 @@ _FAREWELL_S = 10.0
 
 
 _ODD = (
-    "{} has the keys of a run, but an empty journal: a new run begins. If run.db was copied without its run.db-wal, "
-    "stop this manager, copy both, and start it again"
+    "{} has the keys of a run but an empty journal: starting a new run. If run.db was copied without its "
+    "run.db-wal, stop this manager, copy both, and start it again"
 )
 
 
@@ -101,10 +101,10 @@ class Cluster:
         raise_open_files()
         try:
             make_private(place.run_dir, place.run_dir / "logs")
-            self._ownership = own(place.run_dir, "manager", remedy="Stop that one, or give another --run-dir.")
+            self._ownership = own(place.run_dir, "manager", remedy="Stop that one, or pass another --run-dir.")
             self._journal = Journal(place.run_dir, place.json_log)
         except OSError as error:
-            raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give another place.") from error
+            raise UsageError(f"cannot write {error.filename}: {error.strerror}. Pass another place.") from error
         past = self._journal.read()
         is_odd = self._journal.is_new and (place.run_dir / "tls" / "ca.pem").exists()
         run = past.run if past is not None else secrets.token_hex(8)
@@ -194,7 +194,7 @@ class Cluster:
         """Void a machine's secret, and drop its workers, now; False if no such machine ever joined."""
         if not self._registry.revoke(node, "sent away"):
             return False
-        self._serving.call(self._door.send_away, node, "its machine was sent away")
+        self._serving.call(self._door.send_away, node, "its machine was removed")
         return True
 
     def open(self) -> None:
@@ -234,7 +234,7 @@ class Cluster:
         else:
             self._is_interrupted = True
             self.manager.warn(INTERRUPTED)
-            self.manager.post(FinishRequested("somebody pressed Ctrl-C"))
+            self.manager.post(FinishRequested("Ctrl-C was pressed"))
 
     def _say_goodbye(self, ended: Ended) -> None:
         """Agents leave by themselves once they have sent what they still had."""
@@ -259,7 +259,7 @@ class _Hands:
 
     def spawn(self) -> str:
         """Never asked for: machines come by themselves."""
-        raise AssertionError("an elastic run starts no workers")
+        raise AssertionError("an elastic run cannot start workers")
 
     def send(self, name: str, message: ToWorker) -> None:
         """Tell a worker."""
@@ -281,7 +281,7 @@ class _Hands:
         """The run has left a machine; one that was drained may not come back with the same secret."""
         departure = self._manager().fleet.departing.get(node)
         drained = departure is not None and departure.deadline_s == float("inf")
-        reason = "drained" if drained else "the run has left this machine"
+        reason = "drained" if drained else "the run no longer uses this machine"
         if drained:
             self._registry.revoke(node, reason)
         self._call(lambda: self._door.dismiss(node, reason, 0, drained=drained))

@@ -32,5 +32,5 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA synchronous=NORMAL")
         connection.executescript(_SCHEMA)
     except sqlite3.Error as error:
-        raise FleetError(f"{path} cannot be used ({error}). Give another --run-dir, or move the file away.") from error
+        raise FleetError(f"{path} cannot be used ({error}). Pass another --run-dir, or move the file away.") from error
     return connection

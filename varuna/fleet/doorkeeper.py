@@ -140,4 +140,4 @@ class Quiet(logging.Handler):
         if is_no_news or what in self._told:
             return
         self._told.add(what)
-        log.warning("a request ended with an error that nobody foresaw: %r", error or record.getMessage())
+        log.warning("a request failed with an unexpected error: %r", error or record.getMessage())

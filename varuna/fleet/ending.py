@@ -69,7 +69,7 @@ def _check_joined(turn: Turn, worker: Worker) -> None:
     if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
         turn.lose(worker.name, "closed its connection", kill=True)
     elif is_gone(turn.fleet, worker):
-        turn.lose(worker.name, "is gone: the connection of its agent ended, and a peer lost its link", kill=True)
+        turn.lose(worker.name, "is gone: its agent's connection closed, and a peer lost its link", kill=True)
     elif silent_s > (config.suspect_lease_s if suspected else config.lease_s):
         turn.lose(worker.name, f"froze (no heartbeat for {silent_s:.1f} s)", kill=True)
 
@@ -78,9 +78,9 @@ def _check_starting(turn: Turn, worker: Worker) -> None:
     """A worker that never becomes warm makes room for another."""
     config = turn.fleet.config
     if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
-        turn.lose(worker.name, "closed its connection before it joined", kill=True)
+        turn.lose(worker.name, "closed its connection before joining", kill=True)
     elif turn.fleet.listened_s >= worker.seen_s + config.start_timeout_s:
-        turn.lose(worker.name, f"did not join within {config.start_timeout_s:.0f} s of its start", kill=True)
+        turn.lose(worker.name, f"did not join within {config.start_timeout_s:.0f} s of starting", kill=True)
 
 
 def _conclude_exit(turn: Turn, worker: Worker, exit_: Exit) -> None:
@@ -89,7 +89,7 @@ def _conclude_exit(turn: Turn, worker: Worker, exit_: Exit) -> None:
     if worker.disconnected_s is None and turn.now_s < exit_.at_s + fleet.config.exit_grace_s:
         return
     if exit_.code == 0 and fleet.job is None:
-        turn.notice("the script ended without asking trainer.steps(n) for a step: there is nothing to train")
+        turn.notice("the script ended without calling trainer.steps(n): there is nothing to train")
         turn.end(0, "nothing to train")
         return
     left = worker.standing is Standing.LEFT
@@ -171,7 +171,7 @@ def _miss_nobody(turn: Turn) -> None:
     for name, worker in fleet.workers.items():
         unheard_s = turn.now_s - fleet.heard_s if fleet.is_alone else fleet.unheard_s(worker.node)
         if worker.standing is Standing.LEFT and unheard_s > return_patience_s(fleet):
-            turn.notice(f"worker {name} is out of sight: nobody knows how its script ends", warning=True)
+            turn.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
             turn.forget(name)
 
 

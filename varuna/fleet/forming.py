@@ -28,7 +28,7 @@ def form(turn: Turn, phase: Idle) -> None:
     """Start the next generation as soon as its workers, state and plan are there."""
     live = turn.fleet.joined
     if not live:
-        _wait(turn, phase, "there is no worker", 1)
+        _wait(turn, phase, "there are no workers", 1)
     elif turn.fleet.history or not _gathering(turn.fleet, turn.now_s):
         try:
             _try_form(turn, phase, live)
@@ -57,7 +57,7 @@ def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
         _end_as_asked(turn, complaint)
     elif not fleet.more_to_come:
         causes = f" ({' and '.join(fleet.causes)})" if fleet.causes else ""
-        turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none is starting")
+        turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none are starting")
     elif turn.now_s >= phase.since_s + patience_s:
         turn.end(exit_code, f"{complaint} (waited {patience_s:.0f} s for starting workers)")
     elif phase.complaint != complaint:
@@ -70,10 +70,10 @@ def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
 def _end_as_asked(turn: Turn, complaint: str) -> None:
     """Somebody asked for the end, and the step in flight, behind which it would come, cannot be done."""
     fleet = turn.fleet
-    text = f"{fleet.finish_reason}; no step is in flight, since {complaint}"
+    text = f"{fleet.finish_reason}; no step is running, because {complaint}"
     unsaved = fleet.recorded_step + 1 - fleet.saved_step if fleet.history else 0
     if unsaved > 0:
-        text += f". {unsaved} steps are in no checkpoint: the same command trains them again"
+        text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
     turn.end(int(unsaved > 0), text)
 
 
@@ -195,12 +195,12 @@ def _tell_origin(turn: Turn, origin: _Origin) -> None:
     where = f"the checkpoint of step {next_step} in {checkpoint.folder}" if checkpoint else "the beginning"
     if fleet.history and fleet.recorded_step >= next_step:
         turn.notice(
-            f"ROLLBACK: state was lost with its last holder; the run falls back from step {fleet.recorded_step + 1} "
-            f"to {where}",
+            f"ROLLBACK: the last holder of some state was lost; going back from step {fleet.recorded_step + 1} to "
+            f"{where}",
             warning=True,
         )
     elif checkpoint and not fleet.history:
-        complete = ", the last one: nothing is left to do" * (next_step >= _job(turn).steps)
+        complete = ", the last one; nothing left to do" * (next_step >= _job(turn).steps)
         turn.notice(f"resuming from {where}{complete}")
 
 
@@ -279,7 +279,7 @@ def _keep_micro_batch(turn: Turn, plan: Plan) -> None:
     """The micro-batch size belongs to the run; say so when it has to change."""
     kept = turn.fleet.micro_batch
     if kept is not None and plan.micro_batch != kept:
-        turn.notice(f"nothing fits with micro-batches of {kept}: they are {plan.micro_batch} from now on", warning=True)
+        turn.notice(f"no plan fits with micro-batches of {kept}; using {plan.micro_batch} from now on", warning=True)
     turn.update(micro_batch=plan.micro_batch)
 
 

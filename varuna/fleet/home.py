@@ -67,7 +67,7 @@ class Home:
         Raises:
             FleetError: another one has it.
         """
-        return own(self.folder, "agent", remedy="Stop that one, or give another --state-dir.")
+        return own(self.folder, "agent", remedy="Stop that one, or pass another --state-dir.")
 
     def read(self) -> Card | None:
         """The card; None if there is none.
@@ -81,9 +81,9 @@ class Home:
         try:
             card = Card.model_validate_json(path.read_bytes())
             if fingerprint(card.certificate_pem) != card.fingerprint:
-                raise ValueError("the certificate is not that of the fingerprint")
+                raise ValueError("the certificate does not match the fingerprint")
         except (OSError, ValueError, FleetError) as error:  # a ValidationError is a ValueError
-            raise FleetError(f"{path} is damaged. Remove it, and join again with a new token.") from error
+            raise FleetError(f"{path} is damaged. Remove it and join again with a new token.") from error
         return card.model_copy(update={"certificate_pem": alone(card.certificate_pem)})
 
     def write(self, card: Card) -> None:

@@ -20,7 +20,7 @@ def objection(fleet: Fleet, worker: str, message: FromWorker) -> str:
         return ""
     match message:
         case Beat(generation=generation) if generation > fleet.generation:
-            return f"it beats in generation {generation}, the newest is {fleet.generation}"
+            return f"it sent a heartbeat of generation {generation}, the newest is {fleet.generation}"
         case Voted(vote=vote):
             return _about_vote(fleet, vote) or _out_of_line(fleet, worker, [vote])
         case Held():
@@ -56,7 +56,7 @@ def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> str:
             continue  # it changes nothing
         grid = fleet.history[vote.generation].grid
         if worker not in grid:
-            return f"it has a vote of step {vote.step}, in which it had no part"
+            return f"it has a vote of step {vote.step}, in which it did not take part"
         others = [fleet.workers[name] for name in grid if name != worker and name in fleet.workers]
         heard = [step for each in others if (step := _newest_step(fleet, each)) is not None]
         if vote.step > known + 1 and heard and max(heard) < vote.step:
@@ -86,10 +86,10 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> str:
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
     first = fleet.record.first_step if fleet.history else 0
     if held.next_step > max(known + 1, first):
-        return f"it says that it holds step {held.next_step}, but step {known + 1} is not committed"
+        return f"it claims to hold step {held.next_step}, but step {known + 1} is not committed"
     if not _was_given(fleet, worker, held):
         named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
-        return f"it says that it holds sections {named}, which it was never given"
+        return f"it claims to hold sections {named}, which it was never given"
     return ""
 
 
@@ -120,5 +120,8 @@ def _about_shard(fleet: Fleet, shard: SavedShard) -> str:
         return f"it saved a shard outside of the checkpoints: {shard.file[:80]}"
     known = 0 <= shard.section < len(fleet.job.model.sections) and 0 <= shard.step <= fleet.job.steps
     if not known or not 0 <= shard.generation <= fleet.generation:
-        return f"it saved section {shard.section} at step {shard.step} in generation {shard.generation}: that cannot be"
+        return (
+            f"it saved section {shard.section} at step {shard.step} in generation {shard.generation}, which is "
+            "impossible"
+        )
     return ""

@@ -44,8 +44,8 @@ def parse_invitation(text: str) -> Invitation:
     if found is None or not 1 <= int(found["port"]) <= 65535:
         shown = text if len(text) <= 16 else text[:16] + "..."
         raise UsageError(
-            f"{shown!r} is no JOIN string: it reads varuna://TOKEN@HOST:PORT/FINGERPRINT. Copy the whole line that "
-            "`varuna manager` or `varuna join-token` printed, in quotes."
+            f"{shown!r} is not a JOIN string, which looks like varuna://TOKEN@HOST:PORT/FINGERPRINT. Copy the "
+            "whole line that `varuna manager` or `varuna join-token` printed, in quotes."
         )
     return Invitation(
         host=found["host"].strip("[]"),

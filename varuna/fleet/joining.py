@@ -64,9 +64,9 @@ def _refuse(turn: Turn, name: str, difference: str) -> None:
 def _difference(hello: Hello, job: JobFacts, version: str) -> str:
     """Name the first field in which a worker differs from the run; empty if there is none."""
     if hello.version != version:
-        return f"its version is {hello.version!r}, the run's is {version!r}"
+        return f"its version is {hello.version!r}, but the run's is {version!r}"
     field, theirs, ours = _first_difference("job", hello.job, job) or ("", None, None)
-    return f"its {field} is {theirs!r}, the run's is {ours!r}" if field else ""
+    return f"its {field} is {theirs!r}, but the run's is {ours!r}" if field else ""
 
 
 def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:

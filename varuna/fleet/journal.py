@@ -127,18 +127,18 @@ class Journal:
                 return
             self._sleep(_PAUSE_S)
         raise FleetError(
-            f"{self._path} cannot be written ({error}), and no decision may be told before it is there. {_REMEDY} "
-            "Mend that, and start the same command again."
+            f"{self._path} cannot be written ({error}), and decisions must be written before they are announced. "
+            f"{_REMEDY} Fix that, and start the same command again."
         ) from error
 
     def _tell(self, what: str, path: Path, error: Exception | None) -> None:
         """Once when it fails, and once when it is well again."""
         if error is not None and what not in self._told:
             self._told.add(what)
-            self._say(f"{what} waits, since {path} cannot be written ({error}). {_REMEDY}")
+            self._say(f"{what} cannot be written to {path} ({error}); waiting. {_REMEDY}")
         elif error is None and what in self._told:
             self._told.remove(what)
-            self._say(f"{what} is written again")
+            self._say(f"{what} can be written again")
 
     @property
     def is_new(self) -> bool:
@@ -179,9 +179,9 @@ class Journal:
         except (sqlite3.Error, ValueError, KeyError) as error:
             first_line = str(error).splitlines()[0]
             raise FleetError(
-                f"{self._path} is damaged, or of another version of Varuna ({first_line}). Move {FILE}* out of the "
-                "folder and start the same command again: machines join anew, with new tokens, and the run goes on "
-                "from its newest checkpoint."
+                f"{self._path} is damaged, or was written by another version of Varuna ({first_line}). Move "
+                f"{FILE}* out of the folder and start the same command again: machines then join again with new "
+                "tokens, and the run continues from its newest checkpoint."
             ) from error
 
     def _read(self) -> Past | None:
@@ -233,7 +233,7 @@ def read_events(run_dir: Path) -> list[RunEvent]:
     """
     path = run_dir / FILE
     if not path.is_file():
-        raise UsageError(f"there is no run in {run_dir}: {FILE} is missing. Name the folder of a run.")
+        raise UsageError(f"there is no run in {run_dir}: {FILE} is missing. Pass the folder of a run.")
     try:
         database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)
         try:

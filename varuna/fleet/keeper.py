@@ -36,8 +36,8 @@ class CheckpointKeeper:
             return None
         if self._allowed and not is_within(job.checkpoint_dir, self._allowed):
             raise CheckpointError(
-                f"the job wants to save its checkpoints in {job.checkpoint_dir}, this manager allows {self._allowed} "
-                "alone (--checkpoints). Change one of them."
+                f"the job saves its checkpoints in {job.checkpoint_dir}, but this manager only allows "
+                f"{self._allowed} (--checkpoints). Change one of them."
             )
         if self._keeper is None:
             self._keeper = Keeper(job, new=self._new, overwrite=self._overwrite, say=self._warn, warn=self._warn)
@@ -83,14 +83,19 @@ class CheckpointKeeper:
         if self._keeper is None or max(0, self._keeper.committed_step) >= steps:
             return ""
         return (
-            f"the end of this run is in no checkpoint: it ended after step {steps - 1}. {self._standing()} Look at "
-            "the warnings before this one; when the cause is mended, the same command trains what is missing."
+            f"the last steps were not checkpointed: the run ended after step {steps - 1}. {self._standing()} Look "
+            "at the warnings before this one, fix the cause, and rerun the same command to train the missing "
+            "steps."
         )
 
     def _standing(self) -> str:
         assert self._keeper is not None
         step = self._keeper.committed_step
-        return f"The newest complete one is of step {step}." if step >= 0 else "There is no complete one."
+        return (
+            f"The newest complete checkpoint is that of step {step}."
+            if step >= 0
+            else "There is no complete checkpoint."
+        )
 
     def close(self) -> None:
         """Finish what is under way, and give the directory free."""

@@ -168,8 +168,9 @@ class Launcher:
         if not left:
             return ""
         return (
-            f"{', '.join(left)} did not end within {_KILL_S:.0f} s of SIGKILL: stuck in the kernel, as with a failing "
-            "GPU or network drive. See `ps -o pid,stat,wchan`; only a reboot ends what stays in state D."
+            f"{', '.join(left)} did not end within {_KILL_S:.0f} s of SIGKILL. They are stuck in the kernel, for "
+            "instance because of a failing GPU or network drive. See `ps -o pid,stat,wchan`; only a reboot ends a "
+            "process that stays in state D."
         )
 
     def _show_first(self) -> None:
@@ -243,7 +244,7 @@ class _Log:
 
     def _complain(self, why: str | None) -> None:
         if not self._complained:
-            logger.warning("%s misses output: %s. The worker goes on.", self._path, why)
+            logger.warning("%s is missing output: %s. The worker continues.", self._path, why)
         self._complained = True
 
     def close(self) -> None:

@@ -125,7 +125,7 @@ class LogKeeper:
             self._paused_until_s = self._clock() + (_FULL_S if error.errno in _FULL else _OTHER_S)
             if path.name not in self._told:
                 self._told.add(path.name)
-                log.warning("%s misses output: %s. It is on the worker's machine.", path, error.strerror)
+                log.warning("%s is missing output: %s. The output is on the worker's machine.", path, error.strerror)
             return len(rest)
         return 0
 

@@ -108,7 +108,7 @@ def _note_worker(turn: Turn, event: MessageReceived | WorkerExited | ConnectionL
         case ConnectionLost():
             note_connection_lost(turn, event)
         case WorkerDistrusted(worker=name, reason=reason):
-            turn.lose(name, f"was sent away: {reason}", kill=True)
+            turn.lose(name, f"was removed: {reason}", kill=True)
 
 
 def _hear(turn: Turn, name: str, message: FromWorker) -> None:

@@ -73,7 +73,9 @@ def manage_cluster(
         grower.close()  # gives back what was asked for
     if ended is None:
         print(
-            f"varuna: the run goes on without its manager; the same command in {run_dir} takes it up", file=sys.stderr
+            f"varuna: the run continues without its manager; start the same command with {run_dir} to resume "
+            "managing it",
+            file=sys.stderr,
         )
         return 0
     if ended.exit_code:

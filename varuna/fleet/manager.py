@@ -279,8 +279,8 @@ class Manager:
         is_finite = math.isfinite(step.loss)
         if self._was_finite and not is_finite:
             self.warn(
-                f"the loss of step {step.step} is {step.loss}. The run goes on, but its parameters may be no numbers "
-                "either, and new checkpoints will replace the good ones: look at the data and the learning rate."
+                f"the loss of step {step.step} is {step.loss}. The run continues, but its parameters may also be "
+                "NaN, and new checkpoints will replace the good ones. Check the data and the learning rate."
             )
         self._was_finite = is_finite
 

@@ -97,8 +97,8 @@ class Member:
         """
         if self._connection is not None:
             raise FleetError(
-                f"worker {self._worker} has joined this run already: under a manager a script trains one job. "
-                "Start another run for the next one."
+                f"worker {self._worker} has already joined this run: under a manager, a script trains one job. "
+                "Start another run for the next job."
             )
         self._on_hold, self._on_flag = on_hold, on_flag
         self._connect()
@@ -216,7 +216,7 @@ class Member:
         except ConnectionClosed as closed:
             reason = closed.rcvd.reason if closed.rcvd is not None and closed.rcvd.reason else "the connection broke"
         except ValidationError as error:
-            reason = f"the manager said something that this version does not know: {error}"
+            reason = f"the manager sent a message that this version does not understand: {error}"
         finally:
             self._closed.set()
             self._outbox.put(None)

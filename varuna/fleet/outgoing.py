@@ -33,7 +33,7 @@ class Outgoing(Generic[T]):
         """Queue a frame that is not kept; who asks without listening is cut."""
         self._said.append(frame)
         if len(self._said) > _SAID_WAITING:
-            self.end("it does not read what it is sent")
+            self.end("it does not read its messages")
         self._wake.set()
 
     def wake(self) -> None:

@@ -96,7 +96,7 @@ class Pump:
 
 
 def _missing(lines: int) -> bytes:
-    return f"\n[varuna: nobody read this in time: {lines} lines are left out here; logs have them]\n".encode()
+    return f"\n[varuna: output was not read in time: {lines} lines dropped here; the logs have them]\n".encode()
 
 
 class Outlet(io.TextIOBase):

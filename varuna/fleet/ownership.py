@@ -77,14 +77,17 @@ def own(
         if clock() >= deadline_s:
             found = _read(file)
             file.close()
-            raise FleetError(f"{folder} belongs to another {what}, {found or 'of which nothing is known'}. {remedy}")
+            raise FleetError(f"{folder} is used by another {what}, {found or 'whose process is unknown'}. {remedy}")
         sleep(_PAUSE_S)
     before, me = _read(file), Owner(pid=os.getpid(), host=socket.gethostname())
     os.ftruncate(file.fileno(), 0)
     os.pwrite(file.fileno(), me.model_dump_json().encode(), 0)
     gone = before is None or before.host == me.host
     return Ownership(
-        file, "" if gone else f"{folder} was last used by {before}, which said no goodbye: make sure that it has ended"
+        file,
+        ""
+        if gone
+        else f"{folder} was last used by {before}, which did not shut down cleanly: make sure that it has ended",
     )
 
 

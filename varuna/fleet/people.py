@@ -112,7 +112,7 @@ class People:
     async def _page(self, request: Request) -> Response:
         """The page, which says nothing of the run: its script asks for that with the session that a link gave it."""
         if not PAGE.exists():
-            return PlainTextResponse("this installation has no web page; see /status\n", status_code=404)
+            return PlainTextResponse("this installation does not include the web page; see /status\n", status_code=404)
         text = await asyncio.to_thread(PAGE.read_text)
         return HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": policy(text)})
 
@@ -122,10 +122,10 @@ class People:
         try:
             login = Login.model_validate_json(body or b"")
         except ValidationError as error:
-            return _error(422, f"the body is not what is needed: {first_problem(error)}")
+            return _error(422, f"the body is invalid: {first_problem(error)}")
         session = self.logins.redeem(login.code)
         if session is None:
-            self.audit.refused("open the page", address_of(request), "the link was used, is too old, or is none")
+            self.audit.refused("open the page", address_of(request), "the link was used, has expired, or is invalid")
             return _error(403, "this link was used already, or has expired. Run `varuna open` for a new one.")
         self.audit.did("open the page", address_of(request))
         return JSONResponse({"session": session}, 201, headers=_HEADERS)
@@ -136,7 +136,7 @@ class People:
             return self._refuse(request, "read a log")
         worker, offset = request.path_params["worker"], request.query_params.get("offset", "0")
         if not re.fullmatch(WORKER_NAME, worker) or not re.fullmatch(r"-?\d{1,15}", offset):
-            return _error(422, "give the name of a worker, and offset= as a number of bytes")
+            return _error(422, "pass the name of a worker, and offset= as a number of bytes")
         path = self.logs / f"{worker}.log"
         if not path.is_file():
             return _error(404, f"there is no log of a worker {worker!r}")
@@ -151,7 +151,7 @@ class People:
 
     async def _stop(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:
-            wanted = FinishRequested("somebody asked for it with `varuna stop`")
+            wanted = FinishRequested("requested with `varuna stop`")
             return await self._accept(wanted, {"accepted": "stop"})
 
         return await self._change(request, "stop the run", Nothing, act)
@@ -171,7 +171,7 @@ class People:
                 return JSONResponse({"accepted": "send away", "node": drain.node}, 202)
             if drain.node not in nodes:
                 known = ", ".join(nodes) or "none"
-                return _error(404, f"there is no node {drain.node!r} in this run; there are: {known}")
+                return _error(404, f"there is no node {drain.node!r} in this run, which has: {known}")
             return await self._accept(DrainRequested(drain.node), {"accepted": "drain", "node": drain.node})
 
         return await self._change(request, "drain a node", Drain, act)
@@ -180,7 +180,9 @@ class People:
         """Promise it once it is on disk, and not before."""
         if await asyncio.to_thread(self.ask, wanted):
             return JSONResponse(answer, 202)
-        return _error(503, "the manager has not taken it down in time; it may be busy, or its disk full. Ask again.")
+        return _error(
+            503, "the manager has not recorded the request in time; it may be busy, or its disk may be full. Try again."
+        )
 
     async def _tokens(self, request: Request) -> Response:
         async def act(mint: Mint) -> Response:
@@ -222,7 +224,7 @@ class People:
         try:
             value = kind.model_validate_json(body or b"{}")
         except ValidationError as error:
-            return _error(422, f"the body is not what is needed: {first_problem(error)}")
+            return _error(422, f"the body is invalid: {first_problem(error)}")
         assert callable(act)
         response: Response = await act(value)
         if response.status_code < 300:

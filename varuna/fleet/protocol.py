@@ -218,7 +218,7 @@ class Dismiss(Value):
     kind: Literal["dismiss"] = "dismiss"
     reason: str
     exit_code: int
-    drained: bool = Field(default=False, description="the run goes on elsewhere: this agent's secret is void")
+    drained: bool = Field(default=False, description="the run continues elsewhere: this agent's secret was revoked")
 
 
 DownBody = Annotated[Tell | End | Dismiss, Field(discriminator="kind")]

@@ -56,15 +56,15 @@ class Registry:
     def _join(self, token: str, hostname: str, secret_sha256: str) -> str:
         row = self._database.execute("SELECT uses, expires FROM tokens WHERE sha256 = ?", (hashed(token),)).fetchone()
         if row is None:
-            raise RefusedError("this token is not known. Mint one with `varuna join-token`.")
+            raise RefusedError("this token is unknown. Create one with `varuna join-token`.")
         if row[1] < self._clock():
-            raise RefusedError("this token has expired. Mint another one with `varuna join-token`.")
+            raise RefusedError("this token has expired. Create another one with `varuna join-token`.")
         known = self._database.execute(
             "SELECT name, revoked FROM nodes WHERE secret_sha256 = ?", (secret_sha256,)
         ).fetchone()
         if known is not None:
             if known[1]:
-                raise RefusedError(f"node {known[0]} was sent away ({known[1]}): join again with a new token")
+                raise RefusedError(f"node {known[0]} was removed ({known[1]}): join again with a new token")
             return str(known[0])
         self._database.execute("BEGIN IMMEDIATE")
         spent = self._database.execute(
@@ -72,7 +72,7 @@ class Registry:
         ).rowcount
         if not spent:
             self._database.execute("ROLLBACK")
-            raise RefusedError("this token has been used. Mint another one with `varuna join-token`.")
+            raise RefusedError("this token has been used. Create another one with `varuna join-token`.")
         number = self._database.execute("SELECT COUNT(*) FROM nodes").fetchone()[0]
         node = _name(hostname, number)
         self._database.execute(
@@ -93,7 +93,7 @@ class Registry:
         if row is None or not secrets.compare_digest(row[0], hashed(secret)):
             raise RefusedError("node or secret is wrong: join again with a new token")
         if row[1]:
-            raise RefusedError(f"node {node} was sent away ({row[1]}): join again with a new token")
+            raise RefusedError(f"node {node} was removed ({row[1]}): join again with a new token")
 
     def revoke(self, node: str, why: str) -> bool:
         """A machine's secret is void from now on; False if there is no such machine."""
@@ -116,11 +116,11 @@ class Registry:
                 return ""
         agreed = JobIdentity.model_validate_json(row[0])
         if agreed.version != job.version:
-            return f"this agent runs Varuna {job.version}, the run {agreed.version}"
+            return f"this agent runs Varuna {job.version}, but the run uses {agreed.version}"
         if agreed.script_sha256 != job.script_sha256:
-            return f"its script {job.script} is not the run's {agreed.script}: give all machines the same file"
+            return f"its script {job.script} differs from the run's {agreed.script}: use the same file on all machines"
         if agreed.args_sha256 != job.args_sha256:
-            return "its script has other arguments than the run's"
+            return "its script's arguments differ from the run's"
         return ""
 
     def close(self) -> None:

@@ -77,7 +77,7 @@ def _answer_departures(turn: Turn) -> None:
     if fleet.job is not None and fleet.job.checkpoint_dir is not None and _loses_last_holder(fleet, going):
         _raise_flag(turn, "checkpoint")
     nodes = sorted({fleet.workers[name].node for name in going})
-    cause = " and ".join(f"node {node} leaves ({fleet.departing[node].reason})" for node in nodes)
+    cause = " and ".join(f"node {node} will leave ({fleet.departing[node].reason})" for node in nodes)
     deadline_s = min(fleet.departing[node].deadline_s for node in nodes)
     assert fleet.job is not None
     latest_s = deadline_s - fleet.experience.stall_s(fleet.job, fleet.record.plan)
@@ -88,7 +88,7 @@ def _answer_departures(turn: Turn) -> None:
     if not (is_late or is_time) or plan_or_none(turn, len(fleet.available)) is None:
         return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
     if is_late:
-        turn.notice(f"{cause} before the step in flight is done: it is run again")
+        turn.notice(f"{cause} before the current step is finished: the step is run again")
         stop_generation(turn, cause=cause)
     else:
         _regroup(turn, cause)
@@ -126,13 +126,13 @@ def _answer_request(turn: Turn) -> None:
     plan = plan_or_none(turn, len(fleet.available))
     if plan is None:
         turn.publish(Answered(what="morph"))
-        turn.notice("a morph was asked for, but there is no plan for the workers at hand", warning=True)
+        turn.notice("a morph was requested, but no plan fits the current workers", warning=True)
     elif _same_work(plan, fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
         turn.publish(Answered(what="morph"))
-        turn.notice(f"a morph was asked for, but {plan.shape} is the best plan for {len(fleet.available)} workers")
+        turn.notice(f"a morph was requested, but {plan.shape} is the best plan for {len(fleet.available)} workers")
     else:
         turn.update(replan=True)
-        _regroup(turn, "a morph was asked for")
+        _regroup(turn, "a morph was requested")
 
 
 def _consider_slow(turn: Turn) -> None:
@@ -170,7 +170,7 @@ def _consider_newcomers(turn: Turn, phase: Running) -> None:
     named = [name for name in newcomers if name not in fleet.members] or newcomers
     who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
     if weighing.pays and (weighing.faster > fleet.config.min_gain or weighing.spared_s > 0):
-        turn.notice(f"{who} will be taken in: {weighing}")
+        turn.notice(f"{who} will be admitted: {weighing}")
         _regroup(turn, f"{who} joined")
         return
     turn.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=turn.now_s))

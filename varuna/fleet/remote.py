@@ -104,16 +104,16 @@ def fetch_certificate(invitation: Invitation) -> str:
     answer = _exchange(connection, "GET", "/ca", None, "")
     if answer.status != 200:
         raise FleetError(
-            f"{invitation.address} is no Varuna manager: it answered {answer.status} when asked for its certificate. "
-            "Check the address in the JOIN string."
+            f"{invitation.address} is not a Varuna manager: it answered {answer.status} when asked for its "
+            "certificate. Check the address in the JOIN string."
         )
     pem = answer.body.decode(errors="replace")
     found = fingerprint(pem)
     if found != invitation.fingerprint:
         raise FleetError(
-            f"the manager at {invitation.address} is not the one that this string was made for: its certificate has "
-            f"fingerprint {found[:16]}..., expected {invitation.fingerprint[:16]}... Take a new JOIN string from "
-            "the manager you mean; if you did, somebody in between pretends to be it."
+            f"the manager at {invitation.address} is not the one that this JOIN string was made for: its "
+            f"certificate has fingerprint {found[:16]}..., expected {invitation.fingerprint[:16]}... Get a new "
+            "JOIN string from the right manager. If you did, someone in between is impersonating it."
         )
     return alone(pem)
 
@@ -153,15 +153,16 @@ def explain(error: Exception, where: str) -> FleetError:
         case ssl.SSLCertVerificationError(verify_code=10):
             return FleetError(
                 f"the certificate of the manager at {where} has expired, or this machine's clock is wrong. Compare "
-                "`date` here and there; a manager that is started again has a fresh certificate."
+                "`date` here and there; restarting the manager renews its certificate."
             )
         case ssl.SSLCertVerificationError(verify_code=9):
             return FleetError(
-                f"the certificate of the manager at {where} is not valid yet: this machine's clock is wrong. Set it."
+                f"the certificate of the manager at {where} is not valid yet: this machine's clock is wrong. "
+                "Correct it."
             )
         case ssl.SSLCertVerificationError():
             return FleetError(
-                f"who answers at {where} is not the manager of this run (its certificate is another one: "
+                f"the server at {where} is not this run's manager (its certificate differs: "
                 f"{error.verify_message}). Check the address."
             )
         case ssl.SSLError():
@@ -171,11 +172,11 @@ def explain(error: Exception, where: str) -> FleetError:
             )
         case http.client.RemoteDisconnected() | ConnectionResetError() | http.client.BadStatusLine():
             return FleetError(
-                f"{where} closed the connection without an answer: it is no Varuna manager, or one that speaks TLS "
-                "where this side does not. Check the address."
+                f"{where} closed the connection without an answer: it is not a Varuna manager, or it uses TLS and "
+                "this side does not. Check the address."
             )
         case ConnectionRefusedError():
-            return UnreachableError(f"no manager listens at {where}. Is it running? Check the address.")
+            return UnreachableError(f"no manager is listening at {where}. Is it running? Check the address.")
         case TimeoutError():
             return UnreachableError(
                 f"{where} did not answer within {_TIMEOUT_S:.0f} s. Is the port open between the two machines?"

@@ -48,11 +48,11 @@ def reunite(fleet: Fleet, lost: frozenset[str] | set[str], reunion: Reunion) -> 
         if charge.exited is not None:
             events.append(WorkerExited(charge.worker, charge.exited.code, charge.exited.stderr_tail))
         elif _missed_its_part(fleet, charge):
-            reason = f"it was not told of generation {fleet.generation}: the manager was away"
+            reason = f"it was not told about generation {fleet.generation}, because the manager was away"
             events.append(MessageReceived(charge.worker, Suspect(generation=fleet.generation, reason=reason)))
     here = {charge.worker for charge in reunion.charges}
     gone = [name for name in fleet.workers if node_of(name) == reunion.node and name not in here]
-    events.extend(WorkerExited(name, -9, "its agent has started again") for name in gone)
+    events.extend(WorkerExited(name, -9, "its agent was restarted") for name in gone)
     return events, fenced
 
 
@@ -78,4 +78,4 @@ def check_speaker(worker: str, message: FromWorker) -> None:
         ValueError: it does not.
     """
     if isinstance(message, Hello) and message.worker != worker:
-        raise ValueError(f"worker {worker} says that it is {message.worker}")
+        raise ValueError(f"worker {worker} claims to be {message.worker}")

@@ -78,7 +78,7 @@ class Run:
         calibrator: Calibrator | None = None,
     ) -> None:
         if not script.is_file():
-            raise UsageError(f"no script at {script}. Name a Python file.")
+            raise UsageError(f"no script at {script}. Pass a Python file.")
         token, operator_token = (secrets.token_urlsafe(24) for _ in range(2))
         people = People(
             status=lambda: self._picture.describe(self.manager.fleet, time.monotonic()),
@@ -90,7 +90,7 @@ class Run:
         self.server = Server(port=port, token=token, on_event=self._post, routes=people.routes())
         try:
             make_private(run_dir)
-            self._ownership = own(run_dir, "manager", remedy="Stop that one, or give another --run-dir.")
+            self._ownership = own(run_dir, "manager", remedy="Stop that one, or pass another --run-dir.")
             self._journal = Journal(run_dir, json_log)
             publish(
                 run_dir,
@@ -101,7 +101,7 @@ class Run:
             raise
         except OSError as error:
             self.server.stop()
-            raise UsageError(f"cannot write {error.filename}: {error.strerror}. Give another place.") from error
+            raise UsageError(f"cannot write {error.filename}: {error.strerror}. Pass another place.") from error
         self._journal.begin(secrets.token_hex(8))
         self._on_event, self._picture, self._is_interrupted = on_event, Picture(), False
         self.launcher = Launcher(
@@ -126,7 +126,7 @@ class Run:
             calibrator=calibrator,
         )
         self._calibrator = calibrator
-        until = "" if kept else " until the run has ended well (--run-dir keeps them)"
+        until = "" if kept else " until the run succeeds (--run-dir keeps them)"
         page = f"http://{self.server.host}:{self.server.port}/"
         if sys.stderr.isatty():
             page += f"#login={people.logins.invite()} (works once; `varuna open` opens it again)"
@@ -182,7 +182,7 @@ class Run:
         if number == signal.SIGINT and not self._is_interrupted and isinstance(self.manager.fleet.phase, Running):
             self._is_interrupted = True
             self.manager.warn(INTERRUPTED)
-            self.manager.post(FinishRequested("somebody pressed Ctrl-C"))
+            self.manager.post(FinishRequested("Ctrl-C was pressed"))
         else:
             self.stop(f"stopped by {signal.Signals(number).name}", 128 + number)
 

@@ -76,8 +76,8 @@ class Server:
             outbox.get_nowait()  # room for the end
             outbox.put_nowait(None)
             del self._outboxes[worker]
-            log.warning("worker %s does not read what it is sent: its connection is dropped", worker)
-            self._on_event(ConnectionLost(worker, "it does not read what it is sent"))
+            log.warning("worker %s does not read its messages: closing its connection", worker)
+            self._on_event(ConnectionLost(worker, "it does not read its messages"))
         else:
             outbox.put_nowait(frame)
 
@@ -91,7 +91,7 @@ class Server:
         await websocket.accept()
         if not name or name in self._outboxes:
             log.warning("a second connection for worker %r was refused", name)
-            await websocket.close(_BAD_NAME, f"worker {name[:64]!r} is connected already, or has no name")
+            await websocket.close(_BAD_NAME, f"worker {name[:64]!r} is already connected, or has no name")
             return
         outbox = self._outboxes[name] = asyncio.Queue(_QUEUE_FRAMES)
         sending = asyncio.create_task(_send_all(websocket, outbox))
@@ -116,7 +116,7 @@ class Server:
                     return
                 message = from_worker.validate_json(frame.get("text") or "")
                 if isinstance(message, Hello) and message.worker != name:
-                    raise ValueError(f"worker {name} says that it is {message.worker}")
+                    raise ValueError(f"worker {name} claims to be {message.worker}")
                 self._on_event(MessageReceived(name, message))
         except ValueError as error:  # a ValidationError is one
             log.warning("worker %s sent a malformed message: %s", name, error)

@@ -175,11 +175,12 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         if error.errno in (errno.EADDRINUSE, errno.EACCES):
             raise FleetError(
-                f"port {port} on {host} cannot be used ({error.strerror}). Give another --port, or leave it out "
-                f"for a free one."
+                f"port {port} on {host} cannot be used ({error.strerror}). Pass another --port, or leave it out to "
+                "use a free one."
             ) from error
         raise FleetError(
-            f"cannot listen on {host} ({error.strerror}). Give --host an address of this machine, or 0.0.0.0 for all."
+            f"cannot listen on {host} ({error.strerror}). Pass an address of this machine with --host, or 0.0.0.0 "
+            "for all."
         ) from error
     return listener
 

@@ -2,7 +2,7 @@
 
 Silence is measured on a clock of its own, ``Fleet.listened_s``. It stands still while the manager could not have heard
 anybody: its process did not run, its door was not served, or, where workers are on other machines, nobody at all is
-heard, for then it is the manager that is cut off. When somebody is heard again, all leases begin anew.
+heard, for then it is the manager that is cut off. When somebody is back in contact, all leases begin anew.
 
 - A worker is **frozen** if its own machine is heard for a lease without it.
 - A machine that is not heard for a lease is **out of sight**. A committed step proves that all its members live, so
@@ -43,8 +43,8 @@ def note_tick(turn: Turn, deaf_s: float) -> None:
         if not fleet.told_alone and unheard_s > fleet.config.lease_s and not deaf_s:
             turn.update(told_alone=True)
             turn.notice(
-                f"no machine has been heard for {unheard_s:.0f} s: this manager is cut off, or all of them are gone. "
-                "Nobody is given up before one is heard",
+                f"no machine has been heard for {unheard_s:.0f} s: either this manager is cut off, or all of them "
+                "are gone. No worker is given up before a machine is heard",
                 warning=True,
             )
     elif was_alone:
@@ -54,10 +54,10 @@ def note_tick(turn: Turn, deaf_s: float) -> None:
 
 
 def _begin_anew(turn: Turn) -> None:
-    """Somebody is heard again: each of the others has a whole lease to come back."""
+    """Somebody is back in contact: each of the others has a whole lease to come back."""
     fleet = turn.fleet
     if fleet.told_alone:
-        turn.notice("machines are heard again")
+        turn.notice("machines are back in contact")
     now_s = fleet.listened_s
     turn.update(
         told_alone=False,
@@ -78,7 +78,7 @@ def hear(turn: Turn, node: str) -> None:
         workers = turn.fleet.workers.items()
         turn.update(workers={name: replace(w, seen_s=now_s) if w.node == node else w for name, w in workers})
     if sight is not None and sight.told:
-        turn.notice(f"node {node} is heard again")
+        turn.notice(f"node {node} is back in contact")
 
 
 def note_parted(turn: Turn, node: str, *, abruptly: bool) -> None:
@@ -140,7 +140,7 @@ def look_around(turn: Turn) -> None:
         case Running() as phase:
             _judge_running(turn, phase, away)
         case Idle() | Stopping():
-            _put_aside(turn, away, "a generation is over")
+            _put_aside(turn, away, "a generation has ended")
         case _:
             pass
 
@@ -227,7 +227,7 @@ def _put_aside(turn: Turn, workers: Iterable[Worker], why: str) -> None:
     for worker in workers:
         turn.update_worker(worker.name, standing=Standing.ASIDE, holding=None)
     named = " and ".join(worker.name for worker in workers)
-    turn.notice(f"{_nodes(workers)} out of sight and {why}: {named} will be left out, unless heard first", warning=True)
+    turn.notice(f"{_nodes(workers)} out of sight and {why}: {named} will be left out unless heard first", warning=True)
 
 
 def _nodes(workers: Iterable[Worker]) -> str:
@@ -239,7 +239,7 @@ def take_back(turn: Turn, name: str) -> None:
     """Who was put aside is heard before anything was written down without it: it belongs to the run as before."""
     fleet, phase = turn.fleet, turn.fleet.phase
     turn.update_worker(name, standing=Standing.JOINED, holding=None)
-    turn.notice(f"worker {name} is heard again, in time")
+    turn.notice(f"worker {name} is back in time")
     if isinstance(phase, Idle) and name in fleet.members:
         deadline_s = fleet.listened_s + fleet.config.hold_timeout_s
         turn.update(phase=Stopping(planned=phase.in_flight == 0, deadline_s=deadline_s))
@@ -268,7 +268,7 @@ def waits_for_return(turn: Turn, phase: Stopping | Idle) -> bool:
     if not phase.waits:
         turn.update(phase=replace(phase, waits=True))
         turn.notice(
-            f"state is waited for that nobody else holds, at most {left_s:.0f} s: {_nodes(aside)} out of sight",
+            f"waiting at most {left_s:.0f} s for state that no other worker holds: {_nodes(aside)} out of sight",
             warning=True,
         )
     return True
@@ -295,4 +295,4 @@ def lose_aside(turn: Turn) -> None:
     """The next generation is about to be written down: who is still out of sight has no part in it."""
     for worker in list(turn.fleet.workers.values()):
         if _is_aside(worker):
-            turn.lose(worker.name, "was out of sight when the run went on", kill=True)
+            turn.lose(worker.name, "was out of sight when the run continued", kill=True)

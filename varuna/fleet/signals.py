@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-INTERRUPTED = "Ctrl-C: the run ends behind the step in flight, with a checkpoint if it keeps any; once more: at once"
+INTERRUPTED = "Ctrl-C: stopping after the current step (with a checkpoint, if enabled). Press again to stop now."
 
 
 @contextmanager

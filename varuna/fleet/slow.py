@@ -49,7 +49,7 @@ def _condemn(turn: Turn, name: str, ratio: float) -> None:
     straggler = Straggler(ratio, turn.now_s + probation_s)
     turn.update(slow={**fleet.slow, name: straggler}, strikes={**fleet.strikes, name: strikes})
     where = f"worker {name} on node {fleet.workers[name].node}"
-    turn.notice(f"{where} is slow: {straggler}. It is left out for {probation_s:.0f} s", warning=True)
+    turn.notice(f"{where} is slow: {straggler}. Leaving it out for {probation_s:.0f} s", warning=True)
 
 
 def readmit(turn: Turn) -> None:
@@ -64,4 +64,4 @@ def readmit(turn: Turn) -> None:
         if isinstance(phase, Running):
             turn.update(phase=replace(phase, considered=phase.considered - over))
         for name in sorted(over & set(fleet.workers)):
-            turn.notice(f"worker {name} was slow and is given another chance")
+            turn.notice(f"worker {name} was slow and gets another chance")

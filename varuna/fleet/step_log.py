@@ -27,7 +27,7 @@ class StepLog:
         self._lines = bytearray()
         if not locked(self._file):
             self._file.close()
-            raise UsageError(f"another run writes {path}. Give this one another --json-log.")
+            raise UsageError(f"another run writes to {path}. Pass another --json-log.")
         self._drop_half_a_line()
 
     def append(self, event: StepRecorded, time_s: float) -> OSError | None:

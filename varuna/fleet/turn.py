@@ -76,8 +76,8 @@ class Turn:
             if failures >= fleet.config.max_start_failures:
                 self.end(
                     1,
-                    f"{failures} replacements in a row died before a step was committed, the last one: {cause}. "
-                    f"Look at its log; if it ran out of memory, use fewer workers per machine.",
+                    f"{failures} replacements in a row died before a step was committed. The last one: {cause}. "
+                    "Look at its log; if it ran out of memory, use fewer workers per machine.",
                 )
 
     def note_change(self) -> None:

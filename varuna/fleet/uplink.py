@@ -170,7 +170,9 @@ class Uplink:
         try:
             asyncio.run(self._main())
         except Exception as error:  # noqa: BLE001
-            self._on_event(Refused(f"the connection to {self.place} ended by a mistake of Varuna's: {error!r}"))
+            self._on_event(
+                Refused(f"the connection to {self.place} failed with an internal error (please report it): {error!r}")
+            )
 
     # -- on the loop ---------------------------------------------------------------------------------------
 
@@ -196,15 +198,16 @@ class Uplink:
                     self._on_event(Refused(str(error)))
                     return
                 except Exception as error:
-                    fault, trouble = error, f"a mistake of Varuna's: {error!r}"
-                    log.exception("the connection to %s ended by an error that nobody foresaw", self.place)
+                    fault, trouble = error, f"internal error (please report it): {error!r}"
+                    log.exception("the connection to %s ended with an unexpected error", self.place)
                     self._begin_anew()  # whatever was said halfway is said again
                 faults = 0 if fault is None else faults + 1
                 if fault is not None and faults == _MOST_FAULTS:
                     raise fault
                 if self._rejections == _MOST_REJECTIONS:
                     text = (
-                        f"the manager at {self.place} refused what this agent says {_MOST_REJECTIONS} times: {trouble}"
+                        f"the manager at {self.place} rejected this agent's messages {_MOST_REJECTIONS} times: "
+                        f"{trouble}"
                     )
                     self._on_event(Refused(text))
                     return
@@ -244,7 +247,7 @@ class Uplink:
                 return why or "the manager closed the connection"
             except (ValidationError, ValueError) as error:
                 self._begin_anew()
-                return f"the manager said something that this version does not know: {error}"
+                return f"the manager sent a message that this version does not understand: {error}"
             finally:
                 self._outgoing = None
 
@@ -346,7 +349,7 @@ class Uplink:
         self._session = secrets.token_hex(8)
         self._channel = Channel(_ITEMS_WAITING)
         if self._outgoing is not None:
-            self._outgoing.end("too much was not confirmed")
+            self._outgoing.end("too many messages were not acknowledged")
 
     def _finish(self, flush_s: float) -> None:
         task = self._task

@@ -86,7 +86,9 @@ def _record(turn: Turn, vote: Vote) -> None:
     try:
         tally = layout.tally(vote.vector) if vote.is_whole else vote.tally
     except ValueError as error:
-        turn.end(1, f"the vote of step {vote.step} cannot be read: {error}. Do all machines run the same Varuna?")
+        turn.end(
+            1, f"the vote of step {vote.step} cannot be read: {error}. Do all machines run the same version of Varuna?"
+        )
         return
     every_s = turn.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
     assert tally is not None
@@ -251,7 +253,9 @@ def judge(turn: Turn, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, 
             laggards.append(name)
         elif holding.next_step != newest or (not in_grid and fleet.record.rollback):
             if holding.next_step is not None and in_grid:
-                turn.notice(f"the state of worker {name} at step {holding.next_step} is not that of step {newest}")
+                turn.notice(
+                    f"the state of worker {name} at step {holding.next_step} differs from that of step {newest}"
+                )
             turn.update_worker(name, holding=Holding())
     return vote, tuple(laggards)
 

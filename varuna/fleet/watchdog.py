@@ -70,7 +70,7 @@ class Watchdog:
                 self._culprit = f"it was busy {whereabouts(sys._current_frames().get(self._loop_thread))}"
         elif self._since_s is not None:
             why = self._culprit or "its process stood still (stopped, suspended, or without a core to run on)"
-            self._say(f"the server heard nobody for {ran_s - self._since_s:.1f} s: {why}")
+            self._say(f"the server did not respond for {ran_s - self._since_s:.1f} s: {why}")
             self._since_s, self._culprit = None, ""
 
 

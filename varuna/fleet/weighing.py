@@ -70,8 +70,8 @@ class Weighing:
         relation = "more" if self.pays else "not more"
         safety = f", and a second holder of each section {self.spared_s:.1f} s," if self.spared_s else ","
         return (
-            f"steps {100 * self.faster:.0f} % faster save {self.saved_s:.1f} s before the next change is expected"
-            f"{safety} {relation} than the {self.stall_s:.1f} s that a morph stalls"
+            f"steps {100 * self.faster:.0f} % faster save {self.saved_s:.1f} s before the next change is "
+            f"expected{safety} {relation} than the {self.stall_s:.1f} s that a morph takes"
         )
 
 

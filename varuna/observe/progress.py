@@ -50,7 +50,7 @@ def morph_line(morph: Morph, arrow: str = "→") -> str:
     """One line for a morph: its cause, both plans, the price."""
     before, after = morph
     if after.recovery_seconds is None:
-        price = "overtaken before a step finished"
+        price = "superseded before a step finished"
     else:
         plural = "" if after.steps_redone == 1 else "s"
         recovery = format_duration(after.recovery_seconds)

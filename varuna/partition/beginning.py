@@ -85,13 +85,13 @@ def check_beginning(init: str, weights: object) -> None:
     if weights is None:
         return
     if init != "constructor":
-        raise UsageError(f"weights= gives every parameter its value: leave init={init!r} out, or weights=")
+        raise UsageError(f"weights= sets every parameter: leave out either init={init!r} or weights=")
     if not isinstance(weights, (str, Path)) and not hasattr(weights, "__fspath__"):
         raise UsageError(f"weights= is the path of a safetensors file or folder, not a {type(weights).__name__}")
     if not Path(weights).exists():
         raise UsageError(
-            f"weights={str(weights)!r} does not exist here. Save a folder with model.save_pretrained(folder), or "
-            "download one; every machine needs it."
+            f"weights={str(weights)!r} does not exist on this machine. Save a folder with "
+            "model.save_pretrained(folder), or download one; every machine needs it."
         )
 
 

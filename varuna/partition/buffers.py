@@ -49,8 +49,8 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[Update,
             place = f" at {line}" if (line := line_of(writer)) else ""
             what = capture.parameters.get(node.name, "a tensor that the model keeps as a plain attribute")
             raise ModelError(
-                f"forward() writes {what} in place{place}. What a step changes must be a buffer (register_buffer); "
-                "else write to a clone."
+                f"forward() writes {what} in place{place}. Register what a step changes as a buffer "
+                "(register_buffer), or write to a clone."
             )
     dependent = _dependent(capture, placeholders)
     _check_apart(capture, dependent, placeholders, results)
@@ -125,8 +125,8 @@ def _check_apart(
         if outside or used or sizes or node in results:
             name = next(capture.buffers[each.name] for each in _ancestors(node) if each in placeholders)
             raise ModelError(
-                f"forward() updates {name} and computes with it. Varuna keeps updates independent of P and D "
-                "only where the loss does not depend on them, as with batch normalisation in training mode."
+                f"forward() updates {name} and also computes with it. Varuna can keep updates independent of P and "
+                "D only if the loss does not depend on them, as in batch normalisation in training mode."
             )
 
 

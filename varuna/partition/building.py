@@ -82,7 +82,7 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
             model = build()
         known = False
     if not isinstance(model, nn.Module):
-        raise ModelError(f"model= must build a torch.nn.Module, it returned {type(model).__name__}")
+        raise ModelError(f"model= must build a torch.nn.Module, but returned {type(model).__name__}")
     buffers: dict[str, Tensor] = {}
     if known:
         buffers = {name: value for name, value in model.named_buffers() if not value.is_meta}

@@ -92,7 +92,7 @@ def _check_sum(name: str, value: object) -> None:
     if not isinstance(value, Tensor) or tuple(map(str, value.shape)) not in ((), ("1",)):  # symbols stay unasked
         found = f"a tensor of shape {_shape(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise ModelError(
-            f"metrics= must return a dict of scalar tensors, sums over the batch, but {name!r} is {found}. Add it up, "
+            f"metrics= must return a dict of scalar tensors, sums over the batch, but {name!r} is {found}. Sum it, "
             "such as with (predicted == labels).sum()."
         )
 
@@ -122,9 +122,9 @@ def loss_of(output: object) -> Tensor:
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         found = f"a tensor of shape {_shape(loss)}" if isinstance(loss, Tensor) else type(output).__name__
         raise ModelError(
-            "the model must return a scalar loss, or an object, dict or tuple that holds it, when it is called with a "
-            "sample's keys; "
-            f"found {found}. Put the labels into dataset[i], or pass loss=fn(output, batch) to Trainer."
+            "the model must return a scalar loss, or an object, dict or tuple that contains it, when it is called "
+            f"with a sample's keys; found {found}. Put the labels into dataset[i], or pass loss=fn(output, batch) "
+            "to Trainer."
         )
     return loss
 

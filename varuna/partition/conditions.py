@@ -50,7 +50,8 @@ def check_conditions(
     for place, truth in zip(conditions.places, truths, strict=True):
         if not truth:
             raise DataError(
-                f"forward() branches on the samples at {place}, and goes another way for the batch of dataset indices "
-                f"{list(indices)} than for the first samples of the run, for which it was captured. Let all "
-                "micro-batches be alike there (all padded, or none), or write the branch as tensor operations."
+                f"forward() branches on the samples at {place}, and the batch of dataset indices {list(indices)} "
+                "takes another branch than the first samples of the run, for which it was captured. Make all "
+                "micro-batches alike in this respect (all padded, or none), or write the branch as tensor "
+                "operations."
             )

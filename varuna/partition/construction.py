@@ -66,7 +66,7 @@ class Construction:
                 other = drawn_for.setdefault(draw, name)
                 if other != name and {other, name} & self.parameters.keys():
                     raise ModelError(
-                        f'init="per_parameter" draws every parameter by itself, but the initial values of {name} '
+                        f'init="per_parameter" draws every parameter separately, but the initial values of {name} '
                         f"depend on those of {other}. Initialise {name} on its own (with torch.nn.init), or use "
                         'init="constructor".'
                     )

@@ -39,7 +39,7 @@ def shared_weights(model: PartitionedModel, recipe: Recipe, initial: Initial) ->
             where,
             "two parameters in the same memory",
             "Varuna ties parameters that are one object. Assign the parameter, not its data (head.weight = "
-            "embed.weight), or clone it (head.weight.data = embed.weight.data.clone()) if they shall differ.",
+            "embed.weight), or clone it (head.weight.data = embed.weight.data.clone()) if they should differ.",
         )
         for one, other in _overlapping({name: initial.parameters[name] for name in used})
         if not model.trainable.isdisjoint((one, other))

@@ -53,7 +53,7 @@ def _one(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -
     apart = (found.whole is None) != (model.whole is None)
     if apart or found.metrics != model.metrics or found.counts_targets != model.counts_targets:
         raise ModelError(
-            "in evaluation mode the model's loss is computed in another way, so it cannot be weighed as in training. "
+            "in evaluation mode the model computes its loss differently, so it cannot be weighed as in training. "
             "Evaluate this model from trainer.export(path) in plain PyTorch."
         )
     return found

@@ -17,19 +17,19 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
 
 _WAYS_OUT = (
-    "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off in the "
-    "model's configuration; or wrap what cannot be followed into one operator with torch.library.custom_op. cut_at= "
-    "does not help: it names cuts of a model that can be captured. See docs/partitioning.md, section Refusals."
+    "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off "
+    "in the model's configuration; or wrap the code into one operator with torch.library.custom_op. cut_at= does "
+    "not help: it names cuts of a model that can be captured. See docs/partitioning.md, section Refusals."
 )
 _DATA_DEPENDENT = (
-    "Varuna captures forward() once. It follows branches on samples and activations as the first samples take them, "
-    "but not what random numbers decide (LayerDrop is one), Python numbers made of floating-point tensors (.item(), "
-    f"float()), or, above 1 GiB of parameters, activations. {_WAYS_OUT}"
+    "Varuna captures forward() once. It follows branches on samples and activations as the first samples take "
+    "them. It cannot follow decisions by random numbers (such as LayerDrop) or by Python numbers made of "
+    f"floating-point tensors (.item(), float()), nor, above 1 GiB of parameters, by activations. {_WAYS_OUT}"
 )
 BUILDING = (
-    "Varuna calls model= first in a mode in which tensors have shapes but no data, then for real, on the CPU. It must "
-    "build the same module each time, and leave the device to Varuna: no .cuda(), no .to(device). Does model() work in "
-    "plain PyTorch?"
+    "Varuna calls model= first in a mode in which tensors have shapes but no data, then for real, on the CPU. It "
+    "must build the same module each time and must not choose a device: no .cuda(), no .to(device). Does model() "
+    "work in plain PyTorch?"
 )
 _ANY_OTHER = (
     "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data. Try "
@@ -79,9 +79,10 @@ def one_number(noticed: Noticed) -> str:
     """Why a model takes one number of samples only, and what to do."""
     place = f", at {noticed.fixed_at}" if noticed.fixed_at else ""
     return (
-        f"forward() works for one number of samples only, since it makes a Python number of it{place}: len(x), "
-        "int(x.shape[0]) and a loop over the samples (for one in x, list(x)) do, x.shape[0] does not. Micro-batches "
-        "may be short: let it take any number, with operations on the whole batch."
+        "forward() works for one number of samples only, because it turns that number into a Python "
+        f"number{place}: len(x), int(x.shape[0]) and a loop over the samples (for one in x, list(x)) do this, "
+        "x.shape[0] does not. Micro-batches may be short: write it for any number of samples, with operations on "
+        "the whole batch."
     )
 
 
@@ -96,19 +97,19 @@ def without_value(name: str, line: str | None, noticed: Noticed) -> str:
     attribute = name.removeprefix("model.")
     if not re.fullmatch(r"(.*\.)?lifted_tensor_\d+", attribute):
         return (
-            f"the tensor attribute {attribute} of the model has no value that its constructor fixes: it is random, or "
-            "was never filled. Register it as a buffer (register_buffer), which belongs to the model's state."
+            f"the tensor attribute {attribute} of the model has no value fixed by the constructor: it is random, "
+            "or was never filled. Register it as a buffer (register_buffer), which belongs to the model's state."
         )
     if noticed.data_at:
         return (
-            f"forward() takes .data of a parameter at {noticed.data_at}, behind autograd's back: a write to it would "
-            "be lost. Limit what is computed from the parameter (scale.clamp(max=4.6)) in place of its data, or the "
-            "parameter itself in the optimizer's step."
+            f"forward() takes .data of a parameter at {noticed.data_at}, which autograd does not see: a write to "
+            "it would be lost. Clamp what is computed from the parameter (scale.clamp(max=4.6)) instead of its "
+            "data, or change the parameter in the optimizer's step."
         )
     place = f" at {line}" if line else ""
     return (
-        f"forward() uses a tensor{place} that comes from neither the samples nor the model, and has no value when the "
-        "model is captured. Create it in the constructor, and register it as a buffer."
+        f"forward() uses a tensor{place} that comes from neither the samples nor the model, and has no value "
+        "during capture. Create it in the constructor and register it as a buffer."
     )
 
 

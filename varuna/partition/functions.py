@@ -91,8 +91,8 @@ def _as_op(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> An
     odd = next((leaf for leaf in leaves if leaf not in (Tensor, torch.SymInt) and not isinstance(leaf, _PLAIN)), None)
     if odd is not None:
         raise ModelError(
-            f"{function.__qualname__}.apply is given a {type(odd).__name__}: Varuna captures calls of autograd "
-            "Functions with tensors, numbers, strings, dtypes and devices only. Pass what it needs as tensors."
+            f"{function.__qualname__}.apply gets a {type(odd).__name__}: Varuna captures calls of autograd "
+            "Functions only with tensors, numbers, strings, dtypes and devices. Pass what it needs as tensors."
         )
     name = _name_of(function, spec, leaves)
     call = _calls.get(name)

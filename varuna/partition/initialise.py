@@ -61,8 +61,8 @@ def check_shapes(captured: Mapping[str, tuple[int, ...]], built: Mapping[str, tu
     if dict(built) != dict(captured):
         odd = sorted(set(built.items()) ^ set(captured.items()))[0]
         raise ModelError(
-            f"model= built another model than the one that was captured ({odd[0]} of shape {odd[1]} is in only one of "
-            "them). It must build the same module each time it is called."
+            f"model= built a different model than the one that was captured ({odd[0]} of shape {odd[1]} is in only "
+            "one of them). It must build the same module each time it is called."
         )
 
 

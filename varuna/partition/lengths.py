@@ -34,7 +34,7 @@ def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...]:
     if isinstance(lengths, str) or not all(isinstance(each, int) and each > 0 for each in lengths) or not lengths:
         raise UsageError(f"lengths={lengths!r} must list the lengths that samples may have, such as [128, 256]")
     if len(set(lengths)) < len(lengths):
-        raise UsageError(f"lengths={lengths!r} names a length twice")
+        raise UsageError(f"lengths={lengths!r} contains a length twice")
     return tuple(sorted(lengths))
 
 
@@ -125,8 +125,8 @@ def resized(value: Tensor, length: int) -> Tensor:
 
 
 _DIFFERENT = (
-    "the model cannot be cut at the same places for all lengths=, because its operations differ between them. Declare "
-    "the lengths for which they do not, or pad all samples to one length and leave lengths= out."
+    "the model cannot be cut at the same places for all lengths=, because its operations differ between them. "
+    "Declare only lengths for which they are the same, or pad all samples to one length and leave lengths= out."
 )
 
 
@@ -179,7 +179,7 @@ def variant_of(model: PartitionedModel, batch: Mapping[str, Tensor], indices: Se
     if found not in lengths:
         raise DataError(
             f"{key!r} has length {found} in the batch of dataset indices {list(indices)}, but "
-            f"lengths={sorted(lengths)} were declared. Pad its samples to the next of them in collate=, or declare "
-            "this one as well."
+            f"lengths={sorted(lengths)} were declared. Pad its samples to the next of these in collate=, or "
+            "declare this length too."
         )
     return lengths.index(found)

@@ -155,8 +155,8 @@ def partition(
         cuts = choose(flow, costs)
     if cut_points is not None and len(cuts) < cut_points:
         raise ModelError(
-            f"cut_points={cut_points} was wished, but the model can be cut in {len(cuts)} places. "
-            f"Pass cut_points={len(cuts)} or leave it out."
+            f"cut_points={cut_points} requested, but only {len(cuts)} cut points exist. Pass "
+            f"cut_points={len(cuts)}, or leave it out."
         )
     divided = split(flow, cuts, results, updates)
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
@@ -217,7 +217,7 @@ def _check_counted(*counters: SectionGraph | None) -> None:
     """What is counted must follow from inputs alone, for the graph's cuts too."""
     if any(counter.takes or counter.parameters for counter in counters if counter is not None):
         raise ModelError(
-            "what the loss is divided by cannot be counted from the inputs alone. Pass weight=fn(batch) that returns "
+            "the divisor of the loss cannot be counted from the inputs alone. Pass weight=fn(batch) that returns "
             "what the loss averages over."
         )
 

@@ -26,7 +26,7 @@ def chooser(cut_at: Sequence[str] | None, cut_points: int | None) -> CutChooser 
     if isinstance(cut_at, str) or not cut_at or not all(isinstance(path, str) for path in cut_at):
         raise UsageError(f"cut_at={cut_at!r} must be a list of names of modules, such as ['transformer.h.3']")
     if cut_points is not None:
-        raise UsageError("cut_at= names the cuts, cut_points= lets Varuna find so many of them: give one of the two")
+        raise UsageError("cut_at= names the cuts and cut_points= lets Varuna choose that many: pass only one of them")
     paths = tuple(cut_at)
 
     def choose(flow: Flow, _: Sequence[Cost]) -> list[int]:
@@ -62,8 +62,8 @@ def cuts_at(flow: Flow, paths: Sequence[str]) -> list[int]:
             )
         if path not in free:
             raise ModelError(
-                f"cut_at={path!r}: the model cannot be cut in front of this module, because a tensor that is written "
-                "in place behind the cut, or a value that is no tensor, would have to cross it. "
+                f"cut_at={path!r}: the model cannot be cut before this module, because a tensor that is written in "
+                "place after the cut, or a value that is not a tensor, would have to cross it. "
                 f"{_offer(path, free)}"
             )
         cuts.update(at - 1 for at in starts)
@@ -90,16 +90,16 @@ def _unknown(path: str, entries: dict[str, list[int]], free: Sequence[str], flow
         return f"cut_at={path!r}: {why}: {_some(choice)}."
     if path in _entries(flow.rebuilt):
         return (
-            f"cut_at={path!r}: this module computes from inputs and constants only, and is run again wherever it is "
-            f"needed: no section begins with it. {_offer(path, free)}"
+            f"cut_at={path!r}: this module computes from inputs and constants only, and is run again wherever it "
+            f"is needed, so no section begins with it. {_offer(path, free)}"
         )
-    return f"cut_at={path!r}: forward() calls no module of this name. {_offer(path, free)}"
+    return f"cut_at={path!r}: forward() does not call a module of this name. {_offer(path, free)}"
 
 
 def _offer(path: str, free: Sequence[str]) -> str:
     tail = [name for name in free if name.endswith(f".{path}") or path.endswith(f".{name}")]
     near = list(dict.fromkeys([*tail, *get_close_matches(path, free, _NAMED, 0.5)]))
-    return f"Near names that can be cut at: {_some(near or free)}."
+    return f"Similar names that can be cut at: {_some(near or free)}."
 
 
 def _some(names: Sequence[str]) -> str:

@@ -160,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(leaf, (torch.SymInt, torch.SymFloat, torch.SymBool)) for leaf in operation.arguments):
             raise ModelError(
                 f"the model's constructor passes a random value through Python into {operation.name}: it cannot be "
-                'replayed for one tensor alone. Keep that value in a tensor, or use init="constructor".'
+                'replayed for a single tensor. Keep that value in a tensor, or use init="constructor".'
             )
         leaves = [self._tensor(leaf, storages) if isinstance(leaf, View) else leaf for leaf in operation.arguments]
         args, kwargs = tree_unflatten(leaves, operation.structure)

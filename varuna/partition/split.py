@@ -136,7 +136,7 @@ def _crossing(node: Node, flow: Flow) -> Crossing:
     layout = linear_shape(value, flow.sizes)
     if layout is None:
         raise ModelError(
-            f"{node} would have to be handed on, but its shape {list(value.shape)} is not linear in the batch"
+            f"{node} would have to be passed on, but its shape {list(value.shape)} is not linear in the batch"
         )
     return Crossing(node.name, value.dtype, *layout, differentiable=node in flow.differentiable)
 

@@ -274,9 +274,9 @@ _USE_SHARED = (
 def _remedy(each: Suspicion, model: PartitionedModel) -> str:
     if each.kind == "untagged":
         return (
-            "The tensor was made outside the step. If it is equal on all stages, all is well. If it belongs to one "
-            "parameter, keep it in the optimizer's state of that parameter; if it is computed from several, pass it "
-            "through varuna.all_reduce_shared."
+            "The tensor was created outside the step. If it is equal on all stages, nothing is wrong. If it "
+            "belongs to one parameter, keep it in the optimizer's state of that parameter; if it is computed from "
+            "several, pass it through varuna.all_reduce_shared."
         )
     if "clip_grad_norm" in _source(each.place):
         return "Each stage would clip by its own norm. Remove the call and pass clip_grad_norm= to varuna.Trainer."
@@ -286,7 +286,7 @@ def _remedy(each: Suspicion, model: PartitionedModel) -> str:
             'varuna.all_reduce_shared(found_inf, op="max") before it is used.'
         )
     op = "max" if each.operation.startswith(("max", "amax", "any", "logical_or")) else "sum"
-    return f"A stage sees its own of the {len(model.sections)} sections only. " + _USE_SHARED.format(op=op)
+    return f"A stage sees only its own part of the {len(model.sections)} sections. " + _USE_SHARED.format(op=op)
 
 
 def _source(place: Place) -> str:

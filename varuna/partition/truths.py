@@ -170,7 +170,7 @@ def _conditions(
 def _truth(asserted: Node, past: _Past, lines: Mapping[str, str]) -> Truth | None:
     """The assertion as a tensor; None if it depends on random numbers alone, or cannot be one."""
     condition = asserted.args[0]
-    assert isinstance(condition, Node), "an assertion of a constant is no truth"
+    assert isinstance(condition, Node), "an assertion of a constant is not a condition"
     order = past.of([condition])
     if any(map(is_random, order)) and not any(node.op == "placeholder" for node in order):
         return None  # a coin: it falls the other way in the next micro-batch

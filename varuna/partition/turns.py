@@ -25,7 +25,7 @@ def turn(key: str, bound_s: float = TURN_BOUND_S) -> Iterator[None]:
         descriptor = _taken(path, time.monotonic() + bound_s)
         if descriptor is None:
             print(
-                f"varuna: another worker has been building the model for {bound_s:.0f} s; going on at the same time",
+                f"varuna: another worker has been building the model for {bound_s:.0f} s; continuing at the same time",
                 file=sys.stderr,
                 flush=True,
             )

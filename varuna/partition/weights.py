@@ -65,7 +65,7 @@ def _files(path: Path) -> list[Path]:
             return [path / name for name in sorted(set(names))]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise CheckpointError(
-                f"{path / INDEX} is no index of safetensors files: {error!r}. Save it again."
+                f"{path / INDEX} is not an index of safetensors files: {error!r}. Save it again."
             ) from error
     if (path / SINGLE).is_file():
         return [path / SINGLE]
@@ -101,7 +101,7 @@ def fit(entries: Mapping[str, Entry], shapes: Mapping[str, Shape], aliases: Mapp
             found[name] = match
     missing = [name for name in shapes if name not in found]
     odd = [
-        f"{name} is {list(found[name].shape)} there, {list(shape)} in the model"
+        f"{name} is {list(found[name].shape)} in the file but {list(shape)} in the model"
         for name, shape in shapes.items()
         if name in found and found[name].shape != shape
     ]
@@ -113,8 +113,8 @@ def fit(entries: Mapping[str, Entry], shapes: Mapping[str, Shape], aliases: Mapp
         parts += [f"{some(odd)}"] if odd else []
         parts += [f"{some(unexpected)} unexpected"] if unexpected else []
         raise CheckpointError(
-            f"the weights in {where} do not fit the model: {'; '.join(parts)}. Build the model with the configuration "
-            "and class that the weights were saved from, or leave weights= out."
+            f"the weights in {where} do not fit the model: {'; '.join(parts)}. Build the model with the "
+            "configuration and class that the weights were saved from, or leave weights= out."
         )
     return Fit(found, unexpected)
 

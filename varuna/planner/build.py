@@ -181,7 +181,7 @@ class Builder:
         )
 
     def plan(self, built: Built) -> Plan:
-        """With its bound as ``step_s``."""
+        """Return the plan of ``built``, with its lower bound as ``step_s``."""
         shape, sizes, starts = built.shape, built.sizes, built.starts
         sizer = self._sizer(self._depths(shape, built.factor), built.stash_moves, self._sharing(shape))
         ends = (*starts[1:], self.profile.sections)
@@ -206,7 +206,7 @@ class Builder:
         )
 
     def _sizes(self, sizer: Sizer, starts: tuple[int, ...]) -> tuple[Size, ...]:
-        """Of stages that fit, none deeper than what the one behind it lets through."""
+        """Return the sizes of stages that fit, none deeper than the next stage allows."""
         ends = (*starts[1:], self.profile.sections)
         sizes: list[Size] = []
         most = None

@@ -27,7 +27,7 @@ def pipeline_costs(profile: Profile, plan: Plan, *, gpus_per_vm: int) -> Pipelin
 
 
 class Around(NamedTuple):
-    """What a stage's actions take beyond their sections."""
+    """Seconds that a stage's actions take beyond the times of their sections."""
 
     plain_s: float
     """R and W"""
@@ -53,7 +53,7 @@ _Span = tuple[int, int, Size]
 
 
 class _Setting(NamedTuple):
-    """All else that a stage's costs depend on."""
+    """Everything else that the costs of a stage depend on."""
 
     rings_s: _Rings
     is_one_of_many: bool
@@ -167,7 +167,7 @@ class Pricer:
         )
 
     def _link(self, section: int, crosses: bool) -> LinkCosts:
-        """Behind a section."""
+        """Return the costs of the link after ``section``."""
         known = self._links.get((section, crosses))
         if known is None:
             profile = self._profile

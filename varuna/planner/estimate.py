@@ -213,7 +213,7 @@ def _heavy(figures: Sequence[float]) -> list[int]:
 
 
 class _Windows:
-    """Sums over so many consecutive sections, where they are least."""
+    """The least sum over any n consecutive sections, for each n."""
 
     def __init__(self, figures: Sequence[float]) -> None:
         self._sums = list(accumulate(figures, initial=0.0))

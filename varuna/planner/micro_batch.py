@@ -19,8 +19,8 @@ def check_micro_batch(global_batch: int, requested: int) -> int:
     """
     if not 1 <= requested <= global_batch:
         raise UsageError(
-            f"micro_batch={requested} was asked for, but a step has {global_batch} examples. "
-            f"Choose micro_batch between 1 and {global_batch}, or leave it out."
+            f"micro_batch={requested} was requested, but a step has {global_batch} examples. Choose micro_batch "
+            f"between 1 and {global_batch}, or leave it out."
         )
     return requested
 

@@ -39,7 +39,7 @@ class Outpaced(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranking:
-    """What the sweep found."""
+    """The result of ranking plans: those found, those outpaced, those rejected."""
 
     plans: tuple[Plan, ...]
     """Simulated, best first."""
@@ -115,13 +115,15 @@ def _depths(request: PlanRequest) -> tuple[range, tuple[Rejection, ...]]:
     if stages is None:
         return range(1, min(workers, sections) + 1), ()
     if stages < 1:
-        raise UsageError(f"stages={stages} was asked for, but a pipeline has at least 1. Raise or leave out --stages.")
+        raise UsageError(
+            f"stages={stages} was requested, but a pipeline has at least 1 stage. Raise --stages, or leave it out."
+        )
     reason = None
     if stages > sections:
-        reason = f"P={stages} was asked for, but the model has {sections} sections"
+        reason = f"P={stages} was requested, but the model has {sections} sections"
     elif stages > workers:
         found = "is 1 worker" if workers == 1 else f"are {workers} workers"
-        reason = f"P={stages} was asked for, but there {found}"
+        reason = f"P={stages} was requested, but there {found}"
     if reason is None:
         return range(stages, stages + 1), ()
     return range(0), (Rejection(stages=stages, replicas=0, reason=reason),)

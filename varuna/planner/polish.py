@@ -22,7 +22,7 @@ _Move = tuple[tuple[int, ...], int]
 
 
 class Walk(NamedTuple):
-    """Where a walk ended."""
+    """The result of the local search around a plan."""
 
     best: Simulated
     forwards: int

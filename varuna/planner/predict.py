@@ -37,7 +37,7 @@ class Prediction:
 
     @property
     def breakdown(self) -> "Breakdown":
-        """What the average GPU spends the step on."""
+        """The parts of the step's time, averaged over GPUs."""
         stages = self.trace.costs.stages
         times = self.trace.stage_times
         compute_s = sum(each.compute_s for each in times) / len(stages)
@@ -86,7 +86,7 @@ class Simulated(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """Seconds."""
+        """Predicted length of the step in seconds."""
         return self.plan.step_s
 
 
@@ -122,7 +122,7 @@ def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
 
 
 class _Seen(NamedTuple):
-    """Of a stage in the midst of the step."""
+    """What a stage was seen to do in the middle of the step."""
 
     busy: float
     """Share of the time; 0 if that is too short."""

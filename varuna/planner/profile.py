@@ -33,7 +33,7 @@ class Peaks:
 
     @staticmethod
     def of(values: Sequence[float]) -> "Peaks":
-        """Compare them once."""
+        """Compute the maxima of all runs of 1, 2, 4, ... sections."""
         levels = [tuple(values)]
         while 2 ** len(levels) <= len(values):
             half = 2 ** (len(levels) - 1)

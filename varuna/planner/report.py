@@ -31,7 +31,7 @@ class BreakdownReport(Value):
 
 
 class PlanReport(Value):
-    """One plan."""
+    """One plan of the ranking, as it is printed."""
 
     stages: int = Field(description="P")
     replicas: int = Field(description="D")
@@ -166,7 +166,7 @@ def _why(request: PlanRequest, plan: Plan, parts: Breakdown, best: Plan, best_pa
     most = [label for label in sorted(grown, key=grown.__getitem__, reverse=True) if grown[label] > least][:2]
     words = [f"+{grown[label]:.2g} s {label}" for label in most]
     if plan.workers < best.workers:
-        words.append(f"{_gpus(request.workers - plan.workers)} without work")
+        words.append(f"{_gpus(request.workers - plan.workers)} idle")
     return ", ".join(words)
 
 

@@ -11,7 +11,7 @@ Objective = Literal["time", "dollar"]
 
 
 class PlanRequest(Value):
-    """A model on some hardware, the workers at hand, and what the user fixed."""
+    """What to plan for: a model on some hardware, the workers, and what the user fixed."""
 
     calibration: Calibration
     workers: int = Field(description="most ranks to use; each has a GPU, where there are any")

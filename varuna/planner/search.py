@@ -26,7 +26,7 @@ _ANOMALY = 0.99  # other depths of a shape must promise this much to be simulate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What the search came to."""
+    """The result of a search."""
 
     best: tuple[Simulated, ...]
     """Plans, best first, one for each depth."""
@@ -187,7 +187,7 @@ class _Search:
             self._push(built.shape, tried.step_s, tried.plan)
 
     def _unseen(self, entries: Iterator[Built]) -> Iterator[Built]:
-        """One for each shape that has no plan."""
+        """Yield one entry for each shape that has no plan yet."""
         seen = set(self._best)
         for built in entries:
             if built.shape not in seen:

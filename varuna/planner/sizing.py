@@ -18,7 +18,7 @@ from varuna.planner.spans import Spans
 
 
 class Size(NamedTuple):
-    """What a stage does with its memory."""
+    """How a stage uses its memory."""
 
     depth: int
     """n_k, micro-batches in flight."""
@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageBytes:
-    """Where a stage's bytes go at its peak."""
+    """The parts of a stage's memory at its peak, in bytes."""
 
     parameters: int
     gradients: int
@@ -67,12 +67,12 @@ class StageBytes:
 
     @property
     def state(self) -> int:
-        """What is there all the time."""
+        """Bytes that are in use all the time."""
         return self.parameters + self.gradients + self.optimizer + self.reserved
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """Bytes in use at the peak."""
         return self.state + max(self.stash + self.kept + self.live + self.messages, self.update)
 
 
@@ -208,7 +208,7 @@ class Sizer:
         return int((limit - self.host_bytes(start, stop)) // each)
 
     def detail(self, stage: int, start: int, stop: int, size: Size) -> StageBytes:
-        """Where the bytes go."""
+        """Return the parts of the memory of stage ``stage`` with sections [start, stop)."""
         profile, spans, span = self._profile, self._spans, range(start, stop)
         twice_parameters, twice_optimizer = spans.counted_twice(start, stop)
         parameters = int(profile.parameter_bytes.over(span)) - twice_parameters
@@ -247,5 +247,5 @@ def entry_bytes(profile: Profile, span: range) -> int:
 
 
 def crossing_time_s(profile: Profile, span: range, *, moved: int, depth: int) -> float:
-    """What the way between the memories is busy for per micro-batch: so many of ``depth`` inputs go there and back."""
+    """Seconds per micro-batch of copying inputs to host memory and back, if ``moved`` of ``depth`` inputs move."""
     return 2 * entry_bytes(profile, span) * moved / depth / profile.calibration.crossing_bytes_per_s

@@ -11,7 +11,7 @@ from varuna.planner.sharing import UNSHARED, Shared, shared_out
 
 
 class Room(NamedTuple):
-    """What a span leaves for micro-batches in flight."""
+    """The memory that sections [start, stop) leave for micro-batches in flight."""
 
     free_bytes: float
     """Beside its state, messages, live activations and the samples that are read ahead; negative: it does not fit."""
@@ -77,7 +77,7 @@ class Spans:
         return self._known_s.setdefault(role, {})
 
     def room(self, start: int, stop: int, recomputes: bool, copies: bool) -> Room:
-        """What is left for micro-batches in flight."""
+        """Return the memory that sections [start, stop) leave for micro-batches in flight."""
         key = (start, stop, recomputes, copies)
         known = self._rooms.get(key)
         if known is None:
@@ -143,7 +143,7 @@ class Spans:
         return max(working, activations[stop] - activations[start] + self._forward(start, stop))
 
     def update(self, start: int, stop: int, copies: bool) -> float:
-        """What the optimizer needs, what is streamed and a tentative step's copies; or what is gathered behind it."""
+        """Bytes that the optimizer needs while it steps, with streamed state and the copies of a tentative step."""
         if not copies and not self._has_updates:
             return 0.0
         profile, span, shared = self.profile, range(start, stop), self.shared(start, stop)

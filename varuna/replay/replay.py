@@ -40,7 +40,7 @@ class Replay:
         micro_batch: int | None = None,
     ) -> None:
         if trace.most_nodes < 1 or trace.end_s <= 0:
-            raise UsageError("nothing can be replayed: the trace has no node, or no duration.")
+            raise UsageError("nothing to replay: the trace has no nodes, or no duration.")
         self._trace, self._calibration, self._gpus = trace, calibration, gpus_per_node
         self._job: JobFacts = job_of(calibration, global_batch, micro_batch)
         self._plans = Plans(self._job, calibration, trace.most_nodes * gpus_per_node)

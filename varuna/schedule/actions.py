@@ -43,17 +43,17 @@ _ACTION = re.compile(r"(\d+)([FRBIW])(\d+)")
 
 
 def parse_action(text: str) -> Action:
-    """Read ``"2F0"``.
+    """Parse an action in text form, such as ``"2F0"``: stage 2, forward, micro-batch 0.
 
     Raises:
         ValueError: the text is no action.
     """
     match = _ACTION.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no action; write stage, F, R, B, I or W, and micro-batch, such as 2F0")
+        raise ValueError(f"{text!r} is not an action; write stage, F, R, B, I or W, and micro-batch, such as 2F0")
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
 
 def parse_row(text: str) -> Row:
-    """Read ``"1F0 1B0"``."""
+    """Parse the actions of a stage, such as ``"1F0 1B0"``."""
     return tuple(map(parse_action, text.split()))

@@ -63,7 +63,7 @@ class AdaptivePolicy:
         return Action(self.stage, kind, micro_batch)
 
     def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
-        """Its kind."""
+        """Return the kind of the next action, or None to wait."""
         forwards, begun, ended = self._forwards, self._begun, self._ended
         if ended < begun and not self._keeps_all:
             return _WEIGHT
@@ -84,7 +84,7 @@ class AdaptivePolicy:
         return None
 
     def done(self, action: Action) -> None:
-        """Count it."""
+        """Record that ``action`` has run."""
         self.count(action.kind)
 
     def count(self, kind: Kind) -> None:

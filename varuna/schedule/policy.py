@@ -53,12 +53,12 @@ class Policy(Protocol):
         ...
 
     def awaited(self) -> Action:
-        """What an unfinished stage waits for, for error messages."""
+        """Return the action that an unfinished stage waits to run, for error messages."""
         ...
 
 
 class ListPolicy:
-    """Follows a static order to the letter."""
+    """Follows a static order of actions exactly."""
 
     def __init__(self, row: Row) -> None:
         self.stage = row[0].stage
@@ -70,19 +70,19 @@ class ListPolicy:
 
     @property
     def finished(self) -> bool:
-        """Every backward is done."""
+        """Whether every action has run."""
         return self._position == len(self._row)
 
     def next(self, activations_in: int, gradients_in: int) -> Action | None:
-        """The next of the list, if what it needs is there."""
+        """Return the next action of the list if its inputs have arrived, else None."""
         return None if self.choose(activations_in, gradients_in) is None else self._row[self._position]
 
     def done(self, action: Action) -> None:
-        """Move on."""
+        """Record that ``action`` has run."""
         self.count(action.kind)
 
     def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
-        """Its kind."""
+        """Return the kind of the next action, or None to wait."""
         if self.finished:
             return None
         _, kind, micro_batch = self._row[self._position]
@@ -93,16 +93,16 @@ class ListPolicy:
         return kind
 
     def count(self, kind: Kind) -> None:
-        """Move on."""
+        """Record that an action of this kind has run."""
         self._position += 1
         self._backwards += kind is Kind.BACKWARD
 
     def keeps(self, micro_batch: int) -> bool:
-        """Whether the list has B right behind F."""
+        """Whether B directly follows F in the list, so that F keeps its graph."""
         return micro_batch in self._kept
 
     def awaited(self) -> Action:
-        """The next of the list."""
+        """Return the next action of the list."""
         return self._row[self._position]
 
 
@@ -142,7 +142,7 @@ class OpportunisticPolicy:
         return Action(self.stage, kind, self._forwards if kind is Kind.FORWARD else self._backwards)
 
     def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
-        """Its kind."""
+        """Return the kind of the next action, or None to wait."""
         forwards, backwards = self._forwards, self._backwards
         gradient_here = backwards < forwards and backwards < gradients_in
         has_room = forwards < self._count and forwards - backwards < self._limit
@@ -159,11 +159,11 @@ class OpportunisticPolicy:
         return None
 
     def done(self, action: Action) -> None:
-        """Count it."""
+        """Record that ``action`` has run."""
         self.count(action.kind)
 
     def count(self, kind: Kind) -> None:
-        """Count an action of this kind."""
+        """Record that an action of this kind has run."""
         if kind is Kind.FORWARD:
             self._live = self.keeps(self._forwards)
             self._forwards += 1
@@ -253,7 +253,8 @@ def make_policy(
     if stash_limit < needed:
         raise UsageError(
             f"policy {name!r} keeps {needed} micro-batches in flight on stage {stage} of {stages}, above the stash "
-            f"limit of {stash_limit}. Raise the limit, or use a policy that respects any: 'varuna' or 'adaptive'."
+            f"limit of {stash_limit}. Raise the limit, or use a policy that works with any limit: 'varuna' or "
+            "'adaptive'."
         )
     return ListPolicy(tuple(action for action in row if action.kind is not Kind.RECOMPUTE) if keeps_all else row)
 

@@ -10,7 +10,7 @@ _BACKWARD_ENDS = (Kind.BACKWARD, Kind.WEIGHT)
 
 
 class Usage(NamedTuple):
-    """What a stage holds at its worst."""
+    """The most that a stage holds at any time."""
 
     stash: int
     """Micro-batches whose forward is done and whose backward is not."""
@@ -69,7 +69,7 @@ def validate(
     for stage, row in enumerate(orders):
         foreign = next((action for action in row if action.stage != stage), None)
         if foreign is not None:
-            _refuse(foreign, f"stands in the row of stage {stage}")
+            _refuse(foreign, f"is in the row of stage {stage}")
         _check_sequence(row, stage, (Kind.FORWARD,), tuple(range(micro_batches)))
         _check_sequence(row, stage, _BACKWARD_BEGINS, backwards)
         _check_sequence(row, stage, _BACKWARD_ENDS, backwards)
@@ -129,7 +129,7 @@ def _check_stash(row: Sequence[Action], limit: int) -> None:
 
 
 def _check_dependencies(orders: Sequence[Sequence[Action]]) -> None:
-    """Run the table: F needs the F before it in the pipeline, B and I the B or I behind it."""
+    """Run the table: F needs the previous stage's F of the micro-batch, B and I need the next stage's B or I."""
     last = len(orders) - 1
     forwards: list[set[int]] = [set() for _ in orders]
     backwards: list[set[int]] = [set() for _ in orders]

@@ -25,7 +25,7 @@ def simulate(
     split_last: int = 0,
     seed: int | None = None,
 ) -> StepTrace:
-    """Run one step.
+    """Simulate one step of a pipeline with the policy that the engine would run.
 
     Args:
         costs: of stages and links.
@@ -110,7 +110,7 @@ class _Stage:
 
     @property
     def row(self) -> Row:
-        """What it ran."""
+        """The actions that this stage ran, with their times."""
         return Row(self.index, self.policy.backward_order, self.kinds, self.starts_s, self.ends_s)
 
 

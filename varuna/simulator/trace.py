@@ -22,7 +22,7 @@ class Executed(NamedTuple):
 
 
 class Row:
-    """What one stage ran, in order.
+    """The actions that one stage ran, in order, with start and end times in seconds.
 
     Columns of plain values: a hundred thousand small tuples would keep the garbage collector busy for longer than
     the simulation takes.
@@ -82,7 +82,7 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTrace:
-    """What happened in a simulated step."""
+    """The record of a simulated step."""
 
     step_s: float
     """Start to end of the optimizer step."""
@@ -134,7 +134,7 @@ class StepTrace:
 
     @property
     def stage_times(self) -> tuple[StageTimes, ...]:
-        """How each stage spent the step."""
+        """How many seconds each stage spent computing, waiting, idling and reducing."""
         return tuple(self._times(k) for k in range(len(self.rows)))
 
     def _times(self, stage: int) -> StageTimes:

@@ -93,5 +93,5 @@ def checked(name: str) -> str:
         StoreError: it is no name of an object.
     """
     if not _NAME.fullmatch(name) or any(part in (".", "..") for part in name.split("/")):
-        raise StoreError(f"{name!r} is no name of an object in a store")
+        raise StoreError(f"{name!r} is not a valid name of an object in a store")
     return name

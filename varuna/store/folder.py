@@ -49,7 +49,7 @@ class FolderStore:
             try:
                 os.link(partial, path)
             except FileExistsError as error:
-                raise ObjectExists(f"{path} exists already") from error
+                raise ObjectExists(f"{path} already exists") from error
             except OSError as error:
                 if error.errno not in _NO_LINKS:
                     raise
@@ -71,7 +71,7 @@ class FolderStore:
             while read < len(view):
                 count = file.readinto(view[read:])
                 if not count:
-                    raise ObjectMissing(f"{path} ends after {start + read} bytes; {start + len(view)} were expected")
+                    raise ObjectMissing(f"{path} ends after {start + read} bytes; expected {start + len(view)}")
                 read += count
 
     def folders(self) -> list[str]:
@@ -165,7 +165,7 @@ def _create_in_place(path: Path, data: bytes) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError as error:
-        raise ObjectExists(f"{path} exists already") from error
+        raise ObjectExists(f"{path} already exists") from error
     try:
         _write_all(descriptor, memoryview(data))
         os.fsync(descriptor)
@@ -210,6 +210,6 @@ def _raise_unless_missing(error: OSError) -> None:
 def unwritable(verb: str, path: Path, error: OSError) -> StoreError:
     """Say that ``path`` cannot be changed, why, and what to do."""
     return StoreError(
-        f"cannot {verb} {path}: {error.strerror or error}. Check the free space and the permissions there, or give "
-        f"another checkpoint directory. Checkpoints that are complete are not affected."
+        f"cannot {verb} {path}: {error.strerror or error}. Check the free space and the permissions there, or use "
+        "another checkpoint directory. Complete checkpoints are not affected."
     )

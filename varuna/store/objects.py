@@ -24,7 +24,7 @@ PARTS_AT_ONCE = 4
 _BEHIND_THE_END = "416 Range Not Satisfiable"
 _METADATA = "169.254.169.254"
 _NO_CREDENTIALS = (
-    "Its environment has no credentials for it, so this machine's metadata service was asked. Set them (for S3 "
+    "The environment has no credentials, so this machine's metadata service was asked. Set them (for S3 "
     "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or give the machine a role"
 )
 _MISCONFIGURED = "builder error"  # the client's words for a request that cannot be made at all
@@ -108,7 +108,7 @@ class ObjectStore:
             found = obstore.get_range(self._patient, checked(name), start=start, length=len(view))
         if len(found) != len(view):
             raise ObjectMissing(
-                f"{self._url}/{name} ends after {start + len(found)} bytes; {start + len(view)} were expected"
+                f"{self._url}/{name} ends after {start + len(found)} bytes; expected {start + len(view)}"
             )
         view[:] = memoryview(found)
 
@@ -153,7 +153,7 @@ class ObjectStore:
         try:
             yield
         except AlreadyExistsError as error:
-            raise ObjectExists(f"{self._url}/{name} exists already") from error
+            raise ObjectExists(f"{self._url}/{name} already exists") from error
         except FileNotFoundError as error:
             raise ObjectMissing(f"{self._url}/{name} does not exist") from error
         except (PermissionDeniedError, UnauthenticatedError) as error:

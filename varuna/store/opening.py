@@ -29,7 +29,7 @@ def location(place: str | os.PathLike[str]) -> str:
         return str(Path(url2pathname(parts.path)).absolute())
     if parts.scheme != "memory" and (parts.scheme not in SCHEMES or not parts.netloc):
         raise UsageError(
-            f"{text!r} is no place for checkpoints: give a folder, s3://bucket/path, gs://bucket/path or "
+            f"{text!r} is not a place for checkpoints: use a folder, s3://bucket/path, gs://bucket/path or "
             "az://container/path"
         )
     return text.rstrip("/")

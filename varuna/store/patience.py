@@ -110,7 +110,7 @@ class PatientStore:
                 if waited_s + pause_s > self._patience_s:
                     raise StoreUnavailable(f"{error} (tried {tries} times in {waited_s:.0f} s)") from error
                 if tries == _TRIES_IN_SILENCE:
-                    self._say(f"{error}; it is tried for up to {self._patience_s:.0f} s")
+                    self._say(f"{error}; trying for up to {self._patience_s:.0f} s")
             self._sleep(pause_s * random.uniform(0.5, 1.0))
             pause_s = min(2 * pause_s, _LONGEST_S)
 

@@ -162,5 +162,5 @@ def test_workers_with_different_models_are_not_mixed() -> None:
 
 
 def test_a_kind_that_nobody_measured_is_named() -> None:
-    with pytest.raises(WorkerError, match=r"section 1 \(layer0\) was measured by no worker"):
+    with pytest.raises(WorkerError, match=r"section 1 \(layer0\) was not measured by any worker"):
         assemble([measured(sections=tuple(s for s in measured().sections if s.section == 0))], name="tiny")

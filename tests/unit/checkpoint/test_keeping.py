@@ -97,7 +97,7 @@ def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
     assert keep.wait_for(6, 10)
     assert keep.settle()
     assert [folder.step for folder in survey(keep.store)] == [6]
-    assert warnings == [f"somebody removed files from {place} under this run; its claim is made again"]
+    assert warnings == [f"files were removed from {place} while this run is using it; claiming it again"]
     assert "lease" in keep.store.folders()  # others can see again that this run lives
     keep.close()
     assert is_given_back(keep.store)
@@ -117,7 +117,7 @@ def test_a_run_that_was_replaced_by_one_that_is_over_commits_nothing_more(place:
     for shard in save_parts(first.store, 3, plan):
         first.collect(shard)
     assert first.settle()
-    assert [text for text in warnings if "step 3 is not committed, since another run has taken over" in text]
+    assert [text for text in warnings if "step 3 is not committed, because another run has taken over" in text]
     assert [folder.step for folder in survey(first.store) if folder.is_committed] == [6]
     first.close()
 

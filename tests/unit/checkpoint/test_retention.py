@@ -122,5 +122,5 @@ def test_a_fresh_start_in_an_empty_directory_needs_no_overwrite(store: Store) ->
 
 
 def test_overwrite_alone_is_a_mistake(store: Store) -> None:
-    with pytest.raises(UsageError, match="--overwrite goes with --new only"):
+    with pytest.raises(UsageError, match="--overwrite requires --new"):
         prepare(store, overwrite=True)

@@ -109,7 +109,7 @@ class RandomRows(Rows):
 
 
 def test_a_random_dataset_is_named_as_that() -> None:
-    with pytest.raises(DataError, match=r"the dataset is random: dataset\[\d+\]"):
+    with pytest.raises(DataError, match=r"the dataset is random: reading dataset\[\d+\]"):
         checked(Net, RandomRows())
 
 
@@ -119,7 +119,7 @@ def test_a_random_loss_is_named_as_that() -> None:
     def loss(output: Tensor, batch: Any) -> Tensor:
         return output * (1 + float(generator.random()))
 
-    with pytest.raises(ModelError, match=r"Plain PyTorch itself computes something else.*default_rng"):
+    with pytest.raises(ModelError, match=r"Plain PyTorch itself gives a different result.*default_rng"):
         checked(Net, loss=loss)
 
 

@@ -109,7 +109,7 @@ def test_a_script_that_fails_or_never_trains_is_told_apart(tmp_path: Path) -> No
     idle.write_text("print('nothing to do')\n")
     with pytest.raises(WorkerError, match="mine"):
         inspected(str(broken))
-    with pytest.raises(UsageError, match="without asking"):
+    with pytest.raises(UsageError, match="without calling"):
         inspected(str(idle))
     with pytest.raises(UsageError, match="no script"):
         inspected(str(tmp_path / "absent.py"))

@@ -148,7 +148,7 @@ def test_changing_verbs_reach_the_manager(desk: Desk, shell: Shell) -> None:
     assert [type(event) for event in desk.events] == [FinishRequested, MorphRequested, DrainRequested]
     assert shell("join-token", "--uses", "7", "--hours", "2")[1] == "varuna://for-7-of-7200\n"
     code, _, err = shell("drain", "elsewhere")
-    assert (code, "there are: local" in err) == (1, True)
+    assert (code, "which has: local" in err) == (1, True)
 
 
 def test_a_token_of_another_run_is_explained(desk: Desk, shell: Shell) -> None:
@@ -174,20 +174,20 @@ def test_without_a_run_people_are_told_where_one_is_looked_for(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     code, _, err = shell("status")
-    assert (code, "there is no run of this user" in err) == (2, True)
+    assert (code, "no run of this user was found" in err) == (2, True)
     code, _, err = shell("status", "--run", str(tmp_path))
-    assert (code, "Give --run" in err) == (2, True)
+    assert (code, "Use --run" in err) == (2, True)
     (tmp_path / "varuna").mkdir()
     (tmp_path / "varuna" / "newest-run").write_text(json.dumps(str(tmp_path / "removed")))
     code, _, err = shell("status")
-    assert (code, "your newest run has ended well, and its folder is gone" in err) == (2, True)
+    assert (code, "your newest run has finished and its folder was removed" in err) == (2, True)
     assert shell("status", "--json", "--watch")[0] == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("agent", "varuna://half", "--", "x.py"), "no JOIN string"),
+        (("agent", "varuna://half", "--", "x.py"), "not a JOIN string"),
         (("agent", f"varuna://{'t' * 20}@127.0.0.1:9/{'ab' * 32}", "--", "missing.py"), "no script at missing.py"),
         (("manager", "--overwrite"), "--new --overwrite"),
         (("manager", "--asg", "group"), "--nodes LEAST:MOST"),

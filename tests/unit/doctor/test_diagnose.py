@@ -63,7 +63,7 @@ def test_a_run_that_is_well_is_said_to_be_well() -> None:
         (replace(WELL, disks=(Disk("logs", "/run", 10 << 20, 100 << 30),)), "disk", Level.WARNING, "10 MiB of 100 GiB"),
         (replace(WELL, disks=(Disk("logs", "/run", 2 << 30, 1 << 40),)), "disk", Level.WARNING, "2 GiB of 1 TiB"),
         (replace(WELL, listeners=(Listener("process 9", "::", 4000),)), "ports", Level.FAULT, "process 9"),
-        (replace(WELL, listeners=None), "ports", Level.WARNING, "does not tell"),
+        (replace(WELL, listeners=None), "ports", Level.WARNING, "does not report"),
         (replace(WELL, clocks=(Clock("n1", -90.0),)), "clock", Level.WARNING, "behind"),
     ],
 )

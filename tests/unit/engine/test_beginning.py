@@ -79,7 +79,7 @@ class Disturbed(Setup):
 
 def test_different_weights_on_one_replica_stop_the_run_before_step_0(tmp_path: Path) -> None:
     saved(tiny_gpt2, tmp_path)
-    with pytest.raises(ModelError, match=r"section \d+ \(.*\) begins with other parameters on rank 1 and rank 3"):
+    with pytest.raises(ModelError, match=r"section \d+ \(.*\) starts with different parameters on rank 1 and rank 3"):
         Disturbed(build=tiny_gpt2, weights=tmp_path).run(2, 2)
 
 
@@ -130,7 +130,7 @@ def test_a_model_that_is_not_a_function_of_the_seed_is_caught() -> None:
             model.get_parameter("layers.0.bias").fill_(int.from_bytes(os.urandom(2), "little"))
         return model
 
-    with pytest.raises(ModelError, match="begins with other parameters on rank 0 and rank 1"):
+    with pytest.raises(ModelError, match="starts with different parameters on rank 0 and rank 1"):
         BuiltByEach(build=unseeded).run(1, 2)
 
 
@@ -171,7 +171,7 @@ def test_a_frozen_builder_holds_nobody_up_for_ever_and_no_file_stays(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with turn("test-frozen"), turn("test-frozen", bound_s=0.05):
-        assert "going on at the same time" in capsys.readouterr().err
+        assert "continuing at the same time" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     with turn("test-frozen", bound_s=0.05):
         assert not capsys.readouterr().err

@@ -32,7 +32,7 @@ def meet(secrets: list[str], *, bound_s: float = 10.0, silent: int | None = None
 def test_members_recognise_each_other_and_a_stranger_is_named() -> None:
     assert meet([SECRET] * 3) == ["", "", ""]
     for said in meet([SECRET, SECRET, OTHER])[:2]:
-        assert "who answers as member 2 of g7/world has not proven that it belongs there" in said
+        assert "the process that answers as member 2 of g7/world has not proven that it belongs there" in said
 
 
 def test_a_stranger_who_says_nothing_is_waited_for_within_a_bound() -> None:

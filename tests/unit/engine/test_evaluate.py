@@ -150,7 +150,7 @@ def trainer(**changes: Any) -> Trainer:
 def test_a_script_evaluates_in_its_loop_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     job = trainer()
-    with pytest.raises(UsageError, match=r"trainer\.evaluate\(dataset\) works in the loop"):
+    with pytest.raises(UsageError, match=r"trainer\.evaluate\(dataset\) works inside the loop"):
         job.evaluate(Tokens())
     found = [job.evaluate(Tokens(size=10)) for step in job.steps(4) if step.index % 2]
     assert found[1].complete

@@ -152,13 +152,13 @@ def test_a_replayed_schedule_equals_an_undisturbed_one(
 
 def test_a_schedule_that_needs_a_metric_is_refused_with_the_remedy() -> None:
     factory: Any = lr_scheduler.ReduceLROnPlateau
-    with pytest.raises(UsageError, match=r"without a metric, it returned ReduceLROnPlateau\. LambdaLR"):
+    with pytest.raises(UsageError, match=r"without a metric, but returned ReduceLROnPlateau\. LambdaLR"):
         StageOptimizer(lambda n: SGD([p for _, p in n]), factory, fresh(), {}, 0)
 
 
 def test_something_else_than_a_schedule_is_refused() -> None:
     factory: Any = lambda optimizer: optimizer  # noqa: E731
-    with pytest.raises(UsageError, match="it returned SGD"):
+    with pytest.raises(UsageError, match="but returned SGD"):
         StageOptimizer(lambda n: SGD([p for _, p in n]), factory, fresh(), {}, 0)
 
 
@@ -171,7 +171,7 @@ def test_an_optimizer_over_a_model_of_the_users_own_is_refused() -> None:
 @pytest.mark.parametrize("wrong", [None, nn.Linear(2, 2), "AdamW"])
 def test_something_else_than_an_optimizer_is_refused_with_the_line_to_write(wrong: object) -> None:
     factory: Any = lambda named: wrong  # noqa: E731
-    with pytest.raises(UsageError, match=rf"it returned {type(wrong).__name__}\. Write optimizer=lambda named: torch"):
+    with pytest.raises(UsageError, match=rf"but returned {type(wrong).__name__}\. Write optimizer=lambda named: torch"):
         StageOptimizer(factory, None, fresh(), {}, 0)
 
 

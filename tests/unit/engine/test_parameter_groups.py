@@ -91,5 +91,7 @@ def test_where_the_groups_are_not_known_the_message_says_to_keep_empty_ones() ->
         return SGD([p for _, p in given], lr=float(given[0][1].detach().abs().max()))
 
     assert whole_groups(values, {"a": (2,)}) == ()
-    with pytest.raises(UsageError, match=r"with 1 parameter groups: .*3.*keep groups that are empty there"):
+    with pytest.raises(
+        UsageError, match=r"with 1 parameter groups: .*3.*keep groups in optimizer= that are empty on a stage"
+    ):
         StageOptimizer(values, one_cycle, fresh(), {}, 0)

@@ -84,7 +84,7 @@ def test_ranks_of_which_nothing_is_known_may_be_at_work_for_two_hours() -> None:
     assert scene().fault(WAITING, 100 + 7_199, PATIENCE) is None
     fault = scene().fault(WAITING, 100 + 7_200, PATIENCE)
     assert fault is not None
-    assert "from rank 1, and nothing came. The peer may be frozen or cut off" in fault
+    assert "from rank 1, and nothing arrived. The peer may be frozen or cut off" in fault
 
 
 def test_who_waits_for_its_own_work_is_in_no_circle() -> None:

@@ -201,7 +201,10 @@ def test_a_save_on_top_of_an_unfinished_one_is_skipped_and_says_so(
     saver = Saver(gated, 1, saved.append)  # type: ignore[arg-type]
     saver.save(stage_of(setup, plan, next_step=4), assigned(plan))
     saver.save(stage_of(setup, plan, next_step=5), assigned(plan))
-    assert "the checkpoint of step 5 is skipped: the one before is still being written" in capsys.readouterr().err
+    assert (
+        "the checkpoint of step 5 is skipped, because the previous one is still being written"
+        in capsys.readouterr().err
+    )
     gated.gate.set()
     saver.flush()
     saver.save(stage_of(setup, plan, next_step=6), assigned(plan))
@@ -226,7 +229,9 @@ def test_a_write_that_fails_costs_one_checkpoint_and_is_said(store: Store, setup
         saver.save(stage_of(setup, plan, next_step=step), assigned(plan))
         saver.flush()
     assert len(said) == 1
-    assert said[0].startswith("a checkpoint was not saved, by a mistake of Varuna's: ZeroDivisionError")
+    assert said[0].startswith(
+        "a checkpoint was not saved because of an internal error (please report it): ZeroDivisionError"
+    )
     found = [sum(shard.step == step for shard in saved) for step in (4, 5)]
     assert found[0] < found[1], "files that were under way beside the failing one may be reported, the failing one not"
 

@@ -193,7 +193,7 @@ def test_rank_0_is_named_by_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_ranks_with_different_jobs_are_refused_by_rank(other: JobFacts) -> None:
     first, second = members(2)
     join(first, make_job())
-    with pytest.raises(FleetError, match="rank 1 runs another job than rank 0"):
+    with pytest.raises(FleetError, match="rank 1 runs a different job than rank 0"):
         join(second, other)
 
 

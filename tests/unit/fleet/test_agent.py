@@ -60,7 +60,9 @@ def test_a_message_that_cannot_be_made_is_left_out_and_said(bench: Bench) -> Non
     bench.agent.notify(Notice(float("inf"), "never"))
     bench.agent._take_next()
     assert bench.sent == []
-    assert "a message to the manager is left out, by a mistake of Varuna's: in_s" in bench.told[-1]
+    assert (
+        "a message to the manager was dropped because of an internal error (please report it): in_s" in bench.told[-1]
+    )
 
 
 def test_another_identity_in_the_same_folder_sends_its_own_logs_alone(bench: Bench) -> None:

@@ -181,7 +181,7 @@ def test_a_token_buys_a_name_and_a_secret_once(gate: Gate) -> None:
 @pytest.mark.parametrize(
     ("body", "status", "said"),
     [
-        (request(), 403, "not known"),
+        (request(), 403, "unknown"),
         (request(version="0.0.1"), 409, "install the same version"),
         (request(hostname="x" * 300), 422, "hostname"),
         (request(more=1), 422, "more"),
@@ -259,7 +259,7 @@ def test_a_drained_machine_may_not_come_back(gate: Gate) -> None:
         gate.registry.revoke(gate.me.node, "drained")
         gate.on_loop(lambda: gate.door.dismiss(gate.me.node, "drained", 0, drained=True))
         assert agent.hear().body.drained
-    assert gate.refused(gate.me) == f"node {gate.me.node} was sent away (drained): join again with a new token"
+    assert gate.refused(gate.me) == f"node {gate.me.node} was removed (drained): join again with a new token"
 
 
 def test_a_drained_machine_may_not_go_on_over_the_connection_that_it_has(
@@ -270,8 +270,8 @@ def test_a_drained_machine_may_not_go_on_over_the_connection_that_it_has(
         agent.hear()
         agent.say(Started(worker=f"{gate.me.node}.0"))
         gate.on_loop(lambda: gate.door.dismiss(gate.me.node, "drained", 0, drained=True))
-        assert agent.closed() == (STALLED, "its secret is void")
-    assert gate.events[-1] == ConnectionLost(f"{gate.me.node}.0", "its secret is void")
+        assert agent.closed() == (STALLED, "its secret was revoked")
+    assert gate.events[-1] == ConnectionLost(f"{gate.me.node}.0", "its secret was revoked")
 
 
 def test_a_machine_that_is_not_trusted_any_more_is_gone_at_once(gate: Gate) -> None:
@@ -280,9 +280,9 @@ def test_a_machine_that_is_not_trusted_any_more_is_gone_at_once(gate: Gate) -> N
         agent.hear()
         agent.say(Started(worker=worker))
         agent.sync()
-        gate.on_loop(lambda: gate.door.send_away(gate.me.node, "its machine was sent away"))
-        assert agent.closed() == (STALLED, "its machine was sent away")
-    assert WorkerDistrusted(worker, "its machine was sent away") in gate.events  # its links would go on
+        gate.on_loop(lambda: gate.door.send_away(gate.me.node, "its machine was removed"))
+        assert agent.closed() == (STALLED, "its machine was removed")
+    assert WorkerDistrusted(worker, "its machine was removed") in gate.events  # its links would go on
     gate.on_loop(lambda: gate.door.send_away("n9", "never there"))
 
 
@@ -298,7 +298,10 @@ def test_two_agents_with_one_identity_do_not_take_turns(gate: Gate) -> None:
     with gate.visit() as first:
         first.hear()
         with gate.visit(session="s2") as second:
-            assert second.closed() == (4409, "an agent with this identity is connected: one --state-dir each.")
+            assert second.closed() == (
+                4409,
+                "an agent with this identity is already connected: give each agent its own --state-dir.",
+            )
         assert first.sync() == 0
 
 
@@ -312,7 +315,7 @@ def test_an_agent_speaks_for_its_own_workers_only(gate: Gate) -> None:
             agent.say(Ended(worker=f"{other.node}.0", exited=Exited(code=1)))
             assert agent.closed()[0] == 4400
         assert victim.sync() == 0
-    assert ConnectionLost(f"{gate.me.node}.0", "its agent sent something malformed") in gate.events
+    assert ConnectionLost(f"{gate.me.node}.0", "its agent sent a malformed message") in gate.events
     assert not [event for event in gate.events if isinstance(event, WorkerExited)]
     assert "speaks for worker" in gate.refusals()[-1]
 
@@ -427,7 +430,7 @@ def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path, capf
     for offset in (0, 3):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"abc"))
     assert keeper.settle()
-    assert capfd.readouterr().err.count("n0.0.log misses output: No space left on device") == 1
+    assert capfd.readouterr().err.count("n0.0.log is missing output: No space left on device") == 1
     now[0] = 61.0  # there may be room now
     keeper.write(Output(worker="n0.1", offset=0, data=b"abc"))
     assert keeper.settle()

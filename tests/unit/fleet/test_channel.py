@@ -34,7 +34,7 @@ def test_each_message_comes_once_and_in_order_over_connections_that_break(moves:
 
 def test_a_missing_message_and_a_made_up_confirmation_are_errors() -> None:
     channel: Channel[str] = Channel(2)
-    with pytest.raises(ValueError, match="one is missing"):
+    with pytest.raises(ValueError, match="a message is missing"):
         channel.accept(2)
     with pytest.raises(ValueError, match="the newest one is 0"):
         channel.confirm(1)

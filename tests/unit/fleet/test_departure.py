@@ -188,7 +188,7 @@ def test_an_asked_morph_happens_only_if_it_changes_something() -> None:
     driver.feed(MorphRequested())
     assert flags(driver) == ["regroup"]
     regroup(driver, 3)
-    assert (driver.fleet.record.plan.stages, driver.fleet.record.cause) == (4, "a morph was asked for")
+    assert (driver.fleet.record.plan.stages, driver.fleet.record.cause) == (4, "a morph was requested")
 
 
 def test_a_run_that_is_asked_to_finish_stops_behind_a_vote() -> None:

@@ -74,4 +74,4 @@ def test_whoever_asks_for_the_end_meanwhile_gets_it() -> None:
     driver.breaks(dict.fromkeys(("w0", "w1", "w2"), 2))
     driver.feed(FinishRequested("somebody asked for it"))
     assert driver.end is not None
-    assert "no step is in flight, since generation 6 broke before its first step" in driver.end.text
+    assert "no step is running, because generation 6 broke before its first step" in driver.end.text

@@ -91,7 +91,7 @@ def test_a_cloud_without_capacity_is_asked_again_and_people_are_told_once() -> N
         asking.ask()
     assert cloud.nodes == 2
     assert cloud.asked == 3  # at 1, 16 and 46 s
-    assert warnings == ["4 nodes were asked for: no more g4dn here. It is asked again."]
+    assert warnings == ["requested 4 nodes: no more g4dn here. Trying again."]
     cloud.most = 8
     clock[0] += 300
     asking.ask()
@@ -106,7 +106,7 @@ def test_an_error_that_nobody_foresaw_is_told_and_tried_again() -> None:
     asking, warnings, clock = grower(cloud)
     asking.want(2)
     asking.ask()
-    assert warnings == ["2 nodes were asked for: KeyError('Instances'), a mistake of Varuna's. It is asked again."]
+    assert warnings == ["requested 2 nodes: internal error: KeyError('Instances') (please report it). Trying again."]
     cloud.error = None
     clock[0] += 16.0
     asking.ask()
@@ -125,7 +125,7 @@ def test_what_never_works_is_not_tried_again() -> None:
         time.sleep(0.01)
     asking.close()
     assert cloud.asked == 1
-    assert warnings == ["no more nodes are asked for: AWS refused: not authorized"]
+    assert warnings == ["no longer requesting nodes: AWS refused: not authorized"]
 
 
 def test_processes_of_this_machine_are_nodes_too(tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ def test_steps_wait_for_a_place_and_are_written_in_order(tmp_path: Path) -> None
     disk.may_grow(1)
     for each in (LONG, recorded(0, 1.0), LONG, recorded(1, 0.5)):
         disk.journal.append(each)
-    assert [text.split(",")[0] for text in disk.said] == ["the run's journal waits"]
+    assert [text.split(" to ")[0] for text in disk.said] == ["the run's journal cannot be written"]
     assert "Is the disk full" in disk.said[0]
     assert disk.slept == 0  # nobody waits for a step's row
     disk.may_grow(10_000)
     disk.journal.append(recorded(2, 0.25))
-    assert disk.said[1:] == ["the run's journal is written again"]
+    assert disk.said[1:] == ["the run's journal can be written again"]
     disk.journal.close()
     assert read_events(tmp_path) == [LONG, recorded(0, 1.0), LONG, recorded(1, 0.5), recorded(2, 0.25)]
 
@@ -74,7 +74,9 @@ def test_a_decision_waits_for_the_disk_within_a_bound(tmp_path: Path) -> None:
     assert read_events(tmp_path) == [LONG, VERDICT]
     disk.may_grow(1)
     disk.journal.append(LONG)
-    with pytest.raises(FleetError, match=r"run\.db cannot be written \(.*full.*\), and no decision may be told before"):
+    with pytest.raises(
+        FleetError, match=r"run\.db cannot be written \(.*full.*\), and decisions must be written before"
+    ):
         disk.journal.append(VERDICT)
     assert disk.slept == 65
 
@@ -85,7 +87,7 @@ def test_a_log_of_steps_that_cannot_be_written_ends_no_run(tmp_path: Path) -> No
     disk.journal.append(recorded(0, 1.0))
     disk.journal.append(recorded(1, 0.5))
     assert len(disk.said) == 1
-    assert disk.said[0].startswith("the log of steps waits, since /dev/full cannot be written ([Errno 28]")
+    assert disk.said[0].startswith("the log of steps cannot be written to /dev/full ([Errno 28]")
     assert disk.journal._steps is not None
     disk.journal._steps._file.close()
     disk.journal._steps._file = (tmp_path / "log.jsonl").open("ab", buffering=0)
@@ -105,7 +107,7 @@ def test_a_damaged_journal_says_what_to_do(tmp_path: Path, damage: str) -> None:
     database.close()
     journal = Journal(tmp_path, None)
     with pytest.raises(
-        FleetError, match=r"run\.db is damaged, or of another version.*Move run\.db\* out of the folder"
+        FleetError, match=r"run\.db is damaged, or was written by another version.*Move run\.db\* out of the folder"
     ):
         journal.read()
     journal.close()
@@ -166,7 +168,7 @@ def test_the_log_of_steps_has_no_gap_after_a_manager_that_died_while_its_disk_wa
     fill(first.journal)
     for step in range(3, 6):
         first.journal.append(recorded(step, 1.0))
-    assert any("log of steps waits" in text for text in first.said)
+    assert any("the log of steps cannot be written" in text for text in first.said)
     with log.open("ab") as file:
         file.write(b'{"step": 3, "lo')  # half a line had a place
     first.journal._database.close()  # and here it is killed

@@ -122,7 +122,7 @@ def test_a_local_directory_that_the_manager_does_not_share_is_found_out(tmp_path
     save(keep, str(tmp_path / "workers"), 5)
     assert keep.newest(job) is None
     assert "is missing" in warnings[0]
-    assert "A local directory must be one that all machines share" in warnings[0]
+    assert "A local directory must be shared by all machines" in warnings[0]
 
 
 def test_a_new_run_moves_old_checkpoints_aside_only_if_told(place: str) -> None:
@@ -152,13 +152,14 @@ def test_a_full_disk_is_said_once_until_a_checkpoint_is_complete_again(place: st
             keep.complain(worker, f"cannot write {step}: No space left on device.")
     assert warnings == [
         "worker w1 did not save its part of a checkpoint: cannot write 5: No space left on device. "
-        "There is no complete one."
+        "There is no complete checkpoint."
     ]
     save(keep, place, 15)
     assert keep.newest(job) == Checkpoint(checkpoint_place(place, 15), 15, 1)
     keep.complain("w2", "cannot write 20.")
     assert warnings[1:] == [
-        "worker w2 did not save its part of a checkpoint: cannot write 20. The newest complete one is of step 15."
+        "worker w2 did not save its part of a checkpoint: cannot write 20. "
+        "The newest complete checkpoint is that of step 15."
     ]
 
 
@@ -173,7 +174,7 @@ def test_a_run_whose_end_is_in_no_checkpoint_says_so(place: str, steps: int, sai
     keep.close()
     missing = keep.account(steps)
     assert bool(missing) == said
-    assert not said or "it ended after step 15. The newest complete one is of step 15. Look" in missing
+    assert not said or "the run ended after step 15. The newest complete checkpoint is that of step 15. Look" in missing
     assert not warnings
 
 
@@ -215,5 +216,5 @@ def test_a_configuration_of_another_program_is_never_replaced_and_our_own_is(tmp
             keep = keeper(warnings)
             keep.newest(job_in(str(place)).model_copy(update={"config": config}))
             keep.close()
-            assert ["is left as it is" in text for text in warnings] == [True] * (place == foreign)
+            assert ["is left unchanged" in text for text in warnings] == [True] * (place == foreign)
         assert (place / "config.json").read_text() == expected

@@ -112,7 +112,7 @@ def test_a_full_disk_costs_log_lines_and_not_the_worker(bench: Bench, capfd: pyt
     launcher.set_main(launcher.spawn())
     assert bench.exit() == WorkerExited("w0", 0, "")
     assert bench.lines == [b"0\n", b"1\n", b"2\n"]
-    assert capfd.readouterr().err.count("w0.log misses output: No space left on device. The worker goes on.") == 1
+    assert capfd.readouterr().err.count("w0.log is missing output: No space left on device. The worker continues.") == 1
 
 
 def test_a_grandchild_may_speak_when_the_run_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,7 @@ def test_a_worker_with_another_job_is_refused_and_not_replaced() -> None:
     driver.hello("w0")
     [(worker, finish)] = sends(driver.hello("w1", seed=7), Finish)[:1]
     assert worker == "w1"
-    assert "job.seed is 7, the run's is 0" in finish.reason
+    assert "job.seed is 7, but the run's is 0" in finish.reason
     assert sends(driver.done, Assign)
     assert not any(isinstance(item, Spawn) for item in driver.wait(20))
 

@@ -162,7 +162,7 @@ def test_a_loss_that_is_no_number_is_said_when_it_begins(play: Play) -> None:
         play.say("w0", Voted(vote=vote.model_copy(update={"vector": vector})))
     play.end()
     warnings = [event.text for event in play.seen if isinstance(event, Notice) and event.warning]
-    assert [text.partition(". The run goes on")[0] for text in warnings] == [
+    assert [text.partition(". The run continues")[0] for text in warnings] == [
         "the loss of step 2 is nan",
         "the loss of step 5 is nan",
     ]

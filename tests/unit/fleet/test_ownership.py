@@ -30,7 +30,7 @@ def test_the_second_owner_waits_a_moment_and_is_told_who_the_first_one_is(tmp_pa
 def test_an_owner_elsewhere_that_said_no_goodbye_is_named(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text(Owner(pid=7, host="elsewhere").model_dump_json())
     owner = own(tmp_path, "manager", remedy="")
-    assert "process 7 on elsewhere, which said no goodbye" in owner.warning
+    assert "process 7 on elsewhere, which did not shut down cleanly" in owner.warning
     owner.release()
     owner = own(tmp_path, "manager", remedy="")
     assert owner.warning == ""

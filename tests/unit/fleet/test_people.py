@@ -167,7 +167,7 @@ def test_bad_requests_are_told_what_is_wrong_with_them(front: Front) -> None:
     client = front.client
     front.is_busy = True
     busy = client.post("/stop", headers=OPERATOR)
-    assert (busy.status_code, "Ask again" in busy.json()["error"]) == (503, True)
+    assert (busy.status_code, "Try again" in busy.json()["error"]) == (503, True)
     front.events.clear()
     unknown = client.post("/drain", headers=OPERATOR, json={"node": "n7"})
     assert (unknown.status_code, "n0-vm" in unknown.json()["error"]) == (404, True)
@@ -198,7 +198,7 @@ def test_a_flood_of_refusals_is_a_few_lines(front: Front) -> None:
     assert len(front.audited) == 1
     front.now_s += 11
     front.client.post("/stop")
-    assert "99 times more" in front.audited[-1].why
+    assert "99 more times" in front.audited[-1].why
 
 
 @settings(max_examples=60, deadline=None)

@@ -85,7 +85,7 @@ def test_a_manager_that_starts_again_knows_the_size_from_before_the_run(
 
 def test_the_groups_own_maximum_is_a_lack_of_capacity(client: Any, endpoint: str, tmp_path: Path) -> None:
     provider = provider_in(tmp_path, endpoint)
-    with pytest.raises(CapacityError, match="maximum of Auto Scaling group varuna is 6"):
+    with pytest.raises(CapacityError, match="maximum size of Auto Scaling group varuna is 6"):
         provider.resize(9)
     assert desired(client) == 6
 
@@ -165,7 +165,10 @@ def test_an_old_failure_behind_a_success_is_no_news(client: Any, endpoint: str, 
 
 @pytest.mark.parametrize(
     ("code", "kind", "message"),
-    [("Throttling", CapacityError, "asked later"), ("AccessDenied", FleetError, "AWS refused set_desired_capacity")],
+    [
+        ("Throttling", CapacityError, "asks to retry later"),
+        ("AccessDenied", FleetError, "AWS refused set_desired_capacity"),
+    ],
 )
 def test_throttling_is_asked_again_and_a_refusal_is_not(
     client: Any, endpoint: str, tmp_path: Path, code: str, kind: type[FleetError], message: str

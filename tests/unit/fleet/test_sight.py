@@ -127,7 +127,7 @@ def test_while_steps_go_on_a_machine_out_of_sight_is_left_in_peace_and_that_is_s
     assert sum("node d is out of sight" in notice.text for notice in driver.told(Notice)) == 1
     train(driver, 5)
     assert not driver.fleet.is_hidden("d")
-    assert said(driver, "node d is heard again")
+    assert said(driver, "node d is back in contact")
     assert driver.fleet.generation == 0
 
 
@@ -220,7 +220,7 @@ def test_state_out_of_sight_is_waited_for_as_long_as_doing_it_again_would_take()
     driver.wait(7, hidden=("b",))
     driver.held("w0", 40)
     driver.held("w2", None)
-    assert said(driver, "state is waited for that nobody else holds")
+    assert said(driver, "for state that no other worker holds")
     driver.wait(11, hidden=("b",))
     assert isinstance(driver.fleet.phase, Stopping)
     driver.wait(4, hidden=("b",))
@@ -360,7 +360,7 @@ def test_a_run_that_waits_for_machines_ends_when_somebody_asks_for_that() -> Non
     driver.feed(FinishRequested("enough"))
     assert driver.end is not None
     assert driver.end.exit_code == 1
-    assert driver.end.text.startswith("enough; no step is in flight, since there is no worker. 2 steps are in no")
+    assert driver.end.text.startswith("enough; no step is running, because there are no workers. 2 steps are in no")
 
 
 def test_records_are_not_piled_up_for_a_machine_out_of_sight() -> None:
@@ -389,7 +389,7 @@ def test_a_run_that_is_done_does_not_wait_for_the_script_of_a_machine_that_is_go
     driver.leave("w0", "w1")
     driver.wait(400, hidden=("a", "b"))
     assert driver.end is not None
-    assert said(driver, "nobody knows how its script ends")
+    assert said(driver, "the outcome of its script is unknown")
 
 
 def test_no_morph_is_planned_while_a_rank_cannot_be_told() -> None:

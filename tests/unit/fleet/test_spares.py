@@ -116,7 +116,7 @@ def test_a_gain_is_left_where_the_next_change_comes_too_soon() -> None:
         driver.fleet, experience=Experience(began_s=0.0, changes=200, changed_s=0.0, stalls_s=(5.0, 7.0))
     )
     assert not sends(driver.wait(2), RaiseFlag)
-    assert "not more than the 6.0 s that a morph stalls" in driver.told(Notice)[-1].text
+    assert "not more than the 6.0 s that a morph takes" in driver.told(Notice)[-1].text
     seen = len(driver.told(Notice))
     driver.wait(120)
     assert len(driver.told(Notice)) == seen  # looked at again, but nothing new to say

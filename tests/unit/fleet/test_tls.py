@@ -82,7 +82,7 @@ def test_the_certificate_behind_a_join_string_is_fetched_and_then_trusted(place:
 
 
 def test_another_fingerprint_is_refused_before_any_token_is_sent(place: Place) -> None:
-    with pytest.raises(FleetError, match=r"not the one that this string was made for.*pretends to be it"):
+    with pytest.raises(FleetError, match=r"not the one that this JOIN string was made for.*impersonating it"):
         fetch_certificate(place.invitation(fingerprint="ab" * 32))
 
 
@@ -95,16 +95,16 @@ def test_a_bundle_with_the_right_fingerprint_makes_nobody_else_trusted(tmp_path:
     serving = serve(Authority(bundle, impostor.server_pem))  # the impostor listens, and shows both
     try:
         invitation = Place(real, tmp_path, serving.port).invitation()
-        with pytest.raises(FleetError, match=r"not the manager of this run|not the one that this string"):
+        with pytest.raises(FleetError, match=r"not this run's manager|not the one that this JOIN string"):
             admit(invitation, Home(tmp_path / "home"))
         assert Home(tmp_path / "home").read() is None  # no token was spent, and nothing was stored
         card = Card(
             identity=Identity(node="n0", secret="s"), certificate_pem=bundle, fingerprint=invitation.fingerprint
         )
         Home(tmp_path / "home").write(card)  # as a version before this one left it
-        with pytest.raises(FleetError, match=r"not the manager of this run|is damaged"):
+        with pytest.raises(FleetError, match=r"not this run's manager|is damaged"):
             Remote("127.0.0.1", serving.port, _pem_kept_in(tmp_path / "home")).get("/ca")
-        with pytest.raises(FleetError, match="not the manager of this run"):  # nor does a bundle name more than one
+        with pytest.raises(FleetError, match="not this run's manager"):  # nor does a bundle name more than one
             Remote("127.0.0.1", serving.port, "".join(texts)).get("/ca")
     finally:
         serving.stop()
@@ -127,7 +127,7 @@ def _padded(folder: Path) -> Authority:
 
 def test_another_run_at_the_same_address_is_not_trusted(place: Place, tmp_path: Path) -> None:
     other = open_authority(tmp_path)
-    with pytest.raises(FleetError, match=r"not the manager of this run.*Check the address"):
+    with pytest.raises(FleetError, match=r"not this run's manager.*Check the address"):
         Remote("127.0.0.1", place.port, other.certificate_pem).get("/ca")
 
 
@@ -157,7 +157,7 @@ def test_older_tls_is_not_spoken(place: Place) -> None:
 def test_wrong_addresses_say_what_is_there_instead(place: Place) -> None:
     plain = serve(None)
     try:
-        with pytest.raises(FleetError, match=r"does not speak TLS|no Varuna manager"):
+        with pytest.raises(FleetError, match=r"does not speak TLS|not a Varuna manager"):
             fetch_certificate(place.invitation(port=plain.port))
         with pytest.raises(FleetError, match="closed the connection without an answer"):
             Remote("127.0.0.1", place.port, None).get("/ca")

@@ -95,8 +95,10 @@ def test_an_error_that_nobody_foresaw_is_said_and_the_connection_made_again(mana
     uplink = manager.uplink(charges)
     uplink.start()
     try:
-        assert manager.hears() == Trouble("a mistake of Varuna's: ZeroDivisionError('once')", was_welcome=False)
-        assert manager.hears() == Trouble("a mistake of Varuna's: KeyError('twice')", was_welcome=False)
+        assert manager.hears() == Trouble(
+            "internal error (please report it): ZeroDivisionError('once')", was_welcome=False
+        )
+        assert manager.hears() == Trouble("internal error (please report it): KeyError('twice')", was_welcome=False)
         assert isinstance(manager.hears(), Welcomed)
     finally:
         uplink.stop(0.0)
@@ -114,7 +116,7 @@ def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(
     uplink.start()
     heard = [manager.hears() for _ in range(5)]
     assert [type(event) for event in heard] == [Trouble] * 4 + [Refused]
-    assert "ended by a mistake of Varuna's: ZeroDivisionError('always')" in heard[-1].reason  # type: ignore[union-attr]
+    assert "failed with an internal error (please report it): ZeroDivisionError('always')" in heard[-1].reason  # type: ignore[union-attr]
     uplink.stop(0.0)
     assert manager.heard.empty()
 

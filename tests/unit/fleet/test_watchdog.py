@@ -46,7 +46,7 @@ def test_who_holds_the_loop_up_is_named_with_its_seconds(monkeypatch: pytest.Mon
 
     asyncio.run(serve())
     [text] = said
-    assert text.startswith("the server heard nobody for 7.0 s: it was busy in threading.py")
+    assert text.startswith("the server did not respond for 7.0 s: it was busy in threading.py")
 
 
 def test_a_place_is_that_of_this_package_with_what_it_called() -> None:
@@ -85,4 +85,4 @@ def test_a_process_that_was_stopped_names_nobody(looks: int, why: str) -> None:
     watchdog._look()
     watchdog._look()
     [text] = said
-    assert text.startswith(f"the server heard nobody for 12.0 s: {why}")
+    assert text.startswith(f"the server did not respond for 12.0 s: {why}")

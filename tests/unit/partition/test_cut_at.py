@@ -79,11 +79,11 @@ def test_models_of_many_kinds_still_compute_the_same(family: str, cut_at: list[s
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("transformer.h.9", r"no module of this name\. Near names .*transformer\.h\.1"),
-        ("h.2", r"no module of this name\. Near names .*: transformer\.h\.2"),
+        ("transformer.h.9", r"a module of this name\. Similar names .*transformer\.h\.1"),
+        ("h.2", r"a module of this name\. Similar names .*: transformer\.h\.2"),
         ("transformer.h", r"holds others .*: transformer\.h\.0, transformer\.h\.1, transformer\.h\.2\."),
         ("transformer.wte", r"nothing runs before this module"),
-        ("model.transformer.h.1", r"no module of this name\. Near names .*: transformer\.h\.1"),
+        ("model.transformer.h.1", r"a module of this name\. Similar names .*: transformer\.h\.1"),
     ],
 )
 def test_wrong_names_are_refused_with_near_ones(gpt2: tuple[PartitionedModel, Flow], path: str, message: str) -> None:
@@ -117,7 +117,7 @@ def trainer(**options: Any) -> varuna.Trainer:
 
 def test_the_trainer_takes_a_list_and_no_wish_beside_it() -> None:
     assert len(trainer(cut_at=["layers.1"]).partition().sections) == 2
-    with pytest.raises(UsageError, match="give one of the two"):
+    with pytest.raises(UsageError, match="pass only one of them"):
         trainer(cut_at=["layers.1"], cut_points=3)
     for wrong in ("layers.1", [], [3]):
         with pytest.raises(UsageError, match="list of names of modules"):

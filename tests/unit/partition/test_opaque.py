@@ -93,7 +93,7 @@ def test_one_that_gives_another_result_each_time_is_not_taken() -> None:
 
 def test_what_the_model_itself_does_stays_refused_at_its_line() -> None:
     line = inspect.getsourcelines(Whole.forward)[1] + 2
-    with pytest.raises(ModelError, match=rf"(?s)odd_modules.py:{line}.*move this into a submodule"):
+    with pytest.raises(ModelError, match=rf"(?s)odd_modules.py:{line}.*move this code into a submodule"):
         captured(Whole)
 
 

@@ -177,4 +177,4 @@ def test_a_random_loss_is_told_as_such(capsys: pytest.CaptureFixture[str]) -> No
     recipe = Recipe(SmallLanguage, loss=lambda output, batch: output * drawn.random())
     model, source = prepared(recipe, Tokens(padded=True))
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
-    assert "is another one each time" in capsys.readouterr().err
+    assert "differs each time" in capsys.readouterr().err

@@ -85,7 +85,11 @@ def test_all_that_does_not_fit_is_named(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
         pretrained(tiny_gpt2, tmp_path)
-    for part in ("h.1.ln_1.bias missing", "ln_f.weight is [7] there, [32] in the model", "extra.bias unexpected"):
+    for part in (
+        "h.1.ln_1.bias missing",
+        "ln_f.weight is [7] in the file but [32] in the model",
+        "extra.bias unexpected",
+    ):
         assert part in str(error.value)
     with pytest.raises(CheckpointError, match="do not fit"):
         pretrained(tiny_llama, tmp_path)
@@ -162,7 +166,7 @@ def test_files_that_cannot_be_used_are_refused_with_the_next_move(tmp_path: Path
     with pytest.raises(CheckpointError, match=r"a\.safetensors cannot be read"):
         list_entries(tmp_path / "a.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    with pytest.raises(CheckpointError, match="is no index"):
+    with pytest.raises(CheckpointError, match="is not an index"):
         list_entries(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"x": "gone.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"gone\.safetensors cannot be read"):
@@ -184,7 +188,7 @@ def test_arguments_are_checked_before_anything_is_built(tmp_path: Path) -> None:
         check_beginning("constructor", tmp_path / "absent")
     with pytest.raises(UsageError, match="not a int"):
         check_beginning("constructor", 3)
-    with pytest.raises(UsageError, match="leave init='per_parameter' out"):
+    with pytest.raises(UsageError, match="leave out either init='per_parameter' or weights="):
         check_beginning("per_parameter", tmp_path)
 
 

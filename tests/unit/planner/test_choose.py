@@ -21,7 +21,7 @@ def test_the_micro_batch_is_a_thirty_second_of_the_global_batch_unless_asked_for
 
 @pytest.mark.parametrize("requested", [0, 65])
 def test_a_micro_batch_outside_the_global_batch_is_refused(requested: int) -> None:
-    with pytest.raises(UsageError, match=f"micro_batch={requested} was asked for, but a step has 64 examples"):
+    with pytest.raises(UsageError, match=f"micro_batch={requested} was requested, but a step has 64 examples"):
         choose_micro_batch(64, requested)
 
 
@@ -75,7 +75,7 @@ def test_advice_that_cannot_help_is_left_out() -> None:
 
 def test_impossible_depths_are_named() -> None:
     assert refusal(stages=9, workers=16) == (
-        "P=9 was asked for, but the model has 8 sections; pass cut_points=... or lower --stages."
+        "P=9 was requested, but the model has 8 sections; pass cut_points=... or lower --stages."
     )
-    assert refusal(stages=5) == "P=5 was asked for, but there are 4 workers; add workers or lower --stages."
+    assert refusal(stages=5) == "P=5 was requested, but there are 4 workers; add workers or lower --stages."
     assert "Start a worker" in refusal(workers=0)

@@ -33,7 +33,7 @@ def test_a_store_that_is_down_for_minutes_delays_a_write(hooked: Hooked, capsys:
     patient(hooked, time).write("x", lambda: [b"whole"])
     assert hooked.inner.get("x") == b"whole"
     assert 300 <= time.now_s < 340  # pauses grow, but not beyond 30 s
-    assert capsys.readouterr().err.count("connection refused; it is tried for up to 900 s") == 1
+    assert capsys.readouterr().err.count("connection refused; trying for up to 900 s") == 1
 
 
 def test_patience_ends_and_says_how_long_it_was(hooked: Hooked) -> None:

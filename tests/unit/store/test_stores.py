@@ -72,9 +72,9 @@ def test_folders_move_and_go(store: Store) -> None:
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../b", "", "a//b", "a b", "."])
 def test_no_name_leads_out_of_the_store(store: Store, name: str) -> None:
-    with pytest.raises(StoreError, match="no name"):
+    with pytest.raises(StoreError, match="not a valid name"):
         store.get(name)
-    with pytest.raises(StoreError, match="no name"):
+    with pytest.raises(StoreError, match="not a valid name"):
         store.put(name, b"")
 
 
@@ -104,7 +104,7 @@ def test_a_relative_path_is_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.mark.parametrize("place", ["ftp://host/x", "s3:///x"])
 def test_a_place_that_is_none_is_refused(place: str) -> None:
-    with pytest.raises(UsageError, match="no place for checkpoints"):
+    with pytest.raises(UsageError, match="not a place for checkpoints"):
         open_store(place)
 
 

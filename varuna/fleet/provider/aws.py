@@ -58,7 +58,7 @@ class AutoScalingProvider:
         """Set the group's desired capacity, within its bounds; says so if its last launch found no machine.
 
         Raises:
-            CapacityError: the group's maximum is lower, AWS wants to be asked later, or it has no such machines now.
+            CapacityError: the group's maximum is lower, AWS asks to retry later, or it has no such machines now.
             FleetError: no permission, or the group is gone.
         """
         group = self._describe()
@@ -68,15 +68,15 @@ class AutoScalingProvider:
             self._call("set_desired_capacity", AutoScalingGroupName=self._group, DesiredCapacity=allowed)
         self._wished = allowed
         if allowed < nodes:
-            raise CapacityError(f"the maximum of Auto Scaling group {self._group} is {allowed}")
+            raise CapacityError(f"the maximum size of Auto Scaling group {self._group} is {allowed}")
         if len(group["Instances"]) < allowed and (reason := self._refusal()):
-            raise CapacityError(f"Auto Scaling group {self._group} found no machine: {reason}")
+            raise CapacityError(f"Auto Scaling group {self._group} could not start a machine: {reason}")
 
     def size(self) -> int:
         """Instances that run or start.
 
         Raises:
-            CapacityError: AWS wants to be asked later.
+            CapacityError: AWS asks to retry later.
             FleetError: no permission, or the group is gone.
         """
         states = [instance["LifecycleState"] for instance in self._describe()["Instances"]]
@@ -117,8 +117,8 @@ class AutoScalingProvider:
         except ClientError as error:
             code, text = error.response["Error"]["Code"], error.response["Error"]["Message"]
             if code in _AGAIN:
-                raise CapacityError(f"AWS wants to be asked later ({code})") from error
+                raise CapacityError(f"AWS asks to retry later ({code})") from error
             raise FleetError(f"AWS refused {operation} for group {self._group!r}: {text} ({code})") from error
         except BotoCoreError as error:
-            raise CapacityError(f"AWS does not answer: {error}") from error
+            raise CapacityError(f"AWS did not answer: {error}") from error
         return answer

@@ -70,13 +70,13 @@ class Grower:
             size = self._provider.size()
         except CapacityError as error:
             self._settle(growth.refused(now_s), growth)
-            self._say(f"{growth.wanted} nodes were asked for: {error}. It is asked again.")
+            self._say(f"requested {growth.wanted} nodes: {error}. Trying again.")
         except FleetError as error:
             self._closed.set()
-            self._say(f"no more nodes are asked for: {error}")
+            self._say(f"no longer requesting nodes: {error}")
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave the run at its size
             self._settle(growth.refused(now_s), growth)
-            self._say(f"{growth.wanted} nodes were asked for: {error!r}, a mistake of Varuna's. It is asked again.")
+            self._say(f"requested {growth.wanted} nodes: internal error: {error!r} (please report it). Trying again.")
         else:
             self._settle(growth.granted(size, now_s), growth)
             self._warned = ""

@@ -19,7 +19,7 @@ class GrowthConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.least <= self.most or self.most < 1:
             raise UsageError(
-                f"bounds of {self.least} to {self.most} nodes were given. Let 0 <= least <= most, and most be above 0."
+                f"bounds of {self.least} to {self.most} nodes are invalid: 0 <= least <= most and most > 0 are needed."
             )
 
 

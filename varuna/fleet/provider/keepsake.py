@@ -46,6 +46,6 @@ class Keepsake:
         try:
             yield database
         except sqlite3.Error as error:
-            raise FleetError(f"the {self._name} cannot be kept in {self._run_dir}: {error}") from error
+            raise FleetError(f"the {self._name} cannot be stored in {self._run_dir}: {error}") from error
         finally:
             database.close()

@@ -103,8 +103,8 @@ class Lost:
 
     def __getattr__(self, name: str) -> Any:
         raise ModelError(
-            f"forward() reads {name} of a {self._kind}, which it got from a module that runs as written: only tensors "
-            "and plain values are known outside of that. Let it return a tensor."
+            f"forward() reads {name} of a {self._kind}, which comes from a module that runs as written: only "
+            "tensors and plain values are known outside of it. Return a tensor instead."
         )
 
 
@@ -173,9 +173,9 @@ class Call:
         alike = structure == self.learned.results and all(map(_alike, found, expected, [batch] * len(found)))
         if not alike:
             raise ModelError(
-                f"{self.path} runs as written, as one operation, and gave {_shapes(found)} for {batch} examples where "
-                f"{_shapes(expected, batch)} was expected: the shapes of its results depend on the data. Let it give "
-                "the same shape for every batch (pad to a fixed one)."
+                f"{self.path} runs as written, as one operation, and gave {_shapes(found)} for {batch} examples "
+                f"where {_shapes(expected, batch)} was expected: the shapes of its results depend on the data. "
+                "Make it return the same shape for every batch (pad to a fixed size)."
             )
         return [leaf for leaf in found if isinstance(leaf, Tensor)]
 
@@ -186,9 +186,9 @@ class WritesError(ModelError):
     def __init__(self, path: str, what: str) -> None:
         self.path, self.what = path, what
         super().__init__(
-            f"{path} can only run as it is written, as one operation, and writes {what}. Each micro-batch runs more "
-            "than once (forward, recompute) and on any worker, so a module that runs so must keep nothing between "
-            "calls. Return what it computes, or switch that feature off in the model's configuration."
+            f"{path} can only run as written, as one operation, and it writes {what}. Each micro-batch runs more "
+            "than once (forward, recompute) and on any worker, so such a module must keep no state between calls. "
+            "Return what it computes, or switch that feature off in the model's configuration."
         )
 
 

@@ -68,9 +68,9 @@ def learn(call: Call, arguments: Arguments) -> Learned:
     except Exception as error:
         raise UnfitError(f"{type(error).__name__}: {error}") from error
     if small.structure != large.structure:
-        raise UnfitError("its results are arranged in another way for another number of samples")
+        raise UnfitError("the structure of its results changes with the number of samples")
     if not all(map(_same, large.leaves, again.leaves)):
-        raise UnfitError("it gives another result each time it runs on the same values and seeds")
+        raise UnfitError("it gives different results for the same values and seeds")
     leaves = tuple(map(_made, small.leaves, large.leaves))
     if not any(isinstance(leaf, Made) for leaf in leaves):
         raise UnfitError("it returns no tensor")
@@ -179,9 +179,9 @@ def _made(small: Any, large: Any) -> Any:
             raise UnfitError(f"it returns {large!r} for one number of samples, {small!r} for another")
         return large
     if type(large) not in (Tensor, torch.nn.Parameter) or large.layout is not torch.strided:
-        raise UnfitError("it returns something else than plain tensors")
+        raise UnfitError("it returns something other than plain tensors")
     if not isinstance(small, Tensor) or small.dim() != large.dim() or small.dtype is not large.dtype:
-        raise UnfitError("its results have other dimensions for another number of samples")
+        raise UnfitError("the number of dimensions of its results changes with the number of samples")
     slopes = tuple(b - a for a, b in zip(small.shape, large.shape, strict=True))
     fixed = tuple(a - SIZES[0] * slope for a, slope in zip(small.shape, slopes, strict=True))
     if any(base < 0 for base in fixed):

@@ -44,10 +44,10 @@ class NotFollowedError(ModelError):
     def __init__(self, why: str, where: str) -> None:
         self.why = why
         super().__init__(
-            f"the model cannot be captured: {why}{where}. Varuna runs a submodule that does so as it is written, as "
-            "one operation, but not the whole model, nor a submodule whose arguments or results are more than tensors "
-            "and plain values: move this into a submodule that takes and returns tensors. See docs/partitioning.md, "
-            "section Modules that run as written."
+            f"the model cannot be captured: {why}{where}. Varuna can run such a submodule as written, as one "
+            "operation, but not the whole model, and not a submodule whose arguments or results are more than "
+            "tensors and plain values: move this code into a submodule that takes and returns tensors. See "
+            "docs/partitioning.md, section Modules that run as written."
         )
 
 
@@ -279,7 +279,7 @@ def _depends_on_data(result: Any) -> bool:
 def _leaf(value: Any, batch: Any) -> Any:
     if isinstance(value, Tensor):
         if value.layout is not torch.strided:
-            raise UnfitError("it is given something else than dense tensors")
+            raise UnfitError("it gets something other than dense tensors")
         lines = [_in_batch(size, batch) for size in value.shape]
         fixed, slopes = tuple(line.fixed for line in lines), tuple(line.per_example for line in lines)
         return Given(value.dtype, fixed, slopes, value.requires_grad)
@@ -287,7 +287,7 @@ def _leaf(value: Any, batch: Any) -> Any:
         return torch.SymInt
     if isinstance(value, _PLAIN):
         return value
-    raise UnfitError(f"it is given a {type(value).__name__}")
+    raise UnfitError(f"it gets a {type(value).__name__}")
 
 
 def _in_batch(size: Any, batch: Any) -> Line:
@@ -296,10 +296,10 @@ def _in_batch(size: Any, batch: Any) -> Line:
         return Line(int(size), 0)
     expression, symbol = size.node.expr, batch.node.expr
     if not expression.free_symbols <= {symbol}:
-        raise UnfitError("it is given a tensor whose shape depends on data")
+        raise UnfitError("it gets a tensor whose shape depends on data")
     one, two, four = (int(expression.subs({symbol: number})) for number in (1, 2, 4))
     if four - two != 2 * (two - one):
-        raise UnfitError("it is given a tensor whose shape is not linear in the number of samples")
+        raise UnfitError("it gets a tensor whose shape is not linear in the number of samples")
     return Line(2 * one - two, two - one)
 
 

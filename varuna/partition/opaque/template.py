@@ -61,7 +61,7 @@ def template_of(module: nn.Module, rebuilt: Callable[[], nn.Module]) -> Template
 
 def _emptied(module: nn.Module) -> Template:
     if any(isinstance(each, torch.jit.ScriptModule) and list(each.parameters()) for each in module.modules()):
-        raise UnfitError("a scripted module holds parameters of its own")
+        raise UnfitError("a scripted module has its own parameters")
     held, names = state_of(module)
     places = [
         nn.Parameter(torch.empty(0), requires_grad=False) if isinstance(value, nn.Parameter) else torch.empty(0)
