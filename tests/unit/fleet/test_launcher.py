@@ -213,3 +213,15 @@ def test_a_launcher_that_is_stopped_does_not_hold_its_worker_up(bench: Bench, mo
     assert bench.exit().code == 0
     assert (bench.folder / "w0.log").stat().st_size == 500_001
     launcher.stop_all(5)
+
+
+def test_a_worker_that_writes_without_end_does_not_fill_its_machines_disk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOG_BYTES", 100)
+    launcher = bench.launcher("for n in range(50): print('x' * 9, flush=True)")
+    launcher.set_main(launcher.spawn())
+    assert bench.exit().code == 0
+    until(lambda: len(bench.lines) == 50)  # who watches sees all of it
+    assert 0 < (bench.folder / "w0.log").stat().st_size <= 100
+    launcher.stop_all(5)

@@ -1,5 +1,6 @@
 """What an agent remembers, and logs on their way."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -222,3 +223,42 @@ def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(
         keeper.write(Output(worker="n0.0", offset=offset, data=b"0123456789"))
     assert keeper.settle()
     assert (tmp_path / "n0.0.log").stat().st_size == 15
+
+
+def test_names_that_nobody_runs_out_of_do_not_fill_the_managers_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "MOST_LOGS", 3)
+    keeper = LogKeeper(tmp_path)
+    for number in range(10):
+        keeper.begin(f"n0.{number}")
+        keeper.write(Output(worker=f"n0.{number}", offset=0, data=b"x"))
+    assert keeper.settle()
+    assert sorted(path.name for path in tmp_path.glob("*.log")) == ["n0.0.log", "n0.1.log", "n0.2.log"]
+
+
+@pytest.mark.parametrize(("number", "pause_s"), [(errno.EMFILE, 1.0), (errno.ENOSPC, 60.0)])
+def test_a_moment_without_descriptors_costs_a_log_a_moment_and_a_full_disk_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, pause_s: float
+) -> None:
+    now = [100.0]
+    keeper = LogKeeper(tmp_path, lambda: now[0])
+    real, fails = logs_module._open_private, [True]
+
+    def opener(path: str, flags: int) -> int:
+        if fails.pop():
+            raise OSError(number, "no")
+        fails.append(False)
+        return real(path, flags)
+
+    monkeypatch.setattr(logs_module, "_open_private", opener)
+    keeper.write(Output(worker="n0.0", offset=0, data=b"lost "))
+    assert keeper.settle()
+    fails.append(False)
+    now[0] += pause_s - 0.1
+    keeper.write(Output(worker="n0.0", offset=5, data=b"lost too "))
+    assert keeper.settle()
+    now[0] += 0.2
+    keeper.write(Output(worker="n0.0", offset=14, data=b"kept"))
+    assert keeper.settle()
+    assert (tmp_path / "n0.0.log").read_bytes() == b"\n[varuna: 14 bytes are missing here]\nkept"
