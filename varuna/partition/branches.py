@@ -1,5 +1,6 @@
-"""Python branches that export would not follow: on sizes that depend on data, and on whether tensors are equal."""
+"""Python that export would not follow: branches on sizes that depend on data, ``len(x)``, whether tensors are equal."""
 
+import builtins
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, S
 from torch.overrides import TorchFunctionMode
 
 _evaluate = ShapeEnv.evaluate_expr
+_len = builtins.len
 
 
 @contextmanager
@@ -32,6 +34,24 @@ def general_sizes() -> Iterator[None]:
         yield
     finally:
         ShapeEnv.evaluate_expr = _evaluate  # type: ignore[method-assign]
+
+
+@contextmanager
+def general_lengths() -> Iterator[None]:
+    """``len(x)`` of a tensor is ``x.shape[0]``, which may be the number of samples: Python makes one number of it.
+
+    A loop (``range(len(x))``) needs one number all the same.
+    """
+
+    def length(value: Any, /) -> Any:
+        is_plain = isinstance(value, Tensor) and type(value).__len__ is Tensor.__len__ and value.dim() > 0
+        return value.shape[0] if is_plain else _len(value)
+
+    builtins.len = length
+    try:
+        yield
+    finally:
+        builtins.len = _len
 
 
 class Comparing(TorchFunctionMode):

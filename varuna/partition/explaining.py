@@ -80,9 +80,9 @@ def one_number(noticed: Noticed) -> str:
     place = f", at {noticed.fixed_at}" if noticed.fixed_at else ""
     return (
         "forward() works for one number of samples only, because it turns that number into a Python "
-        f"number{place}: len(x), int(x.shape[0]) and a loop over the samples (for one in x, list(x)) do this, "
-        "x.shape[0] does not. Micro-batches may be short: write it for any number of samples, with operations on "
-        "the whole batch."
+        f"number{place}: int(x.shape[0]) and a loop over the samples (for one in x, list(x)) do this, x.shape[0] "
+        "and len(x) do not. Micro-batches may be short: write it for any number of samples, with operations on the "
+        "whole batch."
     )
 
 

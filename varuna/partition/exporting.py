@@ -10,8 +10,8 @@ Where no way leads to a graph, submodules that stand in the way become operation
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,8 @@ from torch.export import _trace as _torch_trace
 from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
-from varuna.partition.branches import Comparing, general_sizes
+from varuna.partition.branches import Comparing, general_lengths, general_sizes
+from varuna.partition.ctc import Alignments
 from varuna.partition.explaining import NotExportedError, Noticed
 from varuna.partition.functions import kept_functions
 from varuna.partition.loops import EveryPlace
@@ -73,8 +74,9 @@ def export(
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
             failure = error
     values = Values(Grade.SAMPLES, given(Grade.SAMPLES) or {})
+    helped = (values.watch(), EveryPlace(), Alignments(), Comparing(), _idle_moves())
     try:
-        with _as_eager(), values.watch(), EveryPlace(), Comparing(), _silent(), _idle_moves():
+        with _as_eager(), _all(helped), _silent():
             found = pieces.find(lambda: _attempt(module, fake), values.real)
         if found or failure is None:
             return _some_way(module, fake, given, accept, pieces)
@@ -106,7 +108,8 @@ def _some_way(
             try:
                 noticing = Noticing()
                 seen = noticing.watch()
-                with compiling, pieces.in_place(), values.watch(), seen, places, Comparing(), _silent(), _idle_moves():
+                helped = (pieces.in_place(), values.watch(), seen, places, Alignments(), Comparing(), _idle_moves())
+                with compiling, _all(helped), _silent():
                     program = _attempt(module, fake)
                     values.fill(program.constants)
                     check_followed(program)
@@ -125,7 +128,7 @@ def _some_way(
 def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
     def attempt(batch: Any) -> torch.export.ExportedProgram:
         dynamic = ({key: {0: batch} for key in fake},)
-        with kept_functions(), general_sizes(), _lines_of_functions():
+        with kept_functions(), general_sizes(), general_lengths(), _lines_of_functions():
             return torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic)
 
     try:
@@ -135,6 +138,14 @@ def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.Expo
             raise
         # true for any batch size, but more than export can prove (min(32, 512 * batch) == 32): let it not ask
         return attempt(torch.export.Dim.DYNAMIC)
+
+
+@contextmanager
+def _all(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
 
 
 @contextmanager

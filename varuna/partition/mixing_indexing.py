@@ -13,6 +13,7 @@ from varuna.partition.mixing import (
     Tracking,
     argument,
     doubted,
+    flat,
     meet,
     negative,
     operands,
@@ -92,6 +93,30 @@ def _along_picks(t: Tracking, node: Node, mask: Node, moving: list[Rows], dim: i
     return Rows(dim, Order(1, 1, mask), given, blames, state.by_fact)
 
 
+def put(t: Tracking, node: Node) -> Found:
+    """``x[mask] = y``, where ``y`` is the same for all or what the mask picks."""
+    source, places, given = node.args[:3]
+    indices = [(place, each) for place, each in enumerate(places) if isinstance(each, Node)]  # type: ignore[arg-type]
+    if len(indices) != 1 or value_of(indices[0][1]).dtype is not torch.bool or argument(node, "accumulate", False):
+        return unsure(t, node)
+    ((place, mask),) = indices
+    state, which, new = t.of(source), t.of(mask), t.of(given)
+    picked = isinstance(new, Rows) and new.order is not None and new.order.picked is mask
+    if not isinstance(which, Rows) or not isinstance(state, Rows | Fixed) or not (picked or isinstance(new, Fixed)):
+        return unsure(t, node)
+    dim = value_of(mask).dim() + which.dim + place - value_of(source).dim()
+    if isinstance(state, Rows) and (state.dim != dim or _unlike(state.order, which.order)):
+        return doubted(t, node, COMPARES, certain=False)
+    return meet(t, node, flat([source, mask] if picked else [source, mask, given]), dim=dim)
+
+
+def masked(t: Tracking, node: Node) -> Found:
+    """``masked_select``, as indexing by a mask; both may be broadcast."""
+    source, mask = operands(node)
+    alike = value_of(source).dim() == value_of(mask).dim()
+    return _picked(t, node, (0, mask)) if alike else unsure(t, node)
+
+
 def nonzero(t: Tracking, node: Node) -> Found:
     """Where a mask is true."""
     source = node.args[0]
@@ -159,6 +184,8 @@ def where(t: Tracking, node: Node) -> Found:
 INDEXING: dict[str, Rule] = {
     "where": where,
     **dict.fromkeys(("index", "_unsafe_index"), index),
+    "index_put": put,
+    "masked_select": masked,
     **dict.fromkeys(("nonzero_numpy", "nonzero"), nonzero),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "take_along_dim", "scatter_reduce"), gather),
     **dict.fromkeys(("index_add", "bincount"), scattered),

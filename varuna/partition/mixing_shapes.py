@@ -138,6 +138,41 @@ def along(t: Tracking, node: Node) -> Found:
     return tuple(result for _ in node.meta["val"]) if isinstance(node.meta["val"], list | tuple) else result
 
 
+def windows(t: Tracking, node: Node) -> Found:
+    """``unfold``: parts of one dimension, each along a new last one."""
+    state, value = t.of(node.args[0]), value_of(node.args[0])
+    if not isinstance(state, Rows):
+        return state if isinstance(state, Fixed) else unsure(t, node)
+    return unsure(t, node) if negative(argument(node, "dimension"), value) == state.dim else at(state, state.dim - 1)
+
+
+def spectrum(t: Tracking, node: Node) -> Found:
+    """Fourier transforms of some dimensions."""
+    state, dims = t.of(node.args[0]), argument(node, "dim")
+    if isinstance(state, Rows) and dims is not None:
+        many = dims if isinstance(dims, list | tuple) else [dims]
+        if state.dim not in [negative(dim, value_of(node.args[0])) for dim in many]:
+            return meet(t, node, operands(node))
+    return state if isinstance(state, Fixed) else doubted(t, node, COMPARES, certain=False)
+
+
+def triangle(t: Tracking, node: Node) -> Found:
+    """Of the matrices of the last two dimensions."""
+    state = t.of(node.args[0])
+    return unsure(t, node) if not isinstance(state, Rows | Fixed) or getattr(state, "dim", -3) > -3 else state
+
+
+def looked_up(t: Tracking, node: Node) -> Found:
+    """Each element in a list that is the same for all: its place, or whether it is there."""
+    states = [t.of(source) for source in operands(node)]
+    if all(isinstance(state, Fixed) for state in states):
+        return pointwise(t, node)
+    one = sum(isinstance(state, Rows) for state in states) == 1
+    return (
+        meet(t, node, operands(node)) if one and all(isinstance(s, Rows | Fixed) for s in states) else unsure(t, node)
+    )
+
+
 def part(t: Tracking, node: Node) -> Found:
     """A slice, or one index, of one dimension."""
     state, value = t.of(node.args[0]), value_of(node.args[0])
@@ -282,15 +317,26 @@ SHAPES = {
     "arange": numbers,
     **dict.fromkeys(("rand", "randn", "rand_like", "randn_like", "randint", "randint_like", "bernoulli", "dropout",
                      "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "normal", "uniform", "exponential",
-                     "bernoulli.p", "rrelu", "poisson"), random),
+                     "bernoulli.p", "rrelu", "poisson", "cauchy", "geometric", "log_normal"), random),
     **dict.fromkeys(("copy", "fill"), written),
+    **dict.fromkeys(("hardswish", "prelu", "rsub", "subtract", "multiply", "divide", "negative", "absolute", "fix",
+                     "less", "less_equal", "greater", "greater_equal", "not_equal", "arccos", "arcsin", "arctan",
+                     "arctan2", "arccosh", "arcsinh", "arctanh", "complex", "polar", "conj", "special_ndtr"),
+                    pointwise),
     **dict.fromkeys(("__and__", "__or__", "__xor__", "floor_divide", "true_divide", "masked_fill", "clamp_min",
                      "clamp_max"), pointwise),
+    "unfold": windows,
+    **dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft", "fft_fft2", "fft_ifft2",
+                     "fft_rfft2", "fft_irfft2", "fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn", "fft_fftshift",
+                     "fft_ifftshift"), spectrum),
+    **dict.fromkeys(("tril", "triu"), triangle),
+    **dict.fromkeys(("bucketize", "searchsorted", "isin"), looked_up),
     "randperm": permutation,
     **dict.fromkeys(("softmax", "_softmax", "log_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort",
-                     "argsort", "flip", "roll", "glu", "renorm"), along),
+                     "argsort", "flip", "roll", "glu", "renorm", "cummax", "cummin"), along),
     **dict.fromkeys(("slice", "select", "narrow"), part),
-    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "tensor_split"), parts),
+    **dict.fromkeys(("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_split",
+                     "unsafe_split_with_sizes", "unsafe_chunk"), parts),
     **dict.fromkeys(("cat", "concat", "stack"), joining),
     **dict.fromkeys(("repeat", "tile", "repeat_interleave"), repeat),
     "one_hot": one_hot,

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.fx import Node
 
+from varuna.partition.ctc import NAME as CTC
 from varuna.partition.mixing import (
     CHOOSES,
     COMPARES,
@@ -268,15 +269,19 @@ def _divisor(t: Tracking, node: Node, met: Rows) -> Count:
     return Count("targets", (target, argument(node, "ignore_index", -100), weight)) if known else count_of(met)
 
 
-def ctc(t: Tracking, node: Node) -> Found:
-    """Sequences along dimension 1 of the log-probabilities; a mean divides by the examples."""
-    state = t.of(node.args[0])
-    if not isinstance(state, Rows) or state.dim != -2 or ".Tensor" not in str(node.target):
+def alignments(t: Tracking, node: Node) -> Found:
+    """A loss for each example, along dimension 1 of the log-probabilities; targets may be all in one row."""
+    sources = operands(node)
+    states = [t.of(source) for source in sources]
+    if not isinstance(states[0], Rows) or states[0].dim != -2:
         return unsure(t, node)
-    blames = joined(*(t.of(source) for source in operands(node)))
-    found = Rows(-1, state.order, False, blames, state.by_fact)
-    reduction = argument(node, "reduction", MEAN)
-    return found if reduction == NONE else total(t, node, found, ONE if reduction == SUM else EXAMPLES)
+    targets, value = states[1], value_of(sources[1])
+    blames = joined(*states)
+    if isinstance(targets, Rows) and value.dim() == 1 and (targets.order is None or targets.order.picked is None):
+        blames = (*blames, Blame(node, COMPARES, False))  # each example's are found by the lengths of those before
+    given = (state for state in states if isinstance(state, Rows))
+    by_fact = any(state.by_fact for state in given) or any(isinstance(state, Fact) for state in states)
+    return Rows(-1, states[0].order, False, blames, by_fact)
 
 
 TARGETS = ("aten::cross_entropy_loss", "aten::nll_loss", "aten::nll_loss_nd", "aten::nll_loss2d")
@@ -285,7 +290,7 @@ LEADING = (*TARGETS, "aten::multi_margin_loss", "aten::multilabel_margin_loss", 
 _POINTWISE = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
               "binary_cross_entropy_with_logits", "kl_div", "soft_margin_loss", "hinge_embedding_loss",
               "poisson_nll_loss", "margin_ranking_loss")  # fmt: skip
-LOSSES = (*LEADING, *(f"aten::{name}" for name in _POINTWISE), "aten::ctc_loss")
+LOSSES = (*LEADING, *(f"aten::{name}" for name in _POINTWISE))
 
 
 def similar(t: Tracking, node: Node) -> Found:
@@ -324,13 +329,17 @@ SUMS: dict[str, Any] = {
                      "adaptive_avg_pool3d", "adaptive_max_pool2d", "upsample_nearest2d", "upsample_bilinear2d",
                      "upsample_bicubic2d", "upsample_linear1d", "upsample_nearest1d", "pixel_shuffle",
                      "pixel_unshuffle", "bilinear", "lstm_cell", "gru_cell", "grid_sampler", "im2col", "col2im",
-                     "unfold_copy", "channel_shuffle", "multi_head_attention"), outermost),
+                     "unfold_copy", "channel_shuffle", "adaptive_max_pool1d", "adaptive_max_pool3d",
+                     "max_pool1d_with_indices", "max_pool3d_with_indices", "max_unpool2d", "max_unpool3d",
+                     "upsample_nearest3d", "upsample_trilinear3d", "grid_sampler_2d", "grid_sampler_3d",
+                     "affine_grid_generator", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d",
+                     "replication_pad1d", "replication_pad2d", "replication_pad3d", "multi_head_attention"), outermost),
     **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "native_layer_norm"),
                     unchanged),
     "scaled_dot_product_attention": attention,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), recurrent),
     **{name.removeprefix("aten::"): losses for name in LOSSES},
-    "ctc_loss": ctc,
+    CTC: alignments,
     **dict.fromkeys(("cosine_similarity", "pairwise_distance"), similar),
     **dict.fromkeys(("cdist", "_cdist_forward"), distances),
 }  # fmt: skip

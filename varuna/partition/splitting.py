@@ -137,9 +137,6 @@ class Splitting:
         given[place] = NONE
         with self._graph.inserting_before(node):
             each = call(self._graph, node.target, tuple(given), dict(node.kwargs))
-            if op_name(node) == "aten::ctc_loss":
-                lengths = call(self._graph, aten.clamp_min.default, (given[3], 1))
-                each = call(self._graph, aten.div.Tensor, (each, lengths))
             total = call(self._graph, aten.sum.default, (each,), {"dtype": torch.float32})
             counted = self._t.of(node)
             (count,) = counted.counts if isinstance(counted, Total) else (Count("one"),)

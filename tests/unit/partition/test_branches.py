@@ -215,10 +215,23 @@ class Counted(Layers):
     """Makes a Python number of the number of samples."""
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
-        return super().forward(input_ids, labels) + torch.arange(len(input_ids)).sum()
+        return super().forward(input_ids, labels) + torch.arange(int(input_ids.shape[0])).sum()
+
+
+class Contrasted(Layers):
+    """As CLIP does."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        one, other = self.embed(input_ids).mean(1), self.embed(labels).mean(1)
+        return nn.functional.cross_entropy(one @ other.T, torch.arange(len(one)))
+
+
+def test_the_length_of_a_tensor_is_no_one_number() -> None:
+    batch = SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors
+    assert not partition(Recipe(Contrasted), batch).eager, "or all of it would run as written, in one section"
 
 
 def test_a_model_for_one_number_of_samples_is_told_what_does_that() -> None:
     batch = SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors
-    with pytest.raises(ModelError, match=rf"{Path(__file__).name}:\d+: len\(x\), "):
+    with pytest.raises(ModelError, match=rf"{Path(__file__).name}:\d+: int\(x"):
         partition(Recipe(Counted), batch)
