@@ -49,9 +49,10 @@ class WholeBatch:
         readers = {plan.stage_of(section) for section in range(plan.sections) if self._reads(section)}
         self.reads = place.stage in readers
         """sections of this rank are given numbers"""
+        counters = [graph.whole.counter for graph in model.graphs if graph.whole is not None]
         self._counts_samples = self.used and (
-            len(model.graphs) > 1 or any(leaf.per_example is None for leaf in self._leaves)
-        )
+            len(model.graphs) > 1 or any(counter is not None and counter.inputs for counter in counters)
+        )  # else all follows from how many examples a micro-batch has, which the plan says
         self.counts = self._counts_samples and place.stage == last
         """this rank counts the micro-batches of its replica"""
         self._exchanged = self._counts_samples and (plan.replicas > 1 or not readers <= {last})
@@ -127,14 +128,21 @@ class WholeBatch:
             return
         if self._exchanged:
             added_up()
+        if not self._counts_samples:
+            self._count_sizes(self._table)
         totals = [math.fsum(column) for column in self._table.t().tolist()]
-        if not self._counts_samples:  # sizes alone
-            totals = [float((leaf.per_example or 0) * self._plan.global_batch) for leaf in self._leaves]
         self._table = None
         self._numbers = [
             {} if graph.whole is None else graph.whole.numbers(totals, known)
             for graph, known in zip(self._model.graphs, self._known, strict=True)
         ]
+
+    def _count_sizes(self, table: Tensor) -> None:
+        whole = self._model.whole
+        assert whole is not None
+        for micro_batch in range(self._plan.micro_batches):
+            size = len(self._plan.samples_of(micro_batch))
+            table[micro_batch] = torch.tensor(whole.counts({}, self._known[0], size))
 
     def _is_counted(self, step: int) -> bool:
         with self._lock:

@@ -273,6 +273,23 @@ class Balanced(Model):
         return self.masked(x, b) + 0.01 * balance
 
 
+class Pairs(Model):
+    """As CLIP has it: each term is divided by a number of examples, and its targets follow from that, too."""
+
+    def terms(self, x: Tensor, b: Batch) -> Tensor:
+        alike = x.mean(1) @ b.early.mean(1).T
+        one, other = torch.arange(len(x)), torch.arange(len(alike))
+        return (F.cross_entropy(alike, one) + F.cross_entropy(alike.T, other)) / 2
+
+
+def test_counts_that_follow_from_the_number_of_examples_alone_need_no_samples() -> None:
+    setup = Setup(build=Pairs, dataset=Sentences(), micro_batch=3, clip=None)
+    assert setup.model.whole is not None
+    one = setup.losses(1, 1, 2)
+    assert setup.losses(3, 1, 2) == one
+    assert worst(setup.losses(2, 2, 2), one) < 1e-6
+
+
 def test_a_loss_that_mixes_examples_trains_within_micro_batches_if_the_user_says_so() -> None:
     def trainer(**given: Any) -> Trainer:
         return Trainer(Balanced, Sentences(), adamw, 8, device="cpu", **given)

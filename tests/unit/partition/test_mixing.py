@@ -186,7 +186,8 @@ def windowed(x: Tensor, batch: Any) -> Tensor:
     z = F.hardswish(x) + F.prelu(x, torch.full((6,), 0.1)) + torch.rsub(x, 1) + torch.isin(x, torch.ones(1)) + y
     spectrum = torch.fft.rfft(x, dim=1).abs() + torch.fft.fft2(x).abs()[:, :4]
     seen = F.pad(x, (1, 1), mode="reflect").unfold(1, 2, 2).cummax(-1).values
-    return z.tril().mean() + spectrum.mean() + seen.mean()
+    found: Tensor = z.tril().mean() + spectrum.mean() + seen.mean()
+    return found
 
 
 def test_what_keeps_examples_apart_is_not_suspected() -> None:
