@@ -35,6 +35,7 @@ from varuna.partition.explaining import (
 from varuna.partition.exporting import Exported, export
 from varuna.partition.givens import Givens
 from varuna.partition.inline import inline_no_grad
+from varuna.partition.limits import limits_of
 from varuna.partition.opaque.pieces import Pieces
 from varuna.partition.truths import Taken, taken_for_granted
 from varuna.partition.values import Grade, Values
@@ -280,6 +281,9 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Take
     named = dict(model.named_parameters())
     graph, buffers = program.graph, _buffers(program, first_name)
     inline_no_grad(graph, program.graph_module, buffers)
+    limits = limits_of(graph)
+    if len(limits) < exported.limits:  # some are in a region of the graph, out of which nothing can be returned
+        raise ModelError(without_value("lifted_tensor_0", None, exported.noticed))
     return Capture(
         graph=graph,
         owner=program.graph_module,
@@ -295,7 +299,7 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Take
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
         visits_all=exported.visits_all,
         conditions=taken.conditions,
-        truths=taken.truths,
+        truths=(*taken.truths, *limits),
         eager=exported.eager,
     )
 

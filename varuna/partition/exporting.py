@@ -26,6 +26,7 @@ from varuna.partition.branches import Comparing, general_lengths, general_sizes
 from varuna.partition.ctc import Alignments
 from varuna.partition.explaining import NotExportedError, Noticed
 from varuna.partition.functions import kept_functions
+from varuna.partition.limits import Limits
 from varuna.partition.loops import EveryPlace
 from varuna.partition.noticing import Noticing
 from varuna.partition.opaque.calls import WritesError
@@ -41,6 +42,8 @@ class Exported(NamedTuple):
     program: torch.export.ExportedProgram
     visits_all: bool
     """loops over the places where a mask is true run for every place"""
+    limits: int
+    """writes that limit a parameter, each an assertion of the graph"""
     noticed: Noticed
     eager: Mapping[str, str]
     """path of a module that runs as written, as one operation -> why"""
@@ -74,7 +77,7 @@ def export(
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
             failure = error
     values = Values(Grade.SAMPLES, given(Grade.SAMPLES) or {})
-    helped = (values.watch(), EveryPlace(), Alignments(), Comparing(), _idle_moves())
+    helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), _idle_moves())
     try:
         with _as_eager(), _all(helped), _silent():
             found = pieces.find(lambda: _attempt(module, fake), values.real)
@@ -104,12 +107,12 @@ def _some_way(
             if known is None or (compiling is not asked and not asked.at_all):  # eager would take the same path
                 continue
             values = Values(most, known)
-            places = EveryPlace()
+            places, limits = EveryPlace(), Limits()
             try:
                 noticing = Noticing()
                 seen = noticing.watch()
-                helped = (pieces.in_place(), values.watch(), seen, places, Alignments(), Comparing(), _idle_moves())
-                with compiling, _all(helped), _silent():
+                modes = (seen, places, Alignments(), limits, Comparing())
+                with compiling, _all((pieces.in_place(), values.watch(), *modes, _idle_moves())), _silent():
                     program = _attempt(module, fake)
                     values.fill(program.constants)
                     check_followed(program)
@@ -120,7 +123,7 @@ def _some_way(
                 asks_for_data |= type(error).__module__.startswith("torch")
                 continue
             if most is Grade.CODE or accept(program, values, noticing.noticed):
-                return Exported(program, places.visited, noticing.noticed, dict(pieces.found))
+                return Exported(program, places.visited, limits.count, noticing.noticed, dict(pieces.found))
             asks_for_data = True
     raise NotExportedError(noticed) from last
 

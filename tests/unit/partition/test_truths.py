@@ -108,6 +108,32 @@ def test_samples_that_disagree_at_once_are_refused_at_the_start(capsys: pytest.C
         check_assumptions(model, recipe, materialise(recipe, 0), SampleSource(Small(odd), seed=0))
 
 
+class Limited(Layers):
+    """As CLIP's own training code does: what is beyond is written back, unseen by autograd."""
+
+    begin = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full([], self.begin))
+
+    def middle(self, x: Tensor) -> Tensor:
+        self.scale.data.clamp_(0, 4.6)
+        return x * self.scale
+
+
+class Beyond(Limited):
+    begin = 5.0
+
+
+def test_a_write_that_limits_a_parameter_is_nothing_within_the_limits_and_refused_beyond() -> None:
+    assert differences(Family(Limited))[1] == []
+    source = SampleSource(Small(), seed=0)
+    model = partition(Recipe(Beyond), source.micro_batch([0, 1]).tensors)
+    with pytest.raises(DataError, match=rf"{Path(__file__).name}:\d+ \(a parameter that is beyond its limits"):
+        check_assumptions(model, Recipe(Beyond), materialise(Recipe(Beyond), 0), source)
+
+
 class Tossing(Layers):
     """A coin decides, not a sample: it would fall another way in the next micro-batch."""
 
