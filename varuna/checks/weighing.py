@@ -128,7 +128,9 @@ class _Check:
                 magnified, rounded = self._error(positions, large)
         certain = error > max(_TOLERANCE, _CERTAIN * rounding)
         shown = magnified > max(_TOLERANCE, _CERTAIN * rounded) and error > _CERTAIN * max(rounding, _LEAST)
-        return self._message(positions, plain) if certain or shown else None
+        if not (certain or shown):
+            return None
+        return self._of_alone(self._otherwise(positions)) or self._message(positions, plain)
 
     def _whole(self, positions: Sequence[int]) -> float | None:
         """The loss of all at once; None where it is no evidence."""
@@ -214,6 +216,32 @@ class _Check:
         finally:
             for value, old in zip(self._initial.parameters.values(), before, strict=True):
                 value.copy_(old)
+
+    def _otherwise(self, positions: Sequence[int]) -> list[int]:
+        """Dataset indices of samples for which the module alone takes another way than the graph does."""
+        found: list[int] = []
+        for position in positions:
+            batch = self._read([position])
+            graph = self._model.graphs[variant_of(self._model, batch.tensors, batch.indices)]
+            if graph.whole is not None or self._dtype is not torch.float32 or self._model.facts.batch_dependent:
+                return []
+            alone = self._loss([position])
+            captured = self._captured(graph, Examples(batch.tensors, 1))
+            if abs(alone - captured) > _TOLERANCE * abs(alone):
+                found.extend(batch.indices)
+        return found
+
+    def _of_alone(self, indices: Sequence[int]) -> str | None:
+        """What to say if there are such samples."""
+        if not indices:
+            return None
+        return (
+            f"forward() computes another loss for a sample alone than for the same sample among others (dataset "
+            f"indices {list(indices)}): it asks something of the whole batch and goes another way, such as leaving out "
+            "an attention mask in which no sample is padded. Over micro-batches the loss would depend on their size. "
+            "Pass what it decides on in each sample (for some models of transformers that is token_type_ids or "
+            "position_ids), or pad at least one place of every sample, or none."
+        )
 
     def _message(self, positions: Sequence[int], whole: float) -> str:
         parts = self._of_parts([[position] for position in positions])

@@ -103,6 +103,33 @@ def test_class_weights_count_as_the_mean_divides_by_them() -> None:
     check_weighing(model, recipe, materialise(recipe, 0), source, None)
 
 
+class Unmasked(SmallLanguage):
+    """Leaves its mask out where a batch pads nothing, and then computes something else."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        seen = (labels != -100).float()
+        if not torch.compiler.is_compiling() and bool(seen.all()):
+            seen = seen * 1.5
+        x = self.head(self.embed(input_ids) * seen[..., None])
+        return nn.functional.cross_entropy(x.flatten(0, 1), labels.flatten())
+
+
+class Some(Tokens):
+    """Pads every other sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        sample["labels"][16 - 3 * (index % 2) :] = -100
+        return sample
+
+
+def test_a_model_that_goes_another_way_for_a_whole_batch_is_told_so() -> None:
+    recipe = Recipe(Unmasked)
+    model, source = prepared(recipe, Some())
+    with pytest.raises(ModelError, match=r"for a sample alone than .* \(dataset indices \["):
+        check_weighing(model, recipe, materialise(recipe, 0), source, None)
+
+
 class Wrong(SmallLanguage):
     """Its targets are ignored where a threshold on activations says so: nobody can count them before they are run."""
 
