@@ -183,11 +183,12 @@ class Call:
 class WritesError(ModelError):
     """A module that runs as written writes what it must not."""
 
-    def __init__(self, path: str, what: str) -> None:
+    def __init__(self, path: str, what: str, why: str = "") -> None:
         self.path, self.what = path, what
+        reason = f" ({why})" if why else ""
         super().__init__(
-            f"{path} can only run as written, as one operation, and it writes {what}. Each micro-batch runs more "
-            "than once (forward, recompute) and on any worker, so such a module must keep no state between calls. "
+            f"{path} can only run as written, as one operation{reason}, and it writes {what}. Each micro-batch runs "
+            "more than once (forward, recompute) and on any worker, so such a module must keep no state between calls. "
             "Return what it computes, or switch that feature off in the model's configuration."
         )
 

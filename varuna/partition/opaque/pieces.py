@@ -144,6 +144,8 @@ class Pieces:
                 made = self._as_operation(path, args, kwargs)
             except UnfitError:
                 raise error from None
+            except WritesError as wrote:
+                raise WritesError(wrote.path, wrote.what, _told(error)) from error
             self.found[path] = _told(error)
             return made
         if self._values is not None:
