@@ -2,11 +2,16 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch.fx import GraphModule
+
 from varuna.partition.flow import Flow
 from varuna.partition.mixing import needed_by
 from varuna.partition.rows import Order
 from varuna.partition.split import SectionGraph, section_graph
 from varuna.partition.terms import Terms, doubted_values
+
+aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -43,4 +48,19 @@ def trial_of(flow: Flow, terms: Terms, number: int) -> Trial | None:
     needed = needed_by(flow.capture.graph, made)
     own = [node for node in flow.ops if node in needed]
     values = tuple(Values(each.dim, each.order or Order(1, 1)) for _, each in rows)
-    return Trial(section_graph(flow, number, own, made), values, len(divisors))
+    graph = section_graph(flow, number, own, made)
+    _fix_statistics(graph.module)
+    return Trial(graph, values, len(divisors))
+
+
+def _fix_statistics(module: GraphModule) -> None:
+    """Batch normalisation mixes examples, and ``micro_batch=`` answers for it: it must not hide what others do."""
+    graph = module.graph
+    for node in graph.find_nodes(op="call_function", target=aten.batch_norm.default):
+        if node.args[5] is True:
+            like, kind = (node.args[0], [node.meta["val"].shape[1]]), {"dtype": torch.float32}
+            with graph.inserting_before(node):
+                for place, make in ((3, aten.new_zeros.default), (4, aten.new_ones.default)):
+                    node.update_arg(place, graph.call_function(make, like, kind))  # type: ignore[arg-type]
+            node.update_arg(5, False)
+    module.recompile()

@@ -211,9 +211,22 @@ def misplaced(x: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(tokens[order].view(-1, 6, 8)[:, 0, :3], batch["kind"])
 
 
+class Normed(Hidden):
+    """Mixes examples by its normalisation alone, which ``micro_batch=`` answers for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.norm(super().forward(ids))
+        return found
+
+
+@pytest.mark.parametrize("build", [Hidden, Normed])
 @pytest.mark.parametrize(("loss", "mixes"), [(reordered, False), (misplaced, True)])
-def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, mixes: bool) -> None:
-    recipe, source = Recipe(Hidden, loss), SampleSource(Sentences(), seed=0)
+def test_a_run_decides_about_operations_that_may_mix(loss: LossFunction, mixes: bool, build: type[nn.Module]) -> None:
+    recipe, source = Recipe(build, loss), SampleSource(Sentences(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors)
     initial = materialise(recipe, 0)
     assert [each.certain for each in model.mixing] == [False] * len(model.mixing)
