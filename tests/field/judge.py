@@ -29,7 +29,8 @@ _PRIVATE = re.compile(
     r"lifted_tensor|\b[su]\d{1,3}\b|\w*Guard(On)?[A-Z]\w*|torch\._\w+|FakeTensor|[Ff]ake ?mode|SymInt|\baten[.:]\w+|"
     r"internal error|Traceback|0x[0-9a-f]{6,}|dynamo|AOTAutograd|ProxyTorch|prims\.|unbacked|val_\d+|getitem_\d+"
 )
-_PLACE = re.compile(r"[\w./-]+\.py:\d+|\w=|'[^']+'|`[^`]+`")
+_PLACE = re.compile(r"[\w./-]+\.py:\d+|\w=|'[^']+'|`[^`]+`|\b[a-z_]\w*(\.\w+){2,}")
+"""A line, an argument, a name that is quoted, or that of a module or of what it holds."""
 _WAY_OUT = re.compile(
     r"\b(pass|give|use|set|leave|lower|raise|write|compute|make|create|move|remove|replace|return|start|train|wrap|keep|"
     r"assign|register|declare|load|turn|call|put|detach|freeze|split|change|choose|switch|build|do|try|drop|name|see|"

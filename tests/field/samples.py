@@ -101,6 +101,8 @@ class Shapes:
         found = {"input_ids": ids}
         if self.places and self.form != "sound" and "mm_token_type_ids" in self.takes:
             found["mm_token_type_ids"] = (ids == self.token).long()
+        if self.places and "token_type_ids" in self.takes:
+            found["token_type_ids"] = (ids == self.token).long()
         if "attention_mask" in self.takes and not self.even:
             found["attention_mask"] = mask
         if "bbox" in self.takes:

@@ -39,6 +39,7 @@ GOOD = "batch normalisation mixes the examples of a micro-batch (model.py:7): pa
         (found(capture=failed("the constant lifted_tensor_0 has no value; create it in the constructor")), judge.POOR),
         (found(capture=failed("Could not guard on data-dependent expression u0, see model.py:7")), judge.POOR),
         (found(capture=failed("This model cannot be trained by this program, which is a pity.")), judge.POOR),
+        (found(capture=failed("net.encoder.layers writes net.encoder.layers.0.seed: return it")), judge.REFUSED),
         (found(capture=failed(GOOD, kind="KeyError", intended=False)), judge.CRASH),
         (found(**{"3x1": failed("no answer from rank 1 within 60 s", kind="LinkError")}), judge.HANG),
         (found(**{"3x1": {"stuck": 45.0}}), judge.HANG),
