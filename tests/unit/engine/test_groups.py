@@ -1,8 +1,8 @@
 """Groups of a generation: formed with everybody, interrupted by its end, abandoned without waiting."""
 
+import queue
 import socket
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.engine.ranks import reaped, run_all
+from varuna.engine import groups as groups_module
 from varuna.engine.forming import InterruptibleStore
 from varuna.engine.groups import Groups, _watched, form
 from varuna.engine.transport import Group, local_store
@@ -47,14 +48,12 @@ def abandoned() -> Iterator[None]:
 def test_forming_without_a_member_is_interrupted_by_the_end_of_the_generation(missing: str) -> None:
     store, ended = local_store(), threading.Event()
     failures: list[BaseException] = []
-    ended_s: list[float] = []
 
     def wait_for_the_other() -> None:
         try:
             form_here(InterruptibleStore(store, ended.is_set), 0, members=2, stages=2, replicas=1)
         except RuntimeError as error:
             failures.append(error)
-        ended_s.append(time.monotonic())
 
     def join_the_world_only() -> None:
         form_here(store, 1, members=2, stages=1, replicas=1)  # a spare: no vote
@@ -65,11 +64,9 @@ def test_forming_without_a_member_is_interrupted_by_the_end_of_the_generation(mi
         thread.start()
     threads[0].join(0.3)
     assert threads[0].is_alive()
-    begin_s = time.monotonic()
     ended.set()
     threads[0].join(5)
     assert len(failures) == 1
-    assert ended_s[0] - begin_s < 1.0
 
 
 def test_a_store_whose_generation_goes_on_waits_until_the_key_is_there() -> None:
@@ -131,7 +128,11 @@ def test_generations_do_not_meet_in_the_same_store() -> None:
     assert values == {(1, 0): 2.0, (1, 1): 2.0, (2, 0): 4.0, (2, 1): 4.0}
 
 
-def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no_error() -> None:
+def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    droppers: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    monkeypatch.setattr(groups_module, "_drop", lambda _: droppers.put(threading.current_thread()))
     store = local_store()
     groups: dict[int, Groups] = {}
 
@@ -139,11 +140,12 @@ def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no
         groups[rank] = form_here(store, rank, members=2, stages=2, replicas=1)
 
     run_all([partial(work, rank) for rank in range(2)])
-    begin_s = time.monotonic()
     groups[0].abandon()
     groups[1].abandon(exiting=True)
     groups[1].abandon()
-    assert time.monotonic() - begin_s < 0.5
+    found = [droppers.get(timeout=20) for _ in range(2)]
+    assert threading.current_thread() not in found
+    assert droppers.empty()  # one that exits keeps its groups
 
 
 def test_the_groups_own_sockets_are_found_and_nobody_elses_whatever_their_numbers() -> None:
