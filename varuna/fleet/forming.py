@@ -84,10 +84,9 @@ def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
         VarunaError: the checkpoints cannot be used.
     """
     fleet, job = turn.fleet, _job(turn)
-    if fleet.finish_reason and fleet.futile:
-        _end_as_asked(turn, phase.complaint or "the last generation broke before its first step")
-        return
     if fleet.futile and futility.waits(turn, phase, live):
+        if fleet.finish_reason and isinstance(turn.fleet.phase, Idle) and turn.fleet.futile >= futility.MANY:
+            _end_as_asked(turn, turn.fleet.phase.complaint)
         return
     holdings = {name: _holding(fleet, name).sections for name in live}
     lost = placement.uncovered(len(job.model.sections), holdings)

@@ -11,8 +11,8 @@ from varuna.core.units import format_duration
 from varuna.fleet.state import Fleet, Idle
 from varuna.fleet.turn import Turn
 
-# So many in a row are no coincidence.
-_MANY = 3
+MANY = 3
+"""So many in a row are no coincidence."""
 _LONGEST_PAUSE_S = 30.0
 
 
@@ -28,9 +28,9 @@ def note_broken(turn: Turn) -> None:
 def waits(turn: Turn, phase: Idle, live: tuple[str, ...]) -> bool:
     """Whether the next generation has to wait; drops newcomers, or ends the run, if it is time for that."""
     fleet = turn.fleet
-    if fleet.futile >= _MANY and _drop_newcomers(turn, live):
+    if fleet.futile >= MANY and _drop_newcomers(turn, live):
         return True
-    if fleet.futile >= _MANY and _left_s(fleet) <= 0:
+    if fleet.futile >= MANY and _left_s(fleet) <= 0:
         turn.end(
             1,
             f"no step in {format_duration(fleet.config.futile_s)}: {fleet.futile} generations in a row broke before "

@@ -73,6 +73,8 @@ class Picture:
 
 def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
     """The fleet for people and tools; read-only."""
+    # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
+    deaf_s = now_s - fleet.heard_s if fleet.is_alone else 0.0
     return {
         "state": _state(fleet),
         "steps": fleet.job.steps if fleet.job else 0,
@@ -92,7 +94,7 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
                 "rank": fleet.rank_of(worker.name),
                 "pid": worker.pid,
                 "activity": worker.beat.activity if worker.beat else "",
-                "silent_s": now_s - worker.seen_s if worker.beat else None,
+                "silent_s": deaf_s + fleet.listened_s - worker.seen_s if worker.beat else None,
             }
             for worker in fleet.workers.values()
         ],

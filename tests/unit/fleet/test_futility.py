@@ -2,8 +2,9 @@
 
 import pytest
 
-from tests.unit.fleet.support import Driver
+from tests.unit.fleet.support import Driver, sends
 from tests.unit.fleet.test_sight import on_machines, said
+from varuna.core.messages import RaiseFlag
 from varuna.fleet.events import FinishRequested, WorkerSpawned
 from varuna.fleet.manage import FUTILE_S
 from varuna.fleet.state import Idle, Running
@@ -75,3 +76,12 @@ def test_whoever_asks_for_the_end_meanwhile_gets_it() -> None:
     driver.feed(FinishRequested("somebody asked for it"))
     assert driver.end is not None
     assert "no step is running, because generation 6 broke before its first step" in driver.end.text
+
+
+def test_a_run_that_is_to_end_tries_once_more_before_it_ends_without_its_last_step() -> None:
+    driver = three_that_cannot_form(FUTILE_S)
+    driver.feed(FinishRequested("somebody asked for it"))
+    assert break_again(driver) == pytest.approx(0, abs=0.3)
+    assert driver.end is None
+    driver.voted(2)
+    assert sends(driver.done, RaiseFlag)[-1][1].flag == "stop"

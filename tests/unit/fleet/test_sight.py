@@ -1,5 +1,7 @@
 """Whose silence means what: cables that are out, machines that are gone, managers that could not hear."""
 
+from typing import Any
+
 import pytest
 
 from tests.unit.fleet.support import Driver, sends, two_stages
@@ -17,6 +19,7 @@ from varuna.fleet.events import (
 )
 from varuna.fleet.instructions import Kill, Publish
 from varuna.fleet.state import Checkpoint, FleetConfig, Idle, Running, Stopping
+from varuna.fleet.status import describe
 from varuna.fleet.story import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 from varuna.fleet.worker import Standing
 
@@ -401,3 +404,16 @@ def test_no_morph_is_planned_while_a_rank_cannot_be_told() -> None:
     assert not sends(driver.done, RaiseFlag)
     train(driver, 5)
     assert sends(driver.done, RaiseFlag)
+
+
+def test_status_does_not_count_time_in_which_nobody_could_be_heard_for_ever() -> None:
+    def silence_s() -> float:
+        workers: Any = describe(driver.fleet, driver.now_s)["workers"]
+        return max(float(worker["silent_s"]) for worker in workers)
+
+    driver = on_machines("ab")
+    train(driver, 3)
+    driver.wait(40, hidden=ALL)
+    assert silence_s() == pytest.approx(40, abs=4)
+    train(driver, 3)
+    assert silence_s() < 2
