@@ -12,6 +12,7 @@ from torch import nn
 from varuna.core.errors import UsageError
 from varuna.core.model import LINKS
 from varuna.core.precision import PRECISIONS, REDUCTIONS
+from varuna.engine.patience import Patience
 
 
 def check_arguments(
@@ -42,6 +43,24 @@ def check_arguments(
         raise UsageError(f"reduction={reduction!r} must be one of {', '.join(REDUCTIONS)}")
     if links not in LINKS:
         raise UsageError(f"links={links!r} must be one of {', '.join(LINKS)}")
+
+
+def patience() -> Patience:
+    """Of waits for other ranks; ``VARUNA_PATIENCE`` is how many seconds one piece of a rank's own work may take.
+
+    Raises:
+        UsageError: it is not a number above 0.
+    """
+    text = os.environ.get("VARUNA_PATIENCE")
+    if text is None:
+        return Patience()
+    try:
+        busy_s = float(text)
+    except ValueError:
+        busy_s = 0.0
+    if not busy_s > 0:
+        raise UsageError(f"VARUNA_PATIENCE={text!r} must be a number of seconds above 0, such as 7200")
+    return Patience(busy_s=busy_s)
 
 
 def check_functions(**functions: object) -> None:

@@ -372,6 +372,7 @@ class Trainer:
             ),
             connect=lambda assignment: membership.store(assignment.generation),
             interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
+            patience=given.patience(),
         )
 
     # -- inside ---------------------------------------------------------------------------------------------
@@ -384,8 +385,7 @@ class Trainer:
             store = opening.open_store(self._directory, upload_bytes_per_s=self._upload_bytes_per_s)
             check_writable(store)
             saver = Saver(store, self._every, membership.saved, membership.unsaved)
-        model = self.partition()
-        given.check_normalisation(self._micro_batch, batch_dependent=model.facts.batch_dependent)
+        given.check_normalisation(self._micro_batch, batch_dependent=(model := self.partition()).facts.batch_dependent)
         check_mixing(model, self._micro_batch, accepted=self.checks.per_micro_batch)
         self._session = self.session(n, membership, model, self.beginning(model), saver=saver)
         atexit.register(self._session.close)

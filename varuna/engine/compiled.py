@@ -41,6 +41,8 @@ class Compiler:
 
     backend: str | Backend
     """a name that ``torch.compile`` knows, or a backend itself"""
+    is_compiling: bool = False
+    """just now, which may take long"""
     _compiled: dict[Hashable, Run] = field(default_factory=dict)
 
     def of(self, section: SectionGraph, arguments: Sequence[Any], seeded: Seeded) -> Run:
@@ -66,8 +68,12 @@ class Compiler:
         key = (identity, *(kind_of(argument) for argument in given))
         with _one_at_a_time:
             if key not in self._compiled:
-                run = self._compile(section, special, given)
-                _check(section, run, special.pick, arguments, seeded)
+                self.is_compiling = True
+                try:
+                    run = self._compile(section, special, given)
+                    _check(section, run, special.pick, arguments, seeded)
+                finally:
+                    self.is_compiling = False
                 self._compiled[key] = run
             compiled = self._compiled[key]
         return lambda *arguments: compiled(*special.pick(arguments))

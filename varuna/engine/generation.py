@@ -93,6 +93,7 @@ def form(
     held: dict[int, SectionState],
     shares: bool | None,
     doing: Callable[[int], Doing],
+    give_up: Callable[[str], None],
 ) -> Formed:
     """Groups, and the state of this rank's sections; blocks until all members are there, or the inbox is aborted.
 
@@ -103,6 +104,7 @@ def form(
         held: state that this worker has, for itself and others.
         shares: whether the job's steps call ``all_reduce_shared``; None: unknown here.
         doing: what this rank does, for the others: see ``lookout``.
+        give_up: ends this rank.
 
     Raises:
         GenerationEnded: the manager ended the generation.
@@ -117,7 +119,7 @@ def form(
     def work() -> Formed:
         store, grid = setting.connect(assignment), range(assignment.plan.workers)
         if len(grid) > 1:
-            watch(inbox, store, assignment.generation, assignment.rank, grid, doing)
+            watch(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
         return form_generation(
             assignment,
             store=store,

@@ -48,7 +48,7 @@ class Inbox:
         self._changed = threading.Condition()
         self._arrived: dict[Hashable, Any] = {}
         self._failure: BaseException | None = None
-        self._stalled_s = self.patience.forming_s
+        self._stalled_s, self._step_s = self.patience.forming_s, 0.0
         self._waits = 0
         self.waiting: Waiting | None = None
         """what the training thread waits for just now"""
@@ -101,7 +101,11 @@ class Inbox:
 
     def pace(self, *step_s: float) -> None:
         """Steps take so long, as predicted and as measured: all ranks wait for each other that much longer at most."""
-        self._stalled_s = self.patience.stalled_after_s(*step_s)
+        self._stalled_s, self._step_s = self.patience.stalled_after_s(*step_s), max(step_s, default=0.0)
+
+    def busy_after_s(self, longest_s: float) -> float:
+        """How long this rank's own work may take that others wait for; the longest so far is known."""
+        return self.patience.busy_after_s(longest_s, self._step_s)
 
     def take(self, key: Hashable, awaited: Callable[[], Awaited]) -> Any:
         """Wait for ``key`` and remove it; an exception in its place is raised.

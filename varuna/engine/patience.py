@@ -5,6 +5,8 @@ cannot be right is that nobody does anything. So a wait ends in an error
 
 - once every rank has waited for another one, in the same waits, for far longer than a step takes: a deadlock;
 - once a rank that is waited for has given no sign of life for long: it is frozen or cut off;
+- once a rank that is waited for has been at one piece of the user's code for far longer than anything took before: it
+  ends itself, with its stack (``overdue``), but never in its first step, while it compiles, or under a debugger;
 - after two hours without a word of those that are waited for, since the store that carries words is away;
 - after a day, whatever the reason.
 
@@ -44,12 +46,22 @@ class Patience:
     """Without a sign of life within this time it is not known to wait: it may only be unable to tell."""
     blind_s: float = 7200.0
     """For those of whom nothing is known, because the store is away: they may be at work."""
+    busy_s: float = 3600.0
+    """Least time for which others wait for one piece of a rank's own work, once it has made its first steps."""
+    busy_steps: float = 100.0
+    """The same in steps."""
+    busy_times: float = 4.0
+    """The same beside the longest such piece that ended well."""
     last_s: float = 86_400.0
     """Whatever the reason."""
 
     def stalled_after_s(self, *step_s: float) -> float:
         """How long all ranks may wait for each other in a step, which takes ``step_s``: predicted, or measured."""
         return max(self.stalled_s, self.steps * max(step_s, default=0.0))
+
+    def busy_after_s(self, longest_s: float, *step_s: float) -> float:
+        """How long one piece of a rank's own work may take that others wait for; the longest so far is known."""
+        return max(self.busy_s, self.busy_times * longest_s, self.busy_steps * max(step_s, default=0.0))
 
 
 class Awaited(NamedTuple):
@@ -79,6 +91,7 @@ class Doing(Value):
     on: tuple[int, ...] = Field(default=(), description="ranks that it waits for; none: it is at work")
     wait: int = Field(default=0, description="number of its wait")
     tick: int = Field(default=0, description="counts what it tells: a sign of life")
+    work: str = Field(default="", description="what it is at, if that must end within a bound; empty: it may take long")
 
 
 class Heard(NamedTuple):
@@ -188,18 +201,51 @@ def _source(awaited: Awaited) -> str:
     return f"{awaited.what} from {_ranks(awaited.on)}" if awaited.on else awaited.what
 
 
-def doing_of(activity: str, waiting: Waiting | None, *, tick: int = 0) -> Doing:
+def doing_of(activity: str, waiting: Waiting | None, *, tick: int = 0, place: str = "", bounded: bool = False) -> Doing:
     """What a rank tells of itself.
 
     Args:
         activity: what it does, such as "runs step 3".
         waiting: what it waits for meanwhile, if anything.
         tick: see ``Doing``.
+        place: file and line of the user's code that it runs, if any.
+        bounded: its own work must end within a bound.
     """
-    if waiting is None:
-        return Doing(text=activity, tick=tick)
-    awaited = waiting.awaited()
-    return Doing(text=f"{activity}: waits for {_source(awaited)}", on=awaited.on, wait=waiting.number, tick=tick)
+    awaited = None if waiting is None else waiting.awaited()
+    text = activity if awaited is None else f"{activity}: waits for {_source(awaited)}"
+    if awaited is not None and awaited.on:
+        return Doing(text=text, on=awaited.on, wait=waiting.number if waiting else 0, tick=tick)
+    where = f", at {place}" if place else ""
+    return Doing(text=f"{text}{where}", wait=waiting.number if waiting else 0, tick=tick, work=text if bounded else "")
+
+
+def overdue(
+    rank: int, mine: Doing, busy_s: float, bound_s: float, heard: Mapping[int, Heard], patience: Patience
+) -> str | None:
+    """Why this rank must end itself: others have waited long for work of its own that does not end.
+
+    Args:
+        rank: this one.
+        mine: what it does.
+        busy_s: for how long it has been at it.
+        bound_s: see ``Patience.busy_after_s``.
+        heard: the newest words of others.
+        patience: how fresh a word must be.
+    """
+    waits = {
+        other: each.doing.text
+        for other, each in heard.items()
+        if rank in each.doing.on and each.silent_s < patience.fresh_s and each.read_s > each.since_s
+    }
+    if not mine.work or busy_s < bound_s or not waits:
+        return None
+    said = "; ".join(f"rank {other}: {text}" for other, text in list(waits.items())[:_NAMED])
+    wait = "waits" if len(waits) == 1 else "wait"
+    return (
+        f"ends itself, since for {busy_s:.0f} s it {mine.text}, while {_ranks(waits)} {wait} for it ({said}). Nothing "
+        "that it did before took a quarter as long, nor do a hundred steps. If this is honest work, give it more time "
+        "with VARUNA_PATIENCE=SECONDS, or let all ranks do it together."
+    )
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -1,6 +1,8 @@
 """A worker's life: generations, one after another, and the loop over steps in between."""
 
 import contextlib
+import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,6 +17,7 @@ from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.core.saying import warn
 from varuna.core.threads import join_all
 from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
@@ -23,12 +26,13 @@ from varuna.engine.generation import Generation, Setting, build_stage, form, ope
 from varuna.engine.inbox import GenerationEnded, Inbox
 from varuna.engine.job import Job
 from varuna.engine.losses import WeightFunction
-from varuna.engine.patience import Doing, Patience, doing_of
+from varuna.engine.patience import Doing, Patience, Waiting, doing_of
 from varuna.engine.reporting import Reporter
 from varuna.engine.saving import Saver
 from varuna.engine.standing import Standing
 from varuna.engine.step import overflowed, run_step
 from varuna.engine.timing import StepTimes
+from varuna.engine.whereabouts import Whereabouts, whereabouts
 
 _EXIT_BOUND_S = 5.0
 _RECENT_STEPS = 32
@@ -85,7 +89,8 @@ class Session:
         self._stopping = False
         self._shares = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
         self._reporter = Reporter()
-        self._what = "starting"
+        self._what, self._thread = "starting", threading.get_ident()
+        self._is_settled = False  # a whole round of the loop was made: what is slow once only is over
         self._told_times: StepTimes | None = None  # of the newest beat that carried any
         self._patience, self._inbox = patience, Inbox()  # of the newest generation
         self.current: Generation | None = None
@@ -139,7 +144,7 @@ class Session:
             FleetError: the manager refused this worker or ended the run.
             LinkError: a link broke and nobody can replace the generation.
         """
-        standing = self.standing
+        standing, self._thread = self.standing, threading.get_ident()
         streams = self._setting.job.lanes.streams
         self._membership.join(
             self._facts,
@@ -208,7 +213,7 @@ class Session:
         standing.enter(assignment.generation, inbox)
         self._what, self._inbox = f"forms generation {assignment.generation}", inbox
         try:
-            formed = form(self._setting, assignment, inbox, standing.states(), self._shares, self._doing)
+            formed = form(self._setting, assignment, inbox, standing.states(), self._shares, self._doing, self._give_up)
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
             raise
@@ -249,6 +254,7 @@ class Session:
             self._what = f"runs the code of the training loop after step {step}"
             with self.standing.resting(regroup=totals.regroup and not is_over):
                 yield Committed(step, totals, assignment.generation, plan, assignment.rank == 0, step_s)
+            self._is_settled = True
             if is_over:
                 return True
             generation.inbox.check()
@@ -315,9 +321,20 @@ class Session:
     def _doing(self, tick: int = 0) -> Doing:
         """What this rank does or waits for, for the manager and the other ranks."""
         waiting, activity = self._inbox.waiting, self._what
+        is_running = activity.startswith("runs ")
         if self.current is not None and waiting is None and activity.startswith("runs step"):
             activity = self.current.runtime.activity
-        return doing_of(activity, waiting, tick=tick)
+        there, compiler = self._where(waiting), self._setting.job.compiler
+        takes_time = there.is_debugged or (compiler is not None and compiler.is_compiling) or not self._is_settled
+        return doing_of(activity, waiting, tick=tick, place=there.place, bounded=is_running and not takes_time)
+
+    def _where(self, waiting: Waiting | None) -> Whereabouts:
+        return whereabouts(self._thread, reads=waiting is not None and not waiting.awaited().on)
+
+    def _give_up(self, why: str) -> None:
+        """End this process, whose training thread cannot be made to stop: a morph goes on without it."""
+        warn(f"{why} It is here:\n{self._where(self._inbox.waiting).stack}")
+        os._exit(1)
 
     def _beat(self) -> Beat:
         current, standing, doing, waiting = self.current, self.standing, self._doing(), self._inbox.waiting

@@ -1,6 +1,9 @@
 """What a wait says, and when it ends: by facts alone, and among ranks."""
 
+import bdb
+import os
 import re
+import threading
 import time
 from typing import Any
 
@@ -10,9 +13,10 @@ from tests.unit.engine.ranks import Setup
 from varuna.core.errors import LinkError
 from varuna.engine.inbox import Inbox
 from varuna.engine.lookout import watch
-from varuna.engine.patience import Awaited, Doing, Heard, Patience, Scene, Waiting, doing_of, hear
+from varuna.engine.patience import Awaited, Doing, Heard, Patience, Scene, Waiting, doing_of, hear, overdue
 from varuna.engine.reduce import Reducer
 from varuna.engine.session import Session
+from varuna.engine.whereabouts import Whereabouts, whereabouts
 
 PATIENCE = Patience()
 GRADIENT = Awaited("the gradient of 0B3 (step 12)", (1,))
@@ -132,7 +136,7 @@ def test_a_store_that_is_away_makes_nobody_silent() -> None:
 
     inbox = Inbox(Patience(word_s=0.01), ranks=range(2))
     inbox.heard = {1: since(BUSY, 0)}
-    watch(inbox, Away(), 0, 0, range(2), lambda tick: Doing(text="", on=(1,), tick=tick))
+    watch(inbox, Away(), 0, 0, range(2), lambda tick: Doing(text="", on=(1,), tick=tick), give_up=print)
     deadline_s = time.monotonic() + 5
     while inbox.heard and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -200,6 +204,76 @@ def test_code_of_the_training_loop_may_take_longer_than_any_bound_of_a_step(
     said = capsys.readouterr().err
     assert re.search(
         r"rank 1 \(stage 1\) has waited \d s for the activation of 1F0 \(step 1\) from rank 0 "
-        r"\(rank 0: runs the code of the training loop after step 0\)",
+        r"\(rank 0: runs the code of the training loop after step 0, at .*test_patience\.py:\d+\)",
         said,
     )
+
+
+# -- a rank whose own work does not end ---------------------------------------------------------------------------
+
+LOOP = Doing(text="runs the code of the training loop after step 11, at train.py:42", work="after step 11")
+
+
+def test_a_rank_ends_itself_only_if_its_work_lasts_far_longer_than_any_before_and_others_wait_for_it() -> None:
+    waits = hear(hear(None, VOTING, 10.0), VOTING, 20.0)
+    why = overdue(1, LOOP, 3601.0, 3600.0, {2: waits}, PATIENCE)
+    assert why is not None
+    assert why.startswith(
+        "ends itself, since for 3601 s it runs the code of the training loop after step 11, at train.py:42, while rank "
+        "2 waits for it (rank 2: runs step 12: waits for the vote on step 12 from ranks 0 and 1)"
+    )
+    assert overdue(1, LOOP, 3599.0, 3600.0, {2: waits}, PATIENCE) is None
+    assert overdue(2, LOOP, 3601.0, 3600.0, {1: waits}, PATIENCE) is None  # who waits, waits for others
+    assert overdue(1, LOOP, 3601.0, 3600.0, {2: hear(None, VOTING, 20.0)}, PATIENCE) is None  # it has just come
+    assert overdue(1, Doing(text="compiles"), 9e4, 3600.0, {2: waits}, PATIENCE) is None  # it may take its time
+
+
+def test_the_bound_of_own_work_follows_from_steps_and_from_what_took_long_before() -> None:
+    assert PATIENCE.busy_after_s(0.0, 1.0, 2.0) == 3600
+    assert PATIENCE.busy_after_s(0.0, 60.0, 50.0) == 6000
+    assert PATIENCE.busy_after_s(1800.0, 1.0) == 7200
+
+
+def test_a_rank_that_loops_in_the_training_loop_is_named_with_its_line_and_ended(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in its first round, whatever it does there; nor while somebody looks at it."""
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    patience = Patience(word_s=0.05, told_s=0.5, busy_s=0.7, busy_steps=0.0, busy_times=0.0)
+    setup, steps = Setup(patience=patience), Session.steps
+    first_s: list[float] = []
+
+    def looping(session: Session) -> Any:
+        for committed in steps(session):
+            yield committed
+            begin_s = time.monotonic()
+            if committed.is_main and committed.step == 0:
+                time.sleep(1.5)
+                first_s.append(time.monotonic() - begin_s)
+                assert not ended.is_set()
+            while committed.is_main and committed.step == 1 and not ended.wait(0.01):
+                assert time.monotonic() - begin_s < 30
+
+    monkeypatch.setattr(Session, "steps", looping)
+    setup.run(2, 1, steps=3)
+    said = capsys.readouterr().err
+    assert re.search(
+        r"rank 1 \(stage 1\) has waited .* \(rank 0: runs the code of the training loop after step 1", said
+    )
+    assert re.search(
+        r"rank 0 \(stage 0\) ends itself, since for \d s it runs the code of the training loop after step 1, at "
+        r".*test_patience\.py:\d+, while rank 1 waits for it \(rank 1: .* the activation of 1F0 \(step 2\) from rank 0",
+        said,
+    )
+    assert "in looping\n    while committed.is_main" in said
+
+
+def test_a_debugger_is_known_by_its_frames() -> None:
+    debugger = bdb.Bdb()
+    seen: list[Whereabouts] = []
+    debugger.runcall(lambda: seen.append(whereabouts(threading.get_ident(), reads=False)))
+    assert seen[0].is_debugged
+    here = whereabouts(threading.get_ident(), reads=False)
+    assert not here.is_debugged
+    assert re.fullmatch(r".*test_patience\.py:\d+", here.place) or "whereabouts.py" in here.stack
