@@ -11,13 +11,13 @@ class Configured:
     """Builds the model, and remembers the configuration of what was built if it has one as Hugging Face's do."""
 
     def __init__(self, build: Callable[[], nn.Module]) -> None:
-        self._build = build
+        self.__wrapped__ = build  # where ``inspect.unwrap`` looks
         self.json: str | None = None
         """content of a ``config.json``; None before the first model, or if it has no configuration"""
 
     def __call__(self) -> nn.Module:
         """Build the model."""
-        module = self._build()
+        module = self.__wrapped__()
         config: Any = getattr(module, "config", None)
         if hasattr(config, "to_json_string"):
             found = {"architectures": [type(module).__name__], **json.loads(config.to_json_string())}

@@ -67,6 +67,7 @@ class Collector:
             step=shard.step,
             generation=shard.generation,
             state_digest=self._job.model.state_digest,
+            code_digest=self._job.model.code_digest,
             sections=sections,
             seed=self._job.seed,
             global_batch=self._job.global_batch,

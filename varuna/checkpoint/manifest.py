@@ -39,6 +39,7 @@ class Manifest(Value):
     step: int = Field(ge=0, description="steps committed, which is the next step to run")
     generation: int = Field(ge=0, description="the generation that wrote it")
     state_digest: str = Field(description="hash over names and shapes of all state, by section")
+    code_digest: str = Field(default="", description="of the model that wrote it; another one's is checked anew")
     sections: int = Field(ge=1)
     seed: int
     global_batch: int = Field(ge=1, description="examples per step, M")

@@ -107,6 +107,11 @@ def _by_what_differs(evidence: Evidence) -> Cause:
             "Write it with unfold, reshape or indexing, or cut elsewhere with cut_at=.",
         )
     kinds = {each.what for each in evidence.differences}
+    if kinds == {"metric"}:
+        return Cause(
+            "metrics= computes it from something that was captured once: Python numbers, or draws.",
+            "Compute it by tensor operations from the output and the batch, and add it up (.sum()).",
+        )
     if kinds == {"buffer"}:
         return Cause(
             "forward() changes that buffer in a way that was not captured.",

@@ -18,7 +18,7 @@ from varuna.checks.outcome import Outcome
 _TIMES_NOISE = 30.0
 """Other sums round in other places: not each of them as a moved last bit of the parameters does."""
 
-What = Literal["loss", "gradient", "buffer"]
+What = Literal["loss", "gradient", "buffer", "metric"]
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,23 @@ TOLERANCES = {
 }
 
 
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """Of those that a model computes in: its results are as exact as that."""
+    return max(dtypes, key=lambda each: torch.finfo(each).eps)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Something that differs by more than it may."""
 
     what: What
     name: str
-    """of the parameter or buffer"""
+    """of the parameter, buffer or metric"""
     error: float
     """of a gradient: relative to the largest of the model; else to itself"""
     found: float
     expected: float
-    """the loss, or the largest element"""
+    """the loss or metric, or the largest element"""
     missing: bool = False
     """there is no gradient, or one of zeros, where there should be one"""
 
@@ -62,6 +67,7 @@ class Noise:
     loss: float
     gradients: Mapping[str, float]
     buffers: Mapping[str, float]
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,11 @@ def differences(
         room = 0.0 if noise is None else _TIMES_NOISE * noise.buffers.get(name, 0.0)
         if apart > max(tolerance.own * own, room):
             odd.append(Difference("buffer", name, apart / (own or 1.0), _size(one), own))
+    for name, measured in expected.metrics.items() if found.metrics else ():
+        apart, mine = _gap(found.metrics[name], measured), found.metrics[name]
+        room = 0.0 if noise is None else _TIMES_NOISE * noise.metrics.get(name, 0.0)
+        if apart > max(tolerance.loss * abs(measured), room):
+            odd.append(Difference("metric", name, _relative(mine, measured), mine, measured))
     return tuple(sorted(odd, key=lambda each: (each.what != "loss", not each.missing, -each.error)))
 
 
@@ -136,6 +147,10 @@ def noise_of(expected: Outcome, moved: Iterable[Outcome]) -> Noise:
         buffers={
             name: max(_apart(each.buffers.get(name), value) for each in outcomes)
             for name, value in expected.buffers.items()
+        },
+        metrics={
+            name: max(_gap(each.metrics.get(name, value), value) for each in outcomes)
+            for name, value in expected.metrics.items()
         },
     )
 

@@ -44,6 +44,7 @@ def _refuse(mixing: Sequence[Mixing], micro_batch: int | None, *, accepted: bool
     if not mixing or (accepted and micro_batch is not None):
         return
     places = [f"it {each.what}{f' at {each.where}' if each.where else ''}" for each in mixing]
+    places = list(dict.fromkeys(places))  # several operations of one line
     more = f", and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
     missing = [] if micro_batch is not None else ["micro_batch= (how many examples it is computed over)"]
     missing += [] if accepted else ["per_micro_batch=True"]

@@ -3,6 +3,7 @@
 Both take micro-batches with their weights, and give the weighted mean's loss and gradients, and buffers.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,8 @@ class Outcome:
     """of the weighted mean, by parameter (first name); one that has none is missing"""
     buffers: Mapping[str, Tensor]
     """afterwards, by first name"""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """sums over all micro-batches"""
     seen: Seen = field(default_factory=Seen)
     """what user code did besides"""
 
@@ -84,46 +87,53 @@ def same_buffers(module: nn.Module) -> Iterator[None]:
 def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDraws) -> Outcome:
     """What the user's module computes, by autograd; its buffers are put back."""
     losses.zero_grad()
-    found, total = [], _total(parts)
+    found, sums, total = [], list[Mapping[str, float]](), _total(parts)
     with same_buffers(losses.model), controlled(draws), watched() as seen:
         for part in parts:
-            loss = _loss(losses, part)
+            loss, metrics = _run(losses, part)
             found.append(float(loss.detach()))
+            sums.append({name: float(value) for name, value in metrics.items()})
             if part.weight and loss.requires_grad:
                 torch.autograd.backward([loss], [torch.full_like(loss, part.weight / total)])
         buffers = {name: value.detach().clone() for name, value in losses.model.named_buffers()}
     named = dict(losses.model.named_parameters())
     gradients = {name: _dense(value.grad) for name, value in named.items() if value.grad is not None}
     losses.zero_grad()
-    return Outcome(tuple(found), _mean(found, parts), gradients, buffers, seen)
+    return Outcome(tuple(found), _mean(found, parts), gradients, buffers, _added(sums), seen)
 
 
 def loss_again(losses: LossModule, part: Part, *, key: int = 0, respond: Respond | None = None) -> float:
     """The loss alone, with the same draws from torch; from Python and NumPy those of ``key``, or what is responded."""
     with torch.no_grad(), same_buffers(losses.model), seeded(key, "self-check"), watched(respond), SameDraws():  # type: ignore[no-untyped-call]
-        return float(_loss(losses, part))
+        return float(_run(losses, part)[0])
 
 
-def _loss(losses: LossModule, part: Part) -> Tensor:
-    loss: Tensor = losses({key: value.clone() for key, value in part.tensors.items()})[0]
-    return loss
+def _run(losses: LossModule, part: Part) -> tuple[Tensor, dict[str, Tensor]]:
+    made: tuple[Tensor, dict[str, Tensor]] = losses({key: value.clone() for key, value in part.tensors.items()})
+    return made
+
+
+def _added(each: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: math.fsum(metrics[name] for metrics in each) for name in (each[0] if each else ())}
 
 
 def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *, draws: Draws = SameDraws) -> Outcome:
     """What the sections compute, one after the other; ``initial`` is only read."""
     buffers = {name: value.detach().clone() for name, value in initial.buffers.items() if name not in model.aliases}
     sums: dict[str, Tensor] = {}
-    found, noted, total = [], [], _total(parts)
+    found, noted, metrics, total = [], [], list[Mapping[str, float]](), _total(parts)
     with controlled(draws):
         for part in parts:
             graph = model.graphs[variant_of(model, part.tensors, part.indices)]
-            loss, statistics = run_sections(graph, initial, buffers, part, _share(part, total), sums)
+            (loss, *others), statistics = run_sections(graph, initial, buffers, part, _share(part, total), sums)
             found.append(float(loss))
+            of_user = others[len(others) - len(model.metrics) :]
+            metrics.append(dict(zip(model.metrics, map(float, of_user), strict=True)))
             noted.append((graph, statistics))
         for graph, statistics in noted:  # the commit
             _update(graph, buffers, statistics)
     mean = sum(each * _share(part, total) for each, part in zip(found, parts, strict=True) if part.weight)
-    return Outcome(tuple(found), mean, sums, buffers)
+    return Outcome(tuple(found), mean, sums, buffers, _added(metrics))
 
 
 def _share(part: Part, total: float) -> float:
@@ -151,8 +161,11 @@ def run_sections(
     part: Part,
     share: float,
     sums: dict[str, Tensor],
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and statistics of one micro-batch; its gradients, times its share of the weight, are added to ``sums``."""
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Results and statistics of one micro-batch; its gradients, times its share of the weight, are added to ``sums``.
+
+    Results are the loss, the number of targets if they are counted, and the metrics.
+    """
     crossings = {each.name: each for into in model.split.crossings for each in into}
     examples = Examples({**part.tensors, **part.numbers}, part.size)
     values: dict[str, Tensor] = {}
@@ -184,7 +197,7 @@ def run_sections(
         for name, leaf in mine.items():
             if leaf.grad is not None:
                 sums[name] = sums[name] + leaf.grad if name in sums else _dense(leaf.grad)
-    return loss, statistics
+    return tuple(value.detach() for value in tapes[-1].made), statistics
 
 
 def _update(model: PartitionedModel, buffers: dict[str, Tensor], statistics: Mapping[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, sam
 from varuna.checks.states import changed, plain_values, set_value
 from varuna.engine.precision import cast
 from varuna.partition.capture import LossModule
+from varuna.partition.dtypes import HALVES
 from varuna.partition.initialise import Initial
 from varuna.partition.model import PartitionedModel
 from varuna.partition.watching import Respond, Seen
@@ -27,8 +28,14 @@ _MOVED = 2
 
 
 @contextmanager
-def computing(initial: Initial, dtype: torch.dtype) -> Iterator[Initial]:
-    """The model in training mode and in its compute dtype; parameters, buffers and modes come back to the bit."""
+def computing(initial: Initial, dtype: torch.dtype, *, widened: bool = False) -> Iterator[Initial]:
+    """The model in training mode and in its compute dtype; parameters, buffers and modes come back to the bit.
+
+    Args:
+        initial: the model.
+        dtype: of computation; in fp32 each parameter keeps its own.
+        widened: none does, all are fp32.
+    """
     module = initial.module
     parameters = {name: value.data for name, value in module.named_parameters()}
     modes = [(each, each.training) for each in module.modules()]
@@ -36,6 +43,8 @@ def computing(initial: Initial, dtype: torch.dtype) -> Iterator[Initial]:
         module.train()
         if dtype is not torch.float32:
             module._apply(lambda value: cast(value, dtype))  # type: ignore[no-untyped-call]
+        elif widened:
+            module._apply(lambda value: value.float() if value.dtype in HALVES else value)  # type: ignore[no-untyped-call]
         try:
             yield Initial(
                 module,

@@ -21,7 +21,7 @@ from varuna.calibration.device import usable_bytes
 from varuna.checks import probes
 from varuna.checks.assumptions import check_assumptions
 from varuna.checks.cause import Cause, Evidence, cause_of, refused
-from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, differences, errors
+from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, coarsest, differences, errors
 from varuna.checks.draws import NoDraws, SameDraws
 from varuna.checks.extent import Extent, extent_of
 from varuna.checks.mixing import try_mixing
@@ -256,8 +256,8 @@ class _Check:
             if not sum(part.weight for part in parts):
                 return "micro-batches with the whole batch, because the samples have no targets"
             fixed = partial(_again, draws)
-            found = replace(in_turn(self.model, initial, parts, draws=fixed), losses=(), buffers={})
-            expected = replace(plainly(losses, whole, draws=fixed), losses=(), buffers={})
+            found = replace(in_turn(self.model, initial, parts, draws=fixed), losses=(), buffers={}, metrics={})
+            expected = replace(plainly(losses, whole, draws=fixed), losses=(), buffers={}, metrics={})
             if draws.drawn:
                 return f"micro-batches with the whole batch, because {', '.join(sorted(draws.drawn))} draws"
             odd = differences(found, expected, self._tolerance)
@@ -312,7 +312,7 @@ class _Check:
 
     @property
     def _tolerance(self) -> Tolerance:
-        return TOLERANCES[self.job.recipe.dtype]
+        return TOLERANCES[coarsest(self.job.recipe.dtype, *self.model.dtypes.values())]
 
     def _beyond_noise(
         self, losses: LossModule, parts: Sequence[Part], found: Outcome, expected: Outcome, draws: Draws
@@ -329,6 +329,8 @@ class _Check:
     def _one(self, each: Difference) -> str:
         if each.what == "loss":
             return f"the captured model's loss is {each.found:.7g}, plain PyTorch's {each.expected:.7g}"
+        if each.what == "metric":
+            return f"{each.name} of metrics= is {each.found:.7g} as captured, {each.expected:.7g} in plain PyTorch"
         place = f"{each.name} (in {probes.named(self.initial.module, each.name)}{self._section_of(each.name)})"
         if each.missing:
             return f"{place} gets no gradient in the captured model, but one of {each.expected:.3g} in plain PyTorch"

@@ -63,14 +63,21 @@ def check_weighing(
         ModelError: they differ, so the loss would depend on P, D and m.
         DataError: a sample is not shaped like those that were captured.
     """
-    check = _Check(model, recipe, initial, source, weight)
-    positions = check.positions(_COMPARED if _elements(initial) < _LARGE else _COMPARED_OF_LARGE)
-    if len(positions) < 2:
+    try:
+        with computing(initial, torch.float32, widened=True) as own, torch.no_grad():
+            check = _Check(model, recipe, own, source, weight)
+            positions = check.positions(_COMPARED if _elements(initial) < _LARGE else _COMPARED_OF_LARGE)
+            if len(positions) < 2:
+                return
+            if model.facts.batch_dependent:
+                initial.module.eval()
+            found = check.run(positions)
+    except RuntimeError as error:
+        if not model.dtypes:
+            raise
+        why = (str(error) or type(error).__name__).splitlines()[0]
+        warn(f"how the loss weighs samples could not be checked: with all parameters in fp32 the model fails ({why})")
         return
-    with computing(initial, torch.float32), torch.no_grad():
-        if model.facts.batch_dependent:
-            initial.module.eval()
-        found = check.run(positions)
     if found is not None:
         raise ModelError(found)
 
@@ -89,7 +96,7 @@ class _Check:
         weight: WeightFunction | None,
     ) -> None:
         self._model, self._initial, self._source, self._weight = model, initial, source, weight
-        self._dtype = recipe.dtype
+        self._in_fp32 = recipe.dtype is torch.float32 and not model.dtypes
         self._batches: dict[tuple[int, ...], MicroBatch] = {}
         self._losses = LossModule(initial.module, replace(recipe, dtype=torch.float32))
 
@@ -179,7 +186,7 @@ class _Check:
         return math.fsum(loss * weight for loss, weight in pairs) / total if total else math.nan
 
     def _of_terms(self, batches: Sequence[MicroBatch]) -> float:
-        if self._dtype is not torch.float32:
+        if not self._in_fp32:
             return math.nan  # the sections compute in another precision than the plain model here
         first = batches[0]
         graph = self._model.graphs[variant_of(self._model, first.tensors, first.indices)]
@@ -223,7 +230,7 @@ class _Check:
         for position in positions:
             batch = self._read([position])
             graph = self._model.graphs[variant_of(self._model, batch.tensors, batch.indices)]
-            if graph.whole is not None or self._dtype is not torch.float32 or self._model.facts.batch_dependent:
+            if graph.whole is not None or not self._in_fp32 or self._model.facts.batch_dependent:
                 return []
             alone = self._loss([position])
             captured = self._captured(graph, Examples(batch.tensors, 1))

@@ -9,6 +9,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from varuna.checks.mixing import check_mixing
 from varuna.core.errors import DataError, ModelError, NoPlanError
 from varuna.core.units import format_bytes
 from varuna.intercept import output_as_errors, take_trainer
@@ -38,6 +39,7 @@ def describe(
         "tied": [{"name": tied.name, "sections": list(tied.sections)} for tied in model.facts.tied],
         "eager": [{"module": path, "why": why} for path, why in model.eager.items()],
         "batch_dependent": model.facts.batch_dependent,
+        "mixes": [asdict(each) for graph in model.graphs for each in (*graph.mixing, *graph.normalisations)],
         "verify": verification,
         "dependencies": None if dependencies is None else [asdict(each) for each in dependencies],
     }
@@ -124,6 +126,11 @@ def show(console: Console, report: dict[str, Any]) -> None:
         console.print(f"tied: {tied['name']} in sections {', '.join(map(str, tied['sections']))}", highlight=False)
     for eager in report["eager"]:
         console.print(f"runs as written: {eager['module']}, since {eager['why']}", highlight=False, markup=False)
+    for each in report["mixes"]:
+        doubt = "" if each["certain"] else " (looked at before the first step)"
+        where = f" at {each['where']}" if each["where"] else ""
+        told = f"mixes examples: {each['operation']}{where}: {each['what']}{doubt}"
+        console.print(told, highlight=False, markup=False, soft_wrap=True)
     if report["batch_dependent"]:
         console.print("batch statistics: pass micro_batch= to Trainer; no plan changes it", highlight=False)
     if (found := report["verify"]) is not None:
@@ -189,6 +196,7 @@ def inspect_job(
 def _verified(trainer: Any, model: PartitionedModel) -> dict[str, Any]:
     """The check before step 0: figures, or what is wrong."""
     try:
+        check_mixing(model, trainer.micro_batch, accepted=trainer.checks.per_micro_batch)
         checked = trainer.checks.compare(model, trainer.beginning(model).whole())
     except (ModelError, DataError) as error:
         return {"finding": str(error)}

@@ -71,6 +71,7 @@ class ModelFacts(Value):
 
     digest: str = Field(description="hash over graph, sections and parameter names")
     state_digest: str = Field(default="", description="hash over names and shapes of the sections' state")
+    code_digest: str = Field(default="", description="hash over digest and the code it comes from; workers may differ")
     sections: tuple[SectionFacts, ...] = Field(min_length=1)
     tied: tuple[TiedParameter, ...] = ()
     updates_together: bool = Field(default=False, description="update_bytes of a stage add up; else the most counts")
@@ -106,3 +107,7 @@ class JobFacts(Value):
     memory_bytes: int | None = Field(
         default=None, gt=0, description="that every worker's device has for it; said by who plans, not by workers"
     )
+
+    def for_comparison(self) -> "JobFacts":
+        """Without that in which workers of a run may differ."""
+        return self.model_copy(update={"model": self.model.model_copy(update={"code_digest": ""})})

@@ -18,6 +18,7 @@ from varuna.checkpoint.restore import Wanted, everything, read_states
 from varuna.checkpoint.shards import SectionState
 from varuna.core.errors import DamagedCheckpoint, VarunaError
 from varuna.core.messages import Assignment
+from varuna.core.saying import say
 from varuna.core.shares import held_by, holders_of
 from varuna.engine.agreement import check_agreement, share_refusal
 from varuna.engine.direct import connect
@@ -156,6 +157,8 @@ def form_generation(
         groups.world.all_reduce(known)
     if damage is not None or known[2]:
         raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
+    if assignment.checkpoint is not None:
+        _look_again(assignment, assignment.checkpoint, groups, model, initial, at=at)
     return Formed(groups, states, True if known[0] else False if known[1] else None)
 
 
@@ -198,6 +201,38 @@ def _states(
     elif refusal is not None:
         raise refusal
     return states
+
+
+def _look_again(
+    assignment: Assignment,
+    place: str,
+    groups: Groups,
+    model: PartitionedModel,
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    *,
+    at: Callable[[Awaited], None],
+) -> None:
+    """Let rank 0 check the model as before step 0, if other code than this wrote the checkpoint.
+
+    Raises:
+        ModelError: it would train another model than plain PyTorch; every rank raises it.
+    """
+    rank, members = assignment.rank, len(assignment.members)
+    refusal: VarunaError | None = None
+    if rank == 0:
+        directory, step = split_place(place)
+        if read_manifest(open_store(directory), step).code_digest != model.facts.code_digest:
+            say(f"the checkpoint of step {step} was written by other code or versions: the model is checked anew")
+            at(Awaited("the check of the model"))
+            try:
+                initial(())
+            except VarunaError as error:
+                refusal = error
+    if members > 1:
+        at(Awaited("the check of the model", (0,) if rank else tuple(range(1, members))))
+        share_refusal(groups.world, rank, members, refusal)
+    elif refusal is not None:
+        raise refusal
 
 
 def initial_states(

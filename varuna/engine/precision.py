@@ -30,7 +30,9 @@ class ComputeCopies:
     """What sections compute with, by parameter: the parameters themselves, or copies in the compute dtype."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype, device: torch.device) -> None:
-        self._is_copy = any(value.dtype is not dtype for value in parameters.values() if value.is_floating_point())
+        own = dtype is torch.float32  # each has the dtype that the model gives it
+        found = (value.dtype for value in parameters.values() if value.is_floating_point())
+        self._is_copy = not own and any(each is not dtype for each in found)
         self._copies: dict[str, Tensor] = (
             {
                 name: cast(value.detach().to(device), dtype).requires_grad_(value.requires_grad)
@@ -54,3 +56,24 @@ class ComputeCopies:
             for name, value in written.items():
                 if self._copies[name] is not value:
                     self._copies[name].copy_(value)
+
+
+class HalfGradients:
+    """Of parameters that the model itself trains in half precision, in a run in fp32: fp32 sums, rounded once."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor]) -> None:
+        self._pairs = [
+            (parameters[name], total)
+            for name, total in sums.items()
+            if parameters[name].dtype.itemsize < total.itemsize
+        ]
+
+    def show(self) -> None:
+        """Give the optimizer what it expects: gradients of the parameters' dtype."""
+        for parameter, total in self._pairs:
+            parameter.grad = total.to(parameter.dtype)
+
+    def hide(self) -> None:
+        """Let a backward add to nothing that is summed already."""
+        for parameter, _ in self._pairs:
+            parameter.grad = None

@@ -110,7 +110,7 @@ class Solo:
     ) -> None:
         """Check that all ranks run the same job."""
         self._job = job
-        mine = hashlib.sha256(job.model_dump_json().encode()).hexdigest()
+        mine = hashlib.sha256(job.for_comparison().model_dump_json().encode()).hexdigest()
         if self.world.rank == 0:
             self.world.store.set("job", mine)
         elif self._told("job", "has captured the model", _JOIN_BOUND_S) != mine:

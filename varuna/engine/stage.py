@@ -20,7 +20,7 @@ from varuna.engine.lending import Shares
 from varuna.engine.offload import OffloadedOptimizer
 from varuna.engine.optimizer import StageOptimizer
 from varuna.engine.parameter_groups import ParameterGroup, whole_groups
-from varuna.engine.precision import ComputeCopies
+from varuna.engine.precision import ComputeCopies, HalfGradients
 from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
 from varuna.engine.shared import Exchange, StageExchange, Unprepared, Witness, installed
 from varuna.engine.statistics import Statistics
@@ -51,11 +51,9 @@ class Stage:
             replica: which replica of the stage; decides what of shared optimizer state is here.
         """
         self.job = job
-        self.plan = plan
-        self.index = stage
+        self.plan, self.index = plan, stage
         self.sections = plan.sections_of(stage)
-        self.is_last = stage == plan.stages - 1
-        self.next_step = next_step
+        self.is_last, self.next_step = stage == plan.stages - 1, next_step
         self.shares = Shares(plan, job, stage, replica)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """so many of its first sections have nothing to train and nobody below that has: F only, never R or B"""
@@ -68,6 +66,7 @@ class Stage:
             dtype=job.dtype,
             device=job.device,
             masters_at=HOST if job.masters_away else job.device,
+            dtypes=job.model.dtypes,
         )
         self.buffers = buffers_of(graphs, states, job.dtype, job.device)
         self.statistics = Statistics(graphs, plan, job.lanes.sums)
@@ -96,6 +95,7 @@ class Stage:
         self.totals = {p.name: self._home_of(p).views[p.name] for p in self.tied}
         """summed gradients of tied parameters, in place of those of the first section here that uses them"""
         self._gradients |= self.totals
+        self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
         self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.shares.held))
         self._show(self._gradients)
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
@@ -116,9 +116,9 @@ class Stage:
     ) -> StageOptimizer | OffloadedOptimizer:
         job, start = self.job, self.next_step
         named = [(name, value) for name, value in self.named_parameters() if name in self.shares.updated]
-        model, whole = job.model, tuple[ParameterGroup, ...]()
-        if job.scheduler is not None and (job.offload or len(named) < len(model.trainable)):
-            shapes = {name: shape for name, shape in model.shapes.items() if name in model.trainable}
+        trainable, whole = job.model.trainable, tuple[ParameterGroup, ...]()
+        if job.scheduler is not None and (job.offload or len(named) < len(trainable)):
+            shapes = {name: shape for name, shape in job.model.shapes.items() if name in trainable}
             whole = whole_groups(job.optimizer, shapes)
         if not job.offload:
             return StageOptimizer(job.optimizer, job.scheduler, named, state, start, whole=whole)
@@ -274,6 +274,7 @@ class Stage:
         """Start a step: sums at zero."""
         for bucket in self.buckets.values():
             bucket.flat.zero_()
+        self._halves.hide()
         self.statistics.clear()
         self.truths.clear()
 
@@ -284,8 +285,8 @@ class Stage:
 
     def squared_norms(self) -> dict[int, float]:
         """Squared L2 norm of each section's reduced gradients, float64; a tied parameter counts at its owner only."""
-        scale = self.gradient_scale**2
-        return {s: norm / scale for s, norm in squared_norms(self.buckets, self.tied, self.totals).items()}
+        norms = squared_norms(self.buckets, self.tied, self.totals)
+        return {section: norm / self.gradient_scale**2 for section, norm in norms.items()}
 
     def apply(self, step: int, scale: float, exchange: Exchange | None = None, *, overflowed: bool = False) -> None:
         """Scale the reduced gradients and step the optimizer: once per step, whatever is asked again.
@@ -342,6 +343,7 @@ class Stage:
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
         self._show(self.totals)
+        self._halves.show()
         if self.job.before_step is not None:
             self.job.before_step(self.named_parameters())
         with self.shares.alone():

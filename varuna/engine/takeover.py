@@ -24,6 +24,7 @@ def parameters_of(
     dtype: torch.dtype,
     device: torch.device,
     masters_at: torch.device,
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, nn.Parameter]:
     """One parameter per name, in the order of sections; a tied one from the lowest section that may be updated here.
 
@@ -35,6 +36,7 @@ def parameters_of(
         dtype: of computation, and of all other parameters.
         device: of all other parameters.
         masters_at: of those that are updated here.
+        dtypes: of those that a run in fp32 keeps in others.
     """
     lowest: dict[str, int] = {}
     for graph in reversed(graphs):
@@ -47,6 +49,8 @@ def parameters_of(
         is_updated = trained and lowest[name] in held
         place, kept = (masters_at, torch.float32) if is_updated else (device, dtype)
         value = states[lowest[name]].tensors[f"parameters/{name}"]
+        if dtype is torch.float32:
+            kept = dtypes.get(name, kept)
         value = value.to(place, kept if value.is_floating_point() else value.dtype)
         parameters[name] = nn.Parameter(value, requires_grad=trained)
     return parameters

@@ -65,7 +65,8 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> str:
     """Name the first field in which a worker differs from the run; empty if there is none."""
     if hello.version != version:
         return f"its version is {hello.version!r}, but the run's is {version!r}"
-    field, theirs, ours = _first_difference("job", hello.job, job) or ("", None, None)
+    pair = hello.job.for_comparison(), job.for_comparison()
+    field, theirs, ours = _first_difference("job", *pair) or ("", None, None)
     return f"its {field} is {theirs!r}, but the run's is {ours!r}" if field else ""
 
 

@@ -60,9 +60,9 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[Update,
     return updates
 
 
-def uses_batch_statistics(graph: Graph) -> bool:
-    """Whether an op normalises over the examples of a micro-batch."""
-    return any(op_name(node) == "aten::batch_norm" and node.args[5] is True for node in graph.nodes)
+def batch_statistics(graph: Graph) -> list[Node]:
+    """Ops that normalise over the examples of a micro-batch."""
+    return [node for node in graph.nodes if op_name(node) == "aten::batch_norm" and node.args[5] is True]
 
 
 def _take_statistics(capture: Capture) -> None:

@@ -18,10 +18,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_unflatten
 
 from varuna.core.errors import ModelError
+from varuna.core.saying import say
 from varuna.partition.building import build_without_data, cast_fakes
 from varuna.partition.captured import Capture as Capture
 from varuna.partition.construction import Construction, construct
-from varuna.partition.dtypes import check_dtypes
+from varuna.partition.dtypes import HALVES, check_dtypes
 from varuna.partition.explaining import (
     BUILDING,
     NotExportedError,
@@ -29,6 +30,7 @@ from varuna.partition.explaining import (
     explain,
     in_plain_words,
     line_of,
+    of_model,
     one_number,
     without_value,
 )
@@ -37,6 +39,7 @@ from varuna.partition.givens import Givens
 from varuna.partition.inline import inline_no_grad
 from varuna.partition.limits import limits_of
 from varuna.partition.opaque.pieces import Pieces
+from varuna.partition.sources import source_digest
 from varuna.partition.truths import Taken, taken_for_granted
 from varuna.partition.values import Grade, Values
 
@@ -184,6 +187,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
             places=values.places,
             decided=values.decided,
             of_activations=values.most is Grade.PARAMETERS,
+            is_certain=values.most is Grade.CODE,
         )
         taken = found or taken
         return found is not None
@@ -195,10 +199,13 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
         raise
     except NotExportedError as refused:
         cause = refused.__cause__ or refused
-        raise ModelError(explain("cannot be captured", cause, noticed=refused.noticed)) from cause
+        said = explain("cannot be captured", cause, noticed=refused.noticed)
+        raise ModelError(of_model(said, model, cause, is_small=givens.is_small)) from cause
     except Exception as error:
-        raise ModelError(explain("cannot be captured", error)) from error
-    return _describe(exported, model, list(fake), taken)
+        said = explain("cannot be captured", error)
+        raise ModelError(of_model(said, model, error, is_small=givens.is_small)) from error
+    sources = source_digest(model, recipe.build, recipe.loss, recipe.metrics)
+    return _describe(exported, model, list(fake), taken, sources)
 
 
 def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
@@ -270,7 +277,7 @@ def _constants(program: torch.export.ExportedProgram, noticed: Noticed) -> dict[
     return found
 
 
-def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Taken) -> Capture:
+def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Taken, sources: str) -> Capture:
     program = exported.program
     first_name = _first_names(model)
     parameters = {
@@ -284,6 +291,8 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Take
     limits = limits_of(graph)
     if len(limits) < exported.limits:  # some are in a region of the graph, out of which nothing can be returned
         raise ModelError(without_value("lifted_tensor_0", None, exported.noticed))
+    if taken.unseen:
+        say(f"forward() asserts something at {', '.join(taken.unseen)} that a captured graph cannot: it is left out")
     return Capture(
         graph=graph,
         owner=program.graph_module,
@@ -297,10 +306,12 @@ def _describe(exported: Exported, model: nn.Module, keys: list[str], taken: Take
         metrics=_metric_names(program),
         shapes={name: tuple(value.shape) for name, value in named.items()},
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
+        dtypes={name: value.dtype for name, value in named.items() if value.dtype in HALVES},
         visits_all=exported.visits_all,
         conditions=taken.conditions,
         truths=(*taken.truths, *limits),
         eager=exported.eager,
+        sources=sources,
     )
 
 

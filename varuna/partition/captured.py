@@ -45,6 +45,8 @@ class Capture:
     """parameter -> shape"""
     pairs: frozenset[str]
     """complex parameters"""
+    dtypes: dict[str, torch.dtype]
+    """parameter -> dtype, where that is bf16 or fp16"""
     visits_all: bool
     """loops over the places where a mask is true were captured for every place"""
     conditions: Conditions | None
@@ -53,6 +55,8 @@ class Capture:
     """what those on activations did"""
     eager: Mapping[str, str]
     """path of a module that runs as written, as one operation -> why"""
+    sources: str
+    """hash of the code that it was captured from"""
 
     @property
     def condition_inputs(self) -> tuple[str, ...]:

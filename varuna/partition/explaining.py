@@ -9,10 +9,13 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from varuna.core.units import format_bytes
 
 _SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), contextlib.__file__)
 
@@ -25,6 +28,16 @@ _DATA_DEPENDENT = (
     "Varuna captures forward() once. It follows branches on samples and activations as the first samples take "
     "them. It cannot follow decisions by random numbers (such as LayerDrop) or by Python numbers made of "
     f"floating-point tensors (.item(), float()), nor, above 1 GiB of parameters, by activations. {_WAYS_OUT}"
+)
+_TOO_LARGE = (
+    "If what decides is an activation: the model's parameters are {size}, and to see which way it goes the model would "
+    "have to be built here, which is done below 1 GiB. Move the decision into a small module of its own that takes and "
+    "returns tensors, and it runs as written; or write it with torch.where."
+)
+_SCRIPTED = (
+    "{path} is a TorchScript module (torch.jit.script or trace) that holds parameters, which no graph of tensors with "
+    "shapes alone can be made of. Give the model the module as it was before torch.jit.script; to compile it, pass "
+    "compile=True to Trainer."
 )
 BUILDING = (
     "Varuna calls model= first in a mode in which tensors have shapes but no data, then for real, on the CPU. It "
@@ -80,6 +93,24 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
         function = traceback.extract_tb(error.__traceback__)[-1].name
         return f"{function}() fails{place}: {type(error).__name__}: {first_line}"
     return f"the model {what}{place}: {type(error).__name__}: {first_line}\n{remedy}"
+
+
+def of_model(said: str, model: nn.Module, error: BaseException, *, is_small: bool) -> str:
+    """What ``explain`` says, with what is so of this model.
+
+    Args:
+        said: of ``error``.
+        model: without data.
+        error: that ended the capture.
+        is_small: its branches on activations could be followed.
+    """
+    for path, each in model.named_modules():
+        if isinstance(each, torch.jit.ScriptModule) and any(True for _ in each.parameters()):
+            return f"the model cannot be captured: {_SCRIPTED.format(path=path or type(each).__name__)}"
+    if not is_small and isinstance(error, _ASKS_FOR_DATA):
+        size = format_bytes(sum(4 * value.numel() for value in model.parameters()))
+        return f"{said}\n{_TOO_LARGE.format(size=size)}"
+    return said
 
 
 def one_number(noticed: Noticed) -> str:

@@ -11,7 +11,7 @@ import logging
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from varuna.partition.ctc import Alignments
 from varuna.partition.explaining import NotExportedError, Noticed
 from varuna.partition.functions import kept_functions
 from varuna.partition.limits import Limits
+from varuna.partition.listed import ListedSamples
 from varuna.partition.loops import EveryPlace
 from varuna.partition.noticing import Noticing
 from varuna.partition.opaque.calls import WritesError
@@ -62,7 +63,7 @@ def export(
         module: called with one dict of tensors.
         fake: a batch without data.
         given: values of what the module is given, up to a grade; None if there are none of that grade.
-        accept: whether the branches of a program that followed values can be checked.
+        accept: looks at what a program asserts; whether the branches of one that followed values can be checked.
         pieces: of the model; those found already run as written in any case.
 
     Raises:
@@ -106,26 +107,49 @@ def _some_way(
             known = given(most) if most is not Grade.PARAMETERS or asks_for_data else None
             if known is None or (compiling is not asked and not asked.at_all):  # eager would take the same path
                 continue
-            values = Values(most, known)
-            places, limits = EveryPlace(), Limits()
+            way = _Way(Values(most, known), EveryPlace(), Limits(), Noticing())
             try:
-                noticing = Noticing()
-                seen = noticing.watch()
-                modes = (seen, places, Alignments(), limits, Comparing())
-                with compiling, _all((pieces.in_place(), values.watch(), *modes, _idle_moves())), _silent():
-                    program = _attempt(module, fake)
-                    values.fill(program.constants)
-                    check_followed(program)
+                with compiling, pieces.in_place():
+                    program = way.attempt(module, fake)
             except ModelError:
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
-                last, noticed = error, noticing.noticed
+                last, noticed = error, way.noticing.noticed
                 asks_for_data |= type(error).__module__.startswith("torch")
                 continue
-            if most is Grade.CODE or accept(program, values, noticing.noticed):
-                return Exported(program, places.visited, limits.count, noticing.noticed, dict(pieces.found))
+            if accept(program, way.values, way.noticing.noticed) or most is Grade.CODE:
+                visited, count = way.places.visited, way.limits.count
+                return Exported(program, visited, count, way.noticing.noticed, dict(pieces.found))
             asks_for_data = True
     raise NotExportedError(noticed) from last
+
+
+class _Way(NamedTuple):
+    values: Values
+    places: EveryPlace
+    limits: Limits
+    noticing: Noticing
+
+    def attempt(self, module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
+        """Export, with lists of the samples where they are put together again."""
+        listed = ListedSamples()
+        try:
+            return self._attempt(module, fake, listed)
+        except Exception:
+            if not listed.used:
+                raise
+            self.limits.count = 0
+            return self._attempt(module, fake, nullcontext())  # what stands for all was not enough
+
+    def _attempt(
+        self, module: nn.Module, fake: Mapping[str, Tensor], listed: AbstractContextManager[Any]
+    ) -> torch.export.ExportedProgram:
+        modes = (self.noticing.watch(), self.places, Alignments(), self.limits, listed, Comparing())
+        with _all((self.values.watch(), *modes, _idle_moves())), _silent():
+            program = _attempt(module, fake)
+            self.values.fill(program.constants)
+            check_followed(program)
+            return program
 
 
 def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:

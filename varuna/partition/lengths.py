@@ -99,9 +99,10 @@ def partition_lengths(
     for length, each in zip(reversed(lengths), captured, strict=True):
         _check_same(captured[0], lengths[-1], each, length)
     digest = hashlib.sha256("".join(each.facts.digest for each in captured).encode()).hexdigest()
+    code = hashlib.sha256("".join(each.facts.code_digest for each in captured).encode()).hexdigest()
     return replace(
         captured[0],
-        facts=captured[0].facts.model_copy(update={"digest": digest}),
+        facts=captured[0].facts.model_copy(update={"digest": digest, "code_digest": code}),
         variants=tuple(captured),
         length_keys=tuple(key for key in keys if key in captured[0].inputs),
     )

@@ -18,7 +18,7 @@ from varuna.partition.simplify import op_name
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _LIMITING = (Tensor.clamp_, Tensor.clip_, Tensor.clamp_min_, Tensor.clamp_max_, torch.clamp_, torch.clip_)
-_PREFIX = "varuna: limited at "
+LIMITED = "varuna: limited at "
 
 
 class Limits(TorchFunctionMode):
@@ -45,7 +45,7 @@ class Limits(TorchFunctionMode):
         bound = {Tensor.clamp_min_: "min", Tensor.clamp_max_: "max"}.get(func)
         limits = {bound: args[1]} if bound and len(args) > 1 else given
         within = value.clamp(**limits) if bound else value.clamp(*args[1:], **limits)
-        torch.ops.aten._assert_async.msg((within == value).all(), f"{_PREFIX}{user_line() or 'an unknown line'}")
+        torch.ops.aten._assert_async.msg((within == value).all(), f"{LIMITED}{user_line() or 'an unknown line'}")
         self.count += 1
         return args[0]
 
@@ -54,7 +54,7 @@ def limits_of(graph: Graph) -> tuple[Truth, ...]:
     """The truths that such assertions of a graph are."""
     found = []
     for node in graph.nodes:
-        if op_name(node) == "aten::_assert_async" and str(node.args[-1]).startswith(_PREFIX):
-            place = str(node.args[-1]).removeprefix(_PREFIX)
+        if op_name(node) == "aten::_assert_async" and str(node.args[-1]).startswith(LIMITED):
+            place = str(node.args[-1]).removeprefix(LIMITED)
             found.append(Truth(node.args[0], f"{place} (a parameter that is beyond its limits is written there)"))
     return tuple(found)

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
-from varuna.partition.buffers import separate_updates, uses_batch_statistics
+from varuna.partition.buffers import batch_statistics, separate_updates
 from varuna.partition.capture import Batch, Capture, Recipe, capture
 from varuna.partition.conditions import Conditions
 from varuna.partition.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
@@ -23,7 +23,7 @@ from varuna.partition.simplify import simplify
 from varuna.partition.split import Crossing, SectionGraph, Split, section_graph, split
 from varuna.partition.splitting import CannotCountError, Splitting
 from varuna.partition.strides import settle_strides
-from varuna.partition.terms import Mixing, Terms, mixing_of, place_of, terms_of
+from varuna.partition.terms import Mixing, Terms, mixing_at, mixing_of, place_of, terms_of
 from varuna.partition.trial import Trial, trial_of
 from varuna.partition.update import OptimizerFactory, Update, try_update
 from varuna.partition.weight import add_count
@@ -31,6 +31,9 @@ from varuna.partition.whole import PREFIX, Whole
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
 """Positions to cut behind, ascending, where ``Flow.live_bytes`` allows it."""
+
+
+_NORMALISES = "uses the mean and variance of the micro-batch"
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,8 @@ class PartitionedModel:
     facts: ModelFacts
     shapes: Mapping[str, tuple[int, ...]]
     """parameter (first name) -> shape"""
+    dtypes: Mapping[str, torch.dtype]
+    """parameter -> dtype that a run in fp32 keeps it in, where that is bf16 or fp16"""
     trainable: frozenset[str]
     aliases: Mapping[str, str]
     """further name of a tied parameter or buffer -> its first name"""
@@ -50,6 +55,8 @@ class PartitionedModel:
     """counts the targets of a batch from its inputs; None: examples are counted"""
     whole: Whole | None
     """what sections must know of the whole batch, where the terms of the loss count different things"""
+    normalisations: tuple[Mixing, ...]
+    """operations over the statistics of a micro-batch"""
     mixing: tuple[Mixing, ...]
     """operations by which the examples of a batch get into each other's losses, or may"""
     trial: Trial | None
@@ -175,12 +182,14 @@ def partition(
         split=divided,
         facts=facts,
         shapes=captured.shapes,
+        dtypes=captured.dtypes,
         trainable=captured.trainable,
         aliases=captured.aliases,
         constants=captured.constants,
         metrics=captured.metrics,
         counter=count,
         whole=whole,
+        normalisations=tuple(mixing_at(node, _NORMALISES) for node in batch_statistics(captured.graph)),
         mixing=mixing,
         trial=trial,
         inputs=inputs,
@@ -241,7 +250,8 @@ def _facts(
     counts = {
         name: torch.Size(shape).numel() * (1 + (name in captured.pairs)) for name, shape in captured.shapes.items()
     }
-    sizes = {name: dtype.itemsize * count for name, count in counts.items()}
+    own = captured.dtypes if dtype is torch.float32 else {}
+    sizes = {name: own.get(name, dtype).itemsize * count for name, count in counts.items()}
     if dtype is not torch.float32:  # the fp32 parameters that the optimizer updates
         for name in captured.trainable:
             state_bytes[name] = state_bytes.get(name, 0) + 4 * counts[name]
@@ -262,7 +272,9 @@ def _facts(
                 forward_s=sum(cost.forward_s for cost in costs) * slowdown,
                 parameter_bytes=sum(sizes[name] for name in names),
                 trainable_bytes=sum(sizes[name] for name in names & captured.trainable),
-                gradient_bytes=sum(4 * counts[name] for name in names & captured.trainable),
+                gradient_bytes=sum(  # the sum in fp32, and what the optimizer of half a float is shown
+                    4 * counts[name] + sizes[name] * (name in own) for name in names & captured.trainable
+                ),
                 optimizer_bytes=sum(state_bytes.get(name, 0) for name in names),
                 update_bytes=update.step_bytes[section.index] if update else 0,
                 activation_bytes=0 if is_free else activation_bytes,
@@ -280,14 +292,16 @@ def _facts(
         )
         start = end + 1
         read.update(section.inputs)
+    digest = _digest(captured, divided)
     return ModelFacts(
-        digest=_digest(captured, divided),
+        digest=digest,
+        code_digest=hashlib.sha256(f"{digest} {captured.sources}".encode()).hexdigest(),
         state_digest=_state_digest(captured, divided),
         sections=tuple(facts),
         tied=_tied(divided, sizes),
         updates_together=update is not None and update.together,
         combines=update is None or update.combines,
-        batch_dependent=any(section.updates for section in divided.sections) or uses_batch_statistics(captured.graph),
+        batch_dependent=any(section.updates for section in divided.sections) or bool(batch_statistics(captured.graph)),
     )
 
 

@@ -13,6 +13,7 @@ from varuna.partition.mixing_indexing import INDEXING
 from varuna.partition.mixing_shapes import SHAPES
 from varuna.partition.mixing_sums import SUMS
 from varuna.partition.rows import EXAMPLES, Blames, Count, Level, Rows, Total
+from varuna.partition.simplify import op_name
 
 _SHOWN = 80
 """Characters of a line of code, for people."""
@@ -69,12 +70,20 @@ class Mixing:
     where: str | None
     """``file:line (code)``"""
     certain: bool
+    operation: str = ""
+    """such as ``aten::mul``; the name of a function of Python's, if it is one"""
 
 
 def mixing_of(terms: Terms) -> tuple[Mixing, ...]:
     """What mixes examples in a loss; each place once."""
-    found = (Mixing(blame.what, place_of(blame.node), blame.certain) for blame in terms.blames)
+    found = (mixing_at(blame.node, blame.what, certain=blame.certain) for blame in terms.blames)
     return tuple(dict.fromkeys(found))
+
+
+def mixing_at(node: Node, what: str, *, certain: bool = True) -> Mixing:
+    """Of a node of the graph."""
+    name = op_name(node) or getattr(node.target, "__name__", str(node.target))
+    return Mixing(what, place_of(node), certain, name)
 
 
 def place_of(node: Node) -> str | None:

@@ -1,8 +1,9 @@
-"""What the branches of ``forward`` took for granted, found in an exported graph.
+"""What the branches of ``forward`` took for granted, and what it asserts itself, found in an exported graph.
 
-Export writes each down as an assertion. One that follows from the samples becomes part of the conditions, which are
-looked at before a micro-batch runs. One that follows from activations becomes a truth: a tensor that the section
-returns in which it can be told, and that is looked at before the step's vote.
+Export writes each branch down as an assertion, beside the user's own (``torch._assert_async``, ``torch._check``). One
+that follows from the samples becomes part of the conditions, which are looked at before a micro-batch runs. One that
+follows from activations becomes a truth: a tensor that the section returns in which it can be told. It is looked at
+before the step's vote.
 """
 
 import operator
@@ -16,11 +17,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.partition.captured import Truth
 from varuna.partition.conditions import Conditions
+from varuna.partition.explaining import line_of
 from varuna.partition.flow import is_random, views_of, written_storage
+from varuna.partition.limits import LIMITED
 from varuna.partition.simplify import op_name, written_arguments
 
 aten = torch.ops.aten
 _ASSERT = aten._assert_scalar.default
+_ASYNC = "aten::_assert_async"
 _NUMBERS = ("aten::item", "aten::_local_scalar_dense")
 _OPERATORS = ("eq", "ne", "lt", "le", "gt", "ge", "add", "sub", "mul", "neg", "truediv", "and_", "or_")
 _ON_TENSORS: dict[Any, Any] = {
@@ -38,6 +42,8 @@ class Taken(NamedTuple):
     """that every batch must meet"""
     truths: tuple[Truth, ...]
     """of activations"""
+    unseen: tuple[str, ...] = ()
+    """places of assertions of the user's that nothing can be made of"""
 
 
 class _Sources(NamedTuple):
@@ -88,6 +94,7 @@ def taken_for_granted(
     places: Mapping[str, str],
     decided: Sequence[frozenset[str]],
     of_activations: bool,
+    is_certain: bool,
 ) -> Taken | None:
     """Conditions and truths of an exported graph; None if something else was taken for granted as well.
 
@@ -99,14 +106,17 @@ def taken_for_granted(
         constants: placeholder -> value.
         places: what export calls a number that it took out of a tensor -> the user's line that did.
         decided: such numbers, by decision that was made by their values.
-        of_activations: there may be truths.
+        of_activations: branches may have been followed by them.
+        is_certain: no branch was followed by values: all assertions are the user's own, or hold for sure.
     """
     bodies = [getattr(owner, str(node.target), None) for node in graph.nodes if node.op == "get_attr" and node.users]
     inner = [node for body in bodies if isinstance(body, GraphModule) for node in body.graph.nodes]
-    if any(node.target is _ASSERT for node in inner):
+    if any(node.target is _ASSERT for node in inner) and not is_certain:
         return None  # in a region: nothing can be returned from there
-    asserted = [node for node in graph.nodes if node.target is _ASSERT and _says_something(node.args[0])]
-    said = [set(re.findall(r"\w+", str(node.args[1]))) for node in asserted]
+    branches = [node for node in graph.nodes if node.target is _ASSERT and _says_something(node.args[0])]
+    if is_certain:
+        branches = [node for node in branches if not _names_of(node).isdisjoint(places)]
+    said = [_names_of(node) for node in branches]
     if not all(any(numbers <= words for words in said) for numbers in decided):
         return None  # export writes nothing down of decisions on Python's floats
     known, past = {*inputs, *buffers, *constants}, _Past(graph)
@@ -117,19 +127,34 @@ def taken_for_granted(
         given = {each for each in order if each.op == "placeholder"}
         return all(each.name in known and each not in changed for each in given) and not any(map(is_random, order))
 
+    asserted = [node for node in graph.nodes if node in branches or _is_own(node)]
     of_samples = [node for node in asserted if follows_from_samples(node)]
     others = [node for node in asserted if node not in of_samples]
-    if others and not of_activations:
+    if not (of_activations or is_certain or all(map(_is_own, others))):
         return None
-    truths = []
+    truths, unseen = [], [_place(node, places) for node in inner if _is_own(node)]
     for node in others:
         truth = _truth(node, past, places)
-        if truth is None:
+        if truth is not None:
+            truths.append(truth)
+        elif is_certain or _is_own(node):
+            unseen.append(_place(node, places))
+        else:
             return None
-        truths.append(truth)
     sources = _Sources(inputs, buffers, constants)
     conditions = _conditions(graph, owner, of_samples, sources, past, places) if of_samples else None
-    return Taken(conditions, tuple(truths))
+    return Taken(conditions, tuple(truths), tuple(dict.fromkeys(unseen)))
+
+
+def _is_own(node: Node) -> bool:
+    """Asserted by the user, of a tensor."""
+    is_async = op_name(node) == _ASYNC and isinstance(node.args[0], Node)
+    return is_async and not str(node.args[-1]).startswith(LIMITED)
+
+
+def _names_of(node: Node) -> set[str]:
+    """Numbers that are asserted something of."""
+    return set(re.findall(r"\w+", str(node.args[1])))
 
 
 def _says_something(condition: object) -> bool:
@@ -174,6 +199,10 @@ def _truth(asserted: Node, past: _Past, lines: Mapping[str, str]) -> Truth | Non
     order = past.of([condition])
     if any(map(is_random, order)) and not any(node.op == "placeholder" for node in order):
         return None  # a coin: it falls the other way in the next micro-batch
+    if _is_own(asserted):
+        with asserted.graph.inserting_before(asserted):
+            single = _call(asserted.graph, aten.reshape.default, (condition, []), condition)
+            return Truth(_call(asserted.graph, aten.ne.Scalar, (single, 0), condition), _place(asserted, lines))
     found = _as_tensor(condition, asserted, {})
     return None if found is None else Truth(found, _place(asserted, lines))
 
@@ -213,5 +242,7 @@ def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
 
 def _place(asserted: Node, lines: Mapping[str, str]) -> str:
     """The user's line that took the number out of a tensor that is asserted something of."""
+    if _is_own(asserted):
+        return f"{line_of(asserted) or 'an unknown line'} (an assertion)"
     names = [name for name in re.findall(r"\w+", str(asserted.args[1])) if name in lines]
     return lines[names[-1]] if names else "an unknown line"

@@ -56,11 +56,12 @@ def checked(
     mutate: Mutate = lambda model: model,
     micro_batch: int | None = None,
     loss: Any = None,
+    metrics: Any = None,
     dtype: torch.dtype = torch.float32,
     cut_points: int | None = None,
 ) -> Errors:
     """The errors that were found; the generators and the model are as before."""
-    recipe = Recipe(build, loss=loss, dtype=dtype)
+    recipe = Recipe(build, loss=loss, metrics=metrics, dtype=dtype)
     source = SampleSource(dataset or Rows(), seed=0)
     model = partition(recipe, source.micro_batch([0, 1]).tensors, cut_points=cut_points)
     model = mutate(model) or model

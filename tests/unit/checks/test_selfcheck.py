@@ -1,7 +1,10 @@
 """The check before step 0: sound jobs pass, each thing that capture cannot keep is refused by name."""
 
+import importlib.util
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.checks.jobs import Annealed, Dropping, Net, Normed, Rows, Skipping, checked, with_parameter_hook
+from tests.unit.engine.ranks import adamw
 from varuna.core.errors import DataError, ModelError
+from varuna.trainer import Trainer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -198,3 +203,69 @@ def test_contrastive_losses_are_checked_by_micro_batch() -> None:
             return nn.functional.cross_entropy(one @ two.T, torch.arange(x.shape[0]))
 
     assert checked(Pairs, micro_batch=3).loss < 1e-6
+
+
+class Predicting(Net):
+    """Returns its prediction, so that ``metrics=`` has something to measure."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Any:
+        made = self.layer(3, self.layer(2, self.layer(1, self.layer(0, x))))
+        return {"loss": nn.functional.mse_loss(made, y), "made": made}
+
+
+def test_metrics_are_compared_as_well() -> None:
+    """A Python number in them was captured once, though neither the loss nor a gradient depends on it."""
+    calls: list[int] = []
+
+    def counting(output: Any, batch: Any) -> dict[str, Tensor]:
+        calls.append(0)
+        return {"close": (output["made"] - batch["y"]).abs().sum() * len(calls)}
+
+    def sound(output: Any, batch: Any) -> dict[str, Tensor]:
+        return {"close": (output["made"] - batch["y"]).abs().sum(), "right": (output["made"] > batch["y"]).sum()}
+
+    checked(Predicting, metrics=sound)
+    with pytest.raises(ModelError, match=r"close of metrics= is .* as captured, .* in plain PyTorch.*"):
+        checked(Predicting, metrics=counting)
+
+
+# -- a run that goes on ----------------------------------------------------------------------------------------
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.layer(x), y)
+"""
+HOOK = "        self.layer.weight.register_hook(lambda gradient: gradient * 0.5)\n"
+
+
+def test_a_run_that_goes_on_with_other_code_is_checked_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the captured graph is the same: it has no hooks."""
+
+    def go_on(code: str, steps: int) -> str:
+        (tmp_path / "net.py").write_text(code)
+        found = importlib.util.spec_from_file_location("net_of_a_run", tmp_path / "net.py")
+        assert found is not None
+        assert found.loader is not None
+        module = importlib.util.module_from_spec(found)
+        monkeypatch.setitem(sys.modules, "net_of_a_run", module)
+        found.loader.exec_module(module)
+        trainer = Trainer(module.Net, Rows(), adamw, 4, device="cpu", checkpoint_dir=str(tmp_path / "saved"))
+        assert len(list(trainer.steps(steps))) == 1
+        return capsys.readouterr().err
+
+    assert "checked against plain PyTorch" in go_on(NET, 1)
+    assert "checked" not in go_on(NET, 2)
+    said = go_on(f"{NET}# edited", 3)
+    assert "the checkpoint of step 2 was written by other code or versions: the model is checked anew" in said
+    assert "checked against plain PyTorch" in said
+    with pytest.raises(ModelError, match=r"Parameter\.register_hook on layer\.weight"):
+        go_on(NET.replace("    def forward", HOOK + "\n    def forward"), 4)

@@ -1,6 +1,7 @@
 """``varuna inspect`` runs the same script and changes nothing."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,10 @@ def inspected(*args: str) -> str:
 
 def test_json_tells_cuts_stages_ties_and_errors() -> None:
     report = json.loads(inspected("--stages", "2", "--verify", "--json", JOB, *TWO, "--dropout", "0.1"))
-    assert report.keys() == {"cut_points", "stages", "tied", "batch_dependent", "eager", "verify", "dependencies"}
+    told = {"cut_points", "stages", "tied", "batch_dependent", "mixes", "eager", "verify", "dependencies"}
+    assert report.keys() == told
     assert report["dependencies"] is None
+    assert not report["mixes"]
     assert not report["batch_dependent"]
     assert len(report["stages"]) == 2
     assert report["tied"][0]["name"] == "embed.weight"
@@ -39,9 +42,35 @@ def test_json_tells_cuts_stages_ties_and_errors() -> None:
 def test_batch_normalisation_is_told_and_verified_in_training_mode() -> None:
     report = json.loads(inspected("--verify", "--json", JOB, *TWO, "--dropout", "0.1", "--batch-norm"))
     assert report["batch_dependent"]
+    assert [each["operation"] for each in report["mixes"]] == ["aten::batch_norm"] * 2
+    assert re.search(r"scenarios/job\.py:\d+ \(mixed = self\.norm\(x\)", report["mixes"][0]["where"])
     assert report["verify"]["loss_error"] < 1e-6
     assert report["verify"]["gradient_error"] < 1e-6
     assert "micro_batch=" in inspected(JOB, *TWO, "--batch-norm")
+
+
+def test_what_mixes_examples_is_listed_with_its_place_and_verified(tmp_path: Path) -> None:
+    script = tmp_path / "balanced.py"
+    script.write_text(
+        "import torch, varuna\n"
+        "from tests.scenarios.job import Language, Sentences\n"
+        "def balanced(output, batch):\n"
+        "    share = torch.softmax(output.flatten()[:4] * batch['tokens'][:, :4].float(), -1).mean(0)\n"
+        "    return output + (share * share).sum()\n"
+        "model = lambda: Language(2, 0.0)\n"
+        "train = lambda named: torch.optim.SGD(named)\n"
+        "varuna.Trainer(model, Sentences(False), train, 4, loss=balanced).steps(3).__next__()\n"
+    )
+    result = CliRunner().invoke(app, ["inspect", "--verify", "--json", str(script)])
+    report = json.loads(result.stdout)
+    found = [each["where"] for each in report["mixes"] if each["operation"] == "aten::mul" and each["certain"]]
+    assert any("balanced.py:5 (return output + (share * share).sum())" in each for each in found)
+    assert "per_micro_batch=True" in report["verify"]["finding"]
+    assert result.exit_code == 1
+    shown = CliRunner().invoke(app, ["inspect", str(script)]).stdout
+    assert re.search(
+        r"mixes examples: aten::mul at .*balanced\.py:5 .*: multiplies sums or means over the batch", shown
+    )
 
 
 def test_a_wrong_capture_is_told_in_clean_json_with_code_1(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,8 +12,10 @@ from torch.nn import functional as F
 
 from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
 from tests.unit.engine.test_evaluate import eager_loss, train
+from tests.unit.engine.test_resuming import train as resumed
 from varuna.core.errors import ModelError
 from varuna.core.precision import Precision
+from varuna.engine.compiled import Compiler
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -233,6 +236,22 @@ def test_half_precision_adds_terms_up_in_fp32(precision: Precision, near: float)
     assert repr(setup.losses(2, 1, 2)) == repr(one)  # as text: the first steps of fp16 may overflow
     (loss, _), *_ = reference(setup, 1)
     assert abs(one[0][0] - loss) < near * loss
+
+
+def test_compiled_sections_add_terms_up_alike() -> None:
+    setup = Setup(build=Detection, dataset=Sentences(), micro_batch=3, clip=None, compiler=Compiler("aot_eager"))
+    one = setup.losses(1, 1, 2)
+    assert setup.losses(2, 1, 2) == one
+    assert worst(one, reference(setup, 2)) < 2e-6
+
+
+def test_terms_go_on_in_other_plans(tmp_path: Path) -> None:
+    def go_on(stages: int, replicas: int, steps: int) -> list[tuple[float, float]]:
+        setup = Setup(build=MaskedAndNext, dataset=Sentences(), micro_batch=3, clip=None, directory=str(tmp_path))
+        return resumed(setup, stages, replicas, steps, str(tmp_path))
+
+    losses = [*go_on(1, 2, 1), *go_on(3, 1, 2), *go_on(2, 2, 3)]
+    assert worst(losses, reference(Setup(build=MaskedAndNext, dataset=Sentences(), clip=None), 3)) < 5e-6
 
 
 class Shorter(Sentences):

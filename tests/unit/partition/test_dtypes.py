@@ -24,8 +24,11 @@ class Scored(nn.Module):
 @pytest.mark.parametrize(
     ("found", "precision", "words"),
     [
-        (torch.bfloat16, torch.float32, 'layer.weight of the model is bfloat16 (2 of .* Pass precision="bf16"'),
-        (torch.float16, torch.bfloat16, 'is float16 .* here bfloat16. Pass precision="fp16"'),
+        (
+            torch.float16,
+            torch.bfloat16,
+            'layer.weight of the model is float16 (2 of .* bfloat16. Pass precision="fp16"',
+        ),
         (torch.float64, torch.float32, r"is float64 .* without .double\(\) .* values in float32"),
         (torch.complex64, torch.bfloat16, "layer.weight of the model is complex, and bfloat16 has no complex"),
         (torch.complex128, torch.float32, "layer.weight of the model is complex128; .* dtype=torch.complex64"),
@@ -38,7 +41,12 @@ def test_a_dtype_that_no_run_keeps_is_refused_by_name(found: torch.dtype, precis
 
 @pytest.mark.parametrize(
     ("found", "precision"),
-    [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16), (torch.complex64, torch.float32)],
+    [
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.complex64, torch.float32),
+    ],
 )
 def test_what_a_run_keeps_is_taken(found: torch.dtype, precision: torch.dtype) -> None:
     check_dtypes(Scored(found), precision)

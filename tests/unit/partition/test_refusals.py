@@ -223,3 +223,21 @@ def test_what_forward_makes_of_numbers_may_be_written() -> None:
     found = verify(partition(recipe, batch(2), cut_points=4), recipe, materialise(recipe, 0), batch(3))
     assert found.loss_error < 1e-6
     assert found.gradient_error < 1e-6
+
+
+class Scripted(Layers):
+    """Holds a module that TorchScript has compiled, parameters and all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiled = torch.jit.script(nn.Linear(16, 16))
+
+    def middle(self, x: Tensor) -> Tensor:
+        made: Tensor = self.compiled(x)
+        return made
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_scripted_module_with_parameters_is_refused_by_its_name() -> None:
+    with pytest.raises(ModelError, match=r"compiled is a TorchScript module .* Give the model the module as it was"):
+        partition(Recipe(Scripted), batch(2))

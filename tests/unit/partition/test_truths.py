@@ -167,3 +167,48 @@ def test_what_no_sample_decides_stays_refused(build: type[Layers]) -> None:
     batch = SampleSource(Small(), seed=0).micro_batch([0, 1]).tensors
     with pytest.raises(ModelError):
         partition(Recipe(build), batch)
+
+
+def test_a_model_too_large_to_be_built_for_it_is_refused_with_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("varuna.partition.givens.FOLLOWED_BELOW_BYTES", 1000)
+    batch = SampleSource(Small(), seed=0).micro_batch([0, 1]).tensors
+    with pytest.raises(
+        ModelError, match=rf"{Path(__file__).name}:{LINE}: a decision (.|\n)*parameters are [\d.]+ KiB, and"
+    ):
+        partition(Recipe(Large), batch)
+
+
+# -- assertions ----------------------------------------------------------------------------------------------------
+
+
+class Asserting(Large):
+    """Of values, of samples, and of a number that was taken out of samples."""
+
+    def claim(self, ids: Tensor, x: Tensor) -> None:
+        torch._assert_async((x.abs() < 10.0).all())
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(input_ids))
+        self.claim(input_ids, x)
+        x = self.layers[1](x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class OfSamples(Asserting):
+    def claim(self, ids: Tensor, x: Tensor) -> None:
+        torch._assert_async((ids != ODD).all())
+
+
+class OfNumbers(Asserting):
+    def claim(self, ids: Tensor, x: Tensor) -> None:
+        torch._check((ids == ODD).sum().item() == 0)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("build", [Asserting, OfSamples, OfNumbers])
+def test_what_forward_asserts_is_asserted_in_training(build: type[nn.Module]) -> None:
+    """Plain PyTorch raises for such samples; a captured graph would train on them in silence."""
+    with single_threaded():
+        sound = Setup(build=build, dataset=Small())
+        assert sound.losses(2, 1, steps=2) == sound.losses(1, 1, steps=2)
+        with pytest.raises(DataError, match=r"test_truths\.py:\d+.* dataset indices \[(\d+, )*17(, \d+)*\]"):
+            Setup(build=build, dataset=Small(17)).losses(2, 1, steps=8)
