@@ -38,7 +38,7 @@ def test_a_morph_line_names_cause_plans_and_price() -> None:
 
 
 def test_an_overtaken_morph_says_so() -> None:
-    assert "overtaken" in morph_line(Morph(row(1, (2, 2)), row(2, (3, 1))))
+    assert "superseded" in morph_line(Morph(row(1, (2, 2)), row(2, (3, 1))))
 
 
 def test_the_table_has_a_row_per_generation() -> None:
