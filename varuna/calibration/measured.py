@@ -41,7 +41,7 @@ class PilotSamples(Value):
     stages: int = Field(ge=1, description="P")
     state_bytes: int = Field(description="parameters, gradients and optimizer state of this worker's stage")
     first: int = Field(default=0, description="lowest section of this worker's stage")
-    stop: int = Field(default=0, description="the section behind its highest")
+    stop: int = Field(default=0, description="one past its highest section")
     micro_batch: int = Field(default=1, description="m, examples")
     whole_s: dict[str, float] = Field(default={}, description="F, R and B as they were, with all that is around them")
     inside_s: dict[str, float] = Field(default={}, description="of that, what their sections took")

@@ -46,7 +46,7 @@ class Window:
         Args:
             job: the captured job.
             first: its lowest section.
-            stop: the section behind its highest.
+            stop: one past its highest section.
             beginning: gives parameters.
         """
         count = len(job.model.sections)

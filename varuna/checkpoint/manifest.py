@@ -198,7 +198,7 @@ def newest_intact(store: Store) -> tuple[Manifest, list[str]] | None:
 def commit(store: Store, manifest: Manifest) -> Manifest:
     """Turn durable shards into a checkpoint; returns the manifest that stands for the step.
 
-    An intact checkpoint of the same step stays as it is. A damaged one (the run fell back behind it and came
+    An intact checkpoint of the same step stays as it is. A damaged one (the run fell back before it and came
     here again) is superseded. Files that no manifest names are removed.
 
     Raises:

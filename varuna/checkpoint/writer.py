@@ -1,4 +1,4 @@
-"""Saving behind the training thread's back."""
+"""Saving in the background of the training thread."""
 
 import threading
 import zlib
@@ -71,7 +71,7 @@ class BackgroundWriter:
         self.do(lambda: self._write(save))
 
     def do(self, work: Callable[[], None]) -> None:
-        """Do something behind the saves under way, while the buffer is nobody else's."""
+        """Run ``work`` after the saves in progress, while nobody else uses the buffer."""
         with self._changed:
             if not self._closed:
                 self._work.append(work)

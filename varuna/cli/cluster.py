@@ -194,7 +194,7 @@ def agent(
 
 
 def invited(words: list[str], join_file: Path | None) -> "tuple[Invitation, list[str]]":
-    """The JOIN string, from wherever it is, and the words behind it.
+    """Return the JOIN string, from wherever it is, and the words after it.
 
     Raises:
         UsageError: there is none, or no script.

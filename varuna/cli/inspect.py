@@ -108,7 +108,7 @@ def _short(dtype: str) -> str:
 def show(console: Console, report: dict[str, Any]) -> None:
     """Print a report as tables."""
     cuts = Table("cut", title="Cut-points (bytes per example, share of compute)")
-    cuts.add_column("behind", overflow="fold")
+    cuts.add_column("after", overflow="fold")
     for title in ("op", "bytes", "what crosses", "share"):
         cuts.add_column(title)
     for number, cut in enumerate(report["cut_points"]):

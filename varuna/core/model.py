@@ -42,7 +42,7 @@ class SectionFacts(Value):
         default=None, ge=0, description="kept between I and W, per example; left out: as activation_bytes"
     )
     input_bytes: int = Field(default=0, ge=0, description="samples that no lower section reads, per example")
-    boundary_bytes: int = Field(ge=0, description="crosses the cut behind this section, per example; 0 for the last")
+    boundary_bytes: int = Field(ge=0, description="crosses the cut after this section, per example; 0 for the last")
     gradient_boundary_bytes: int | None = Field(
         default=None, ge=0, description="what of it comes back as gradients; left out: as boundary_bytes"
     )

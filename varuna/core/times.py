@@ -29,7 +29,7 @@ class RankTimes(Value):
     steps: int = Field(ge=1)
     step_s: float = Field(description="of a step, without the user's code between two")
     waited_s: float = Field(description="of it, for activations, gradients and samples")
-    reduced_s: float = Field(description="of it, behind the last action, for all-reduces and tied gradients")
+    reduced_s: float = Field(description="of it, after the last action, for all-reduces and tied gradients")
     actions: dict[str, Typical] = Field(description="F, R, B, I, W on the training thread")
     messages: Carried | None = Field(default=None, description="until the transport was through with one")
     reductions: Carried | None = Field(default=None, description="all-reduce of one section; waits for peers included")

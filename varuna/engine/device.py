@@ -38,10 +38,10 @@ class Streams(Protocol):
         """The one that this thread's computations go to."""
 
     def mark(self, stream: Stream, *, timed: bool = False) -> Event:
-        """The point behind all that is queued on ``stream`` now."""
+        """Return the point after everything that is queued on ``stream`` now."""
 
     def follow(self, stream: Stream, event: Event) -> None:
-        """What is queued on ``stream`` from now on runs behind ``event``."""
+        """Let what is queued on ``stream`` from now on run after ``event``."""
 
     def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
         """Queue a copy within the device, or between pinned host memory and it; returns at once."""
@@ -103,11 +103,11 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device)
 
     def mark(self, stream: Stream, *, timed: bool = False) -> CudaEvent:
-        """The point behind all that is queued on ``stream`` now."""
+        """Return the point after everything that is queued on ``stream`` now."""
         return CudaEvent(stream, timed=timed)
 
     def follow(self, stream: Stream, event: Event) -> None:
-        """What is queued on ``stream`` from now on runs behind ``event``."""
+        """Let what is queued on ``stream`` from now on run after ``event``."""
         assert isinstance(event, CudaEvent)
         stream.wait_event(event.event)
 

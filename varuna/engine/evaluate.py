@@ -161,7 +161,7 @@ class _Pipeline:
     # -- the run -------------------------------------------------------------------------------------------
 
     def run(self) -> Sums:
-        """All chunks; behind each, the ranks meet."""
+        """Run all chunks; after each, the ranks meet."""
         if self._whole.used:
             self._count()
         if self._loader is not None:

@@ -24,13 +24,13 @@ class Ferry(Protocol):
         """``value``, which is in host memory, where it may stay: itself, if it is there."""
 
     def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Copies on the device, to be used behind ``meet``; they set out behind what was brought back before."""
+        """Copies on the device, to be used after ``meet``; they start after what was brought back before."""
 
     def meet(self) -> None:
         """What is computed from now on sees what was fetched so far; it does not wait for what leaves."""
 
     def bring_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Copy from the device (first) into host memory (second), behind what is computed so far; see ``settle``."""
+        """Copy from the device (first) into host memory (second), after what is computed so far; see ``settle``."""
 
     def settle(self) -> None:
         """Return once host memory holds all that was brought back; it needs no device memory any more."""
@@ -100,7 +100,7 @@ class StreamFerry:
             self._streams.follow(self._streams.computing(), self._fetched)
 
     def bring_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Queue the copies behind the computation."""
+        """Queue the copies after the computation."""
         streams = self._streams
         streams.follow(self._out, streams.mark(streams.computing()))
         for source, target in pairs:

@@ -144,7 +144,7 @@ def form(
         try:
             formed: Formed = inbox.take("formed", lambda: parts[-1])
         except BaseException:
-            for groups in made:  # a courier that is stuck behind a frozen peer comes free
+            for groups in made:  # frees a courier that waits for a frozen peer
                 groups.abandon()
             raise
     return formed

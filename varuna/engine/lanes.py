@@ -29,19 +29,19 @@ class Lane(Protocol):
         """Behind what this thread has had computed so far."""
 
     def down(self, pairs: Sequence[tuple[Tensor, Tensor]], behind: Ready | None = None) -> Ready:
-        """Copy values (first) into host memory (second), as they are behind a ``point``; by default that of now.
+        """Copy values (first) into host memory (second), as they are after a ``point``; by default that of now.
 
         Until the result is done the host memory may be neither read nor written. The values may be freed at once.
         """
 
     def follow(self, copied: Ready) -> None:
-        """What this thread computes from now on runs behind what ``down`` has returned."""
+        """Let what this thread computes from now on run after what ``down`` has returned."""
 
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values of host memory, for what this thread computes from now on; they may not be written any more."""
 
     def at_host(self, value: Tensor, behind: Ready) -> AbstractContextManager[Tensor]:
-        """``value`` in host memory, as it is behind a ``point``; what is written there is in ``value`` at the end.
+        """``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
 
         Blocks this thread at both ends. ``value`` belongs to the block meanwhile.
         """

@@ -1,7 +1,7 @@
 """Optimizer state shared out among the replicas of a stage (``shard_optimizer``), and the parameters that follow.
 
 Each section's state is with an owner and a mirror (``core.shares``). Both apply the update, bit for bit the same; then
-the owner sends the section's new parameters to all others, as the sections compute with them. That is behind the vote:
+the owner sends the section's new parameters to all others, as the sections compute with them. That is after the vote:
 a committed section needs one of its two holders, and nobody else.
 """
 

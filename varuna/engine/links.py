@@ -32,7 +32,7 @@ class Sender:
     """Sends buffers to one peer in the order given.
 
     Every message is on its way as soon as it is ready; a thread waits for each to be through, and keeps it until
-    then. Were the next one only started behind that wait, each would pay the link's latency again. Messages that a
+    then. Were the next one only started after that wait, each would pay the link's latency again. Messages that a
     GPU is still writing are waited for by a thread of their own, for the same reason.
 
     What travels apart goes by ``channel`` once its header has been received: the peer has room for it then.

@@ -55,7 +55,7 @@ class Layout:
     digests: bool
     """whether one signed 64-bit digest per sample follows (activations only)"""
     apart: bool = False
-    """the tensors travel from device to device, behind a header with what the host must see"""
+    """the tensors travel from device to device, after a header with what the host must see"""
 
     @cached_property
     def offsets_bytes(self) -> list[int]:

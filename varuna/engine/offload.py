@@ -84,7 +84,7 @@ class OffloadedOptimizer:
                 self._ferry.settle()  # a GPU is still at work: the section before this one must have left first
                 arrived = following.fetch() if following is not None else []
                 self._ferry.bring_back(leaving)
-                del leaving  # memory that is freed behind the next update would be free only then
+                del leaving  # memory that is freed after the next update would be free only then
         self._ferry.settle()
 
     def advance(self) -> None:

@@ -2,7 +2,7 @@
 
 A call to a GPU returns before its work is done. Were actions chosen as fast as they can be launched, the policy would
 decide long before it must, on arrivals of long ago, and every action would seem to take a moment. So the training
-thread is one action ahead: the device always has the next one, and the choice behind it is made with fresh facts.
+thread is one action ahead: the device always has the next one, and the choice after it is made with fresh facts.
 """
 
 import time
@@ -82,7 +82,7 @@ class Noted(NamedTuple):
 
 
 class DevicePace:
-    """Of a GPU: times are those of its events, and one action may be queued behind the running one."""
+    """Of a GPU: times are those of its events, and one action may be queued after the running one."""
 
     def __init__(self, streams: Streams, inbox: Inbox) -> None:
         self._streams, self._inbox = streams, inbox
@@ -103,7 +103,7 @@ class DevicePace:
             self._origin = self._started, time.monotonic()
 
     def waited(self, awaited: Action) -> None:
-        """How long the device had nothing to do is known behind the next action."""
+        """Note that the device was idle; for how long is known after the next action."""
         self._waits = True
 
     def acting(self) -> None:

@@ -2,7 +2,7 @@
 
 The parameters that the optimizer updates, their state, and the sums of gradients are fp32. What the sections compute
 with is a copy in the compute dtype, as ``model.to(dtype)`` would make it (parameters and floating buffers; no
-autocast), written anew behind each optimizer step.
+autocast), written anew after each optimizer step.
 """
 
 import math

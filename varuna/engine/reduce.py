@@ -28,7 +28,7 @@ _REMEMBERED = 256
 
 
 class Reducer:
-    """Sums a stage's gradients behind the training thread, section by section, while the pipeline drains."""
+    """Sums a stage's gradients in the background, section by section, while the pipeline drains."""
 
     def __init__(self, stage: Stage, plan: Plan, rank: int, groups: Groups, inbox: Inbox) -> None:
         self._stage = stage

@@ -215,7 +215,7 @@ class Runtime:
         self._pace.close()
 
     def _request(self, step: int) -> None:
-        """Read this step's micro-batches, and the next step's behind them."""
+        """Read this step's micro-batches, then the next step's."""
         while self._loader is not None and self._requested <= min(step + 1, self._steps - 1):
             base = self._requested * self._plan.global_batch
             work = [(j, [base + offset for offset in self._plan.samples_of(j)]) for j in self._mine]
@@ -352,7 +352,7 @@ class Runtime:
         self._stage.weight_backward(flight.left, self._done(step, is_final))
 
     def _done(self, step: int, is_final: bool) -> Callable[[int], None]:
-        """What to tell of a section that is through with a micro-batch: behind the last one its sums may leave."""
+        """Called when a section has finished a micro-batch: after the last one its sums may leave."""
         return (lambda section: self._reducer.section_done(step, section)) if is_final else (lambda section: None)
 
     def _gradients(self, step: int, micro_batch: int, flight: Flight) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""When a rank saves, and what: its share of the sections, copied at a step boundary, written behind its back."""
+"""When a rank saves, and what: its share of the sections, copied at the end of a step, written in the background."""
 
 import time
 from collections.abc import Callable, Mapping

@@ -141,7 +141,7 @@ class SectionRunner:
         ]
 
     def _noted(self, results: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
-        """What the section makes; the statistics and truths behind it are noted."""
+        """Return what the section computes; the statistics and conditions that follow it are noted."""
         section, count = self.section, len(self.section.makes)
         end = count + len(section.statistics)
         if section.updates and self._note is not None:

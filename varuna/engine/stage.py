@@ -392,7 +392,7 @@ class Stage:
 def flow_on(
     model: PartitionedModel, flowing: Mapping[str, Tensor], runner: SectionRunner, made: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """Values that cross the cut behind a section; the rest is freed."""
+    """Return the values that cross the cut after a section; the rest is freed."""
     behind = runner.section.index + 1
     if behind == len(model.sections):
         return {}

@@ -42,7 +42,7 @@ class Standing:
         return self.stage.next_step if self.stage is not None else None
 
     def states(self) -> dict[int, SectionState]:
-        """State of every section held, as references; of lent ones without optimizer state, unless they are behind."""
+        """State of every section held, as references; of lent ones without optimizer state, unless outdated."""
         stage = self.stage
         if stage is None:
             return {}
@@ -147,7 +147,7 @@ class Standing:
                 self._inbox.abort(GenerationEnded(generation))
 
     def on_flag(self, generation: int, flag: Flag) -> None:
-        """The manager wants all to do the same behind one step."""
+        """The manager wants all ranks to do the same after one step."""
         with self._lock:
             self._asked[flag] = generation
 

@@ -42,7 +42,7 @@ def run_step(
     stage, plan = generation.stage, generation.plan
     begin_s = time.monotonic()
     generation.runtime.run(step)
-    stage.optimizer.prepare()  # behind the last activation; gradients are still being reduced
+    stage.optimizer.prepare()  # after the last activation; gradients are still being reduced
     with generation.span("reduce", step):
         generation.reducer.finish(step)
     reduced_at_s = time.monotonic()

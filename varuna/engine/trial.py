@@ -26,7 +26,7 @@ def outcome(run: Run, arguments: Sequence[Any], seeded: Seeded, finish: Callable
         run: the section.
         arguments: its own; their gradients are left alone.
         seeded: in force while the section runs.
-        finish: called behind the backward, before gradients are read.
+        finish: called after the backward, before gradients are read.
     """
     fresh: dict[int, Any] = {}
     for argument in arguments:

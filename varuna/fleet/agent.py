@@ -145,7 +145,7 @@ class Agent:
         self._inputs.put(notice)
 
     def run(self) -> int:
-        """Serve the run until it is over, or this machine is; leaves no process behind. Returns the exit code.
+        """Serve the run until it is over, or this machine is; leaves no process running. Returns the exit code.
 
         Raises:
             FleetError: the manager refuses this agent, or cannot be reached for ten minutes at the start.

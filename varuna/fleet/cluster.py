@@ -226,7 +226,7 @@ class Cluster:
         return {**self._picture.describe(self.manager.fleet, time.monotonic()), "connected": self._door.connected}
 
     def _on_signal(self, number: int) -> None:
-        """SIGTERM is for this process, Ctrl-C for the run: behind the step in flight, and at once if it comes again."""
+        """SIGTERM is for this process, Ctrl-C for the run: after the current step, and at once if it comes again."""
         if number == signal.SIGTERM:
             self.manager.leave()
         elif self._is_interrupted:

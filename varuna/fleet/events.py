@@ -93,7 +93,7 @@ class MorphRequested:
 
 @dataclass(frozen=True, slots=True)
 class FinishRequested:
-    """Someone wants the run to end behind the step in flight, with a checkpoint if it keeps any."""
+    """Someone wants the run to end after the current step, with a checkpoint if it keeps any."""
 
     reason: str
 

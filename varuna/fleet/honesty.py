@@ -96,7 +96,7 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> str:
 def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
     """A worker holds what its seat does, of this generation or (if that did not form) of one before.
 
-    Lent sections are missing while their parameters are behind.
+    Lent sections are missing while their parameters are outdated.
     """
     if not held.sections and not held.lent:
         return True

@@ -18,7 +18,7 @@ from varuna.fleet.story import GenerationRecord, GenerationStarted, RunEvent, St
 class Ledger(Value):
     """What the log says about the samples of a run."""
 
-    first_step: int = Field(description="where the log begins: 0, or behind a checkpoint")
+    first_step: int = Field(description="where the log begins: 0, or after a checkpoint")
     steps: int = Field(description="committed, in the timeline that survived")
     samples: int = Field(description="positions of the sample order that they used, each once if there are no faults")
     undone: int = Field(description="steps that a rollback took back")
@@ -63,7 +63,7 @@ class _Book:
         return self._first_step + len(self._steps)
 
     def begin(self, record: GenerationRecord) -> None:
-        """A generation starts behind the newest committed step, or falls back and takes steps with it."""
+        """A generation starts after the newest committed step, or falls back and takes steps with it."""
         before, self._generation = self._generation, record
         name = f"generation {record.generation}"
         if before is None:

@@ -23,7 +23,7 @@ def seat(
     lent: Holdings | None = None,
     holders: Holders | None = None,
 ) -> tuple[str, ...]:
-    """Worker of each rank, the spares behind the grid.
+    """Worker of each rank, spares after the grid.
 
     Greedy: the pair of worker and stage that shares most bytes is seated first. Among equals, who comes
     earlier in ``workers`` gets the lower rank, so a caller that lists the members by their old rank keeps

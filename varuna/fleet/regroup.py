@@ -1,6 +1,6 @@
 """Planned morphs: nodes that will leave, workers that are slow, newcomers that help, and people who ask.
 
-All of them stop behind the same vote, so that no step is lost: rank 0 raises the regroup flag.
+All of them stop after the same vote, so that no step is lost: rank 0 raises the regroup flag.
 """
 
 from dataclasses import replace
@@ -52,7 +52,7 @@ def _raise_flag(turn: Turn, flag: Flag) -> None:
 
 
 def _regroup(turn: Turn, cause: str) -> None:
-    """All stop behind the next vote."""
+    """All ranks stop after the next vote."""
     phase = turn.fleet.phase
     if isinstance(phase, Running) and not phase.regroup:
         turn.update(phase=replace(phase, regroup=cause))
@@ -60,7 +60,7 @@ def _regroup(turn: Turn, cause: str) -> None:
 
 
 def _ask_to_finish(turn: Turn) -> None:
-    """The stop flag makes everybody save and leave behind the next vote."""
+    """The stop flag makes all ranks save and leave after the next vote."""
     if turn.fleet.finish_reason:
         _raise_flag(turn, "stop")
 
@@ -69,7 +69,7 @@ def _ask_to_finish(turn: Turn) -> None:
 
 
 def _answer_departures(turn: Turn) -> None:
-    """Leave nodes that are about to go, behind a vote if there is time for one."""
+    """Leave nodes that are about to go, after a vote if there is time for one."""
     fleet = turn.fleet
     going = leavers(fleet)
     if not going or not isinstance(fleet.phase, Running):

@@ -94,7 +94,7 @@ class Remote:
 
 
 def fetch_certificate(invitation: Invitation) -> str:
-    """The CA certificate behind an invitation (PEM); what has another fingerprint is thrown away.
+    """The CA certificate of an invitation (PEM); what has another fingerprint is thrown away.
 
     Raises:
         UnreachableError: nobody answers.

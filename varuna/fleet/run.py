@@ -135,7 +135,7 @@ class Run:
         self._observe(Notice(text=f"logs in {run_dir}{until}, status page at {page}"))
 
     def start_and_wait(self) -> Ended:
-        """Start the workers, manage them to the end, and leave no process behind.
+        """Start the workers, manage them to the end, and leave no process running.
 
         Call it on a thread that outlives the run's workers, such as the main one.
         """
@@ -178,7 +178,7 @@ class Run:
         self.manager.post(event)
 
     def _on_signal(self, number: int) -> None:
-        """Ctrl-C in training ends the run behind the step in flight; at other times, or once more, at once."""
+        """Ctrl-C in training ends the run after the current step; at other times, or a second time, at once."""
         if number == signal.SIGINT and not self._is_interrupted and isinstance(self.manager.fleet.phase, Running):
             self._is_interrupted = True
             self.manager.warn(INTERRUPTED)

@@ -259,7 +259,7 @@ class Fleet:
     replan: bool = False
     """The next generation asks the planner, whatever ran before."""
     finish_reason: str = ""
-    """Why the run should end behind the step in flight."""
+    """Why the run should end after the current step."""
     recorded_step: int = -1
     recorded_s: float = 0.0
     saved_step: int = 0

@@ -31,7 +31,7 @@ class StepLog:
         self._drop_half_a_line()
 
     def append(self, event: StepRecorded, time_s: float) -> OSError | None:
-        """Write a line, behind those that wait; why that cannot be done now, if it cannot."""
+        """Write a line, after those that wait; why that cannot be done now, if it cannot."""
         self._lines += _line(event, time_s)
         return self.flush()
 

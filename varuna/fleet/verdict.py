@@ -39,7 +39,7 @@ def note_voted(turn: Turn, name: str, vote: Vote) -> None:
 
 
 def note_suspect(turn: Turn, name: str, suspect: Suspect) -> None:
-    """Evidence that a peer is gone; or, behind a regroup vote, that it has left before this one had its result."""
+    """Evidence that a peer is gone; or, after a regroup vote, that it has left before this one had its result."""
     fleet = turn.fleet
     if suspect.generation != fleet.generation or name not in fleet.members or not fleet.is_joined(name):
         return

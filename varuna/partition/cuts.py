@@ -1,4 +1,4 @@
-"""Cut-points: few live bytes behind equally heavy sections (paper §"Auto-partitioning").
+"""Cut-points: few live bytes after equally heavy sections (paper §"Auto-partitioning").
 
 Pure arithmetic over two curves along the graph: the cost of each op and the bytes that would cross a
 cut behind it.
@@ -19,11 +19,11 @@ LIGHTEST = 0.25
 
 
 def choose_cuts(costs: Sequence[float], live_bytes: Sequence[float | None], wished: int | None = None) -> list[int]:
-    """Positions to cut behind, ascending.
+    """Positions to cut after, ascending.
 
     Args:
         costs: cost of each op, in graph order; any unit.
-        live_bytes: bytes that cross a cut behind each op; None where cutting is not allowed.
+        live_bytes: bytes that cross a cut after each op; None where cutting is not allowed.
         wished: number of cut-points; fewer come back where the graph has fewer places to cut. None: as many
             valleys as there are, up to 255 of equal weight.
     """
@@ -66,7 +66,7 @@ def _without_plateaus(
 ) -> list[int]:
     """Drop flat places inside a bump (the wide part of an MLP): places half as high lie on both sides of them.
 
-    Nothing is alive in front of the graph and behind it, so that a bump may lie at either end (logits).
+    Nothing is alive before the graph and after it, so that a bump may lie at either end (logits).
     """
     reach, edge = reached[-1] * BUMP, reached[-1] * NEIGHBOURHOOD
 

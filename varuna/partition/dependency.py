@@ -57,6 +57,6 @@ def _overlapping(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Addresses from the first byte to behind the last one."""
+    """Addresses from the first byte to just past the last one."""
     elements = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()

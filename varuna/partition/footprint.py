@@ -156,7 +156,7 @@ def _run(whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Ar
 
 
 def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> tuple[int, int]:
-    """What R leaves, and what it and the backward behind it need beside."""
+    """What R leaves, and what it and the backward after it need besides."""
     before_bytes = counted.now_bytes
     counted.restart()
     with torch.enable_grad():

@@ -1,7 +1,7 @@
 """Several declared lengths: one graph for each, over the same parameters and cut at the same places.
 
 The state of a run belongs to sections, so a section must be the same part of the model at every length. The longest
-graph is cut as usual (it needs the most memory, and is what plans are made for); the others are cut behind the same
+graph is cut as usual (it needs the most memory, and is what plans are made for); the others are cut after the same
 operations. Where a length changes the operations themselves, they are aligned; where that leaves a section with
 other parameters, the length is refused.
 """

@@ -30,7 +30,7 @@ from varuna.partition.weight import add_count
 from varuna.partition.whole import PREFIX, Whole
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
-"""Positions to cut behind, ascending, where ``Flow.live_bytes`` allows it."""
+"""Positions to cut after, ascending, where ``Flow.live_bytes`` allows it."""
 
 
 _NORMALISES = "uses the mean and variance of the micro-batch"
@@ -66,7 +66,7 @@ class PartitionedModel:
     operations: tuple[Operation, ...]
     """of the graph, in order"""
     cuts: tuple[int, ...]
-    """behind which of them it is cut"""
+    """after which of them it is cut"""
     visits_all: bool = False
     """loops over the places where a mask is true run for every place (``partition.loops``)"""
     conditions: Conditions | None = None
@@ -85,7 +85,7 @@ class PartitionedModel:
 
     @property
     def counts_targets(self) -> bool:
-        """The last section returns the number of targets behind the loss."""
+        """The last section returns the number of targets after the loss."""
         return self.counter is not None
 
     @property

@@ -36,7 +36,7 @@ def chooser(cut_at: Sequence[str] | None, cut_points: int | None) -> CutChooser 
 
 
 def cuts_at(flow: Flow, paths: Sequence[str]) -> list[int]:
-    """Positions to cut behind, so that a section begins where each module is entered; ascending.
+    """Positions to cut after, so that a section begins where each module is entered; ascending.
 
     A module that is called several times begins a section at each call.
 

@@ -21,7 +21,7 @@ def same_places(
 
     Args:
         operations: of the other graph, in order.
-        cuts: positions behind which it is cut, ascending.
+        cuts: positions after which it is cut, ascending.
         nearest: where the operation in front of a cut is missing, take the last one before it that is there.
 
     Raises (when it is called):

@@ -66,11 +66,11 @@ class SectionGraph:
     random: bool
     """draws random numbers (dropout)"""
     statistics: tuple[Crossing, ...] = ()
-    """what updates of buffers are computed from: further results, behind what it makes; F's count, never R's"""
+    """what updates of buffers are computed from: further results, after what it makes; F's count, never R's"""
     updates: tuple[BufferUpdate, ...] = ()
     """updates whose statistics are complete here"""
     truths: tuple[str, ...] = ()
-    """file and line of branches that went as they were captured if the last results, behind statistics, are true"""
+    """file and line of branches that went as they were captured if the last results, after statistics, are true"""
 
     @property
     def updated(self) -> tuple[str, ...]:
@@ -87,7 +87,7 @@ class Split:
 
 
 def split(flow: Flow, cuts: Sequence[int], results: Sequence[Node], updates: Sequence[Update] = ()) -> Split:
-    """Cut ``flow.ops`` behind the positions ``cuts``; the last section returns ``results``."""
+    """Cut ``flow.ops`` after the positions ``cuts``; the last section returns ``results``."""
     ends = [*cuts, len(flow.ops) - 1]
     section_of: dict[Node, int] = {}
     start = 0

@@ -41,7 +41,7 @@ Gradients = Mapping[str, Tensor]
 
 
 def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor]) -> list[Dependency]:
-    """Run two training steps on a small batch and tell what crosses sections behind the framework's back.
+    """Run two training steps on a small batch and report what crosses sections without the framework's knowledge.
 
     Args:
         job: the captured job with the user's factories.

@@ -181,5 +181,5 @@ def _prefix(unmatched: list[list[str]], entries: Mapping[str, Entry]) -> tuple[s
 
 
 def _starts(name: str) -> list[int]:
-    """Where a shorter name could begin: behind each dot."""
+    """Where a shorter name could begin: after each dot."""
     return [position + 1 for position, letter in enumerate(name) if letter == "."]

@@ -66,7 +66,7 @@ class Breakdown:
     transfer_s: float
     """Idle while what runs next is on its way."""
     reduce_s: float
-    """All-reduces behind the last backward of the pipeline; the others are hidden."""
+    """All-reduces after the last backward of the pipeline; the others are hidden."""
     optimizer_s: float
     idle_s: float
     """Idle while what runs next is not made yet: filling, draining, uneven stages."""

@@ -68,7 +68,7 @@ class Profile:
     working_bytes: Peaks
     """Needed while R or B of a section runs, with the activations of all sections from the first up to it."""
     splitting_bytes: Peaks
-    """As ``working_bytes`` of I, less what all sections up to it leave for W: those behind it have left theirs."""
+    """As ``working_bytes`` of I, less what all sections up to it leave for W: later sections have left theirs."""
     weighing_bytes: Peaks
     """Needed while W of a section runs, with what all sections from the first up to it have left."""
     input_bytes: Sums
@@ -98,7 +98,7 @@ class Profile:
     """What a tentative step copies there."""
     trainable_bytes: tuple[int, ...]
     boundary_bytes: tuple[int, ...]
-    """Activation behind each section."""
+    """Bytes of the activation after each section."""
     gradient_boundary_bytes: tuple[int, ...]
     """Gradient that comes back there."""
 

@@ -1,4 +1,4 @@
-"""A module without its parameters and buffers: copied and given some for each call, and looked at behind it.
+"""A module without its parameters and buffers: copied and given some for each call, and checked afterwards.
 
 A copy for each call, since several sections (and ranks that are threads) call one module with leaves of their own, and
 since a module may call parts of itself once more in the backward (gradient checkpointing).
