@@ -1,8 +1,11 @@
-"""Python that export would not follow: branches on sizes that depend on data, ``len(x)``, whether tensors are equal."""
+"""Python that export would not follow: branches on sizes that depend on data, ``len(x)``, caches, comparisons."""
 
 import builtins
+import itertools
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 _evaluate = ShapeEnv.evaluate_expr
 _len = builtins.len
+_attempts = itertools.count(1)
+_TORCH = str(Path(torch.__file__).parent)
 
 
 @contextmanager
@@ -52,6 +57,25 @@ def general_lengths() -> Iterator[None]:
         yield
     finally:
         builtins.len = _len
+
+
+@contextmanager
+def hashed_sizes() -> Iterator[None]:
+    """A size of any number may be a key in the user's code (``functools.lru_cache``), which export does not let it be.
+
+    What is kept under it belongs to one attempt to export: no other one finds it.
+    """
+    original, attempt = torch.SymInt.__hash__, next(_attempts)
+
+    def hashed(size: torch.SymInt) -> int:
+        is_torchs = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
+        return original(size) if is_torchs else hash((attempt, str(size.node.expr)))
+
+    torch.SymInt.__hash__ = hashed  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymInt.__hash__ = original  # type: ignore[method-assign]
 
 
 class Comparing(TorchFunctionMode):

@@ -49,11 +49,6 @@ _ANY_OTHER = (
     "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there, wrap "
     "what fails into one operator with torch.library.custom_op; see docs/partitioning.md, section Refusals."
 )
-_AS_KEY = (
-    "the number of samples is a key of a dictionary or of a cache there, as functools.lru_cache makes it one of its "
-    "arguments. Micro-batches may be short, so it may be any number: call the function without the cache, or let its "
-    "key be sizes that the model fixes (x.shape[1:])."
-)
 _ASKS_FOR_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _PLAIN = (NameError, AttributeError, TypeError, LookupError, ImportError)
 
@@ -86,8 +81,6 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
         return f"the model {what}{place}: a decision there follows from data.\n{_DATA_DEPENDENT}"
     if isinstance(error, DynamicOutputShapeException):
         return f"the model {what}{place}: the size of a tensor there follows from data.\n{_DATA_DEPENDENT}"
-    if isinstance(error, TypeError) and re.search(r"unhashable type: .*SymInt", str(error)):
-        return f"the model {what}{place}: {_AS_KEY}"
     first_line = in_plain_words((str(error).strip() or type(error).__name__).splitlines()[0])
     if remedy is _ANY_OTHER and isinstance(error, _PLAIN) and _is_raised_by_user(error):
         function = traceback.extract_tb(error.__traceback__)[-1].name

@@ -22,7 +22,7 @@ from torch.export import _trace as _torch_trace
 from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
-from varuna.partition.branches import Comparing, general_lengths, general_sizes
+from varuna.partition.branches import Comparing, general_lengths, general_sizes, hashed_sizes
 from varuna.partition.ctc import Alignments
 from varuna.partition.explaining import NotExportedError, Noticed
 from varuna.partition.functions import kept_functions
@@ -155,7 +155,7 @@ class _Way(NamedTuple):
 def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
     def attempt(batch: Any) -> torch.export.ExportedProgram:
         dynamic = ({key: {0: batch} for key in fake},)
-        with kept_functions(), general_sizes(), general_lengths(), _lines_of_functions():
+        with kept_functions(), general_sizes(), general_lengths(), hashed_sizes(), _lines_of_functions():
             return torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic)
 
     try:

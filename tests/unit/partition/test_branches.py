@@ -1,5 +1,6 @@
 """Branches and loops on data that can be captured all the same, what is checked for that, and what stays refused."""
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,26 @@ class Contrasted(Layers):
 def test_the_length_of_a_tensor_is_no_one_number() -> None:
     batch = SampleSource(Plain(), seed=0).micro_batch([0, 1]).tensors
     assert not partition(Recipe(Contrasted), batch).eager, "or all of it would run as written, in one section"
+
+
+@lru_cache
+def halves(size: int) -> Tensor:
+    return torch.full((size, 1, 1), 0.5)
+
+
+class Remembered(Layers):
+    """As DETR does for its positions."""
+
+    def layer(self, layer: nn.Module, x: Tensor) -> Tensor:
+        known: dict[int, Tensor] = {}
+        known[x.shape[0]] = halves(x.shape[0])
+        return super().layer(layer, x) * known[x.shape[0]]
+
+
+def test_a_size_may_be_the_key_of_a_cache() -> None:
+    model, found = differences(Family(Remembered))
+    assert found == []
+    assert not model.eager
 
 
 def test_a_model_for_one_number_of_samples_is_told_what_does_that() -> None:

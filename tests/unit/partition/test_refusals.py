@@ -1,7 +1,6 @@
 """What cannot be followed is refused at the user's line, and the way out that the message names works."""
 
 import re
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
@@ -139,16 +138,6 @@ class Looping(Layers):
         return torch.stack([torch.tanh(one) for one in list(x)])
 
 
-@lru_cache
-def _one(samples: int) -> float:
-    return samples / samples
-
-
-class Memoised(Layers):
-    def middle(self, x: Tensor) -> Tensor:
-        return x * _one(x.shape[0])
-
-
 class Noted(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +175,6 @@ class Unreduced(Layers):
         (Limited, "data.mul_", r"\.data of a parameter at {place}"),
         (Differentiated, "autograd.grad(", r"computes gradients itself at {place}"),
         (Looping, "in list(x)", r"one number of samples only.* at {place}.*loop over the samples"),
-        (Memoised, "x * _one(", r"at {place}: the number of samples is a key of .* a cache there"),
         (Noted, "self.table[0] =", r"plain attribute in place at {place}"),
         (Noisy, "", r"attribute noise of the model .* random"),
         (Unreduced, "", r"shape \(16\*batch,\)"),
