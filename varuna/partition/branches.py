@@ -71,7 +71,7 @@ def hashed_sizes() -> Iterator[None]:
         is_torchs = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
         return original(size) if is_torchs else hash((attempt, str(size.node.expr)))
 
-    torch.SymInt.__hash__ = hashed  # type: ignore[method-assign]
+    torch.SymInt.__hash__ = hashed  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:

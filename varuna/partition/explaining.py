@@ -81,6 +81,8 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
         return f"the model {what}{place}: a decision there follows from data.\n{_DATA_DEPENDENT}"
     if isinstance(error, DynamicOutputShapeException):
         return f"the model {what}{place}: the size of a tensor there follows from data.\n{_DATA_DEPENDENT}"
+    if "numpy() is not supported" in str(error):
+        return f"the model {what}{place}: values leave the graph for NumPy there.\n{_DATA_DEPENDENT}"
     first_line = in_plain_words((str(error).strip() or type(error).__name__).splitlines()[0])
     if remedy is _ANY_OTHER and isinstance(error, _PLAIN) and _is_raised_by_user(error):
         function = traceback.extract_tb(error.__traceback__)[-1].name

@@ -138,6 +138,13 @@ class Looping(Layers):
         return torch.stack([torch.tanh(one) for one in list(x)])
 
 
+class Leaving(Layers):
+    """As the matching of boxes does, by SciPy."""
+
+    def middle(self, x: Tensor) -> Tensor:
+        return x + float(x.detach().numpy().argmax())
+
+
 class Noted(Layers):
     def __init__(self) -> None:
         super().__init__()
@@ -175,6 +182,7 @@ class Unreduced(Layers):
         (Limited, "data.mul_", r"\.data of a parameter at {place}"),
         (Differentiated, "autograd.grad(", r"computes gradients itself at {place}"),
         (Looping, "in list(x)", r"one number of samples only.* at {place}.*loop over the samples"),
+        (Leaving, "x.detach().numpy()", r"at {place}: values leave the graph for NumPy"),
         (Noted, "self.table[0] =", r"plain attribute in place at {place}"),
         (Noisy, "", r"attribute noise of the model .* random"),
         (Unreduced, "", r"shape \(16\*batch,\)"),
