@@ -24,7 +24,7 @@ _KINDS = ("parameters/", "buffers/")
 
 
 class Exported(NamedTuple):
-    """What was written."""
+    """What an export wrote: number of tensors, bytes, files."""
 
     files: int
     tensors: int

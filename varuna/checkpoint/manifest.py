@@ -67,11 +67,11 @@ class Manifest(Value):
 
     @property
     def size_bytes(self) -> int:
-        """Of all shards."""
+        """Bytes of all shards."""
         return sum(shard.size_bytes for shard in self.shards)
 
     def shards_of(self, section: int) -> tuple[SavedShard, ...]:
-        """All parts of a section."""
+        """All shards of a section, by part."""
         return tuple(shard for shard in self.shards if shard.section == section)
 
 
@@ -84,7 +84,7 @@ class StepFolder(NamedTuple):
 
     @property
     def is_committed(self) -> bool:
-        """It has a manifest, readable or not."""
+        """Whether it has a manifest, readable or not."""
         return MANIFEST in self.sizes
 
     @property

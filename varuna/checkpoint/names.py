@@ -28,7 +28,7 @@ _SHARD = re.compile(r"section-(\d{3,})\.(\d+)of(\d+)\.g(\d+)\.[0-9a-f]{8,}\.safe
 
 
 class ShardName(NamedTuple):
-    """What the name of a shard's file says."""
+    """The parts of the name of a shard's file."""
 
     section: int
     part: int
@@ -53,7 +53,7 @@ def shard_file(name: ShardName, writer: str) -> str:
 
 
 def parse_shard_file(file: str) -> ShardName:
-    """Inverse of ``shard_file``.
+    """Parse the file name of a shard: the inverse of ``shard_file``.
 
     Raises:
         ValueError: it is none; a path is refused too, since names come from other machines.
@@ -71,7 +71,7 @@ def checkpoint_place(directory: str, step: int) -> str:
 
 
 def split_place(place: str) -> tuple[str, int]:
-    """Inverse of ``checkpoint_place``.
+    """Split the place of a checkpoint into store and step: the inverse of ``checkpoint_place``.
 
     Raises:
         ValueError: it is no place of a checkpoint.

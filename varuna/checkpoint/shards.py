@@ -138,7 +138,7 @@ def header_of(step: int, name: ShardName, pieces: Sequence[Piece], scalars: str)
 
 
 def scalars_as_json(state: SectionState) -> str:
-    """Optimizer state that is no tensor.
+    """Return optimizer state that is not a tensor as JSON.
 
     Raises:
         CheckpointError: a scalar has no place in JSON.

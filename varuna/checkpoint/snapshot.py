@@ -40,7 +40,7 @@ class Share(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of its pieces."""
+        """Bytes of all pieces."""
         return sum(piece.size_bytes for piece in self.pieces)
 
 
@@ -99,7 +99,7 @@ class SnapshotBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """What it can hold."""
+        """Bytes that the buffer can hold."""
         return self._buffer.numel()
 
     def reserve(self, size_bytes: int, way: Way) -> None:
@@ -128,5 +128,5 @@ class SnapshotBuffer:
 
 
 def needed_bytes(shares: Sequence[Share]) -> int:
-    """Of a buffer that holds the shares."""
+    """Bytes of a buffer that holds these shares."""
     return sum(share.size_bytes + -share.size_bytes % _ALIGNMENT for share in shares)

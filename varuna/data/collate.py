@@ -21,7 +21,7 @@ def stack(samples: Sequence[Sample], indices: Sequence[int], keys: Iterable[str]
 
 
 def _stack_key(samples: Sequence[Sample], indices: Sequence[int], key: str) -> Tensor:
-    """Stack one key.
+    """Stack the tensors of one key along a new first dimension.
 
     Raises:
         DataError: see ``stack``.

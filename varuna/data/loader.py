@@ -12,7 +12,7 @@ Deliver = Callable[[int, int, MicroBatch | BaseException], None]
 
 
 class _Work(NamedTuple):
-    """One micro-batch to prepare."""
+    """A micro-batch to read and collate."""
 
     step: int
     micro_batch: int

@@ -92,7 +92,7 @@ class Compiler:
 
 
 def compiler_of(choice: bool | str, device: torch.device) -> Compiler | None:
-    """What ``Trainer(compile=choice)`` asks for; None: nothing is compiled.
+    """Return the compiler that ``Trainer(compile=choice)`` asks for, or None for no compilation.
 
     Raises:
         UsageError: torch has no such backend, or inductor lacks what it needs on this machine.

@@ -22,17 +22,17 @@ class Event(Protocol):
         """Block this thread until the point is passed."""
 
     def passed(self) -> bool:
-        """Whether it is."""
+        """Whether the device has reached the event."""
 
     def seconds_since(self, earlier: Self) -> float:
-        """From one timed event to another; both are passed."""
+        """Seconds between two timed events that have passed."""
 
 
 class Streams(Protocol):
-    """What lanes, pace and clocks need of a device."""
+    """The operations on a device's streams that lanes, pace and clocks need."""
 
     def stream(self) -> Stream:
-        """A new one."""
+        """Create a stream."""
 
     def computing(self) -> Stream:
         """The one that this thread's computations go to."""
@@ -74,11 +74,11 @@ class CudaEvent:
         self.event.synchronize()
 
     def passed(self) -> bool:
-        """Whether it is."""
+        """Whether the device has reached the event."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: "CudaEvent") -> float:
-        """From one timed event to another; both are passed."""
+        """Seconds between two timed events that have passed."""
         return float(earlier.event.elapsed_time(self.event)) / 1e3
 
 
@@ -95,7 +95,7 @@ class CudaStreams:
         self._device = device
 
     def stream(self) -> Stream:
-        """A new one."""
+        """Create a stream."""
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def computing(self) -> Stream:

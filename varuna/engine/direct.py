@@ -63,7 +63,7 @@ class Fabric(Protocol):
 
 
 class Circle(NamedTuple):
-    """Who shares a communicator."""
+    """The ranks that share a communicator."""
 
     name: str
     members: tuple[int, ...]

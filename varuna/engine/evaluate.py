@@ -44,7 +44,7 @@ class Sums(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What to evaluate."""
+    """What to evaluate: model, buffers, samples, number of examples, weights."""
 
     number: int
     """of this evaluation in this process: nothing that ranks exchange depends on it"""
@@ -74,7 +74,7 @@ def evaluate(generation: Generation, work: Work) -> Sums:
 
 
 class _Pipeline:
-    """One rank's part."""
+    """One rank's part of an evaluation."""
 
     def __init__(self, generation: Generation, work: Work, courier: Courier) -> None:
         plan, rank = generation.plan, generation.assignment.rank

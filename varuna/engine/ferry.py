@@ -43,11 +43,11 @@ class PlainFerry:
         self._device = device
 
     def room_for(self, value: Tensor) -> Tensor:
-        """Plain memory."""
+        """Allocate plain memory."""
         return torch.empty(value.shape, dtype=value.dtype)
 
     def at_rest(self, value: Tensor) -> Tensor:
-        """Itself."""
+        """Return the tensor itself."""
         return value
 
     def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
@@ -55,7 +55,7 @@ class PlainFerry:
         return [value.to(self._device, copy=True) for value in values]
 
     def meet(self) -> None:
-        """Nothing is on its way."""
+        """Return at once: nothing is on its way."""
 
     def bring_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Copy at once."""
@@ -63,7 +63,7 @@ class PlainFerry:
             target.copy_(source)
 
     def settle(self) -> None:
-        """Nothing is on its way."""
+        """Return at once: nothing is on its way."""
 
 
 class StreamFerry:
@@ -76,7 +76,7 @@ class StreamFerry:
         self._left: Event | None = None
 
     def room_for(self, value: Tensor) -> Tensor:
-        """Pinned memory."""
+        """Allocate pinned memory."""
         return self._streams.room(value.nbytes).view(value.dtype).view(value.shape)
 
     def at_rest(self, value: Tensor) -> Tensor:

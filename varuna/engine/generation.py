@@ -29,7 +29,7 @@ from varuna.partition.explaining import user_frame
 
 
 class Setting(NamedTuple):
-    """What all generations of a worker share."""
+    """What all generations of a worker have in common."""
 
     job: Job
     source: SampleSource
@@ -47,7 +47,7 @@ class Setting(NamedTuple):
 
 @dataclass
 class Generation:
-    """What this rank runs in one generation."""
+    """Everything that this rank runs in one generation."""
 
     assignment: Assignment
     inbox: Inbox
@@ -63,7 +63,7 @@ class Generation:
 
     @property
     def replica(self) -> int:
-        """This rank's replica."""
+        """The replica that this rank belongs to."""
         return self.plan.place_of(self.assignment.rank).replica
 
     @cached_property

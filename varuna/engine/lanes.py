@@ -48,14 +48,14 @@ class Lane(Protocol):
 
 
 class HostLane:
-    """Of a CPU: values are in host memory."""
+    """The lane of a CPU: values are in host memory already."""
 
     def room(self, size_bytes: int) -> Tensor:
-        """Plain memory."""
+        """Allocate plain memory."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def point(self) -> Ready:
-        """All is computed when a call returns."""
+        """Return a point that is already reached."""
         return DONE
 
     def down(self, pairs: Sequence[tuple[Tensor, Tensor]], behind: Ready | None = None) -> Ready:
@@ -65,19 +65,19 @@ class HostLane:
         return DONE
 
     def follow(self, copied: Ready) -> None:
-        """It is done."""
+        """Return at once."""
 
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The same tensors."""
+        """Return the same tensors."""
         return dict(values)
 
     def at_host(self, value: Tensor, behind: Ready) -> AbstractContextManager[Tensor]:
-        """The same tensor."""
+        """Return the same tensor."""
         return nullcontext(value)
 
 
 class StagedLane:
-    """Of a GPU: through pinned memory, on two streams.
+    """The lane of a GPU through pinned memory, on two streams.
 
     Down follows the computation, up follows nothing: what has arrived crosses while the device still computes.
     """
@@ -87,11 +87,11 @@ class StagedLane:
         self._down, self._up = streams.stream(), streams.stream()
 
     def room(self, size_bytes: int) -> Tensor:
-        """Pinned memory."""
+        """Allocate pinned memory."""
         return self._streams.room(size_bytes)
 
     def point(self) -> Event:
-        """Behind what this thread has queued so far."""
+        """Return the point after what this thread has queued so far."""
         return self._streams.mark(self._streams.computing())
 
     def down(self, pairs: Sequence[tuple[Tensor, Tensor]], behind: Ready | None = None) -> Event:
@@ -104,7 +104,7 @@ class StagedLane:
         return streams.mark(self._down)
 
     def follow(self, copied: Ready) -> None:
-        """Queue the wait."""
+        """Let the computation wait for ``copied``."""
         if copied is not DONE:
             self._streams.follow(self._streams.computing(), _event(copied))
 
@@ -137,7 +137,7 @@ class DirectLane(StagedLane):
     """Of a GPU whose links go from device to device: messages are packed, and come, in device memory."""
 
     def room(self, size_bytes: int) -> Tensor:
-        """Device memory."""
+        """Allocate device memory."""
         return self._streams.take(self._down, size_bytes)
 
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -155,7 +155,7 @@ def _event(ready: Ready) -> Event:
 
 
 class Lanes(NamedTuple):
-    """Those of a rank."""
+    """The lanes of a rank, one for each kind of traffic."""
 
     links: Lane = HostLane()
     """samples, activations and their gradients"""
@@ -172,7 +172,7 @@ class Lanes(NamedTuple):
 
 
 def lanes_of(device: torch.device, links: Links = "host") -> Lanes:
-    """Those of ``device``.
+    """Return the lanes of a worker on ``device``.
 
     Raises:
         UsageError: there is no NCCL for such links.
@@ -181,7 +181,7 @@ def lanes_of(device: torch.device, links: Links = "host") -> Lanes:
 
 
 def lanes_over(streams: Streams | None, fabric: Fabric | None = None) -> Lanes:
-    """Those over ``streams``."""
+    """Return lanes over ``streams``."""
     if streams is None:
         return Lanes()
     links, sums, saves = (StagedLane(streams) for _ in range(3))

@@ -11,7 +11,7 @@ from varuna.partition.model import PartitionedModel
 
 @dataclass(frozen=True)
 class Layouts:
-    """Of one stage in one generation."""
+    """The layouts of all messages of one stage in one generation."""
 
     plan: Plan
     sections: range
@@ -24,19 +24,19 @@ class Layouts:
     """sections into which values travel apart from their header"""
 
     def activation_in(self, step: int, micro_batch: int) -> Layout:
-        """What the stage before sends."""
+        """Layout of what the previous stage sends."""
         return self._into(self.sections.start, step, micro_batch)
 
     def activation_out(self, step: int, micro_batch: int) -> Layout:
-        """What the next stage is sent."""
+        """Layout of what is sent to the next stage."""
         return self._into(self.sections.stop, step, micro_batch)
 
     def gradient_in(self, step: int, micro_batch: int) -> Layout:
-        """What the next stage sends back."""
+        """Layout of what the next stage sends back."""
         return _differentiable(self.activation_out(step, micro_batch))
 
     def gradient_out(self, step: int, micro_batch: int) -> Layout:
-        """What is sent back to the stage before."""
+        """Layout of what is sent back to the previous stage."""
         return _differentiable(self.activation_in(step, micro_batch))
 
     def _into(self, section: int, step: int, micro_batch: int) -> Layout:

@@ -106,7 +106,7 @@ class OffloadedOptimizer:
         return restore
 
     def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Optimizer state of a parameter: tensors, and what is no tensor."""
+        """Return the optimizer state of a parameter: tensors, and values that are not tensors."""
         for section in self._sections:
             if name in section.held:
                 return section.optimizer.state_of(name)
@@ -114,7 +114,7 @@ class OffloadedOptimizer:
 
 
 class _Section:
-    """One section's optimizer.
+    """The optimizer of one section.
 
     A parameter that lives in host memory, a master, is known to the optimizer as one on the device, which has a
     value and a gradient during its step only.

@@ -109,7 +109,7 @@ class StageOptimizer:
         return found
 
     def advance(self) -> None:
-        """Advance the scheduler."""
+        """Advance the scheduler by one step."""
         if self._scheduler is not None:
             self._scheduler.step()
 
@@ -140,7 +140,7 @@ class StageOptimizer:
         return restore
 
     def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
-        """Optimizer state of a parameter: tensors, and what is no tensor."""
+        """Return the optimizer state of a parameter: tensors, and values that are not tensors."""
         parameter = self._named.get(name)
         entries = (
             self._optimizer.state.get(parameter, {}) if self._optimizer is not None and parameter is not None else {}

@@ -68,7 +68,7 @@ class HostPace:
         return StepTimes(self._step, self._begin_s, self._now_s, tuple(self._actions), tuple(self._waits))
 
     def close(self) -> None:
-        """There is no thread."""
+        """Do nothing: there is no thread."""
 
 
 class Noted(NamedTuple):
@@ -82,7 +82,7 @@ class Noted(NamedTuple):
 
 
 class DevicePace:
-    """Of a GPU: times are those of its events, and one action may be queued after the running one."""
+    """The pace of a GPU: times come from its events, and one action may be queued after the running one."""
 
     def __init__(self, streams: Streams, inbox: Inbox) -> None:
         self._streams, self._inbox = streams, inbox
@@ -155,5 +155,5 @@ def times_of(step: int, noted: Sequence[Noted], at_s: Callable[[Event], float], 
 
 
 def pace_of(streams: Streams | None, inbox: Inbox) -> Pace:
-    """For a device with these streams."""
+    """Return the pace for a device with these streams."""
     return HostPace() if streams is None else DevicePace(streams, inbox)

@@ -65,7 +65,7 @@ class Patience:
 
 
 class Awaited(NamedTuple):
-    """What a rank waits for."""
+    """What a rank waits for, and from whom."""
 
     what: str
     on: tuple[int, ...] = ()
@@ -85,7 +85,7 @@ class Waiting(NamedTuple):
 
 
 class Doing(Value):
-    """What a rank does, as it tells the others."""
+    """What a rank is doing, as it tells the others."""
 
     text: str
     on: tuple[int, ...] = Field(default=(), description="ranks that it waits for; none: it is at work")

@@ -43,7 +43,7 @@ class Examples:
 
 @dataclass(frozen=True)
 class Tape:
-    """What B needs of one section's forward."""
+    """What B needs from the forward of one section."""
 
     section: SectionGraph
     taken: dict[str, Tensor]

@@ -41,7 +41,7 @@ _RECENT_STEPS = 32
 
 @dataclass(frozen=True)
 class Committed:
-    """A committed step."""
+    """A committed step, with its vote's totals."""
 
     step: int
     totals: StepTotals

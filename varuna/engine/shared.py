@@ -99,7 +99,7 @@ class _Forbidden:
         self._usual, self._reason = usual, reason
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Refuse.
+        """Refuse the call.
 
         Raises:
             UsageError: always.
@@ -107,7 +107,7 @@ class _Forbidden:
         raise UsageError(self._reason)
 
     def owns(self, parameter: Tensor) -> bool:
-        """As without."""
+        """Answer as outside a run."""
         return self._usual is None or self._usual.owns(parameter)
 
 
@@ -118,12 +118,12 @@ class Witness:
         self.used = False
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """The tensor itself."""
+        """Note the call and return the tensor itself."""
         self.used = True
         return tensor
 
     def owns(self, parameter: Tensor) -> bool:
-        """One stage owns everything."""
+        """Return True: one stage owns everything."""
         return True
 
 
@@ -134,7 +134,7 @@ class Unprepared:
         self._owned = owned
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """Refuse.
+        """Refuse the call.
 
         Raises:
             UsageError: always.

@@ -267,7 +267,7 @@ class Solo:
         return self.world.store
 
     def unsaved(self, reason: str) -> None:
-        """Print it: the terminal is at hand."""
+        """Print the reason."""
         warn(reason)
 
     def leaving(self, step: int) -> None:

@@ -22,7 +22,7 @@ _VOTES_KEPT = 256
 
 
 class Standing:
-    """What this worker holds, guarded against the membership's thread."""
+    """The state that this worker holds, guarded against the membership's thread."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership

@@ -22,7 +22,7 @@ class Waiting(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them."""
+        """All tensors."""
         return [*self.values.values(), *self.samples.values()]
 
     def replaced(self, tensors: Sequence[Tensor]) -> "Waiting":

@@ -17,7 +17,7 @@ class Took(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """How long it took."""
+        """Length of the action in seconds."""
         return self.end_s - self.begin_s
 
 
@@ -47,12 +47,12 @@ class StepTimes(NamedTuple):
 
     @property
     def compute_s(self) -> float:
-        """All actions together."""
+        """Seconds of all actions together."""
         return _sum(self.actions)
 
     @property
     def waited_s(self) -> float:
-        """All waits together."""
+        """Seconds of all waits together."""
         return _sum(self.waits)
 
 

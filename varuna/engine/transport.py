@@ -37,7 +37,7 @@ class Work:
 
 
 class Group:
-    """One Gloo process group that belongs to one generation."""
+    """A Gloo process group of one generation."""
 
     def __init__(self, store: Any, name: str, rank: int, size: int, interface_host: str) -> None:
         """Connect to all other members; blocks until they do the same.

@@ -12,7 +12,7 @@ Seeded = Callable[[], AbstractContextManager[object]]
 
 
 class Outcome(NamedTuple):
-    """What came of a run."""
+    """The result of a trial run."""
 
     results: list[Tensor | None]
     gradients: list[Tensor | None]

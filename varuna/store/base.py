@@ -30,11 +30,11 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """Where this is, as the user would write it."""
+        """The store's place, as the user would write it."""
         ...
 
     def get(self, name: str) -> bytes:
-        """A small object.
+        """Read a small object whole.
 
         Raises:
             ObjectMissing: there is none.

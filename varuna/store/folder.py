@@ -33,7 +33,7 @@ class FolderStore:
         return str(self._root)
 
     def get(self, name: str) -> bytes:
-        """A file's content."""
+        """Read a file whole."""
         path = self._path(name)
         with _reading(path):
             return path.read_bytes()

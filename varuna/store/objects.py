@@ -63,11 +63,11 @@ class ObjectStore:
 
     @property
     def url(self) -> str:
-        """As the user wrote it."""
+        """The store's URL, as the user wrote it."""
         return self._url
 
     def get(self, name: str) -> bytes:
-        """A small object."""
+        """Read a small object whole."""
         with self._doing("read", name):
             return bytes(obstore.get(self._quick, checked(name)).bytes())
 
@@ -103,7 +103,7 @@ class ObjectStore:
             )
 
     def read_into(self, name: str, start: int, view: memoryview) -> None:
-        """Read a range."""
+        """Read a byte range of an object into a buffer."""
         with self._doing("read", name):
             found = obstore.get_range(self._patient, checked(name), start=start, length=len(view))
         if len(found) != len(view):

@@ -34,15 +34,15 @@ class PatientStore:
 
     @property
     def url(self) -> str:
-        """Of the inner store."""
+        """The URL of the inner store."""
         return self.inner.url
 
     def get(self, name: str) -> bytes:
-        """As the inner store."""
+        """Like ``get`` of the inner store, with retries."""
         return self._retried(lambda: self.inner.get(name))
 
     def put(self, name: str, data: bytes) -> None:
-        """As the inner store."""
+        """Like ``put`` of the inner store, with retries."""
         self._retried(lambda: self.inner.put(name, data))
 
     def create(self, name: str, data: bytes) -> None:
@@ -66,31 +66,31 @@ class PatientStore:
         self._retried(attempt)
 
     def write(self, name: str, chunks: Chunks) -> None:
-        """As the inner store, from the first chunk again."""
+        """Like ``write`` of the inner store; a retry starts from the first chunk again."""
         self._retried(lambda: self.inner.write(name, chunks))
 
     def read_into(self, name: str, start: int, view: memoryview) -> None:
-        """As the inner store."""
+        """Like ``read_into`` of the inner store, with retries."""
         self._retried(lambda: self.inner.read_into(name, start, view))
 
     def folders(self) -> list[str]:
-        """As the inner store."""
+        """Like ``folders`` of the inner store, with retries."""
         return self._retried(self.inner.folders)
 
     def entries(self, folder: str = "") -> list[Entry]:
-        """As the inner store."""
+        """Like ``entries`` of the inner store, with retries."""
         return self._retried(lambda: self.inner.entries(folder))
 
     def remove(self, name: str) -> None:
-        """As the inner store."""
+        """Like ``remove`` of the inner store, with retries."""
         self._retried(lambda: self.inner.remove(name))
 
     def remove_folder(self, folder: str) -> None:
-        """As the inner store."""
+        """Like ``remove_folder`` of the inner store, with retries."""
         self._retried(lambda: self.inner.remove_folder(folder))
 
     def rename_folder(self, old: str, new: str) -> None:
-        """As the inner store."""
+        """Like ``rename_folder`` of the inner store, with retries."""
         self._retried(lambda: self.inner.rename_folder(old, new))
 
     def _found(self, name: str) -> bytes | None:
