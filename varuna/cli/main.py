@@ -88,17 +88,12 @@ def _root(
 def run(
     script: Annotated[Path, typer.Argument(help="Training script: the same file that runs with `python train.py`.")],
     args: options.ScriptArguments = None,
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", min=1, help="Number of worker processes to keep alive.")
-    ] = 1,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Worker processes to keep alive.")] = 1,
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
     json_log: options.JsonLog = None,
     run_dir: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Keep logs and journal in this folder. Default: keep them only if the run fails."
-        ),
+        Path | None, typer.Option(metavar="DIR", help="Keep logs and journal here. Default: only if the run fails.")
     ] = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
@@ -144,14 +139,12 @@ def run(
 def inspect(
     script: options.JobScript,
     args: options.ScriptArguments = None,
-    stages: Annotated[
-        int | None, typer.Option(min=1, help="Show how the sections would be grouped into P stages.")
-    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Group the sections into P stages.")] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Compare with plain PyTorch; exit code 1 if anything differs.")
+        bool, typer.Option("--verify", help="Compare with plain PyTorch; exit code 1 if it differs.")
     ] = False,
     trace: Annotated[
-        bool, typer.Option("--trace", help="Run a whole step and report code that needs values of several stages.")
+        bool, typer.Option("--trace", help="Run a step; report code that needs values of several stages.")
     ] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -168,9 +161,7 @@ def calibrate(
     args: options.ScriptArguments = None,
     workers: Annotated[
         int,
-        typer.Option(
-            "--workers", "-n", min=1, help="Number of processes that measure at once; with 1, no network is measured."
-        ),
+        typer.Option("--workers", "-n", min=1, help="Processes that measure at once; with 1, no network is measured."),
     ] = 2,
     output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the calibration.")] = Path(
         "calibration.json"
@@ -193,26 +184,20 @@ def plan(
     ] = None,
     args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
     calibration: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Calibration, measured or written by hand. Default: nominal figures from operation counts.",
-        ),
+        Path | None, typer.Option(metavar="FILE", help="Measured or written by hand. Default: nominal figures.")
     ] = None,
     from_run: Annotated[
         Path | None, typer.Option(metavar="RUN_DIR", help="Plan from what the steps of this run took.")
     ] = None,
     gpus: Annotated[int, typer.Option("--gpus", "-n", min=1, help="Number of GPUs.")] = ...,  # type: ignore[assignment]
-    gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="Instead of the calibration's.")] = None,
+    gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="GPUs per VM, if not the calibration's.")] = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Examples per step. Default: the script's, or 8192.")
     ] = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")
     ] = None,
-    stages: Annotated[
-        int | None, typer.Option(min=1, help="Number of pipeline stages P. Default: all that fit.")
-    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages P. Default: all that fit.")] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory per GPU, such as 16GB. Default: the calibration's.")
     ] = None,
@@ -224,8 +209,7 @@ def plan(
         typer.Option("--objective", metavar="time|dollar", help="The fastest step, or the most examples per dollar."),
     ] = "time",
     offload_optimizer: Annotated[
-        bool,
-        typer.Option("--offload-optimizer", help="Keep optimizer state in host memory, like the Trainer's option."),
+        bool, typer.Option("--offload-optimizer", help="Keep optimizer state in host memory, like the Trainer's.")
     ] = False,
     shard_optimizer: Annotated[
         bool,
@@ -277,18 +261,14 @@ def simulate(
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")
     ] = None,
-    gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="Instead of the calibration's.")] = None,
+    gpus_per_vm: Annotated[int | None, typer.Option(min=1, help="GPUs per VM, if not the calibration's.")] = None,
     policy: Annotated[str, typer.Option(help="One of gpipe, 1f1b, varuna, varuna-strict and adaptive.")] = "adaptive",
     network: Annotated[
         str | None,
-        typer.Option(
-            metavar="LATENCY,SERIALISATION,JITTER",
-            help="Latency, serialisation and jitter of each link, in units of a forward; with --unit.",
-        ),
+        typer.Option(metavar="LATENCY,SERIALISATION,JITTER", help="Of each link, in units of a forward; with --unit."),
     ] = None,
     split_last: Annotated[
-        int | None,
-        typer.Option(min=0, help="How many of the last backwards run in two halves. Default: the policy's choice."),
+        int | None, typer.Option(min=0, help="How many of the last backwards run in two halves.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step to this file.")] = None,
@@ -320,9 +300,7 @@ def simulate(
 
 @app.command()
 def replay(
-    trace: Annotated[
-        Path, typer.Argument(help="CSV file with rows `time, add|remove, node` or `time, number of nodes`.")
-    ],
+    trace: Annotated[Path, typer.Argument(help="CSV: `time, add|remove, node` or `time, number of nodes`.")],
     calibration: Annotated[Path, typer.Option(metavar="FILE", help="Calibration of the model on the hardware.")],
     global_batch: Annotated[int, typer.Option(min=1, help="Examples per step.")],
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of workers per node.")] = 1,
@@ -335,13 +313,9 @@ def replay(
             help="morph; or restart, which kills all workers and reads the last checkpoint, with morph for comparison."
         ),
     ] = ReplayPolicy.MORPH,
-    notice: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="How long before its end a node gives notice.")
-    ] = 0.0,
+    notice: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How early a node gives notice.")] = 0.0,
     as_json: options.AsJson = False,
-    svg: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw examples per second and plans over time to this file.")
-    ] = None,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw examples per second over time.")] = None,
 ) -> None:
     """Replay a recorded cluster in virtual time, with the real state machine and planner.
 
