@@ -6,7 +6,6 @@ training, their times refine that calibration, which later plans, later runs and
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from varuna.calibration.cache import remember, remembered
 from varuna.calibration.gap import explain_gap
@@ -19,9 +18,9 @@ from varuna.core.model import JobFacts
 from varuna.core.nominal import nominal_calibration
 from varuna.core.plan import Plan
 from varuna.core.times import RankTimes, merged
-from varuna.fleet.events import MorphRequested
+from varuna.fleet.events import MorphRequested, Recalibrated
 from varuna.fleet.state import Fleet
-from varuna.fleet.story import GenerationTimed, Notice, RunEvent
+from varuna.fleet.story import GenerationRecord, GenerationTimed, Notice
 from varuna.fleet.weighing import weigh
 from varuna.planner.predict import predict
 
@@ -31,11 +30,14 @@ LEAST_STEPS = 5
 _WORTH_A_MORPH = 0.10
 """Share of the step time: predictions are not better than some percent."""
 
+Told = GenerationTimed | Notice | MorphRequested
+"""What follows from what ranks told: lines for the journal, and events for the state machine."""
+
 PlanWith = Callable[[JobFacts, int, int | None, Calibration | None], Plan]
 
 
 class Calibrator:
-    """Hears what ranks' steps took; lives on the manager's thread."""
+    """Hears what ranks' steps took; for one thread, on which plans are made too."""
 
     def __init__(
         self, plan: PlanWith, *, run_dir: Path, cache: Callable[[JobFacts], Path] | None, least_s: float = LEAST_S
@@ -55,6 +57,7 @@ class Calibrator:
         self._generation = -1
         self._heard: dict[int, RankTimes] = {}
         self._due_steps = LEAST_STEPS
+        self._due_beats = 0
         self._explained = False
 
     def plan(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
@@ -64,9 +67,12 @@ class Calibrator:
             self.calibration = remembered(job, self._cache(job)) if self._cache is not None else None
         return self._plan(job, workers, micro_batch, self.calibration)
 
-    def advice(self) -> dict[str, Callable[..., Any]]:
-        """What the state machine may ask while it decides, as fields of ``Advice``."""
-        return {"predicted_s": self.predicted_s, "expected_s": self.compute_s}
+    def begin(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated]:
+        """A generation begins, or more was learned: what its stages should take, if that is known."""
+        if self.calibration is None:
+            return []
+        expected_s = self.compute_s(job, record.plan)
+        return [Recalibrated(record.generation, None if expected_s is None else tuple(expected_s))]
 
     def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
         """By stage: calibrated compute of a micro-batch; None if nothing was measured."""
@@ -85,15 +91,19 @@ class Calibrator:
             return plan.step_s
         return predict(costs_of(self.calibration, plan), plan).step_s
 
-    def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[RunEvent | MorphRequested]:
+    def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
         """A worker told what its steps took; what follows from that, if anything."""
         rank = fleet.rank_of(worker)
         if beat.times is None or fleet.job is None or beat.generation != fleet.generation or rank is None:
             return []
         if self._generation != fleet.generation:
-            self._generation, self._heard, self._due_steps = fleet.generation, {}, LEAST_STEPS
+            self._generation, self._heard, self._due_steps, self._due_beats = fleet.generation, {}, LEAST_STEPS, 0
         known = self._heard.get(rank)
         self._heard[rank] = beat.times if known is None else merged((known, beat.times))
+        self._due_beats -= 1
+        if self._due_beats > 0 or len(self._heard) < fleet.record.plan.workers:
+            return []
+        self._due_beats = max(1, fleet.record.plan.workers // 2)  # all ranks are looked at twice in a round of beats
         stages = self._stages(fleet.record.plan)
         steps = min((each.steps for each in stages), default=0)
         if steps < self._due_steps or steps * stages[0].step_s < self._least_s:
@@ -119,11 +129,9 @@ class Calibrator:
             found.append(merged(replicas).model_copy(update={"reductions": fastest}))
         return found
 
-    def _learn(
-        self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float
-    ) -> list[RunEvent | MorphRequested]:
+    def _learn(self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float) -> list[Told]:
         base = self.calibration or nominal_calibration(job.model)
-        told: list[RunEvent | MorphRequested] = [
+        told: list[Told] = [
             GenerationTimed(generation=fleet.generation, predicted_s=self.predicted_s(plan), stages=tuple(stages))
         ]
         gap = explain_gap(base, plan, stages) if self.calibration is not None else None
@@ -136,7 +144,7 @@ class Calibrator:
             remember(self.calibration, self._cache(job))
         return [*told, *self._better(fleet, job, plan, now_s)]
 
-    def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[RunEvent | MorphRequested]:
+    def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
         """A morph, if the plan that is best now saves more until the next change than the switch costs."""
         try:
             known = job.model_copy(update={"memory_bytes": fleet.memory_bytes})

@@ -27,11 +27,12 @@ from varuna.fleet.manager import Manager, Observer
 from varuna.fleet.ownership import own
 from varuna.fleet.people import People
 from varuna.fleet.protocol import End, Tell
+from varuna.fleet.questions import Planner
 from varuna.fleet.registry import TOKEN_LIFE_S, Registry
 from varuna.fleet.reunion import node_of
 from varuna.fleet.serving import Serving, raise_open_files
 from varuna.fleet.signals import INTERRUPTED, handled
-from varuna.fleet.state import Advice, Ended, FleetConfig, Planner
+from varuna.fleet.state import Ended, FleetConfig
 from varuna.fleet.status import Picture
 from varuna.fleet.story import Notice, RunEvent
 
@@ -158,11 +159,7 @@ class Cluster:
         )
         self.manager = Manager(
             config,
-            Advice(
-                plan=planner,
-                checkpoint=keeper.newest,
-                **({} if calibrator is None else calibrator.advice()),
-            ),
+            planner,
             hands=_Hands(self._door, self._serving, self._registry, lambda: self.manager),
             journal=self._journal,
             keeper=keeper,

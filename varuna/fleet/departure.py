@@ -33,14 +33,16 @@ def note_departure(turn: Turn, event: NoticeReceived | DrainRequested) -> None:
 
 def leavers(fleet: Fleet) -> list[str]:
     """Ranks of the newest grid on nodes that are about to leave."""
-    return [name for name in fleet.record.grid if fleet.is_joined(name) and fleet.is_departing(name)]
+    there = [name for node in fleet.departing for name in fleet.workers.on(node)]
+    going = [name for name in there if fleet.workers[name].seated and fleet.is_joined(name)]
+    return sorted(going, key=fleet.record.ranks.__getitem__)
 
 
 def release(turn: Turn) -> None:
     """Send workers of leaving nodes home once nobody needs them: no rank of the grid, and no source of a morph."""
     for node in turn.fleet.departing:
         fleet = turn.fleet
-        there = [worker for worker in fleet.workers.values() if worker.node == node]
+        there = [fleet.workers[name] for name in fleet.workers.on(node)]
         if any(worker.standing is Standing.LEFT for worker in there) or not _is_free(fleet, node):
             continue
         for worker in there:
@@ -59,8 +61,8 @@ def _is_free(fleet: Fleet, node: str) -> bool:
     """Whether the run can do without all workers of a node."""
     match fleet.phase:
         case Running():
-            needed = fleet.record.grid if fleet.formed else fleet.members
-            return not any(fleet.is_joined(name) and fleet.workers[name].node == node for name in needed)
+            there = [fleet.workers[name] for name in fleet.workers.on(node) if fleet.is_joined(name)]
+            return not any(w.seated or (not fleet.formed and fleet.is_member(w.name)) for w in there)
         case Ended() | Finishing():
             return False  # they are dismissed with all others
         case _:
@@ -70,12 +72,13 @@ def _is_free(fleet: Fleet, node: str) -> bool:
 def reprieve(turn: Turn) -> None:
     """Forget departures that are over: the node is gone, or was not taken."""
     fleet = turn.fleet
-    nodes = {worker.node for worker in fleet.workers.values()}
+    if not fleet.departing:
+        return
     kept = {
         node: departure
         for node, departure in fleet.departing.items()
         if turn.now_s < departure.deadline_s + _REPRIEVE_S
-        and (node in nodes or not departure.released or departure.deadline_s < float("inf"))
+        and (fleet.workers.on(node) or not departure.released or departure.deadline_s < float("inf"))
     }
     if kept != fleet.departing:
         turn.update(departing=kept)

@@ -18,6 +18,7 @@ def note_exited(turn: Turn, event: WorkerExited) -> None:
         return
     if event.code >= 0:
         turn.update_worker(event.worker, exit=Exit(event.code, event.stderr_tail, turn.now_s))
+        turn.watch(event.worker)
     elif worker.standing in (Standing.LEFT, Standing.DISMISSED):
         turn.forget(event.worker)
     else:
@@ -28,6 +29,7 @@ def note_connection_lost(turn: Turn, event: ConnectionLost) -> None:
     """A connection ended: in a moment we know whether its process did."""
     if event.worker in turn.fleet.workers:
         turn.update_worker(event.worker, disconnected_s=turn.now_s)
+        turn.watch(event.worker)
 
 
 def note_failed(turn: Turn, name: str, failed: Failed) -> None:
@@ -41,17 +43,31 @@ def note_failed(turn: Turn, name: str, failed: Failed) -> None:
 def note_leaving(turn: Turn, name: str) -> None:
     """A worker's loop is over."""
     fleet = turn.fleet
-    if name in fleet.members and fleet.is_joined(name):
+    if fleet.is_member(name) and fleet.is_joined(name):
         turn.update_worker(name, standing=Standing.LEFT, holding=None)
         turn.update(departed=fleet.departed | {name})
+        turn.hasten()
 
 
 def expire(turn: Turn) -> None:
-    """Draw conclusions from what did not happen in time."""
-    for name, worker in turn.fleet.workers.items():
+    """Draw conclusions from what did not happen in time.
+
+    All workers are looked at only when somebody's time may be up; those with something unusual about them at each tick,
+    and one of whom an event tells at once.
+    """
+    fleet = turn.fleet
+    if fleet.expiring_s == float("-inf") or (turn.is_tick and turn.now_s >= fleet.expiring_s):
+        names = list(fleet.workers)
+        turn.update(expiring_s=min((_due_s(fleet, worker) for worker in fleet.workers.values()), default=float("inf")))
+    elif turn.is_tick:
+        names = sorted(fleet.watched)
+    else:
+        names = sorted(turn.touched)
+    for name in names:
         if isinstance(turn.fleet.phase, Ended):
             return
-        if name not in turn.fleet.workers:
+        worker = turn.fleet.workers.get(name)
+        if worker is None:
             continue
         if worker.exit is not None:
             _conclude_exit(turn, worker, worker.exit)
@@ -59,6 +75,29 @@ def expire(turn: Turn) -> None:
             _check_joined(turn, worker)
         elif worker.standing is Standing.STARTING:
             _check_starting(turn, worker)
+    unusual = frozenset(name for name in turn.fleet.watched if _is_unusual(turn.fleet, name)) if turn.is_tick else None
+    if unusual is not None and unusual != turn.fleet.watched:
+        turn.update(watched=unusual)
+
+
+def _due_s(fleet: Fleet, worker: Worker) -> float:
+    """When the time of a worker that is not watched is up at the earliest, if nothing is heard of it until then.
+
+    Silence of an elastic fleet's workers is noticed when their machine is heard.
+    """
+    config, suspected = fleet.config, isinstance(fleet.phase, Running) and fleet.phase.suspicion is not None
+    if worker.standing is Standing.STARTING:
+        patience_s = config.start_timeout_s
+    elif worker.standing is Standing.JOINED and not config.elastic:
+        patience_s = config.suspect_lease_s if suspected else config.lease_s
+    else:
+        return float("inf")
+    return fleet.ticked_s + fleet.seen_s(worker) + patience_s - fleet.listened_s
+
+
+def _is_unusual(fleet: Fleet, name: str) -> bool:
+    worker = fleet.workers.get(name)
+    return worker is not None and (worker.exit is not None or worker.disconnected_s is not None)
 
 
 def _check_joined(turn: Turn, worker: Worker) -> None:
@@ -107,7 +146,8 @@ def _conclude_exit(turn: Turn, worker: Worker, exit_: Exit) -> None:
 def finish_if_all_left(turn: Turn) -> None:
     """The run is complete when no rank of the grid is left in it; spares and newcomers are dismissed."""
     fleet = turn.fleet
-    if fleet.is_leaving and not any(fleet.is_joined(name) for name in fleet.record.grid):
+    # Whoever has joined and is no newcomer has a seat.
+    if fleet.is_leaving and fleet.workers.count(Standing.JOINED) == len(fleet.workers.newcomers):
         record_votes(turn)
         turn.update(phase=Finishing())
 
@@ -121,7 +161,7 @@ def settle_leaving(turn: Turn, phase: Idle | Stopping) -> None:
     fleet = turn.fleet
     answered = [name for name in fleet.live_members if fleet.workers[name].holding is not None]
     if isinstance(phase, Stopping):
-        press(turn, phase, [name for name in fleet.live_members if name not in answered])
+        press(turn, phase)
         for name in phase.applying if fleet.listened_s >= phase.deadline_s else ():
             if turn.fleet.is_joined(name):
                 turn.lose(name, f"did not apply the last step within {fleet.config.hold_timeout_s:.0f} s", kill=True)
@@ -144,25 +184,20 @@ def _stopping(fleet: Fleet) -> Stopping:
 
 def finish(turn: Turn, phase: Finishing) -> None:
     """Wait until the scripts of those who left have ended; rank 0's may take its time, the others are bounded."""
-    for name, worker in turn.fleet.workers.items():
-        if worker.standing in (Standing.JOINED, Standing.ASIDE):
-            _dismiss(turn, name)
-    _miss_nobody(turn)
+    if turn.fleet.workers.count(Standing.JOINED) or turn.fleet.workers.count(Standing.ASIDE):
+        for name, worker in turn.fleet.workers.items():
+            if worker.standing in (Standing.JOINED, Standing.ASIDE):
+                _dismiss(turn, name)
+    if turn.is_tick:
+        _miss_nobody(turn)
     fleet = turn.fleet
-    waiting = any(_has_more_to_do(fleet, worker) for worker in fleet.workers.values())
+    waiting = fleet.workers.unfinished > 0
     if waiting and fleet.members[0] in fleet.workers:
         return
     if waiting and phase.deadline_s is None:
         turn.update(phase=Finishing(deadline_s=turn.now_s + fleet.config.leave_timeout_s))
     elif not waiting or (phase.deadline_s is not None and turn.now_s >= phase.deadline_s):
         turn.end(0, f"{fleet.recorded_step + 1} steps done")
-
-
-def _has_more_to_do(fleet: Fleet, worker: Worker) -> bool:
-    """Whether a worker's script runs to its end, or it saves what it was told to apply."""
-    return worker.standing is Standing.LEFT or (
-        worker.standing is Standing.DISMISSED and worker.name in fleet.record.grid
-    )
 
 
 def _miss_nobody(turn: Turn) -> None:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from varuna.core.messages import FromWorker
+from varuna.fleet.questions import Answer, Question
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,23 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class AnswerReceived:
+    """Somebody found out what was asked with this ``number``."""
+
+    question: Question
+    number: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibrated:
+    """What plans are made from has become better known while ``generation`` runs; so has what its stages take."""
+
+    generation: int
+    expected_s: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time passed; for the last ``deaf_s`` of it nobody could be heard, since the server's event loop stood still."""
 
@@ -127,5 +145,7 @@ Event = (
     | MorphRequested
     | FinishRequested
     | StopRequested
+    | AnswerReceived
+    | Recalibrated
     | Tick
 )

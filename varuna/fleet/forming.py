@@ -2,17 +2,29 @@
 
 from dataclasses import dataclass, replace
 
-from varuna.core.errors import NoPlanError, VarunaError
+from varuna.core.errors import NoPlanError
 from varuna.core.messages import Assign, Assignment, Transfer
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.shares import holders_of
 from varuna.fleet import futility, placement
-from varuna.fleet.sight import lose_aside, waits_for_return
-from varuna.fleet.state import Checkpoint, Fleet, Idle, Running
+from varuna.fleet.questions import (
+    Checkpoint,
+    Found,
+    Planned,
+    UnansweredError,
+    Unplannable,
+    WhichCheckpoint,
+    WhichPlan,
+)
+from varuna.fleet.sight import begin_progress, lose_aside, waits_for_return
+from varuna.fleet.state import Fleet, Idle, Running
 from varuna.fleet.story import GenerationRecord, GenerationStarted
 from varuna.fleet.turn import Turn
-from varuna.fleet.worker import Holding
+from varuna.fleet.worker import Holding, Standing
+
+# A store that has not answered for so long may not answer soon.
+_STORE_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,22 +38,31 @@ class _Origin:
 
 def form(turn: Turn, phase: Idle) -> None:
     """Start the next generation as soon as its workers, state and plan are there."""
-    live = turn.fleet.joined
-    if not live:
+    if not _joined(turn.fleet):
         _wait(turn, phase, "there are no workers", 1)
-    elif turn.fleet.history or not _gathering(turn.fleet, turn.now_s):
+    elif turn.fleet.history or not _gathering(turn, phase):
         try:
-            _try_form(turn, phase, live)
-        except VarunaError as error:
-            turn.end(error.exit_code, str(error))
+            _try_form(turn, phase, turn.fleet.joined)
+        except UnansweredError:
+            _wait_for_store(turn, phase)
 
 
-def _gathering(fleet: Fleet, now_s: float) -> bool:
+def _gathering(turn: Turn, phase: Idle) -> bool:
     """Whether the first generation still waits for workers that are warming up."""
-    joined_s = [fleet.workers[name].joined_s for name in fleet.joined]
-    until_s = max(min(joined_s) + fleet.config.gather_s, max(joined_s) + fleet.config.join_grace_s)
-    enough = fleet.config.elastic and len(fleet.joined) >= fleet.config.workers and not fleet.is_starting
-    return fleet.more_to_come and not enough and now_s < until_s
+    fleet = turn.fleet
+    enough = fleet.config.elastic and _joined(fleet) >= fleet.config.workers and not fleet.is_starting
+    if not fleet.more_to_come or enough:
+        return False
+    if turn.now_s >= phase.gathers_until_s:  # whoever joins or is lost meanwhile can only make it later
+        joined_s = [fleet.workers[name].joined_s for name in fleet.joined]
+        until_s = max(min(joined_s) + fleet.config.gather_s, max(joined_s) + fleet.config.join_grace_s)
+        turn.update(phase=replace(phase, gathers_until_s=until_s))
+        return turn.now_s < until_s
+    return True
+
+
+def _joined(fleet: Fleet) -> int:
+    return fleet.workers.count(Standing.JOINED)
 
 
 def _just_joined(fleet: Fleet, now_s: float) -> bool:
@@ -67,6 +88,24 @@ def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
             turn.notice(f"waiting for {bound}: {complaint}")
 
 
+def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:
+    return WhichCheckpoint(after=fleet.generation, saved_step=fleet.saved_step)
+
+
+def _wait_for_store(turn: Turn, phase: Idle) -> None:
+    """A store that does not answer for long is named, and nobody who wants the run to end waits for it."""
+    fleet = turn.fleet
+    asked = fleet.asked.get(_which_checkpoint(fleet))
+    if asked is None or turn.now_s < asked.at_s + _STORE_PATIENCE_S:
+        return
+    complaint = f"{_job(turn).checkpoint_dir} has not said for {_STORE_PATIENCE_S:.0f} s which checkpoint is its newest"
+    if fleet.finish_reason:
+        _end_as_asked(turn, complaint)
+    elif phase.complaint != complaint:
+        turn.update(phase=replace(phase, complaint=complaint))
+        turn.notice(f"waiting for the store: {complaint}", warning=True)
+
+
 def _end_as_asked(turn: Turn, complaint: str) -> None:
     """Somebody asked for the end, and the step in flight, behind which it would come, cannot be done."""
     fleet = turn.fleet
@@ -81,7 +120,7 @@ def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
     """Find state and a plan; without either, wait.
 
     Raises:
-        VarunaError: the checkpoints cannot be used.
+        UnansweredError: the checkpoint is being looked for, or the plan is being made.
     """
     fleet, job = turn.fleet, _job(turn)
     if fleet.futile and futility.waits(turn, phase, live):
@@ -97,13 +136,14 @@ def _try_form(turn: Turn, phase: Idle, live: tuple[str, ...]) -> None:
     if phase.rejected == live:
         _wait(turn, phase, phase.complaint, 3)
         return
-    origin = _restore(turn, job) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
+    origin = _restore(turn) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
         turn.update(micro_batch=origin.checkpoint.micro_batch)
     try:
         plan, usable = _plan_and_workers(turn, live)
     except NoPlanError as error:
         turn.update(phase=replace(phase, rejected=live))
+        turn.ask_anew()  # until others are there, a newer checkpoint may be, too
         _wait(turn, replace(phase, rejected=live), str(error), 3)
         return
     _start(turn, phase, plan, usable, origin, holdings if origin.from_holders else {})
@@ -135,17 +175,17 @@ def _plan_keeping(turn: Turn, workers: int) -> Plan:
     """
     if _is_best_known(turn.fleet, workers):
         return turn.fleet.record.plan
-    plan = plan_for(turn, workers)
+    known = plan_for(turn, workers)
     turn.update(planned_for=workers)
-    return _clearly_better(turn, plan, workers)
+    return _clearly_better(turn, known, workers)
 
 
-def plan_to_come(turn: Turn, plan: Plan, workers: int) -> Plan:
-    """What a morph for these workers would run, if ``plan`` is the best one for them.
+def plan_to_come(turn: Turn, known: Planned, workers: int) -> Plan:
+    """What a morph for these workers would run, if that is the best plan that is known for them.
 
     Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
     """
-    return turn.fleet.record.plan if _is_best_known(turn.fleet, workers) else _clearly_better(turn, plan, workers)
+    return turn.fleet.record.plan if _is_best_known(turn.fleet, workers) else _clearly_better(turn, known, workers)
 
 
 def _is_best_known(fleet: Fleet, workers: int) -> bool:
@@ -153,38 +193,47 @@ def _is_best_known(fleet: Fleet, workers: int) -> bool:
     return bool(fleet.history) and not fleet.replan and fleet.record.plan.workers <= workers <= fleet.planned_for
 
 
-def _clearly_better(turn: Turn, plan: Plan, workers: int) -> Plan:
-    """``plan``, or the one that ran last if that is about as fast, by what is known now."""
-    fleet = turn.fleet
+def _clearly_better(turn: Turn, known: Planned, workers: int) -> Plan:
+    """The plan that was found, or the one that ran last if that is about as fast, by what is known now."""
+    fleet, plan = turn.fleet, known.plan
     if not fleet.history or fleet.replan or fleet.record.plan.workers > workers:
         return plan
     old = fleet.record.plan
     if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
         return plan
-    return old if plan.step_s >= turn.advice.predicted_s(old) * (1 - fleet.config.min_gain) else plan
+    return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
 
 
-def plan_for(turn: Turn, workers: int) -> Plan:
+def plan_for(turn: Turn, workers: int) -> Planned:
     """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
 
     Raises:
         NoPlanError: nothing fits.
+        UnansweredError: it is being made.
     """
-    job, kept = _job(turn).model_copy(update={"memory_bytes": turn.fleet.memory_bytes}), turn.fleet.micro_batch
-    try:
-        return turn.advice.plan(job, workers, kept)
-    except NoPlanError:
-        if kept is None or job.micro_batch is not None:
-            raise
-        plan = turn.advice.plan(job, workers, None)
-        if plan.micro_batch >= kept:
-            raise
-        return plan
+    kept, memory_bytes = turn.fleet.micro_batch, turn.fleet.memory_bytes
+    answer = turn.answer_to(WhichPlan(workers, kept, memory_bytes))
+    if isinstance(answer, Planned):
+        return answer
+    assert isinstance(answer, Unplannable)
+    if kept is not None and _job(turn).micro_batch is None:
+        other = turn.answer_to(WhichPlan(workers, None, memory_bytes))
+        if isinstance(other, Planned) and other.plan.micro_batch < kept:
+            return other
+        if isinstance(other, Unplannable):
+            raise NoPlanError(other.complaint)
+    raise NoPlanError(answer.complaint)
 
 
-def _restore(turn: Turn, job: JobFacts) -> _Origin:
-    """The newest checkpoint, else the beginning."""
-    checkpoint = turn.advice.checkpoint(job)
+def _restore(turn: Turn) -> _Origin:
+    """The newest checkpoint, else the beginning.
+
+    Raises:
+        UnansweredError: it is being looked for.
+    """
+    answer = turn.answer_to(_which_checkpoint(turn.fleet))
+    assert isinstance(answer, Found)
+    checkpoint = answer.checkpoint
     return _Origin(next_step=checkpoint.step if checkpoint else 0, checkpoint=checkpoint)
 
 
@@ -210,14 +259,15 @@ def _start(
     fleet, job = turn.fleet, _job(turn)
     weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
     # Old ranks first, so that among equals rank 0 keeps its worker.
-    ordered = sorted(usable, key=lambda name: (name not in fleet.members, fleet.rank_of(name) or 0))
+    ordered = sorted(usable, key=lambda name: (not fleet.is_member(name), fleet.rank_of(name) or 0))
     kept = fleet.record.grid if fleet.history and plan == fleet.record.plan else ()
-    holders = holders_of(plan, job.model.sections, shared=job.shard_optimizer)
+    holders = holders_of(plan, job.model.sections, shared=True) if job.shard_optimizer else None
     lent = {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
     seated = placement.seat(plan, ordered, holdings, weights, nodes=nodes, kept=kept, lent=lent, holders=holders)
     # Who is left out may still be the source of somebody's state.
-    members = (*seated, *(name for name in fleet.joined if name not in seated))
+    placed = frozenset(seated)
+    members = (*seated, *(name for name in fleet.joined if name not in placed))
     moves = (
         placement.transfers(plan, members, holdings, weights, lent=lent, holders=holders) if origin.from_holders else ()
     )
@@ -241,14 +291,16 @@ def _start(
     turn.update(
         phase=Running(began_s=fleet.listened_s),
         history=(*fleet.history, record),
-        workers={name: replace(worker, holding=None) for name, worker in turn.fleet.workers.items()},
+        **begin_progress(turn.fleet, frozenset(record.grid)),
         departed=frozenset(),
         causes=(),
         broke_s=phase.since_s if not fleet.history else fleet.broke_s,
         planned=fleet.planned and phase.in_flight == 0,
         morph_asked=False,
         replan=False,
-        foreseen={},
+        asked={},
+        answers={},
+        expected_s=None,
         recorded_step=origin.next_step - 1,
         **({"lineage": record.generation, "votes": {}} if rollback else {}),
     )
@@ -258,7 +310,6 @@ def _start(
 
 def _assign(turn: Turn, record: GenerationRecord, moves: tuple[Transfer, ...]) -> None:
     """Tell each member its rank."""
-    secret = turn.advice.secret()
     for rank, name in enumerate(record.members):
         assignment = Assignment(
             generation=record.generation,
@@ -269,7 +320,6 @@ def _assign(turn: Turn, record: GenerationRecord, moves: tuple[Transfer, ...]) -
             transfers=moves,
             checkpoint=record.checkpoint,
             fresh=record.rollback and record.checkpoint is None,
-            secret=secret,
         )
         turn.send(name, Assign(assignment=assignment))
 

@@ -75,7 +75,7 @@ def _nth(number: int) -> str:
 def _drop_newcomers(turn: Turn, live: tuple[str, ...]) -> bool:
     """Those who never trained, if there are others; they do not set back the time in which a step must be done."""
     fleet = turn.fleet
-    newcomers = [name for name in live if _has_nothing(fleet, name) and name in fleet.record.grid]
+    newcomers = [name for name in live if _has_nothing(fleet, name) and fleet.record.has_seat(name)]
     if not newcomers or len(newcomers) == len(live):
         return False
     since_s = fleet.futile_since_s

@@ -54,13 +54,14 @@ def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> str:
     for vote in sorted(votes, key=lambda vote: vote.step):
         if vote.generation < fleet.lineage or vote.step <= known:
             continue  # it changes nothing
-        grid = fleet.history[vote.generation].grid
-        if worker not in grid:
+        record = fleet.history[vote.generation]
+        if not record.has_seat(worker):
             return f"it has a vote of step {vote.step}, in which it did not take part"
-        others = [fleet.workers[name] for name in grid if name != worker and name in fleet.workers]
-        heard = [step for each in others if (step := _newest_step(fleet, each)) is not None]
-        if vote.step > known + 1 and heard and max(heard) < vote.step:
-            return f"it has a vote of step {vote.step}, but step {known + 1} is not committed"
+        if vote.step > known + 1:
+            others = [fleet.workers[name] for name in record.grid if name != worker and name in fleet.workers]
+            heard = [step for each in others if (step := _newest_step(fleet, each)) is not None]
+            if heard and max(heard) < vote.step:
+                return f"it has a vote of step {vote.step}, but step {known + 1} is not committed"
         known = vote.step
     return ""
 
@@ -102,8 +103,8 @@ def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
         return True
     assert fleet.job is not None
     for record in reversed(fleet.history):
-        if worker in record.grid:
-            replica, stage = record.plan.place_of(record.grid.index(worker))
+        if record.has_seat(worker):
+            replica, stage = record.plan.place_of(record.ranks[worker])
             holders = holders_of(record.plan, fleet.job.model.sections, shared=fleet.job.shard_optimizer)
             sections = record.plan.sections_of(stage)
             whole = held_by(holders, sections, replica)

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 
 from varuna.core.messages import ToWorker
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
+from varuna.fleet.questions import Question
 from varuna.fleet.story import RunEvent
 
 
@@ -60,6 +63,17 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True)
+class Ask:
+    """Find this out where nobody waits for it, and report it with ``AnswerReceived``."""
+
+    question: Question
+    number: int
+    job: JobFacts
+    running: Plan | None
+    """The plan of the newest generation."""
+
+
+@dataclass(frozen=True, slots=True)
 class EndRun:
     """Stop everything that still lives and return ``exit_code``."""
 
@@ -67,4 +81,4 @@ class EndRun:
     text: str
 
 
-Instruction = Send | Kill | Spawn | Release | Collect | Complain | Publish | EndRun
+Instruction = Send | Kill | Spawn | Release | Collect | Complain | Publish | Ask | EndRun

@@ -16,10 +16,11 @@ def note_spawned(turn: Turn, name: str, node: str) -> None:
     replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
     worker = Worker(name=name, node=node, spawned_s=turn.now_s, seen_s=fleet.listened_s, replacement=replacement)
     turn.update(
-        workers={**fleet.workers, name: worker},
+        workers=fleet.workers.with_worker(worker),
         spawned=fleet.spawned + 1,
         spawning=max(0, fleet.spawning - 1),
     )
+    turn.expire_by(turn.now_s + fleet.config.start_timeout_s)
 
 
 def spawn_missing(turn: Turn) -> None:
@@ -42,11 +43,14 @@ def note_hello(turn: Turn, name: str, hello: Hello) -> None:
     elif difference := _difference(hello, fleet.job, fleet.version):
         _refuse(turn, name, difference)
         return
-    turn.update_worker(name, standing=Standing.JOINED, pid=hello.pid, joined_s=turn.now_s, holding=Holding())
-    turn.update_worker(name, device=hello.device)
-    now_bytes = turn.fleet.memory_bytes
-    if now_bytes is not None and now_bytes < (fleet.memory_bytes or 0):
-        turn.update(replan=True, foreseen={})  # what ran in more memory may not fit any more
+    turn.update_worker(
+        name, standing=Standing.JOINED, pid=hello.pid, joined_s=turn.now_s, holding=Holding(), device=hello.device
+    )
+    if not fleet.config.elastic:
+        turn.expire_by(turn.now_s + fleet.config.lease_s)
+    if fleet.history and hello.device is not None and (turn.fleet.memory_bytes or 0) < (fleet.memory_bytes or 0):
+        turn.ask_anew()
+        turn.update(replan=True)  # what ran in more memory may not fit any more
     if fleet.history:
         turn.note_change()
     turn.publish(WorkerJoined(worker=name, pid=hello.pid))

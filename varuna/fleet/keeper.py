@@ -8,15 +8,15 @@ from varuna.checkpoint.names import checkpoint_place
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
-from varuna.fleet.state import Checkpoint
+from varuna.fleet.questions import Checkpoint
 from varuna.fleet.story import GenerationRecord
 
 
 class CheckpointKeeper:
     """Commits, retains and finds checkpoints in the job's ``checkpoint_dir``; without one it does nothing.
 
-    ``warn`` is called by any thread. Only ``newest`` and ``close`` wait for the store. The job comes from the first
-    machine that joins: with ``allowed`` it chooses a directory there or below, or none.
+    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn`` is called by any. The
+    job comes from the first machine that joins: with ``allowed`` it chooses a directory there or below, or none.
     """
 
     def __init__(self, *, new: bool, overwrite: bool, warn: Callable[[str], None], allowed: str = "") -> None:

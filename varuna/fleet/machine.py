@@ -13,6 +13,7 @@ from varuna.fleet.ending import (
     settle_leaving,
 )
 from varuna.fleet.events import (
+    AnswerReceived,
     ConnectionLost,
     DrainRequested,
     Event,
@@ -22,6 +23,7 @@ from varuna.fleet.events import (
     NodeHeard,
     NodeParted,
     NoticeReceived,
+    Recalibrated,
     SpawnRequested,
     StopRequested,
     Tick,
@@ -37,16 +39,19 @@ from varuna.fleet.sight import hear, look_around, note_parted, note_tick, take_b
 from varuna.fleet.sight import note_beat as note_waiting
 from varuna.fleet.slow import note_beat, readmit
 from varuna.fleet.standstill import note_standstill
-from varuna.fleet.state import Advice, Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.story import Asked
 from varuna.fleet.turn import Turn
 from varuna.fleet.verdict import note_held, note_suspect, note_voted, settle, watch_generation
 from varuna.fleet.worker import Standing
 
 
-def advance(fleet: Fleet, event: Event, now_s: float, advice: Advice) -> tuple[Fleet, list[Instruction]]:
-    """Apply one event; return the next fleet and what the shell must do, in this order."""
-    turn = Turn(fleet, now_s, advice)
+def advance(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, list[Instruction]]:
+    """Apply one event; return the next fleet and what the shell must do, in this order.
+
+    Nothing here waits, for anybody: what takes time to find out is asked for (see ``questions``).
+    """
+    turn = Turn(fleet, now_s, is_tick=isinstance(event, Tick))
     if not isinstance(fleet.phase, Ended):
         _note(turn, event)
         if not _is_pulse(event):  # there are many, and time passes soon
@@ -76,6 +81,12 @@ def _note(turn: Turn, event: Event) -> None:
                 _note_worker(turn, event)
         case NoticeReceived() | DrainRequested():
             note_departure(turn, event)
+        case AnswerReceived(question=question, number=number, answer=answer):
+            turn.note_answer(question, number, answer)
+        case Recalibrated(generation=generation, expected_s=expected_s):
+            if generation == turn.fleet.generation:
+                turn.ask_anew()
+                turn.update(expected_s=expected_s)
         case SpawnRequested() | MorphRequested() | FinishRequested() | StopRequested():
             _note_wish(turn, event)
 
@@ -88,6 +99,7 @@ def _note_wish(turn: Turn, event: SpawnRequested | MorphRequested | FinishReques
         case MorphRequested():
             if not turn.fleet.morph_asked:
                 turn.publish(Asked(what="morph"))
+                turn.ask_anew()  # whoever asks may know that something has changed
             turn.update(morph_asked=True)
         case FinishRequested(reason=reason):
             if not turn.fleet.finish_reason:
@@ -115,10 +127,12 @@ def _hear(turn: Turn, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
     if turn.fleet.workers[name].standing is Standing.ASIDE:
         take_back(turn, name)
+    seen_s = turn.fleet.listened_s
     if isinstance(message, Beat):
         note_waiting(turn, name, message)
-        turn.update_worker(name, beat=message)
-    turn.update_worker(name, seen_s=turn.fleet.listened_s)
+        turn.update_worker(name, beat=message, seen_s=seen_s)
+    else:
+        turn.update_worker(name, seen_s=seen_s)
     match message:
         case Beat():
             note_beat(turn, name, message)
@@ -142,32 +156,56 @@ def _hear(turn: Turn, name: str, message: FromWorker) -> None:
 
 
 def _conclude(turn: Turn) -> None:
-    """Let the rules of each phase act until they have nothing more to say."""
-    before = None
-    while turn.fleet is not before:
-        before = turn.fleet
-        if not isinstance(turn.fleet.phase, Ended):
-            expire(turn)
-            look_around(turn)
-            reprieve(turn)
-            readmit(turn)
-            release(turn)
-        match turn.fleet.phase:
-            case (Idle() | Stopping()) as phase if turn.fleet.is_leaving:
-                settle_leaving(turn, phase)
-            case Idle() as phase:
-                form(turn, phase)
-            case Running() as phase:
-                note_standstill(turn, phase)
-                watch_generation(turn, phase)
-                finish_if_all_left(turn)
-                if turn.fleet.phase is phase:
-                    plan_ahead(turn, phase)
-            case Stopping() as phase:
-                settle(turn, phase)
-            case Finishing() as phase:
-                finish(turn, phase)
-            case Ended():
-                return
+    """Let the rules of each phase act until they have nothing more to say.
+
+    This ends by construction. Another pass follows only if the last one has made something grow that cannot grow for
+    ever: workers are lost, or go on in their life, or the phase goes on in its own; and a pass starts at most one
+    generation, of which one event starts at most two. Whatever else a rule changes can wait for the next tick.
+    """
+    begun, before = len(turn.fleet.history), None
+    while before is None or (before < _reached(turn.fleet) and len(turn.fleet.history) <= begun + 1):
+        before = _reached(turn.fleet)
+        _pass(turn)
+        if isinstance(turn.fleet.phase, Ended):
+            return
     if not isinstance(turn.fleet.phase, Finishing):
         spawn_missing(turn)
+
+
+_PHASES = (Running, Stopping, Idle, Finishing, Ended)
+"""In the order of a generation's life."""
+_LIFE = tuple(Standing)
+"""In the order of a worker's life."""
+
+
+def _reached(fleet: Fleet) -> tuple[int, int, int, int]:
+    """How far everything is: between two generations each number has a bound, and the first to differ counts."""
+    lived = sum(order * fleet.workers.count(standing) for order, standing in enumerate(_LIFE))
+    return len(fleet.history), -len(fleet.workers), lived, _PHASES.index(type(fleet.phase))
+
+
+def _pass(turn: Turn) -> None:
+    """Each rule acts once."""
+    if not isinstance(turn.fleet.phase, Ended):
+        expire(turn)
+        look_around(turn)
+        reprieve(turn)
+        readmit(turn)
+        release(turn)
+    match turn.fleet.phase:
+        case (Idle() | Stopping()) as phase if turn.fleet.is_leaving:
+            settle_leaving(turn, phase)
+        case Idle() as phase:
+            form(turn, phase)
+        case Running() as phase:
+            note_standstill(turn, phase)
+            watch_generation(turn, phase)
+            finish_if_all_left(turn)
+            if turn.fleet.phase is phase:
+                plan_ahead(turn, phase)
+        case Stopping() as phase:
+            settle(turn, phase)
+        case Finishing() as phase:
+            finish(turn, phase)
+        case Ended():
+            return

@@ -2,29 +2,44 @@
 
 import math
 import queue
+import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from varuna.core.messages import Assign, Beat, Offered, Recorded, Sought, ToWorker
+from varuna.core.plan import Plan
 from varuna.fleet.calibrator import Calibrator
-from varuna.fleet.events import Event, MessageReceived, MorphRequested, Tick, WorkerDistrusted, WorkerSpawned
+from varuna.fleet.desk import Desk
+from varuna.fleet.events import AnswerReceived, Event, MessageReceived, Tick, WorkerDistrusted, WorkerSpawned
 from varuna.fleet.honesty import objection
-from varuna.fleet.instructions import Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
+from varuna.fleet.instructions import Ask, Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
 from varuna.fleet.journal import Journal, Past
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.machine import advance
 from varuna.fleet.meeting import Meeting
+from varuna.fleet.questions import Answer, Planner, WhichCheckpoint, checkpoint_answer, plan_answer
 from varuna.fleet.resume import lost_workers, resume
 from varuna.fleet.reunion import Reunion, reunite
-from varuna.fleet.state import Advice, Ended, Fleet, FleetConfig
-from varuna.fleet.story import Audited, GenerationStarted, Notice, RunEnded, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.state import Ended, Fleet, FleetConfig
+from varuna.fleet.story import (
+    Audited,
+    GenerationStarted,
+    GenerationTimed,
+    Notice,
+    RunEnded,
+    RunEvent,
+    StepRecorded,
+    WorkerLost,
+)
 from varuna.fleet.watchdog import STOOD_STILL_S
 
 _TICK_S = 0.2
 _SYNC_S = 1.0
+_CLOSE_S = 150.0  # for the last commits, and for the lease
+_HUNG_S = 2.0
 _ASK_S = 8.0  # less than the patience of who asks
 
 Observer = Callable[[RunEvent], None]
@@ -37,7 +52,13 @@ class Request(NamedTuple):
     done: threading.Event
 
 
-Posted = Event | Request | Reunion | Audited | Notice
+class Broken(NamedTuple):
+    """The manager cannot go on."""
+
+    error: BaseException
+
+
+Posted = Event | Request | Reunion | Audited | Notice | GenerationTimed | Broken
 """What may be posted: events for the state machine, an agent's return, and lines for the journal."""
 
 
@@ -75,7 +96,7 @@ class Manager:
     def __init__(
         self,
         config: FleetConfig,
-        advice: Advice,
+        planner: Planner,
         *,
         hands: Hands,
         journal: Journal,
@@ -85,7 +106,9 @@ class Manager:
         calibrator: Calibrator | None = None,
     ) -> None:
         self._calibrator = calibrator
-        self._advice, self._hands, self._journal, self._keeper = advice, hands, journal, keeper
+        self._planner, self._hands, self._journal, self._keeper = planner, hands, journal, keeper
+        self._store, self._planning = Desk("store", self._break), Desk("planning", self._break)
+        self._secret = ""  # of the newest generation, by which its members recognise each other
         self._observer = observer
         self._meeting = Meeting()
         self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
@@ -124,7 +147,8 @@ class Manager:
         try:
             ended = self._run()
         finally:
-            self._keeper.close()
+            self._close_store()
+            self._planning.close()
             while not self._queue.empty():  # what the keeper warned of at last
                 event = self._queue.get()
                 if isinstance(event, Notice):
@@ -168,8 +192,9 @@ class Manager:
         """Go on with a run that this manager did not start."""
         if not self.fleet.history:
             return
-        assert self.fleet.job is not None
-        self._keeper.resume(self.fleet.job, self.fleet.history)
+        job, history = self.fleet.job, self.fleet.history
+        assert job is not None
+        self._store.do(lambda: self._keeper.resume(job, history))
         self._hands.set_main(self.fleet.members[0])
         self._meeting.begin(self.fleet.generation, self.fleet.members)
         where = f"generation {self.fleet.generation}, step {self.fleet.recorded_step + 1}"
@@ -181,8 +206,10 @@ class Manager:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
                 done.set()
-            case Audited() | Notice():
+            case Audited() | Notice() | GenerationTimed():
                 self._publish(event)
+            case Broken(error=error):
+                raise error
             case Reunion():
                 events, fenced = reunite(self.fleet, self._lost, event)
                 for name in fenced:
@@ -216,19 +243,50 @@ class Manager:
 
     def _learn(self, worker: str, beat: Beat) -> None:
         """What a heartbeat says of steps' times may change what is planned from now on."""
-        if self._calibrator is None:
-            return
-        for event in self._calibrator.hear(self.fleet, worker, beat, time.monotonic()):
-            if isinstance(event, MorphRequested):
-                self._handle(event)
-            else:
-                self._publish(event)
+        if self._calibrator is not None and beat.times is not None:
+            calibrator, fleet, now_s = self._calibrator, self.fleet, time.monotonic()
+
+            def learn() -> None:
+                told = calibrator.hear(fleet, worker, beat, now_s)
+                if told and fleet.job is not None:
+                    self._post_all(calibrator.begin(fleet.job, fleet.record))
+                self._post_all(told)
+
+            self._planning.do(learn)
+
+    def _post_all(self, events: Iterable[Posted]) -> None:
+        for event in events:
+            self.post(event)
+
+    def _find_out(self, ask: Ask) -> None:
+        """On the thread whose business it is."""
+
+        def post(answer: Answer) -> None:
+            self.post(AnswerReceived(ask.question, ask.number, answer))
+
+        question = ask.question
+        if isinstance(question, WhichCheckpoint):
+            self._store.do(lambda: post(checkpoint_answer(self._keeper.newest, ask.job)))
+        else:
+            predicted_s = self._calibrator.predicted_s if self._calibrator is not None else _as_planned_s
+            self._planning.do(lambda: post(plan_answer(self._planner, predicted_s, question, ask.job, ask.running)))
+
+    def _break(self, error: BaseException) -> None:
+        """Something that nobody foresaw ends the manager, as it would have on its own thread."""
+        self._queue.put(Broken(error))
+
+    def _close_store(self) -> None:
+        """Give the directory free; a store that does not answer is not waited for any longer than a run's last save."""
+        looks = any(isinstance(question, WhichCheckpoint) for question in self.fleet.asked)
+        if not self._store.wait_for(self._keeper.close, _HUNG_S if looks else _CLOSE_S):
+            self.warn("the store of the checkpoints does not answer: whether they are complete, the next run will see")
+        self._store.close()
 
     def _handle(self, event: Event) -> None:
         """One event, and those that follow from it at once: a worker must be known before it can speak."""
         events: deque[Event] = deque([event])
         while events:
-            self.fleet, instructions = advance(self.fleet, events.popleft(), time.monotonic(), self._advice)
+            self.fleet, instructions = advance(self.fleet, events.popleft(), time.monotonic())
             for instruction in instructions:
                 events.extend(self._execute(instruction))
 
@@ -239,16 +297,20 @@ class Manager:
             case Send(worker=name, message=message):
                 if isinstance(message, Assign):
                     self._owed.pop(name, None)  # of another timeline, it may be
+                    assignment = message.assignment.model_copy(update={"secret": self._secret})
+                    message = Assign(assignment=assignment)
                 self._hands.send(name, message)
+            case Ask():
+                self._find_out(instruction)
             case Kill(worker=name):
                 self._hands.kill(name)
             case Spawn(count=count):
                 # On one machine, each process stands for a VM: it can be drained, or be given notice, by itself.
                 return [WorkerSpawned(name, node=name) for name in (self._hands.spawn() for _ in range(count))]
             case Collect(shard=shard):
-                self._keeper.collect(shard)
+                self._store.do(lambda: self._keeper.collect(shard))
             case Complain(worker=worker, reason=reason):
-                self._keeper.complain(worker, reason)
+                self._store.do(lambda: self._keeper.complain(worker, reason))
             case Publish(event=event):
                 self._publish(event)
             case Release(node=node):
@@ -269,7 +331,11 @@ class Manager:
         if isinstance(event, WorkerLost):
             self._lost.add(event.worker)
         if isinstance(event, GenerationStarted):
-            self._keeper.begin(event.record)
+            record = event.record
+            self._secret = secrets.token_hex(32)
+            self._store.do(lambda: self._keeper.begin(record))
+            if (calibrator := self._calibrator) is not None and (job := self.fleet.job) is not None:
+                self._planning.do(lambda: self._post_all(calibrator.begin(job, record)))
             self._meeting.begin(event.record.generation, event.record.members)
             self._hands.set_main(event.record.members[0])
         self._observer(event)
@@ -283,6 +349,11 @@ class Manager:
                 "NaN, and new checkpoints will replace the good ones. Check the data and the learning rate."
             )
         self._was_finite = is_finite
+
+
+def _as_planned_s(plan: Plan) -> float:
+    """Without measurements nothing is known better than when the plan was made."""
+    return plan.step_s
 
 
 def deaf_s(heard_s: float, last_tick_s: float, now_s: float) -> float:

@@ -18,7 +18,7 @@ def say_again(turn: Turn, name: str) -> None:
     elif isinstance(phase, Running) and name == fleet.members[0]:
         for flag in sorted(phase.flags):
             turn.send(name, RaiseFlag(generation=fleet.generation, flag=flag))
-    elif isinstance(phase, Stopping) and name in fleet.live_members and worker.holding is None:
+    elif isinstance(phase, Stopping) and fleet.is_member(name) and worker.is_joined and worker.holding is None:
         if name in phase.applying:
             turn.send(name, Apply(generation=fleet.generation, vote=fleet.votes[max(fleet.votes)]))
         elif phase.hold_at_s is None:

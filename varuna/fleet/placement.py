@@ -1,7 +1,8 @@
 """Who sits where in a new generation, so that as little state as possible moves. Pure."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
@@ -55,18 +56,19 @@ def seat(
         for stage in range(plan.stages)
     }
     for order, stage in sorted(shared_bytes, key=lambda pair: (-shared_bytes[pair], pair)):
-        if shared_bytes[order, stage] and order in standing and seating.free_at(stage):
+        if shared_bytes[order, stage] and order in standing and seating.free[stage]:
             worker = standing.pop(order)
-            matched = {
-                rank: sum(
-                    weights[section] for section in wanted.whole(rank) if section in holdings.get(worker, _NOTHING)
-                )
-                for rank in seating.free_at(stage)
-            }
-            seating.sit(seating.best_rank(worker, matched), worker)
+            held = holdings.get(worker, _NOTHING)
+
+            def matched(rank: int, held: frozenset[int] = held) -> int:
+                return sum(weights[section] for section in wanted.whole(rank) if section in held)
+
+            seating.sit(seating.best_rank(worker, stage, None if holders is None else matched), worker)
+    queue = _Queue(standing, seating.nodes)
     for rank in range(plan.workers):
         if rank not in seating.seats:
-            seating.sit(rank, standing.pop(seating.best_order(rank, standing)))
+            order = queue.take(seating.beside(rank))
+            seating.sit(rank, standing.pop(order))
     return (*(seating.seats[rank] for rank in range(plan.workers)), *standing.values())
 
 
@@ -76,38 +78,64 @@ class _Seating:
     def __init__(self, plan: Plan, nodes: Mapping[str, str]) -> None:
         self.plan, self.nodes = plan, nodes
         self.seats: dict[int, str] = {}
+        self.free = [dict.fromkeys(range(stage, plan.workers, plan.stages)) for stage in range(plan.stages)]
+        """By stage: its free ranks, ascending."""
+        self._at: dict[str, list[int]] = {}  # by node: the ranks of its workers
 
     def sit(self, rank: int, worker: str) -> None:
         """Take a free seat."""
         self.seats[rank] = worker
+        del self.free[self.plan.place_of(rank).stage][rank]
+        self._at.setdefault(self.nodes[worker], []).append(rank)
 
-    def free_at(self, stage: int) -> list[int]:
-        """Free ranks of a stage, ascending."""
-        return [rank for rank in range(stage, self.plan.workers, self.plan.stages) if rank not in self.seats]
+    def best_rank(self, worker: str, stage: int, matched: Callable[[int], int] | None) -> int:
+        """Of a stage's free ranks, the one with most neighbours of the worker's node.
 
-    def best_rank(self, worker: str, matched: Mapping[int, int]) -> int:
-        """Of free ranks, the one with most neighbours of the worker's node.
-
-        Among equals the one whose state the worker has most bytes of (``matched``), then the lowest.
+        Among equals the one whose state the worker has most bytes of (``matched``; None: it is all the same), then the
+        lowest. Where nothing is matched, only ranks beside the worker's node and the first one have to be looked at.
         """
-        return max(matched, key=lambda rank: (self._neighbours(rank, self.nodes[worker]), matched[rank], -rank))
+        free, node = self.free[stage], self.nodes[worker]
+        if matched is None:
+            beside = (near for rank in self._at.get(node, ()) for near in self._neighbours(rank))
+            ranks: set[int] = {next(iter(free)), *(rank for rank in beside if rank in free)}
+            return max(ranks, key=lambda rank: (self.beside(rank)[node], 0, -rank))
+        return max(free, key=lambda rank: (self.beside(rank)[node], matched(rank), -rank))
 
-    def best_order(self, rank: int, standing: Mapping[int, str]) -> int:
-        """Of workers that hold nothing, one whose node is beside the seat, else one of the fullest node."""
-        crowd = Counter(self.nodes[worker] for worker in standing.values())
+    def beside(self, rank: int) -> Counter[str]:
+        """By node: how many of a rank's neighbours in the pipeline sit there."""
+        return Counter(self.nodes[self.seats[other]] for other in self._neighbours(rank) if other in self.seats)
 
-        def merit(order: int) -> tuple[int, int, int]:
-            node = self.nodes[standing[order]]
-            alone = len(crowd) == len(standing)  # one worker per node: their order is all that counts
-            return self._neighbours(rank, node), 0 if alone else crowd[node], -order
-
-        return max(standing, key=merit)
-
-    def _neighbours(self, rank: int, node: str) -> int:
-        """Neighbours in the pipeline that sit on ``node``."""
+    def _neighbours(self, rank: int) -> list[int]:
         replica, stage = self.plan.place_of(rank)
-        beside = [self.plan.rank_of(replica, k) for k in (stage - 1, stage + 1) if 0 <= k < self.plan.stages]
-        return sum(other in self.seats and self.nodes[self.seats[other]] == node for other in beside)
+        return [self.plan.rank_of(replica, k) for k in (stage - 1, stage + 1) if 0 <= k < self.plan.stages]
+
+
+class _Queue:
+    """Workers that hold nothing and wait for a seat, by their order."""
+
+    def __init__(self, standing: Mapping[int, str], nodes: Mapping[str, str]) -> None:
+        self._crowds: dict[str, deque[int]] = {}
+        for order, worker in standing.items():
+            self._crowds.setdefault(nodes[worker], deque()).append(order)
+        self._fullest = [(-len(crowd), crowd[0], node) for node, crowd in self._crowds.items()]
+        heapify(self._fullest)
+
+    def take(self, beside: Mapping[str, int]) -> int:
+        """The order of one whose node is beside the seat, else of one of the fullest node; among equals the first."""
+        near = [node for node in beside if self._crowds.get(node)]
+        if near:
+            crowds = self._crowds
+            node = max(near, key=lambda node: (beside[node], len(crowds[node]), -crowds[node][0]))
+        else:
+            while True:  # what was put in before somebody of that node was seated is out of date
+                size, first, node = heappop(self._fullest)
+                crowd = self._crowds[node]
+                if crowd and (-len(crowd), crowd[0]) == (size, first):
+                    break
+        order = self._crowds[node].popleft()
+        if self._crowds[node]:
+            heappush(self._fullest, (-len(self._crowds[node]), self._crowds[node][0], node))
+        return order
 
 
 class _Wanted:

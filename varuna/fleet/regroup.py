@@ -3,6 +3,7 @@
 All of them stop after the same vote, so that no step is lost: rank 0 raises the regroup flag.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 
 from varuna.core.errors import NoPlanError
@@ -11,6 +12,7 @@ from varuna.core.plan import Plan
 from varuna.core.shares import holders_of
 from varuna.fleet.departure import leavers
 from varuna.fleet.forming import plan_for, plan_to_come
+from varuna.fleet.questions import Planned, UnansweredError, Unplannable
 from varuna.fleet.state import Fleet, Running
 from varuna.fleet.story import Answered
 from varuna.fleet.turn import Turn
@@ -28,8 +30,13 @@ _LOOK_AGAIN_S = 60.0
 
 
 def plan_ahead(turn: Turn, phase: Running) -> None:
-    """Ask for at most one planned morph, for the most pressing reason."""
+    """Ask for at most one planned morph, for the most pressing reason; not before the plan for it is there."""
     _ask_to_finish(turn)
+    with suppress(UnansweredError):
+        _plan_ahead(turn, phase)
+
+
+def _plan_ahead(turn: Turn, phase: Running) -> None:
     _answer_departures(turn)
     if turn.fleet.phase is not phase or phase.regroup or phase.suspicion or not turn.fleet.formed:
         return
@@ -85,7 +92,7 @@ def _answer_departures(turn: Turn) -> None:
     is_time = deadline_s == float("inf") or turn.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
     if deadline_s == float("inf") and _is_rank_hidden(fleet):
         return
-    if not (is_late or is_time) or plan_or_none(turn, len(fleet.available)) is None:
+    if not (is_late or is_time) or _plan(look_ahead(turn, len(fleet.available))) is None:
         return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
     if is_late:
         turn.notice(f"{cause} before the current step is finished: the step is run again")
@@ -96,14 +103,16 @@ def _answer_departures(turn: Turn) -> None:
 
 def _is_rank_hidden(fleet: Fleet) -> bool:
     """Whether a rank could not be told of its next part."""
-    return any(fleet.is_hidden(fleet.workers[name].node) for name in fleet.record.grid if fleet.is_joined(name))
+    there = [fleet.workers[name] for node in fleet.hidden for name in fleet.workers.on(node)]
+    return any(worker.seated and worker.is_joined and fleet.is_hidden(worker.node) for worker in there)
 
 
 def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
     """Whether some section is whole on no rank that stays."""
     plan, job = fleet.record.plan, fleet.job
     assert job is not None
-    staying = [rank for rank, name in enumerate(fleet.record.grid) if name in fleet.workers and name not in going]
+    leaving = frozenset(going)
+    staying = {rank for rank, name in enumerate(fleet.record.grid) if name in fleet.workers and name not in leaving}
     holders = holders_of(plan, job.model.sections, shared=job.shard_optimizer)
     return any(
         all(plan.rank_of(replica, plan.stage_of(section)) not in staying for replica in holders[section])
@@ -121,9 +130,9 @@ def _step_ends_s(fleet: Fleet) -> float:
 
 def _answer_request(turn: Turn) -> None:
     """Someone asked for a morph: it happens if the best plan is another one, or its workers are."""
-    turn.update(morph_asked=False, foreseen={})  # whoever asks may know that something has changed
     fleet = turn.fleet
-    plan = plan_or_none(turn, len(fleet.available))
+    plan = _plan(look_ahead(turn, len(fleet.available)))
+    turn.update(morph_asked=False)
     if plan is None:
         turn.publish(Answered(what="morph"))
         turn.notice("a morph was requested, but no plan fits the current workers", warning=True)
@@ -138,12 +147,13 @@ def _answer_request(turn: Turn) -> None:
 def _consider_slow(turn: Turn) -> None:
     """Leave stragglers out, if the run is faster without them."""
     fleet = turn.fleet
-    slow = {name: fleet.slow[name] for name in fleet.record.grid if name in fleet.slow and fleet.is_joined(name)}
+    ranks = sorted(fleet.record.ranks[name] for name in fleet.slow if _takes_part(fleet, name))
+    slow = {fleet.members[rank]: fleet.slow[fleet.members[rank]] for rank in ranks}
     if not slow:
         return
-    plan = plan_or_none(turn, len(fleet.available))
+    answer = look_ahead(turn, len(fleet.available))
     worst = max(slow, key=lambda name: slow[name].ratio)
-    if plan is not None and plan.step_s < turn.advice.predicted_s(fleet.record.plan) * slow[worst].ratio:
+    if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * slow[worst].ratio:
         _regroup(turn, " and ".join(f"worker {name} is slow ({slow[name]})" for name in slow))
 
 
@@ -151,15 +161,17 @@ def _consider_newcomers(turn: Turn, phase: Running) -> None:
     """Take newcomers in if what they save until the next change exceeds the stall."""
     fleet = turn.fleet
     assert fleet.job is not None
-    newcomers = [name for name in fleet.available if name not in fleet.record.grid]
-    fresh = [name for name in newcomers if name not in phase.considered]
-    if not newcomers or (not fresh and turn.now_s < phase.considered_s + _LOOK_AGAIN_S):
+    unordered = {name for name in fleet.workers.newcomers if fleet.is_available(name)}
+    if not unordered or (unordered <= phase.considered and turn.now_s < phase.considered_s + _LOOK_AGAIN_S):
         return
+    newcomers = [name for name in fleet.joined if name in unordered]
+    fresh = [name for name in newcomers if name not in phase.considered]
     if any(turn.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
         return
-    running = fleet.record.plan.model_copy(update={"step_s": turn.advice.predicted_s(fleet.record.plan)})
-    plan = plan_or_none(turn, len(fleet.available)) or running
-    plan = plan_to_come(turn, plan, len(fleet.available))
+    answer = look_ahead(turn, len(fleet.available))
+    running = fleet.record.plan.model_copy(update={"step_s": answer.running_s})
+    known = answer if isinstance(answer, Planned) else Planned(running, answer.running_s)
+    plan = plan_to_come(turn, known, len(fleet.available))
     weighing = weigh(
         running,
         running if _same_work(plan, running) else plan,  # an older prediction of the same work is no gain
@@ -167,7 +179,7 @@ def _consider_newcomers(turn: Turn, phase: Running) -> None:
         stall_s=fleet.experience.stall_s(fleet.job, plan),
         exposed_s=_exposed_s(turn),
     )
-    named = [name for name in newcomers if name not in fleet.members] or newcomers
+    named = [name for name in newcomers if not fleet.is_member(name)] or newcomers
     who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
     if weighing.pays and (weighing.faster > fleet.config.min_gain or weighing.spared_s > 0):
         turn.notice(f"{who} will be admitted: {weighing}")
@@ -176,6 +188,11 @@ def _consider_newcomers(turn: Turn, phase: Running) -> None:
     turn.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=turn.now_s))
     if fresh:
         turn.notice(f"{' and '.join(fresh)} joined as spare: {weighing}")
+
+
+def _takes_part(fleet: Fleet, name: str) -> bool:
+    worker = fleet.workers.get(name)
+    return worker is not None and worker.is_joined and worker.seated
 
 
 def _steps_before_change(turn: Turn) -> float:
@@ -193,19 +210,23 @@ def _exposed_s(turn: Turn) -> float:
     return since_start_s if fleet.job.checkpoint_dir is None else min(since_start_s, _CHECKPOINT_AGE_S)
 
 
-def plan_or_none(turn: Turn, workers: int) -> Plan | None:
-    """Plan for this many workers, if there is one; made once in a generation, since every tick may ask."""
-    if not workers:
-        return None
-    known = turn.fleet.foreseen
-    if workers not in known:
-        try:
-            plan: Plan | None = plan_for(turn, workers)
-        except NoPlanError:
-            plan = None
-        known = {**known, workers: plan}
-        turn.update(foreseen=known)
-    return known[workers]
+def look_ahead(turn: Turn, workers: int) -> Planned | Unplannable:
+    """The plan for this many workers, if there is one; made once in a generation, since every tick may ask.
+
+    Raises:
+        UnansweredError: it is being made.
+    """
+    try:
+        if workers:
+            return plan_for(turn, workers)
+        complaint = "there is no worker"
+    except NoPlanError as error:
+        complaint = str(error)
+    return Unplannable(complaint, running_s=turn.fleet.record.plan.step_s)
+
+
+def _plan(answer: Planned | Unplannable) -> Plan | None:
+    return answer.plan if isinstance(answer, Planned) else None
 
 
 def _same_work(a: Plan, b: Plan) -> bool:

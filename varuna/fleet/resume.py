@@ -8,11 +8,13 @@ generations go on from the last one that was written down, and each is written d
 
 from dataclasses import replace
 
+from varuna.core.persistent import PersistentMap
 from varuna.fleet.journal import Past
 from varuna.fleet.reunion import node_of
 from varuna.fleet.state import Departure, Fleet, FleetConfig, Running
 from varuna.fleet.story import Answered, Asked, GenerationRecord, GenerationStarted, Morphed, StepRecorded, WorkerLost
 from varuna.fleet.worker import Sight, Standing, Worker
+from varuna.fleet.workers import Workers
 
 
 def lost_workers(past: Past) -> set[str]:
@@ -44,12 +46,12 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     newest = past.vote
     counts = newest is not None and newest.step == recorded_step and newest.generation >= lineage
     lost = lost_workers(past)
-    workers = {name: _member(name, now_s) for name in history[-1].members if name not in lost}
+    workers = [_member(name, now_s, history[-1]) for name in history[-1].members if name not in lost]
     return replace(
         fleet,
         phase=Running(began_s=now_s),
-        workers=workers,
-        nodes={worker.node: Sight(heard_s=now_s) for worker in workers.values()},
+        workers=Workers(workers),
+        nodes=PersistentMap({worker.node: Sight(heard_s=now_s) for worker in workers}),
         job=past.job,
         version=past.version,
         micro_batch=history[-1].plan.micro_batch,
@@ -85,7 +87,7 @@ def _with_promises(fleet: Fleet, past: Past) -> Fleet:
     return replace(fleet, finish_reason=finish_reason, morph_asked=morph, departing=drained)
 
 
-def _member(name: str, now_s: float) -> Worker:
+def _member(name: str, now_s: float, record: GenerationRecord) -> Worker:
     return Worker(
         name=name,
         node=node_of(name),
@@ -94,4 +96,5 @@ def _member(name: str, now_s: float) -> Worker:
         standing=Standing.JOINED,
         joined_s=now_s,
         seen_s=now_s,
+        seated=record.has_seat(name),
     )

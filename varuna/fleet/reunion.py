@@ -51,14 +51,14 @@ def reunite(fleet: Fleet, lost: frozenset[str] | set[str], reunion: Reunion) -> 
             reason = f"it was not told about generation {fleet.generation}, because the manager was away"
             events.append(MessageReceived(charge.worker, Suspect(generation=fleet.generation, reason=reason)))
     here = {charge.worker for charge in reunion.charges}
-    gone = [name for name in fleet.workers if node_of(name) == reunion.node and name not in here]
+    gone = [name for name in fleet.workers.on(reunion.node) if name not in here]
     events.extend(WorkerExited(name, -9, "its agent was restarted") for name in gone)
     return events, fenced
 
 
 def _missed_its_part(fleet: Fleet, charge: Charge) -> bool:
     """A member that never heard of the newest generation would keep all others waiting."""
-    return isinstance(fleet.phase, Running) and charge.worker in fleet.members and charge.generation < fleet.generation
+    return isinstance(fleet.phase, Running) and fleet.is_member(charge.worker) and charge.generation < fleet.generation
 
 
 def check_belongs(node: str, worker: str) -> None:

@@ -23,9 +23,10 @@ from varuna.fleet.launcher import Launcher
 from varuna.fleet.manager import Manager, Observer
 from varuna.fleet.ownership import own
 from varuna.fleet.people import People
+from varuna.fleet.questions import Planner
 from varuna.fleet.server import Server
 from varuna.fleet.signals import INTERRUPTED, handled
-from varuna.fleet.state import Advice, Ended, FleetConfig, Planner, Running
+from varuna.fleet.state import Ended, FleetConfig, Running
 from varuna.fleet.status import Picture
 from varuna.fleet.story import Notice, RunEvent
 
@@ -114,11 +115,7 @@ class Run:
         keeper = CheckpointKeeper(new=new, overwrite=overwrite, warn=lambda text: self.manager.warn(text))
         self.manager = Manager(
             config,
-            Advice(
-                plan=planner,
-                checkpoint=keeper.newest,
-                **({} if calibrator is None else calibrator.advice()),
-            ),
+            planner,
             hands=_Hands(self.launcher, self.server),
             journal=self._journal,
             keeper=keeper,

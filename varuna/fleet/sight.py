@@ -17,10 +17,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from varuna.core.messages import Beat, Hold
+from varuna.core.persistent import PersistentMap
 from varuna.fleet.placement import uncovered
 from varuna.fleet.state import Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.stutter import NO_EVIDENCE
 from varuna.fleet.turn import Turn
-from varuna.fleet.worker import Sight, Standing, Worker
+from varuna.fleet.worker import Holding, Sight, Standing, Worker, changed
+from varuna.fleet.workers import Workers
 
 # A manager that did not run for longer than this cannot tell whether a worker was silent in the meantime.
 _STALL_S = 1.0
@@ -62,8 +65,10 @@ def _begin_anew(turn: Turn) -> None:
     turn.update(
         told_alone=False,
         regained_s=now_s,
-        nodes={node: replace(sight, heard_s=now_s, parted=False, ended=False) for node, sight in fleet.nodes.items()},
-        workers={name: replace(worker, seen_s=now_s) for name, worker in fleet.workers.items()},
+        nodes=PersistentMap({node: Sight(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
+        workers=Workers(changed(worker, seen_s=now_s) for worker in fleet.workers.values()),
+        hidden=frozenset(),
+        hiding_s=now_s + fleet.config.lease_s,
     )
 
 
@@ -73,25 +78,35 @@ def hear(turn: Turn, node: str) -> None:
     if not fleet.config.elastic:
         return
     sight, now_s = fleet.nodes.get(node), fleet.listened_s
-    turn.update(heard_s=turn.now_s, nodes={**fleet.nodes, node: Sight(heard_s=now_s)})
-    if sight is not None and now_s - sight.heard_s > _NEAR_S:
-        workers = turn.fleet.workers.items()
-        turn.update(workers={name: replace(w, seen_s=now_s) if w.node == node else w for name, w in workers})
+    if sight is not None and sight.heard_s == now_s and sight.parted_after is None:
+        turn.update(heard_s=turn.now_s)
+        return
+    turn.update(heard_s=turn.now_s, nodes=fleet.nodes.with_item(node, Sight(heard_s=now_s)))
+    is_back = sight is not None and now_s - sight.heard_s > _NEAR_S
+    for name in fleet.workers.on(node):
+        if is_back:
+            turn.update_worker(name, seen_s=now_s)
+        elif now_s - fleet.seen_s(fleet.workers[name]) > fleet.config.suspect_lease_s:
+            turn.watch(name)
     if sight is not None and sight.told:
         turn.notice(f"node {node} is back in contact")
+    if node in fleet.hidden:
+        turn.update(hidden=fleet.hidden - {node})
 
 
 def note_parted(turn: Turn, node: str, *, abruptly: bool) -> None:
     """The connection to an agent ended; when all had been silent, that is what silence does to connections."""
     fleet = turn.fleet
     if node in fleet.nodes and fleet.listened_s > fleet.regained_s + fleet.config.lease_s:
-        turn.update(nodes={**fleet.nodes, node: replace(fleet.nodes[node], parted=True, ended=abruptly)})
+        sight = replace(fleet.nodes[node], parted_after=fleet.progresses, ended=abruptly)
+        turn.update(nodes=fleet.nodes.with_item(node, sight))
+        turn.look_at_all()
 
 
 def note_beat(turn: Turn, name: str, beat: Beat) -> None:
     """A beat says how long its rank waits, and whether a step is done."""
     fleet, phase, before = turn.fleet, turn.fleet.phase, turn.fleet.workers[name].beat
-    if not isinstance(phase, Running) or name not in fleet.record.grid or before is None:
+    if not isinstance(phase, Running) or before is None or not fleet.workers[name].seated:
         return
     if beat.generation != fleet.generation or before.generation != fleet.generation:
         return
@@ -104,38 +119,60 @@ def note_beat(turn: Turn, name: str, beat: Beat) -> None:
 def note_progress(turn: Turn) -> None:
     """A step was committed: all ranks of the grid were alive, heard or not."""
     fleet = turn.fleet
-    if not fleet.config.elastic:
-        return
-    alive = {name for name in fleet.record.grid if fleet.is_joined(name)}
-    nodes = {fleet.workers[name].node for name in alive}
-    turn.update(
-        workers={
-            name: replace(worker, seen_s=fleet.listened_s) if name in alive else worker
-            for name, worker in fleet.workers.items()
-        },
-        nodes={
-            node: replace(sight, parted=False, ended=False) if sight.parted and node in nodes else sight
-            for node, sight in fleet.nodes.items()
-        },
-    )
+    if fleet.config.elastic:
+        turn.update(progressed_s=fleet.listened_s, progresses=fleet.progresses + 1)
+
+
+def begin_progress(fleet: Fleet, seated: frozenset[str]) -> dict[str, object]:
+    """Changes for a new generation with this grid: what the steps of the old one have proved is noted for each one."""
+    return {
+        "workers": Workers(
+            changed(
+                worker,
+                holding=None,
+                seated=worker.name in seated,
+                seen_s=fleet.seen_s(worker),
+                compute_s=None,
+                evidence=NO_EVIDENCE,
+            )
+            for worker in fleet.workers.values()
+        ),
+        "nodes": PersistentMap(
+            {
+                node: sight if sight.parted_after is None else _as_known(fleet, node)
+                for node, sight in fleet.nodes.items()
+            }
+        ),
+        "progressed_s": float("-inf"),
+        "compute_s": (),
+    }
+
+
+def _as_known(fleet: Fleet, node: str) -> Sight:
+    """What is known of a machine, without a look at the steps that have shown it."""
+    is_parted = fleet.is_parted(node)
+    sight = fleet.nodes[node]
+    return replace(sight, parted_after=fleet.progresses if is_parted else None, ended=is_parted and sight.ended)
 
 
 def is_gone(fleet: Fleet, worker: Worker) -> bool:
     """Whether an agent's connection ended and a peer reports a broken link: not a cable, but a machine or an agent."""
     phase = fleet.phase
     suspected = isinstance(phase, Running | Stopping) and phase.suspicion is not None
-    return suspected and worker.node in fleet.nodes and fleet.nodes[worker.node].parted
+    return suspected and fleet.is_parted(worker.node)
 
 
 def look_around(turn: Turn) -> None:
     """Say who is out of sight, and put those aside without whom the others cannot go on."""
+    _find_hidden(turn)
     fleet = turn.fleet
-    if fleet.is_alone or not any(fleet.is_hidden(node) for node in fleet.nodes):
+    if fleet.is_alone or not fleet.hidden:
         return
     if not any(fleet.unheard_s(node) <= _NEAR_S for node in fleet.nodes):
         return  # soon it will be known that nobody is heard
     _forget_nodes(turn)
-    away = [worker for name in turn.fleet.joined if _is_away(turn.fleet, worker := turn.fleet.workers[name])]
+    away = [fleet.workers[name] for node in sorted(fleet.hidden) for name in fleet.workers.on(node)]
+    away = [worker for worker in away if worker.is_joined and _is_away(fleet, worker)]
     match fleet.phase:
         case Running() as phase:
             _judge_running(turn, phase, away)
@@ -145,31 +182,38 @@ def look_around(turn: Turn) -> None:
             pass
 
 
+def _find_hidden(turn: Turn) -> None:
+    """Look at all machines when one of them may have got out of sight, which none can before a lease is over."""
+    fleet = turn.fleet
+    if fleet.is_alone or fleet.listened_s <= fleet.hiding_s:
+        return
+    hidden = frozenset(node for node in fleet.nodes if fleet.is_hidden(node))
+    oldest_s = min((s.heard_s for node, s in fleet.nodes.items() if node not in hidden), default=fleet.listened_s)
+    turn.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s)
+
+
 def _forget_nodes(turn: Turn) -> None:
     """Say once who is out of sight; a machine without workers is not missed."""
     fleet = turn.fleet
-    inhabited = {worker.node for worker in fleet.workers.values()}
-    nodes = {node: sight for node, sight in fleet.nodes.items() if node in inhabited or not fleet.is_hidden(node)}
-    for node in nodes:
-        if fleet.is_hidden(node) and not nodes[node].told:
-            nodes[node] = replace(nodes[node], told=True)
+    for node in sorted(fleet.hidden):
+        if not fleet.workers.on(node):
+            turn.update(nodes=turn.fleet.nodes.without(node), hidden=turn.fleet.hidden - {node})
+        elif not fleet.nodes[node].told:
+            turn.update(nodes=turn.fleet.nodes.with_item(node, replace(fleet.nodes[node], told=True)))
             turn.notice(f"node {node} is out of sight: it has not been heard for {fleet.unheard_s(node):.0f} s")
-    if nodes != fleet.nodes:
-        turn.update(nodes=nodes)
 
 
 def _is_away(fleet: Fleet, worker: Worker) -> bool:
     """Whether a lease has passed since there was a sign that this worker lives, and its machine is out of sight."""
-    return fleet.is_hidden(worker.node) and fleet.listened_s - worker.seen_s > fleet.config.lease_s
+    return fleet.is_hidden(worker.node) and fleet.listened_s - fleet.seen_s(worker) > fleet.config.lease_s
 
 
 def _judge_running(turn: Turn, phase: Running, away: list[Worker]) -> None:
     """While a generation runs, only who holds it up is put aside; spares are forgotten after a long time."""
     fleet = turn.fleet
-    needed = fleet.record.grid if fleet.formed else fleet.members
-    missed = [worker for worker in away if worker.name in needed]
+    missed = [worker for worker in away if worker.seated or (not fleet.formed and fleet.is_member(worker.name))]
     for worker in away:
-        if worker.name not in needed and fleet.unheard_s(worker.node) > fleet.config.return_s:
+        if worker not in missed and fleet.unheard_s(worker.node) > fleet.config.return_s:
             turn.lose(worker.name, f"was out of sight for {fleet.config.return_s:.0f} s", kill=True)
     if not missed:
         return
@@ -187,10 +231,13 @@ def _judge_running(turn: Turn, phase: Running, away: list[Worker]) -> None:
 
 def stands_still(fleet: Fleet, phase: Running) -> bool:
     """Whether every rank that is heard says that it waits for others, for longer than is usual."""
-    grid = [fleet.workers[name] for name in fleet.record.grid if fleet.is_joined(name)]
-    near = [worker for worker in grid if is_near(fleet, worker)]
-    patience_s = _wait_patience_s(fleet, phase)
-    return bool(near) and all(_waits_s(fleet, worker) >= patience_s for worker in near)
+    patience_s, is_heard = _wait_patience_s(fleet, phase), False
+    for name in fleet.record.grid:
+        if fleet.is_joined(name) and is_near(fleet, worker := fleet.workers[name]):
+            if _waits_s(fleet, worker) < patience_s:
+                return False
+            is_heard = True
+    return is_heard
 
 
 def is_near(fleet: Fleet, worker: Worker) -> bool:
@@ -225,7 +272,11 @@ def _put_aside(turn: Turn, workers: Iterable[Worker], why: str) -> None:
     if not workers:
         return
     for worker in workers:
-        turn.update_worker(worker.name, standing=Standing.ASIDE, holding=None)
+        fleet = turn.fleet
+        if worker.node in fleet.nodes:
+            turn.update(nodes=fleet.nodes.with_item(worker.node, _as_known(fleet, worker.node)))
+        turn.update_worker(worker.name, standing=Standing.ASIDE, holding=None, seen_s=fleet.seen_s(worker))
+    turn.hasten()
     named = " and ".join(worker.name for worker in workers)
     turn.notice(f"{_nodes(workers)} out of sight and {why}: {named} will be left out unless heard first", warning=True)
 
@@ -238,12 +289,13 @@ def _nodes(workers: Iterable[Worker]) -> str:
 def take_back(turn: Turn, name: str) -> None:
     """Who was put aside is heard before anything was written down without it: it belongs to the run as before."""
     fleet, phase = turn.fleet, turn.fleet.phase
-    turn.update_worker(name, standing=Standing.JOINED, holding=None)
+    holding = None if fleet.is_member(name) else Holding()
+    turn.update_worker(name, standing=Standing.JOINED, holding=holding)
     turn.notice(f"worker {name} is back in time")
-    if isinstance(phase, Idle) and name in fleet.members:
+    if isinstance(phase, Idle) and fleet.is_member(name):
         deadline_s = fleet.listened_s + fleet.config.hold_timeout_s
         turn.update(phase=Stopping(planned=phase.in_flight == 0, deadline_s=deadline_s))
-    if name in fleet.members and not isinstance(phase, Finishing):
+    if fleet.is_member(name) and not isinstance(phase, Finishing):
         turn.send(name, Hold(generation=fleet.generation))
 
 
@@ -278,13 +330,15 @@ def is_dead(turn: Turn, worker: Worker) -> bool:
     """Whether there is evidence, besides its silence, that a worker out of sight is no more."""
     fleet = turn.fleet
     notice, sight = fleet.departing.get(worker.node), fleet.nodes.get(worker.node)
-    return (sight is not None and sight.ended) or (notice is not None and turn.now_s >= notice.deadline_s)
+    return (sight is not None and sight.ended and fleet.is_parted(worker.node)) or (
+        notice is not None and turn.now_s >= notice.deadline_s
+    )
 
 
 def _seat_sections(fleet: Fleet, name: str) -> frozenset[int]:
     """What a rank of the newest generation has."""
     plan = fleet.record.plan
-    return frozenset(plan.sections_of(plan.place_of(fleet.record.grid.index(name)).stage))
+    return frozenset(plan.sections_of(plan.place_of(fleet.record.ranks[name]).stage))
 
 
 def _is_aside(worker: Worker) -> bool:
@@ -293,6 +347,7 @@ def _is_aside(worker: Worker) -> bool:
 
 def lose_aside(turn: Turn) -> None:
     """The next generation is about to be written down: who is still out of sight has no part in it."""
-    for worker in list(turn.fleet.workers.values()):
-        if _is_aside(worker):
-            turn.lose(worker.name, "was out of sight when the run continued", kill=True)
+    if turn.fleet.workers.count(Standing.ASIDE):
+        for worker in list(turn.fleet.workers.values()):
+            if _is_aside(worker):
+                turn.lose(worker.name, "was out of sight when the run continued", kill=True)

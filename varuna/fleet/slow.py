@@ -1,10 +1,11 @@
 """Stragglers: found by their heartbeats, left out of the next plan, and let back in on probation."""
 
+from bisect import bisect_left, insort
 from dataclasses import replace
 
 from varuna.core.messages import Beat
 from varuna.fleet.state import Fleet, Running, Straggler
-from varuna.fleet.stutter import Evidence, slowness
+from varuna.fleet.stutter import slower_than_peers, slower_than_predicted
 from varuna.fleet.turn import Turn
 
 
@@ -13,31 +14,48 @@ def note_beat(turn: Turn, name: str, beat: Beat) -> None:
     fleet, phase, slow_ratio = turn.fleet, turn.fleet.phase, turn.fleet.config.slow_ratio
     if slow_ratio is None or not isinstance(phase, Running) or not fleet.formed or fleet.job is None:
         return
-    if beat.generation != fleet.generation or name not in fleet.record.grid or name in fleet.slow:
+    worker = fleet.workers[name]
+    if beat.generation != fleet.generation or not worker.seated or name in fleet.slow:
         return
-    if not fleet.is_joined(name):  # who leaves says so on another thread than its heart beats on
+    if not worker.is_joined:  # who leaves says so on another thread than its heart beats on
         return
     if beat.forward_s is None or beat.backward_s is None:
         return
-    turn.update_worker(name, compute_s=(beat.generation, beat.forward_s + beat.backward_s))
-    plan = fleet.record.plan
-    expected_s = turn.advice.expected_s(fleet.job, plan)
-    ratio = slowness(fleet.record.grid.index(name), plan, _compute_s(turn.fleet), expected_s)
+    plan, rank, compute_s = fleet.record.plan, fleet.record.ranks[name], beat.forward_s + beat.backward_s
+    if plan.replicas > 1:
+        ratio = slower_than_peers(compute_s, _exchange(turn, plan.place_of(rank).stage, worker.compute_s, compute_s))
+        turn.update_worker(name, compute_s=compute_s)
+    else:
+        turn.update_worker(name, compute_s=compute_s)
+        ratio = slower_than_predicted(rank, _compute_s(turn.fleet), fleet.expected_s)
     if ratio is None:
         return
-    evidence = phase.evidence.get(name, Evidence()).updated(ratio, slow_ratio)
-    turn.update(phase=replace(phase, evidence={**phase.evidence, name: evidence}))
+    evidence = worker.evidence.updated(ratio, slow_ratio)
+    if evidence != worker.evidence:
+        turn.update_worker(name, evidence=evidence)
     if evidence.is_conclusive:
         _condemn(turn, name, evidence.ratio)
 
 
+def _exchange(turn: Turn, stage: int, old_s: float | None, new_s: float) -> list[float]:
+    """Put a rank's new compute time in the place of its old one; returns those of its peers, ascending."""
+    stages = turn.fleet.compute_s or ((),) * turn.fleet.record.plan.stages
+    peers_s = list(stages[stage])
+    if old_s is not None:
+        del peers_s[bisect_left(peers_s, old_s)]
+    all_s = peers_s.copy()
+    insort(all_s, new_s)
+    turn.update(compute_s=(*stages[:stage], tuple(all_s), *stages[stage + 1 :]))
+    return peers_s
+
+
 def _compute_s(fleet: Fleet) -> dict[int, float]:
-    """By rank: the newest compute times of this generation."""
+    """By stage of the one pipeline: the newest compute times of this generation."""
     found = {}
-    for rank, name in enumerate(fleet.record.grid):
-        known = fleet.workers[name].compute_s if fleet.is_joined(name) else None
-        if known is not None and known[0] == fleet.generation:
-            found[rank] = known[1]
+    for stage, name in enumerate(fleet.record.grid):
+        worker = fleet.workers.get(name)
+        if worker is not None and worker.is_joined and worker.compute_s is not None:
+            found[stage] = worker.compute_s
     return found
 
 

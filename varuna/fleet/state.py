@@ -6,45 +6,18 @@ The life of a generation, as phases::
                         └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
 """
 
-import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from varuna.core.devices import worker_bytes
 from varuna.core.messages import Flag, Vote
 from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
+from varuna.core.persistent import PersistentMap
+from varuna.fleet.questions import Answer, Asked, Question
 from varuna.fleet.story import GenerationRecord
-from varuna.fleet.stutter import Evidence
 from varuna.fleet.weighing import Experience
 from varuna.fleet.worker import Sight, Standing, Worker
-
-Planner = Callable[[JobFacts, int, int | None], Plan]
-"""Plan for a number of workers and, if it is not None, this micro-batch; may raise ``NoPlanError``."""
-
-
-class Checkpoint(NamedTuple):
-    """A committed checkpoint: its folder, the steps that it contains, and the m that it was written with."""
-
-    folder: str
-    step: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
-class Advice:
-    """Answers that the state machine asks for while it decides."""
-
-    plan: Planner
-    checkpoint: Callable[[JobFacts], Checkpoint | None]
-    """The newest committed checkpoint; may raise ``CheckpointError``."""
-    secret: Callable[[], str] = lambda: secrets.token_hex(32)
-    """A new one for a generation, by which its members recognise each other."""
-    predicted_s: Callable[[Plan], float] = lambda plan: plan.step_s
-    """Seconds of a step of a plan, by what is known now and not when it was made."""
-    expected_s: Callable[[JobFacts, Plan], Sequence[float] | None] = lambda job, plan: None
-    """By stage: calibrated compute seconds per micro-batch; None if nothing was measured."""
+from varuna.fleet.workers import Workers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +101,8 @@ class Idle:
     """Why not."""
     waits: bool = False
     """People know that state is out of sight and waited for."""
+    gathers_until_s: float = float("-inf")
+    """Until then the first generation certainly waits for workers that are warming up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +128,8 @@ class Running:
     considered: frozenset[str] = frozenset()
     """Newcomers that are not worth a morph."""
     considered_s: float = 0.0
-    evidence: Mapping[str, Evidence] = field(default_factory=dict)
-    """By worker: whether it is slower than its peers."""
+    stopped: str = ""
+    """The first member that stopped by itself."""
     longest_wait_s: float = 0.0
     """For which a rank waited for its peers, and then went on."""
     still_step: int = -1
@@ -218,9 +193,23 @@ class Fleet:
     """When anybody was heard last."""
     regained_s: float = float("-inf")
     """When that ended for the last time, on the clock for silence."""
-    nodes: Mapping[str, Sight] = field(default_factory=dict)
+    nodes: PersistentMap[Sight] = field(default_factory=PersistentMap)
     """By machine, of an elastic fleet."""
-    workers: Mapping[str, Worker] = field(default_factory=dict)
+    hidden: frozenset[str] = frozenset()
+    """Machines that were out of sight when all were looked at, and have not been heard since."""
+    hiding_s: float = float("-inf")
+    """Until then, on the clock for silence, no other machine can get out of sight."""
+    workers: Workers = field(default_factory=Workers)
+    expiring_s: float = float("-inf")
+    """Until then no worker's time is up, but for those of ``watched``."""
+    watched: frozenset[str] = frozenset()
+    """Workers that ended, or lost their connection, or were silent while their machine was heard."""
+    progressed_s: float = float("-inf")
+    """When a step of this generation was committed, which proves that all its ranks live; on the clock for silence."""
+    progresses: int = 0
+    """How often something proved that."""
+    compute_s: tuple[tuple[float, ...], ...] = ()
+    """By stage, ascending: what its ranks told of their compute in this generation."""
     spawned: int = 0
     """Processes started so far."""
     spawning: int = 0
@@ -254,8 +243,14 @@ class Fleet:
     strikes: Mapping[str, int] = field(default_factory=dict)
     """By worker: how often it was found slow."""
     morph_asked: bool = False
-    foreseen: Mapping[int, Plan | None] = field(default_factory=dict)
-    """Plans by number of workers, as far as this generation asked for them."""
+    questions: int = 0
+    """Asked so far."""
+    asked: Mapping[Question, Asked] = field(default_factory=dict)
+    """Those that are open."""
+    answers: Mapping[Question, Answer] = field(default_factory=dict)
+    """What this generation was told."""
+    expected_s: tuple[float, ...] | None = None
+    """By stage of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
     replan: bool = False
     """The next generation asks the planner, whatever ran before."""
     finish_reason: str = ""
@@ -309,7 +304,7 @@ class Fleet:
     @property
     def joined(self) -> tuple[str, ...]:
         """Workers that can be given a part, in the order in which they were spawned."""
-        return tuple(name for name, worker in self.workers.items() if worker.standing is Standing.JOINED)
+        return tuple(name for name, worker in self.workers.items() if worker.is_joined)
 
     @property
     def memory_bytes(self) -> int | None:
@@ -324,12 +319,12 @@ class Fleet:
     @property
     def is_leaving(self) -> bool:
         """Whether a rank of the newest generation reached the end of its loop."""
-        return bool(self.history) and not self.departed.isdisjoint(self.record.grid)
+        return any(self.record.has_seat(name) for name in self.departed)
 
     @property
     def missing(self) -> int:
         """Workers that should exist and do not."""
-        staying = sum(worker.node not in self.departing for worker in self.workers.values())
+        staying = len(self.workers) - sum(len(self.workers.on(node)) for node in self.departing)
         # A launcher may have nothing but a leaving node to start them on: twice as many at most.
         room = 2 * self.wanted - len(self.workers)
         return max(0, min(self.wanted - staying, room) - self.spawning)
@@ -337,7 +332,7 @@ class Fleet:
     @property
     def is_starting(self) -> bool:
         """Whether a worker is warming up."""
-        return any(worker.standing is Standing.STARTING for worker in self.workers.values())
+        return self.workers.count(Standing.STARTING) > 0
 
     @property
     def more_to_come(self) -> bool:
@@ -347,18 +342,32 @@ class Fleet:
     @property
     def available(self) -> tuple[str, ...]:
         """Joined workers that new plans should use: neither about to leave, nor slow, nor out of sight."""
-        return tuple(
-            name
-            for name in self.joined
-            if not self.is_departing(name) and name not in self.slow and not self.is_hidden(self.workers[name].node)
+        return tuple(name for name in self.joined if self.is_available(name))
+
+    def is_available(self, name: str) -> bool:
+        """Whether new plans should use a worker that has joined."""
+        return not self.is_departing(name) and name not in self.slow and not self.is_hidden(self.workers[name].node)
+
+    def seen_s(self, worker: Worker) -> float:
+        """When a worker was last known to live: by its own word, or by a step that was committed."""
+        return max(worker.seen_s, self.progressed_s) if worker.seated and worker.is_joined else worker.seen_s
+
+    def is_parted(self, node: str) -> bool:
+        """Whether the connection to a machine ended, and nothing has shown since that its workers live."""
+        sight = self.nodes.get(node)
+        if sight is None or sight.parted_after is None:
+            return False
+        shown = sight.parted_after < self.progresses
+        return not (
+            shown and any(w.seated and w.is_joined for w in map(self.workers.__getitem__, self.workers.on(node)))
         )
 
     def silence_s(self, worker: Worker) -> float:
         """For how long a worker has said nothing although it would have been heard."""
-        heard_s = self.listened_s
+        heard_s, seen_s = self.listened_s, self.seen_s(worker)
         if self.config.elastic:
-            heard_s = self.nodes[worker.node].heard_s if worker.node in self.nodes else worker.seen_s
-        return heard_s - worker.seen_s
+            heard_s = self.nodes[worker.node].heard_s if worker.node in self.nodes else seen_s
+        return heard_s - seen_s
 
     def unheard_s(self, node: str) -> float:
         """For how long nothing has come from a machine, of the time in which the manager listened."""
@@ -380,4 +389,8 @@ class Fleet:
 
     def rank_of(self, name: str) -> int | None:
         """Rank in the newest generation."""
-        return self.members.index(name) if name in self.members else None
+        return self.record.ranks.get(name) if self.history else None
+
+    def is_member(self, name: str) -> bool:
+        """Whether a worker, lost or not, belongs to the newest generation."""
+        return bool(self.history) and name in self.record.ranks

@@ -83,7 +83,7 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
         "generation": fleet.generation,
         "plan": fleet.record.plan.model_dump() if fleet.history else None,
         "members": list(fleet.members),
-        "nodes": list(dict.fromkeys(worker.node for worker in fleet.workers.values())),
+        "nodes": list(fleet.workers.nodes),
         "departing": list(fleet.departing),
         "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
         "workers": [
@@ -94,7 +94,7 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
                 "rank": fleet.rank_of(worker.name),
                 "pid": worker.pid,
                 "activity": worker.beat.activity if worker.beat else "",
-                "silent_s": deaf_s + fleet.listened_s - worker.seen_s if worker.beat else None,
+                "silent_s": deaf_s + fleet.listened_s - fleet.seen_s(worker) if worker.beat else None,
             }
             for worker in fleet.workers.values()
         ],

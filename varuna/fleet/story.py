@@ -1,5 +1,7 @@
 """The story of a run: what is worth a line in the journal, on the terminal and on the web page."""
 
+from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -24,10 +26,19 @@ class GenerationRecord(Value):
     checkpoint: str | None = None
     recovery_seconds: float | None = Field(default=None, description="from the loss to the first recorded step")
 
-    @property
+    @cached_property
     def grid(self) -> tuple[str, ...]:
         """The members that run a stage; the others are spares."""
         return self.members[: self.plan.workers]
+
+    @cached_property
+    def ranks(self) -> Mapping[str, int]:
+        """Rank of each member; below ``plan.workers`` in the grid."""
+        return {name: rank for rank, name in enumerate(self.members)}
+
+    def has_seat(self, name: str) -> bool:
+        """Whether a worker is in the grid."""
+        return self.ranks.get(name, self.plan.workers) < self.plan.workers
 
 
 class WorkerJoined(Value):

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from math import exp, log
 from statistics import median
 
-from varuna.core.plan import Plan
-
 SLOW_RATIO = 1.3
 """How much slower a worker must be to be left out: the 30 % that the paper saw."""
 _ENOUGH = 1.05
@@ -35,7 +33,7 @@ class Evidence:
         """One more beat."""
         found = max(-_MOST, min(_MOST, log(ratio)))
         score = self.score + found - log(slow_ratio) / 2
-        return Evidence() if score <= 0 else Evidence(score, self.log_ratios + log(ratio), self.beats + 1)
+        return NO_EVIDENCE if score <= 0 else Evidence(score, self.log_ratios + log(ratio), self.beats + 1)
 
     @property
     def is_conclusive(self) -> bool:
@@ -48,23 +46,35 @@ class Evidence:
         return exp(self.log_ratios / self.beats) if self.beats else 1.0
 
 
-def slowness(rank: int, plan: Plan, compute_s: Mapping[int, float], expected_s: Sequence[float] | None) -> float | None:
-    """How many times longer than its peers a rank computes; None if there is nothing to compare with.
+NO_EVIDENCE = Evidence()
+
+
+def slower_than_peers(compute_s: float, peers_s: Sequence[float]) -> float | None:
+    """How many times longer a rank computes than the other replicas of its stage; None without any to compare with.
 
     Args:
-        rank: of the grid; it must be in ``compute_s``.
-        plan: of the generation.
-        compute_s: by rank: newest seconds of compute per micro-batch, forward and backward, waiting left out.
+        compute_s: its newest seconds of compute per micro-batch, forward and backward, waiting left out.
+        peers_s: theirs, ascending: of a thousand replicas only the middle is looked at.
+    """
+    count = len(peers_s)
+    middle_s = (peers_s[(count - 1) // 2] + peers_s[count // 2]) / 2 if count else 0.0
+    return compute_s / middle_s if middle_s > 0 else None
+
+
+def slower_than_predicted(
+    stage: int, compute_s: Mapping[int, float], expected_s: Sequence[float] | None
+) -> float | None:
+    """The same for the one pipeline that there is, relative to the other stages; None if it cannot be told.
+
+    Args:
+        stage: it must be in ``compute_s``.
+        compute_s: by stage: newest seconds of compute per micro-batch.
         expected_s: by stage: what the calibration predicts for the same; None if nothing was measured.
     """
-    stage = plan.place_of(rank).stage
-    if plan.replicas > 1:
-        others = [s for other, s in compute_s.items() if other != rank and plan.place_of(other).stage == stage]
-        return compute_s[rank] / median(others) if others and median(others) > 0 else None
     if expected_s is None or min(expected_s) <= 0:
         return None
-    others = [s / expected_s[plan.place_of(other).stage] for other, s in compute_s.items() if other != rank]
+    others = [s / expected_s[other] for other, s in compute_s.items() if other != stage]
     # With two stages one other says nothing about who of both is off; the calibration was measured elsewhere.
     if len(others) < 2 or median(others) <= 0:
         return None
-    return compute_s[rank] / expected_s[stage] / median(others)
+    return compute_s[stage] / expected_s[stage] / median(others)

@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 from varuna.core.messages import Finish, ToWorker
-from varuna.fleet.instructions import EndRun, Instruction, Kill, Publish, Send
-from varuna.fleet.state import Advice, Ended, Fleet, Idle, Running, Stopping
+from varuna.fleet.instructions import Ask, EndRun, Instruction, Kill, Publish, Send
+from varuna.fleet.questions import Answer, Asked, Question, UnansweredError, Unusable
+from varuna.fleet.state import Ended, Fleet, Idle, Running, Stopping
 from varuna.fleet.story import Notice, RunEnded, RunEvent, WorkerLost
-from varuna.fleet.worker import Standing, Worker
+from varuna.fleet.worker import Standing, Worker, changed
 
 _MAX_BACKOFF_S = 30.0
 
@@ -15,27 +16,81 @@ _MAX_BACKOFF_S = 30.0
 class Turn:
     """The fleet as it is so far, and what the shell must do; lives for one call of ``machine.advance``."""
 
-    def __init__(self, fleet: Fleet, now_s: float, advice: Advice) -> None:
+    def __init__(self, fleet: Fleet, now_s: float, *, is_tick: bool = False) -> None:
         self.fleet = fleet
+        self.is_tick = is_tick
+        self.touched: set[str] = set()
         self.now_s = now_s
-        self.advice = advice
         self.instructions: list[Instruction] = []
 
     def update(self, **changes: Any) -> None:
         """Replace fields of the fleet."""
-        self.fleet = replace(self.fleet, **changes)
+        self.fleet = changed(self.fleet, **changes)
 
     def update_worker(self, name: str, **changes: Any) -> None:
         """Replace fields of one worker."""
         workers = self.fleet.workers
-        self.update(workers={**workers, name: replace(workers[name], **changes)})
+        self.update(workers=workers.with_worker(changed(workers[name], **changes)))
 
     def forget(self, name: str) -> Worker:
         """Remove a worker: whatever it says from now on is ignored."""
-        workers = dict(self.fleet.workers)
-        worker = workers.pop(name)
-        self.update(workers=workers)
+        worker = self.fleet.workers[name]
+        self.update(workers=self.fleet.workers.without(name))
         return worker
+
+    def watch(self, name: str) -> None:
+        """Look at a worker now and at each tick, until there is nothing unusual about it."""
+        self.touched.add(name)
+        if name not in self.fleet.watched:
+            self.update(watched=self.fleet.watched | {name})
+
+    def look_at_all(self) -> None:
+        """Something has made everybody's time shorter."""
+        self.update(expiring_s=float("-inf"))
+
+    def expire_by(self, due_s: float) -> None:
+        """Look at all workers then, or before."""
+        if due_s < self.fleet.expiring_s:
+            self.update(expiring_s=due_s)
+
+    def hasten(self) -> None:
+        """A member cannot stop by itself any more: the others are not waited for either, but told."""
+        phase = self.fleet.phase
+        if isinstance(phase, Stopping) and phase.hold_at_s is not None and phase.hold_at_s > self.now_s:
+            self.update(phase=replace(phase, hold_at_s=self.now_s))
+
+    def answer_to(self, question: Question) -> Answer:
+        """What was found out; otherwise it is asked for, once.
+
+        Raises:
+            UnansweredError: it is not known yet.
+        """
+        fleet = self.fleet
+        if question not in fleet.answers:
+            if question not in fleet.asked:
+                assert fleet.job is not None
+                number = fleet.questions + 1
+                self.update(questions=number, asked={**fleet.asked, question: Asked(number, self.now_s)})
+                running = fleet.record.plan if fleet.history else None
+                self.instructions.append(Ask(question, number, fleet.job, running))
+            raise UnansweredError
+        return fleet.answers[question]
+
+    def note_answer(self, question: Question, number: int, answer: Answer) -> None:
+        """Somebody found something out; if the question is not open any more, nobody needs it."""
+        fleet = self.fleet
+        asked = fleet.asked.get(question)
+        if asked is None or asked.number != number:
+            return
+        if isinstance(answer, Unusable):
+            self.end(answer.exit_code, answer.text)
+            return
+        still_open = {other: known for other, known in fleet.asked.items() if other != question}
+        self.update(asked=still_open, answers={**fleet.answers, question: answer})
+
+    def ask_anew(self) -> None:
+        """What was found out may not hold any more."""
+        self.update(asked={}, answers={})
 
     def send(self, worker: str, message: ToWorker) -> None:
         """Tell a worker."""
@@ -67,6 +122,8 @@ class Turn:
             self.update(causes=(*fleet.causes, cause), futile=0, futile_since_s=None)
         if fleet.history and was_in:
             self.note_change()
+        if fleet.is_member(name):
+            self.hasten()
         if not fleet.config.replace:
             self.update(wanted=max(0, fleet.wanted - 1))
         elif worker.replacement:
@@ -91,9 +148,9 @@ class Turn:
         match fleet.phase:
             case Running():
                 # Until the first step a spare may still be the source of somebody's state.
-                return name in (fleet.record.grid if fleet.formed else fleet.members)
+                return fleet.record.has_seat(name) if fleet.formed else fleet.is_member(name)
             case Idle() | Stopping():
-                return name in fleet.members
+                return fleet.is_member(name)
             case _:
                 return False
 

@@ -16,7 +16,7 @@ from varuna.fleet.worker import Holding
 def note_held(turn: Turn, name: str, held: Held) -> None:
     """A member stands still and says what it has; its votes are known from now on, even if it dies."""
     fleet = turn.fleet
-    if held.generation != fleet.generation or name not in fleet.members:
+    if held.generation != fleet.generation or not fleet.is_member(name):
         return
     if not isinstance(fleet.phase, Running | Stopping):
         return
@@ -26,12 +26,14 @@ def note_held(turn: Turn, name: str, held: Held) -> None:
             return  # answered a Hold that crossed our Apply
         turn.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
     turn.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections), frozenset(held.lent)))
+    if isinstance(fleet.phase, Running) and not fleet.phase.stopped and fleet.is_joined(name):
+        turn.update(phase=replace(fleet.phase, stopped=name))
 
 
 def note_voted(turn: Turn, name: str, vote: Vote) -> None:
     """A step is committed."""
     fleet = turn.fleet
-    if name not in fleet.members or vote.generation != fleet.generation or not _counts(fleet, vote):
+    if not fleet.is_member(name) or vote.generation != fleet.generation or not _counts(fleet, vote):
         return
     turn.update(votes=_with(fleet.votes, [vote]))
     if not isinstance(fleet.phase, Stopping):  # there, Held may still bring older votes: settle keeps the order
@@ -41,10 +43,11 @@ def note_voted(turn: Turn, name: str, vote: Vote) -> None:
 def note_suspect(turn: Turn, name: str, suspect: Suspect) -> None:
     """Evidence that a peer is gone; or, after a regroup vote, that it has left before this one had its result."""
     fleet = turn.fleet
-    if suspect.generation != fleet.generation or name not in fleet.members or not fleet.is_joined(name):
+    if suspect.generation != fleet.generation or not fleet.is_member(name) or not fleet.is_joined(name):
         return
     if isinstance(fleet.phase, Running) and fleet.phase.suspicion is None:
         turn.update(phase=replace(fleet.phase, suspicion=Suspicion(turn.now_s, name, suspect.reason)))
+        turn.look_at_all()
     elif isinstance(fleet.phase, Stopping) and fleet.phase.planned and fleet.workers[name].holding is None:
         turn.send(name, Hold(generation=fleet.generation))  # it does not stop by itself any more
 
@@ -133,27 +136,25 @@ def _note_formed(turn: Turn, vote: Vote) -> None:
 
 def _note_proven(turn: Turn) -> None:
     """Who has trained is no replacement on trial any more: its loss is the cloud's doing."""
-    grid = set(turn.fleet.record.grid)
-    workers = {
-        name: replace(worker, replacement=False) if name in grid and worker.replacement else worker
-        for name, worker in turn.fleet.workers.items()
-    }
-    turn.update(workers=workers)
+    for name, worker in turn.fleet.workers.items():
+        if worker.replacement and worker.seated:
+            turn.update_worker(name, replacement=False)
 
 
 def watch_generation(turn: Turn, phase: Running) -> None:
     """End the generation if a member is lost, a suspicion stands, or somebody stopped."""
     fleet = turn.fleet
-    stopped = [name for name in fleet.live_members if fleet.workers[name].holding is not None]
     if fleet.causes:
         stop_generation(turn)
-    elif stopped and phase.regroup:
+    elif phase.stopped and phase.regroup:
         stop_generation(turn, cause=phase.regroup, planned=True)
-    elif stopped:
-        stop_generation(turn, cause=f"worker {stopped[0]} stopped")
+    elif phase.stopped:
+        stop_generation(turn, cause=f"worker {phase.stopped} stopped")
     elif not fleet.formed and fleet.listened_s >= phase.began_s + fleet.config.form_timeout_s and _copying(fleet):
         stop_generation(turn, cause=f"{' and '.join(_copying(fleet))} did not get ready in time")
-    elif fleet.is_leaving and stands_still(fleet, phase):  # such as in a generation that began after the last step
+    elif (
+        turn.is_tick and fleet.is_leaving and stands_still(fleet, phase)
+    ):  # such as in a generation that began after the last step
         stop_generation(turn, cause="the other ranks have left")
     elif phase.suspicion and turn.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
         stop_generation(turn, cause=f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
@@ -184,9 +185,10 @@ def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> No
     note_broken(turn)
     if planned:
         for name in fleet.live_members:
-            if name not in fleet.record.grid or (suspicion is not None and suspicion.worker == name):
+            if not fleet.record.has_seat(name) or (suspicion is not None and suspicion.worker == name):
                 turn.send(name, Hold(generation=fleet.generation))
-    hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if planned else 0.0)
+    patient = planned and len(fleet.live_members) == len(fleet.members)
+    hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if patient else 0.0)
     turn.update(
         phase=Stopping(
             planned=planned,
@@ -203,11 +205,10 @@ def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> No
 def settle(turn: Turn, phase: Stopping) -> None:
     """Once all survivors have answered: the verdict, and when all have applied it, the end of the generation."""
     fleet = turn.fleet
-    awaited = [name for name in fleet.live_members if fleet.workers[name].holding is None]
-    if awaited:
-        press(turn, phase, awaited)
+    if fleet.workers.awaited:
+        press(turn, phase)
         if fleet.listened_s >= phase.deadline_s:
-            for name in awaited:
+            for name in _awaited(fleet):
                 turn.lose(name, f"did not stop within {fleet.config.hold_timeout_s:.0f} s", kill=True)
         return
     if waits_for_return(turn, phase):
@@ -223,12 +224,16 @@ def settle(turn: Turn, phase: Stopping) -> None:
     turn.update(phase=Idle(since_s=turn.now_s, in_flight=in_flight))
 
 
-def press(turn: Turn, phase: Stopping, awaited: Iterable[str]) -> None:
+def _awaited(fleet: Fleet) -> list[str]:
+    """Members that have not answered, by rank."""
+    return [name for name in fleet.live_members if fleet.workers[name].holding is None]
+
+
+def press(turn: Turn, phase: Stopping) -> None:
     """Say Hold, once, to those who do not know that the generation is over."""
     fleet = turn.fleet
-    lost = len(fleet.live_members) < len(fleet.members)
-    if phase.hold_at_s is not None and (lost or turn.now_s >= phase.hold_at_s):
-        for name in awaited:
+    if phase.hold_at_s is not None and turn.now_s >= phase.hold_at_s:
+        for name in _awaited(fleet):
             turn.send(name, Hold(generation=fleet.generation))
         turn.update(phase=replace(phase, hold_at_s=None))
 
@@ -247,7 +252,7 @@ def judge(turn: Turn, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, 
     for name in answered:
         holding = fleet.workers[name].holding
         assert holding is not None
-        in_grid = name in fleet.record.grid
+        in_grid = fleet.record.has_seat(name)
         may_apply = vote is not None and vote.is_whole and vote.generation == fleet.generation
         if holding.next_step == newest - 1 and in_grid and may_apply:
             laggards.append(name)

@@ -2,9 +2,22 @@
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, TypeVar
 
 from varuna.core.devices import DeviceFacts
 from varuna.core.messages import Beat
+from varuna.fleet.stutter import NO_EVIDENCE, Evidence
+
+T = TypeVar("T")
+
+
+def changed(value: T, **changes: Any) -> T:
+    """As ``dataclasses.replace`` for a frozen dataclass without slots; each heartbeat changes a few, so it is quick."""
+    if not changes.keys() <= type(value).__dataclass_fields__.keys():  # type: ignore[attr-defined]
+        raise TypeError(f"{type(value).__name__} has none of the fields {sorted(changes)}")
+    made = object.__new__(type(value))
+    made.__dict__.update(value.__dict__, **changes)
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,8 +26,8 @@ class Sight:
 
     heard_s: float
     """When, on the clock of ``Fleet.listened_s``."""
-    parted: bool = False
-    """Its connection ended, and nothing has shown since that its workers live."""
+    parted_after: int | None = None
+    """Its connection ended when so many steps had shown that their ranks live; see ``Fleet.is_parted``."""
     ended: bool = False
     """So did its agent, by all that its system said; workers end with their agent."""
     told: bool = False
@@ -52,7 +65,7 @@ class Exit:
     at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Worker:
     """One process, from its start until it is lost or gone."""
 
@@ -67,11 +80,20 @@ class Worker:
     pid: int | None = None
     joined_s: float = 0.0
     seen_s: float = 0.0
-    """When it was last known to live, on the clock of ``Fleet.listened_s``."""
+    """When it was last heard, on the clock of ``Fleet.listened_s``; see ``Fleet.seen_s``."""
+    seated: bool = False
+    """In the grid of the newest generation."""
     holding: Holding | None = None
     """None while the worker runs a generation, or is about to answer."""
     beat: Beat | None = None
-    compute_s: tuple[int, float] | None = None
-    """A generation, and the newest seconds of compute per micro-batch in it, forward and backward."""
+    compute_s: float | None = None
+    """In this generation: the newest seconds of compute per micro-batch, forward and backward."""
+    evidence: Evidence = NO_EVIDENCE
+    """In this generation: whether it is slower than its peers."""
     disconnected_s: float | None = None
     exit: Exit | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it takes directives."""
+        return self.standing is Standing.JOINED

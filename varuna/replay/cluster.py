@@ -6,18 +6,26 @@ stuck from the moment when a member of it is gone until the machine has noticed 
 
 import heapq
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from varuna.core.messages import Assign, Assignment, Beat, Finish, FromWorker, Held, Hello, Hold, RaiseFlag, Vote, Voted
 from varuna.core.model import JobFacts
 from varuna.core.vote import VoteLayout
-from varuna.fleet.events import Event, MessageReceived, NoticeReceived, Tick, WorkerExited, WorkerSpawned
-from varuna.fleet.instructions import Instruction, Kill, Publish, Send
+from varuna.fleet.events import (
+    AnswerReceived,
+    Event,
+    MessageReceived,
+    NoticeReceived,
+    Tick,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.instructions import Ask, Instruction, Kill, Publish, Send
 from varuna.fleet.machine import advance
-from varuna.fleet.state import Advice, Checkpoint, Fleet, FleetConfig, Idle, Planner, Running
+from varuna.fleet.questions import Checkpoint, Found, Planner, WhichCheckpoint, plan_answer
+from varuna.fleet.state import Fleet, FleetConfig, Idle, Running
 from varuna.fleet.story import RunEvent
-from varuna.fleet.worker import Standing
 from varuna.replay.costs import MorphCosts, checkpoint_every_s
 from varuna.replay.job import state_bytes
 
@@ -73,10 +81,12 @@ class Cluster:
         self._checkpoint: Checkpoint | None = None
         self._saved_s = 0.0
         self._heard_s = 0.0
+        self._joined_s = float("-inf")
+        self._unnoticed: set[str] = set()  # workers that are gone and may be known to the machine
         self.now_s = 0.0
         self.training_s = 0.0
         self.checkpoints_s: list[float] = []
-        self._advice = Advice(plan=planner, checkpoint=lambda job: self._checkpoint)
+        self._planner = planner
         config = FleetConfig(
             workers=most_workers,
             lease_s=costs.lease_s,
@@ -109,9 +119,8 @@ class Cluster:
         fleet = self.fleet
         if not isinstance(fleet.phase, Running | Idle) or (isinstance(fleet.phase, Running) and not fleet.formed):
             return True
-        if fleet.departing or any(not self._workers[name].alive for name in fleet.workers):
-            return True
-        return any(self.now_s < worker.joined_s + 2 for worker in fleet.workers.values())
+        self._unnoticed = {name for name in self._unnoticed if name in fleet.workers}
+        return bool(fleet.departing or self._unnoticed) or self.now_s < self._joined_s + 2
 
     # -- the cloud -------------------------------------------------------------------------------------------
 
@@ -130,8 +139,11 @@ class Cluster:
 
     def remove(self, node: str) -> None:
         """A VM is gone; nobody is told."""
-        for name in self._nodes.pop(node):
+        names = self._nodes.pop(node)
+        self._beat(names)  # their leases begin now
+        for name in names:
             self._workers[name].alive = False
+            self._unnoticed.add(name)
         self._schedule(self.now_s, self._tick_once)
 
     def _tick_once(self) -> None:
@@ -142,6 +154,7 @@ class Cluster:
 
     def _join(self, name: str) -> None:
         if self._workers[name].alive:
+            self._joined_s = self.now_s
             self._say(name, Hello(worker=name, pid=1, version=_VERSION, job=self._job))
             self._tick_once()
 
@@ -151,15 +164,20 @@ class Cluster:
         self._feed(MessageReceived(name, message))
 
     def _feed(self, event: Event) -> None:
-        """Everybody alive is heard often enough, so that a lease runs out for the dead alone."""
-        if self.now_s > self._heard_s + _QUICK_S:
-            self._heard_s = self.now_s
-            for name, known in list(self.fleet.workers.items()):
-                if self._workers[name].alive and known.standing is Standing.JOINED:
-                    self._say(name, Beat(generation=self.fleet.generation, step=0, activity=""))
-        self.fleet, instructions = advance(self.fleet, event, self.now_s, self._advice)
+        """Everybody alive is heard just often enough, so that a lease runs out for the dead alone."""
+        if self.fleet.listened_s > self._heard_s + self._costs.lease_s - 4 * _QUICK_S:
+            self._heard_s = self.fleet.listened_s
+            self._beat(self.fleet.workers)
+        self.fleet, instructions = advance(self.fleet, event, self.now_s)
         for instruction in instructions:
             self._obey(instruction)
+
+    def _beat(self, names: Iterable[str]) -> None:
+        """These workers are heard."""
+        for name in names:
+            known = self.fleet.workers.get(name)
+            if known is not None and known.is_joined and self._workers[name].alive:
+                self._say(name, Beat(generation=self.fleet.generation, step=0, activity=""))
 
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
@@ -167,6 +185,16 @@ class Cluster:
                 self._on_event(self.now_s, event)
             case Kill(worker=name):
                 self._workers[name].alive = False
+                self._unnoticed.add(name)
+            case Ask(question=question, number=number):
+                answer = (
+                    Found(self._checkpoint)
+                    if isinstance(question, WhichCheckpoint)
+                    else plan_answer(
+                        self._planner, lambda plan: plan.step_s, question, instruction.job, instruction.running
+                    )
+                )
+                self._feed(AnswerReceived(question, number, answer))
             case Send(worker=name, message=message) if self._workers[name].alive:
                 self._hear(self._workers[name], message)
             case _:
@@ -186,6 +214,7 @@ class Cluster:
                 life.save = True
             case Finish():
                 worker.alive = False
+                self._unnoticed.add(worker.name)
                 self._schedule(self.now_s, lambda: self._feed(WorkerExited(worker.name, 0)))
             case _:
                 pass

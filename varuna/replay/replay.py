@@ -224,6 +224,6 @@ def _kind(record: GenerationRecord, old: GenerationRecord | None) -> str:
         return "rollback"
     if record.plan == old.plan:
         return "same plan"
-    if " joined" in record.cause:
+    if record.plan.workers > old.plan.workers:
         return "gain"
-    return "planned loss" if " leaves" in record.cause and not record.steps_redone else "loss"
+    return "loss" if record.steps_redone else "planned loss"

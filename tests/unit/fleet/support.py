@@ -11,12 +11,13 @@ from varuna.core.messages import Assign, Assignment, Beat, FromWorker, Held, Hel
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
-from varuna.fleet.events import Event, MessageReceived, NodeHeard, Tick, WorkerExited, WorkerSpawned
-from varuna.fleet.instructions import EndRun, Instruction, Publish, Send, Spawn
+from varuna.fleet.events import AnswerReceived, Event, MessageReceived, NodeHeard, Tick, WorkerExited, WorkerSpawned
+from varuna.fleet.instructions import Ask, EndRun, Instruction, Publish, Send, Spawn
 from varuna.fleet.machine import advance
 from varuna.fleet.protocol import Identity
+from varuna.fleet.questions import Checkpoint, Found, WhichCheckpoint, plan_answer
 from varuna.fleet.registry import Registry, hashed
-from varuna.fleet.state import Advice, Checkpoint, Fleet, FleetConfig
+from varuna.fleet.state import Fleet, FleetConfig
 from varuna.fleet.story import RunEvent
 
 T = TypeVar("T")
@@ -82,6 +83,9 @@ class Driver:
     names: int = 0
     spawns: bool = True
     node_of: Callable[[str], str] = lambda worker: "local"
+    answers: Callable[[], bool] = lambda: True
+    """Whether a question is answered now; if not, a later tick asks again, in the order of the questions."""
+    open: list[Ask] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.fleet = Fleet.empty(self.config, self.now_s)
@@ -89,9 +93,17 @@ class Driver:
 
     def feed(self, event: Event) -> list[Instruction]:
         """Apply one event; returns the instructions of this event alone."""
-        advice = Advice(plan=self.plan, checkpoint=lambda job: self.checkpoint, predicted_s=self.predicted_s)
-        self.fleet, instructions = advance(self.fleet, event, self.now_s, advice)
+        self.fleet, instructions = advance(self.fleet, event, self.now_s)
+        asks = [instruction for instruction in instructions if isinstance(instruction, Ask)]
+        instructions = [instruction for instruction in instructions if not isinstance(instruction, Ask)]
         self.done.extend(instructions)
+        for ask in asks:
+            if self.answers():
+                instructions += self.feed(self.answer(ask))
+            else:
+                self.open.append(ask)
+        if isinstance(event, Tick) and self.open and self.answers():
+            instructions += self.feed(self.answer(self.open.pop(0)))
         for instruction in instructions:
             if isinstance(instruction, Spawn) and self.spawns:
                 for _ in range(instruction.count):
@@ -99,6 +111,14 @@ class Driver:
                     self.names += 1
                     self.feed(WorkerSpawned(name, self.node_of(name)))
         return instructions
+
+    def answer(self, ask: Ask) -> AnswerReceived:
+        """What the shell finds out."""
+        question = ask.question
+        if isinstance(question, WhichCheckpoint):
+            return AnswerReceived(question, ask.number, Found(self.checkpoint))
+        made = plan_answer(self.plan, self.predicted_s, question, ask.job, ask.running)
+        return AnswerReceived(question, ask.number, made)
 
     def say(self, worker: str, message: FromWorker) -> list[Instruction]:
         return self.feed(MessageReceived(worker, message))

@@ -18,6 +18,7 @@ from varuna.fleet.events import MorphRequested
 from varuna.fleet.state import Fleet, FleetConfig
 from varuna.fleet.story import GenerationRecord, GenerationTimed, Notice
 from varuna.fleet.worker import Standing, Worker
+from varuna.fleet.workers import Workers
 
 JOB = make_job(steps=100_000, micro_batch=2)
 PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better than what runs
@@ -26,9 +27,9 @@ PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better t
 def fleet() -> Fleet:
     """Two workers in the middle of generation 0."""
     record = GenerationRecord(generation=0, plan=PLAN, members=("w0", "w1"), cause="start", first_step=0)
-    workers = {
-        name: Worker(name=name, spawned_s=0, replacement=False, standing=Standing.JOINED) for name in ("w0", "w1")
-    }
+    workers = Workers(
+        Worker(name=name, spawned_s=0, replacement=False, standing=Standing.JOINED) for name in ("w0", "w1")
+    )
     made = Fleet.empty(FleetConfig(workers=2), 0.0)
     return replace(made, job=JOB, history=(record,), workers=workers, recorded_step=10, step_wall_s=100.0)
 
@@ -151,7 +152,7 @@ def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_pa
 
     gpu = DeviceFacts(name="gpu", memory_bytes=2**36)
     known = fleet()
-    known = replace(known, workers={name: replace(worker, device=gpu) for name, worker in known.workers.items()})
+    known = replace(known, workers=Workers(replace(worker, device=gpu) for worker in known.workers.values()))
     heard = Calibrator(plan, run_dir=tmp_path, cache=None)
     heard.plan(JOB, 2, 2)
     for name in ("w0", "w1"):

@@ -15,7 +15,8 @@ from varuna.fleet.events import (
     WorkerSpawned,
 )
 from varuna.fleet.instructions import Release, Spawn
-from varuna.fleet.state import Checkpoint, Ended, Fleet, FleetConfig, Idle, Running, Stopping
+from varuna.fleet.questions import Checkpoint
+from varuna.fleet.state import Ended, Fleet, FleetConfig, Idle, Running, Stopping
 from varuna.fleet.story import Notice, WorkerLost
 
 
@@ -115,7 +116,7 @@ def long_steps(driver: Driver, wall_s: float) -> Fleet:
 def test_a_replacement_is_asked_for_when_the_notice_comes() -> None:
     driver = on_nodes("abcd")
     instructions = driver.feed(NoticeReceived("d", deadline_s=15))
-    assert instructions[-1] == Spawn(1)
+    assert Spawn(1) in instructions
     assert not any(isinstance(item, Spawn) for item in driver.wait(5))
 
 

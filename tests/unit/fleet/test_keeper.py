@@ -8,7 +8,7 @@ from varuna.checkpoint.names import checkpoint_place
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.fleet.keeper import CheckpointKeeper, is_within
-from varuna.fleet.state import Checkpoint
+from varuna.fleet.questions import Checkpoint
 from varuna.fleet.story import GenerationRecord
 from varuna.store.opening import open_store
 

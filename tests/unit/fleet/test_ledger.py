@@ -8,7 +8,8 @@ from varuna.fleet.database import FILE
 from varuna.fleet.instructions import Publish
 from varuna.fleet.journal import Journal, read_events
 from varuna.fleet.ledger import audit
-from varuna.fleet.state import Checkpoint, FleetConfig
+from varuna.fleet.questions import Checkpoint
+from varuna.fleet.state import FleetConfig
 from varuna.fleet.story import GenerationStarted, RunEvent, StepRecorded
 
 

@@ -21,7 +21,8 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.events import ConnectionLost, SpawnRequested, StopRequested, Tick
 from varuna.fleet.instructions import Complain, EndRun, Instruction, Kill, Publish, Send, Spawn
-from varuna.fleet.state import Checkpoint, FleetConfig, Running
+from varuna.fleet.questions import Checkpoint
+from varuna.fleet.state import FleetConfig, Running
 from varuna.fleet.story import GenerationStarted, Morphed, Notice, StepRecorded, VerdictReached, WorkerLost
 
 

@@ -38,7 +38,8 @@ from varuna.fleet.events import (
     WorkerExited,
 )
 from varuna.fleet.instructions import Instruction, Kill, Publish, Send
-from varuna.fleet.state import Checkpoint, Ended, FleetConfig, Running
+from varuna.fleet.questions import Checkpoint
+from varuna.fleet.state import Ended, FleetConfig, Running
 from varuna.fleet.story import GenerationStarted, StepRecorded
 from varuna.fleet.stutter import SLOW_RATIO
 from varuna.fleet.worker import Standing
@@ -429,9 +430,13 @@ class Storm(RuleBasedStateMachine):
         stages=st.sampled_from([None, 2, 1]),
         checkpoints=st.booleans(),
         shared=st.booleans(),
+        late=st.booleans(),
     )
-    def begin(self, workers: int, stages: int | None, checkpoints: bool, shared: bool) -> None:
+    def begin(self, workers: int, stages: int | None, checkpoints: bool, shared: bool, late: bool) -> None:
         self.world = World(workers, stages=stages, checkpoints=checkpoints, shared=shared)
+        if late:  # plans and checkpoints are found while other things happen
+            chance = random.Random(workers)
+            self.world.driver.answers = lambda: chance.random() < 0.3
         for _ in range(3):
             self.world.round()
 

@@ -3,18 +3,21 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.unit.fleet.support import make_job, make_vote, two_stages
-from varuna.core.messages import FromWorker, Held, Hello, Recorded, ToWorker, Voted
-from varuna.fleet.events import FinishRequested, MessageReceived, StopRequested
+from varuna.core.messages import Assign, Beat, FromWorker, Held, Hello, Recorded, ToWorker, Voted
+from varuna.core.model import JobFacts
+from varuna.fleet.events import Event, FinishRequested, MessageReceived, StopRequested
 from varuna.fleet.journal import Journal, read_events
 from varuna.fleet.keeper import CheckpointKeeper
 from varuna.fleet.manager import Manager
-from varuna.fleet.state import Advice, FleetConfig
+from varuna.fleet.questions import Checkpoint
+from varuna.fleet.state import FleetConfig, Idle
+from varuna.fleet.status import describe
 from varuna.fleet.story import Asked, Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 
 JOB = make_job()
@@ -29,6 +32,8 @@ class Hands:
         self.names = iter(MEMBERS)
         self.killed: list[str] = []
         self.sent: list[tuple[str, ToWorker]] = []
+        self.generation = -1
+        self.on_generation: Callable[[int], None] = lambda generation: None
 
     def spawn(self) -> str:
         return next(self.names)
@@ -41,6 +46,9 @@ class Hands:
 
     def send(self, name: str, message: ToWorker) -> None:
         self.sent.append((name, message))
+        if isinstance(message, Assign) and message.assignment.generation > self.generation:
+            self.generation = message.assignment.generation
+            self.on_generation(self.generation)
 
     def release(self, node: str) -> None:
         pass
@@ -50,19 +58,24 @@ class Hands:
 
 
 class Play:
-    """A manager that hears what is said, in order, and is then told to stop."""
+    """A manager that hears what is said, in order, and is then told to stop.
 
-    def __init__(self, folder: Path) -> None:
+    What belongs to a generation is said once that was assigned: its plan is made on another thread.
+    """
+
+    def __init__(self, folder: Path, keeper: CheckpointKeeper | None = None) -> None:
         self.seen: list[RunEvent] = []
+        self.script: list[tuple[int, Event]] = []
         self.hands, self.folder = Hands(), folder
+        self.hands.on_generation = self.go_on
         self.journal = Journal(folder, None)
         self.journal.begin("r")
         self.manager = Manager(
             FleetConfig(workers=4, replace=False),
-            Advice(plan=two_stages, checkpoint=lambda job: None),
+            two_stages,
             hands=self.hands,
             journal=self.journal,
-            keeper=CheckpointKeeper(new=False, overwrite=False, warn=lambda text: None),
+            keeper=keeper or CheckpointKeeper(new=False, overwrite=False, warn=lambda text: None),
             observer=self.seen.append,
         )
         for name in MEMBERS:
@@ -70,14 +83,28 @@ class Play:
         self.say("w0", Voted(vote=make_vote(PLAN, 0, 0)))
 
     def say(self, worker: str, message: FromWorker) -> None:
-        self.manager.post(MessageReceived(worker, message))
+        match message:
+            case Voted(vote=vote):
+                generation = vote.generation
+            case Held(generation=generation):
+                pass
+            case _:
+                generation = -1
+        self.script.append((generation, MessageReceived(worker, message)))
+        self.go_on(self.hands.generation)
+
+    def go_on(self, generation: int) -> None:
+        """Say what may be said now."""
+        while self.script and self.script[0][0] <= generation:
+            self.manager.post(self.script.pop(0)[1])
 
     def held(self, worker: str) -> Held:
         stage = PLAN.place_of(MEMBERS.index(worker)).stage
         return Held(generation=0, next_step=1, sections=tuple(PLAN.sections_of(stage)))
 
     def end(self) -> None:
-        self.manager.post(StopRequested("enough", 0))
+        self.script.append((self.script[-1][0] if self.script else -1, StopRequested("enough", 0)))
+        self.go_on(self.hands.generation)
         assert self.manager.run() is not None
 
 
@@ -166,3 +193,60 @@ def test_a_loss_that_is_no_number_is_said_when_it_begins(play: Play) -> None:
         "the loss of step 2 is nan",
         "the loss of step 5 is nan",
     ]
+
+
+class HungStore(CheckpointKeeper):
+    """Does not say which checkpoint is the newest, until it is let."""
+
+    def __init__(self) -> None:
+        super().__init__(new=False, overwrite=False, warn=lambda text: None)
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def newest(self, job: JobFacts) -> Checkpoint | None:
+        self.asked.set()
+        assert self.let.wait(60)
+        return None
+
+
+def test_while_a_store_hangs_beats_are_heard_status_is_answered_and_stop_is_obeyed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("varuna.fleet.forming._STORE_PATIENCE_S", 0.5)
+    monkeypatch.setattr("varuna.fleet.manager._HUNG_S", 0.2)
+    store = HungStore()
+    play = Play(tmp_path, store)
+    said: list[object] = []
+
+    def visit() -> None:
+        assert store.asked.wait(10)
+        for step in range(5):  # a second, in which the lease of whoever is not heard would be over
+            play.manager.post(MessageReceived("w1", Beat(generation=-1, step=step, activity="waits")))
+            time.sleep(0.2)
+        fleet = play.manager.fleet
+        beat = fleet.workers["w1"].beat
+        said.extend([beat.step if beat else None, describe(fleet, time.monotonic())["state"], type(fleet.phase)])
+        said.append(play.manager.ask(FinishRequested("enough"), bound_s=2.0))
+
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    began_s = time.monotonic()
+    ended = play.manager.run()
+    visitor.join(10)
+    store.let.set()
+    play.journal.close()
+    assert said == [4, "starting: None has not said for 0 s which checkpoint is its newest", Idle, True]
+    assert ended is not None
+    assert ended.exit_code == 0
+    assert "no step is running" in ended.text
+    assert time.monotonic() - began_s < 10
+    assert any(isinstance(event, Notice) and event.text.startswith("waiting for the store") for event in play.seen)
+
+
+def test_when_a_store_that_hung_answers_the_run_begins(tmp_path: Path) -> None:
+    store = HungStore()
+    play = Play(tmp_path, store)
+    threading.Timer(0.5, store.let.set).start()
+    play.end()
+    play.journal.close()
+    assert [event.record.generation for event in play.seen if isinstance(event, GenerationStarted)] == [0]
+    assert [event.step for event in play.seen if isinstance(event, StepRecorded)] == [0]

@@ -13,10 +13,12 @@ import pytest
 from tests.unit.fleet.support import Driver, make_job, sends, two_stages
 from tests.unit.fleet.test_machine_storm import SECTIONS, STEPS, SimulatedWorker, World, one_stage
 from varuna.core.messages import Beat, Hold
+from varuna.fleet import machine
 from varuna.fleet.events import MessageReceived, NodeHeard, NodeParted, Tick, WorkerSpawned
 from varuna.fleet.instructions import Instruction, Kill
 from varuna.fleet.state import Ended, FleetConfig, Running
 from varuna.fleet.story import WorkerLost
+from varuna.fleet.turn import Turn
 from varuna.fleet.worker import Standing
 
 TICK_S = 0.2
@@ -194,7 +196,11 @@ class Wired(World):
 def world_of(seed: int) -> tuple[Wired, random.Random]:
     choose = random.Random(seed)
     machines = choose.randint(2, 4)
-    return Wired(machines, stages=choose.choice([1, 2]), checkpoints=choose.random() < 0.5, choose=choose), choose
+    world = Wired(machines, stages=choose.choice([1, 2]), checkpoints=choose.random() < 0.5, choose=choose)
+    if seed % 2:  # plans and checkpoints are found while time passes
+        late = random.Random(seed)
+        world.driver.answers = lambda: late.random() < 0.3
+    return world, choose
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -264,3 +270,32 @@ def test_cables_between_machines_alone_cost_nobody_but_time() -> None:
         world.check_progress(30)
         assert not world.lost()
         assert world.generations == [0]
+
+
+@pytest.mark.parametrize("seed", [3001, 3002])
+def test_the_rules_end_after_passes_that_workers_and_phases_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    passes: list[int] = []
+    real_pass, real_conclude = machine._pass, machine._conclude
+
+    def count(turn: Turn) -> None:
+        passes[-1] += 1
+        real_pass(turn)
+
+    def conclude(turn: Turn) -> None:
+        workers = len(turn.fleet.workers)
+        passes.append(0)
+        real_conclude(turn)
+        assert passes[-1] <= 1 + 2 * (workers * len(Standing) + 5)
+
+    monkeypatch.setattr(machine, "_pass", count)
+    monkeypatch.setattr(machine, "_conclude", conclude)
+    world, choose = world_of(seed)
+    for _ in range(4):
+        world.unplug(choose.sample(world.nodes, choose.randint(1, len(world.nodes))))
+        for _ in range(60):
+            world.pass_time()
+        world.heal()
+        for _ in range(10):
+            world.pass_time()
+    assert max(passes) > 1, "rules follow from rules"
+    assert max(passes) < 8, "though not many"

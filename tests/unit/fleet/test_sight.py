@@ -18,7 +18,8 @@ from varuna.fleet.events import (
     WorkerSpawned,
 )
 from varuna.fleet.instructions import Kill, Publish
-from varuna.fleet.state import Checkpoint, FleetConfig, Idle, Running, Stopping
+from varuna.fleet.questions import Checkpoint
+from varuna.fleet.state import FleetConfig, Idle, Running, Stopping
 from varuna.fleet.status import describe
 from varuna.fleet.story import GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
 from varuna.fleet.worker import Standing

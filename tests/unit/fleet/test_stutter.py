@@ -8,7 +8,7 @@ from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_sta
 from varuna.core.messages import Beat, Leaving, RaiseFlag
 from varuna.fleet.state import FleetConfig
 from varuna.fleet.story import Notice
-from varuna.fleet.stutter import SLOW_RATIO, Evidence, slowness
+from varuna.fleet.stutter import SLOW_RATIO, Evidence, slower_than_peers, slower_than_predicted
 
 PLAN = make_plan(make_job(), 8, None, stages=2)
 
@@ -23,7 +23,8 @@ def beats_until_evicted(slow: dict[int, float], *, replicas: int, beats: int, se
     for beat in range(1, beats + 1):
         for rank in range(plan.workers):
             compute_s[rank] = max(0.3, choose.gauss(1.0, 0.1)) * slow.get(rank, 1.0)
-            ratio = slowness(rank, plan, compute_s, None)
+            peers = (other for other in compute_s if other != rank and (other - rank) % plan.stages == 0)
+            ratio = slower_than_peers(compute_s[rank], sorted(compute_s[other] for other in peers))
             assert ratio is not None
             evidence[rank] = evidence[rank].updated(ratio, SLOW_RATIO)
             if evidence[rank].is_conclusive:
@@ -58,16 +59,15 @@ def test_a_short_hiccup_is_forgiven() -> None:
 
 
 def test_with_one_replica_the_calibration_is_the_measure() -> None:
-    plan = make_plan(make_job(), 4, None, stages=4)
     expected_s = (1.0, 2.0, 2.0, 4.0)
-    assert slowness(3, plan, {0: 0.5, 1: 1.0, 2: 1.0, 3: 2.0}, expected_s) == pytest.approx(1.0)
-    assert slowness(3, plan, {0: 0.5, 1: 1.0, 2: 1.0, 3: 3.0}, expected_s) == pytest.approx(1.5)
-    assert slowness(3, plan, {0: 0.5, 1: 1.0, 2: 1.0, 3: 3.0}, None) is None
-    assert slowness(0, make_plan(make_job(), 1, None), {0: 1.0}, (1.0,)) is None
+    assert slower_than_predicted(3, {0: 0.5, 1: 1.0, 2: 1.0, 3: 2.0}, expected_s) == pytest.approx(1.0)
+    assert slower_than_predicted(3, {0: 0.5, 1: 1.0, 2: 1.0, 3: 3.0}, expected_s) == pytest.approx(1.5)
+    assert slower_than_predicted(3, {0: 0.5, 1: 1.0, 2: 1.0, 3: 3.0}, None) is None
+    assert slower_than_predicted(0, {0: 1.0}, (1.0,)) is None
 
 
 def test_without_a_peers_times_there_is_no_verdict() -> None:
-    assert slowness(0, PLAN, {0: 1.0, 1: 1.0}, None) is None
+    assert slower_than_peers(1.0, []) is None
 
 
 def beat_all(driver: Driver, beats: int, **slow: float) -> None:
