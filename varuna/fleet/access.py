@@ -23,7 +23,7 @@ class Access(Value):
     token: str
 
     def remote(self) -> Remote:
-        """For requests."""
+        """Return a client for requests to this manager."""
         return Remote(self.host, self.port, self.certificate_pem, self.token)
 
 

@@ -234,7 +234,7 @@ class Agent:
             self._uplink.send(Said(worker=worker, message=message))
 
     def _meet(self, event: Welcomed) -> None:
-        """Connected."""
+        """Greet the manager after connecting."""
         welcome = event.welcome
         self._connected = True
         self._interface = self._interface or event.interface
@@ -264,7 +264,7 @@ class Agent:
         self._connected = False
 
     def _note_exit(self, event: WorkerExited) -> None:
-        """A process ended."""
+        """Record that a worker's process ended."""
         if not self._slots.ended(event.worker, event.code, time.monotonic()):
             return
         exited = Exited.of(event.code, event.stderr_tail)
@@ -272,7 +272,7 @@ class Agent:
             self._uplink.send(Ended(worker=event.worker, exited=exited))
 
     def _note_notice(self, in_s: float, reason: str) -> None:
-        """Of several notices the first deadline counts."""
+        """Record a preemption notice; of several, the earliest deadline counts."""
         until_s = time.monotonic() + in_s
         if self._notice_until_s is None or until_s < self._notice_until_s:
             self._notice_until_s, self._notice_reason = until_s, reason
@@ -293,7 +293,7 @@ class Agent:
         self._launcher.set_main(self._main)
 
     def _leave(self, dismissal: Dismiss) -> None:
-        """Workers that were sent home end by themselves; then we go."""
+        """Wait until workers that were released have ended, then exit."""
         self._tell(dismissal.reason)
         for ward in self._roster.all():
             if ward.hello is None:  # it is still starting, and would wait for a part that never comes
@@ -350,7 +350,7 @@ class Agent:
         self._home.prune(self._card, _LOGS_KEPT + len(self._slots))
 
     def _end_alone(self) -> None:
-        """All workers ended, and nobody sent us home."""
+        """End because all workers ended and the manager gave no instruction."""
         wards = self._roster.all()
         codes = [
             ward.exited.code for ward in wards if ward.exited is not None and not isinstance(ward.leaving, Leaving)
@@ -389,5 +389,5 @@ class Agent:
 
 
 def to_stderr(line: str) -> None:
-    """Show a line."""
+    """Print a line to standard error."""
     print(f"varuna agent: {line}", file=sys.stderr, flush=True)

@@ -103,7 +103,7 @@ class AgentDoor:
         self._main = ""
 
     def routes(self) -> list[BaseRoute]:
-        """What agents may ask for."""
+        """The HTTP and WebSocket routes for agents."""
         return [
             Route("/ca", self._get_ca),
             Route("/join", self._join, methods=["POST"]),
@@ -185,7 +185,7 @@ class AgentDoor:
     # -- one connection ----------------------------------------------------------------------------------
 
     async def _agent(self, websocket: WebSocket) -> None:
-        """One agent's connection, from its greeting to its end."""
+        """Serve one agent's connection, from its greeting to its end."""
         node = websocket.query_params.get("node", "")[:64]
         address = websocket.client.host if websocket.client else "unknown"
         try:
@@ -304,7 +304,7 @@ class AgentDoor:
             await self._reject(websocket, link.node, error)
 
     def _take(self, link: Link, connection: Outgoing[DownBody], text: str, now_s: float) -> None:
-        """One frame.
+        """Handle one frame of an agent.
 
         Raises:
             ValueError: it cannot be.

@@ -42,7 +42,7 @@ class Calibrator:
     def __init__(
         self, plan: PlanWith, *, run_dir: Path, cache: Callable[[JobFacts], Path] | None, least_s: float = LEAST_S
     ) -> None:
-        """Know nothing yet.
+        """Begin without any measurement.
 
         Args:
             plan: plans from a calibration, or from operation counts without one.

@@ -48,7 +48,7 @@ _ODD = (
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerConfig:
-    """Where a manager lives.
+    """Where and how a manager runs.
 
     Args:
         run_dir: journal, certificate authority, logs: give the same folder again, and the run goes on.
@@ -179,7 +179,7 @@ class Cluster:
             self._observe(Notice(text=self._ownership.warning, warning=True))
 
     def invite(self, *, uses: int = 1, life_s: float = TOKEN_LIFE_S) -> Invitation:
-        """A JOIN string."""
+        """Create a JOIN string."""
         return Invitation(
             host=self._advertised,
             port=self.port,
@@ -219,7 +219,7 @@ class Cluster:
         return ended
 
     def status(self) -> dict[str, object]:
-        """What ``GET /status`` says."""
+        """The answer to ``GET /status``."""
         return {**self._picture.describe(self.manager.fleet, time.monotonic()), "connected": self._door.connected}
 
     def _on_signal(self, number: int) -> None:
@@ -259,7 +259,7 @@ class _Hands:
         raise AssertionError("an elastic run cannot start workers")
 
     def send(self, name: str, message: ToWorker) -> None:
-        """Tell a worker."""
+        """Send a message to a worker."""
         self._call(self._door.send, node_of(name), Tell(worker=name, message=message))
 
     def kill(self, name: str) -> None:

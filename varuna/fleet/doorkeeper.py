@@ -93,12 +93,12 @@ class GuardedProtocol(H11Protocol):
         self._keeper = keeper
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
-        """Somebody is here."""
+        """Count a new connection."""
         super().connection_made(transport)
         self._meet()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stop counting the connection."""
         self._keeper.know(self)
         super().connection_lost(exc)
 

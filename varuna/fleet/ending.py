@@ -211,7 +211,7 @@ def _miss_nobody(turn: Turn) -> None:
 
 
 def _dismiss(turn: Turn, name: str) -> None:
-    """Send a worker home that has nothing left to do."""
+    """Release a worker that has nothing left to do."""
     turn.send(name, Finish())
     turn.update_worker(name, standing=Standing.DISMISSED)
 

@@ -16,7 +16,7 @@ class WorkerSpawned:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """``worker`` said something."""
+    """``worker`` sent a message."""
 
     worker: str
     message: FromWorker
@@ -82,19 +82,19 @@ class NoticeReceived:
 
 @dataclass(frozen=True, slots=True)
 class DrainRequested:
-    """Someone wants ``node`` back; there is no hurry."""
+    """An operator wants ``node`` back; there is no hurry."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class MorphRequested:
-    """Someone wants the best plan for the workers at hand now, whatever the switch costs."""
+    """An operator wants the best plan for the current workers now, whatever the switch costs."""
 
 
 @dataclass(frozen=True, slots=True)
 class FinishRequested:
-    """Someone wants the run to end after the current step, with a checkpoint if it keeps any."""
+    """An operator wants the run to end after the current step, with a checkpoint if it keeps any."""
 
     reason: str
 

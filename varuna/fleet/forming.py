@@ -107,7 +107,7 @@ def _wait_for_store(turn: Turn, phase: Idle) -> None:
 
 
 def _end_as_asked(turn: Turn, complaint: str) -> None:
-    """Somebody asked for the end, and the step in flight, behind which it would come, cannot be done."""
+    """End the run as requested, because the current step, after which it would end, cannot be finished."""
     fleet = turn.fleet
     text = f"{fleet.finish_reason}; no step is running, because {complaint}"
     unsaved = fleet.recorded_step + 1 - fleet.saved_step if fleet.history else 0

@@ -27,7 +27,7 @@ class Handshake(asyncio.Protocol):
         self._is_lost = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # it is one over TCP
-        """Somebody is here."""
+        """Count a new connection."""
         peer = transport.get_extra_info("peername")
         self._transport = transport
         self._keeper.meet(self, peer[0] if peer else "", transport)
@@ -46,7 +46,7 @@ class Handshake(asyncio.Protocol):
             loop.call_soon(loop.call_soon, self._say_hello, self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Stop counting the connection."""
         self._is_lost = True
         self._keeper.know(self)
 

@@ -25,7 +25,7 @@ class Wish(Value):
 
 
 class Card(Value):
-    """What makes an agent come back as itself."""
+    """The identity by which a restarted agent is the same machine."""
 
     identity: Identity
     certificate_pem: str

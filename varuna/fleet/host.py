@@ -80,11 +80,11 @@ class HostWatch:
         """None before the first look."""
 
     def start(self) -> None:
-        """From now on."""
+        """Start watching."""
         threading.Thread(target=self._stay, name="varuna-host", daemon=True).start()
 
     def stop(self) -> None:
-        """Soon."""
+        """Stop watching soon."""
         self._closed.set()
 
     def _stay(self) -> None:

@@ -12,7 +12,7 @@ from varuna.fleet.story import RunEvent
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tell ``worker``."""
+    """Send ``message`` to ``worker``."""
 
     worker: str
     message: ToWorker
@@ -20,7 +20,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End the process of ``worker`` for certain: it is no longer part of the run."""
+    """Make sure that the process of ``worker`` ends: it is no longer part of the run."""
 
     worker: str
     why: str

@@ -30,7 +30,7 @@ class Invitation(Value):
 
     @property
     def address(self) -> str:
-        """``host:port``, for people."""
+        """``host:port``, to show to people."""
         return f"{self.host}:{self.port}"
 
 

@@ -28,7 +28,7 @@ _REMEDY = "Is the disk full, or another process using the file?"
 
 
 class Past(Value):
-    """What a manager that starts again must know."""
+    """What a restarted manager must know."""
 
     run: str
     job: JobFacts | None = None
@@ -100,7 +100,7 @@ class Journal:
                 self._keep("vote", vote.model_dump_json())
 
     def _attempt(self, insert: Callable[[], None], *, durably: bool = False) -> sqlite3.Error | None:
-        """One transaction, all of it or nothing."""
+        """Run one transaction, completely or not at all."""
         try:
             self._database.execute(f"PRAGMA synchronous={'FULL' if durably else 'NORMAL'}")
             self._database.execute("BEGIN IMMEDIATE")
@@ -157,7 +157,7 @@ class Journal:
         self._surely(insert)
 
     def keep_job(self, job: JobFacts, version: str) -> None:
-        """What the run trains."""
+        """Record what the run trains."""
 
         def insert() -> None:
             self._keep("job", job.model_dump_json())

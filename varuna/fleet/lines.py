@@ -34,7 +34,7 @@ class Lines:
         return found
 
     def rest(self) -> bytes:
-        """What has no end."""
+        """Return the last line if it has no end yet."""
         rest, self._rest = self._rest, b""
         return rest
 
@@ -47,14 +47,14 @@ class Tail:
         self._bytes = 0
 
     def add(self, line: bytes) -> None:
-        """One more; older ones go."""
+        """Add a line; the oldest ones go."""
         self._lines.append(line)
         self._bytes += len(line)
         while len(self._lines) > _TAIL_LINES or self._bytes > TAIL_BYTES:
             self._bytes -= len(self._lines.popleft())
 
     def text(self) -> str:
-        """As text."""
+        """Return the lines as one text."""
         return b"".join(self._lines).decode(errors="replace")
 
 

@@ -78,7 +78,7 @@ class Hands(Protocol):
         ...
 
     def send(self, name: str, message: ToWorker) -> None:
-        """Tell a worker."""
+        """Send a message to a worker."""
         ...
 
     def release(self, node: str) -> None:
@@ -121,7 +121,7 @@ class Manager:
         """Replaced as a whole, so any thread may read it."""
 
     def post(self, event: Posted) -> None:
-        """Something happened."""
+        """Queue an event; any thread may call this."""
         self._queue.put(event)
 
     def ask(self, event: Event, bound_s: float = _ASK_S) -> bool:

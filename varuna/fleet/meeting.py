@@ -13,7 +13,7 @@ _KEYS_A_MEMBER = 64
 
 
 class Meeting:
-    """Of the newest generation; for one thread."""
+    """Where the members of the newest generation exchange keys; for one thread."""
 
     def __init__(self) -> None:
         self._generation = -1

@@ -140,12 +140,12 @@ class Member:
         return directive
 
     def store(self, generation: int) -> Rendezvous:
-        """Where the members of a generation find each other."""
+        """Return the store in which the members of a generation find each other."""
         self._rendezvous = Rendezvous(generation, self._post)
         return self._rendezvous
 
     def held(self, held: Held) -> None:
-        """Answer a hold."""
+        """Answer a hold of the manager with what this worker holds."""
         self._post(held)
 
     def voted(self, vote: Vote) -> None:
@@ -179,7 +179,7 @@ class Member:
         self._post(Leaving(step=step)).wait(_FLUSH_S)
 
     def close(self) -> None:
-        """Drop the connection."""
+        """Drop the connection to the manager."""
         self._closed.set()
         self._outbox.put(None)
         self._closing.close()

@@ -37,7 +37,7 @@ class Outgoing(Generic[T]):
         self._wake.set()
 
     def wake(self) -> None:
-        """There is something new in the channel."""
+        """Tell the sender that the channel has new messages."""
         self._wake.set()
 
     def end(self, why: str) -> None:

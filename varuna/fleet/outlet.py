@@ -109,16 +109,16 @@ class Outlet(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]  # io calls it a variable
-        """Of the stream in whose place it is."""
+        """Encoding of the wrapped stream."""
         return self._encoding
 
     def write(self, text: str) -> int:
-        """Queue text."""
+        """Queue text for the wrapped stream."""
         self._pump.write(text.encode(self._encoding, errors="replace"))
         return len(text)
 
     def writable(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def isatty(self) -> bool:
@@ -126,7 +126,7 @@ class Outlet(io.TextIOBase):
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:
-        """Of what is behind it."""
+        """File descriptor of the wrapped stream."""
         return self._descriptor
 
 

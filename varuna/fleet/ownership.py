@@ -22,7 +22,7 @@ _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class Owner(Value):
-    """Who holds a folder, for people."""
+    """The process that owns a folder, to show to people."""
 
     pid: int
     host: str
