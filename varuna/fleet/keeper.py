@@ -76,7 +76,7 @@ class CheckpointKeeper:
         if self._keeper is None or self._complained_at == self._keeper.committed_step:
             return
         self._complained_at = self._keeper.committed_step
-        self._warn(f"worker {worker} did not save its part of a checkpoint: {reason} {self._standing()}")
+        self._warn(f"worker {worker} did not save its part of a checkpoint: {reason.rstrip('.')}. {self._standing()}")
 
     def account(self, steps: int) -> str:
         """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""

@@ -156,7 +156,7 @@ def test_a_full_disk_is_said_once_until_a_checkpoint_is_complete_again(place: st
     ]
     save(keep, place, 15)
     assert keep.newest(job) == Checkpoint(checkpoint_place(place, 15), 15, 1)
-    keep.complain("w2", "cannot write 20.")
+    keep.complain("w2", "cannot write 20")
     assert warnings[1:] == [
         "worker w2 did not save its part of a checkpoint: cannot write 20. "
         "The newest complete checkpoint is that of step 15."
