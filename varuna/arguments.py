@@ -91,7 +91,7 @@ def check_steps(n: int, *, started: bool) -> None:
 
 
 def _check_whole(**numbers: Any) -> None:
-    """Numbers that a script may have read from its command line: text and fractions are no counts."""
+    """Numbers that a script may have read from its command line: text and fractions are not counts."""
     for name, found in numbers.items():
         try:
             operator.index(0 if found is None else found)
@@ -183,10 +183,10 @@ def check_checkpoint_arguments(
 
 
 def choose_device(wished: str | torch.device | None) -> torch.device:
-    """The wished device, by default this worker's GPU if there is one; a GPU has its number. Nothing uses it yet.
+    """Return the requested device, by default this worker's GPU if there is one; a GPU gets its number.
 
     Raises:
-        UsageError: a GPU is wished, and torch sees none.
+        UsageError: a GPU is requested, but torch sees none.
     """
     try:
         device = torch.device(wished or ("cuda" if torch.cuda.is_available() else "cpu"))

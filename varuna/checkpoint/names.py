@@ -10,7 +10,7 @@
             section-000.0of2.g1.5f0c….safetensors    part 0 of 2, saved by generation 1
             section-000.1of2.g1.9b1e….safetensors
             section-001.0of1.g1.77a2….safetensors
-            manifest.json                            written last: without it the folder is no checkpoint
+            manifest.json                            written last: without it the folder is not a checkpoint
             damaged.txt                              only if somebody found it so: never used again
         replaced-1/step-…/                           moved aside by --new --overwrite
 """
@@ -74,7 +74,7 @@ def split_place(place: str) -> tuple[str, int]:
     """Split the place of a checkpoint into store and step: the inverse of ``checkpoint_place``.
 
     Raises:
-        ValueError: it is no place of a checkpoint.
+        ValueError: it is not the place of a checkpoint.
     """
     directory, _, folder = place.rpartition("/")
     step = parse_step(folder)

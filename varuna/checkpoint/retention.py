@@ -56,7 +56,7 @@ def retain(store: Store, committed: int, kept: Kept) -> list[int]:
         raise CheckpointError(f"step {committed} has no complete checkpoint in {store.url}: nothing was removed")
     going = superfluous(complete, committed, kept)
     for step in going:
-        # Without its manifest a folder is no checkpoint: a crash in between leaves nothing half-valid.
+        # Without its manifest a folder is not a checkpoint: a crash in between leaves nothing half-valid.
         store.remove(f"{step_folder(step)}/{MANIFEST}")
         store.remove_folder(step_folder(step))
     return going

@@ -50,7 +50,7 @@ class SectionState:
         section: its number.
         tensors: flat names, such as ``"parameters/transformer.wte.weight"`` or
             ``"optimizer/transformer.wte.weight/exp_avg"``.
-        scalars: optimizer state that is no tensor; NaN and infinities survive.
+        scalars: optimizer state that is not a tensor; NaN and infinities survive.
     """
 
     section: int
@@ -71,7 +71,7 @@ def from_bytes(data: bytes) -> SectionState:
     """Inverse of ``to_bytes``, bit for bit; tensors come back on the CPU.
 
     Raises:
-        CheckpointError: the bytes are no state that ``to_bytes`` wrote.
+        CheckpointError: the bytes are not a state that ``to_bytes`` wrote.
     """
     try:
         tensors = load(data)

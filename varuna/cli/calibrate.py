@@ -1,4 +1,4 @@
-"""``varuna calibrate``: measure a job's model on the workers at hand, once."""
+"""``varuna calibrate``: measure a job on this machine's workers, once."""
 
 import time
 from pathlib import Path

@@ -53,7 +53,7 @@ def check_collated(batch: object, size: int, keys: Iterable[str] | None) -> dict
         keys: inputs that are needed; None for all.
 
     Raises:
-        DataError: it is no dict of tensors whose first dimension is ``size``, or lacks a key.
+        DataError: it is not a dict of tensors whose first dimension is ``size``, or lacks a key.
     """
     if not isinstance(batch, Mapping):
         raise DataError(f"collate must return a dict of tensors, but returned {type(batch).__name__}")

@@ -68,7 +68,7 @@ class SampleSource:
         """Index and contents of the sample at ``position``, with randomness seeded from (seed, epoch, index).
 
         Raises:
-            DataError: the sample is no dict of dense tensors.
+            DataError: the sample is not a dict of dense tensors.
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
         """
         epoch = 0 if self.size is None else position // self.size
@@ -143,7 +143,7 @@ def _checked(sample: object, index: int) -> Sample:
     """The sample as a dict.
 
     Raises:
-        DataError: it is no dict of dense tensors.
+        DataError: it is not a dict of dense tensors.
     """
     if not isinstance(sample, Mapping):
         raise DataError(

@@ -51,7 +51,7 @@ def fingerprint(certificate_pem: str) -> str:
     """SHA-256 of a certificate (DER), in hex.
 
     Raises:
-        FleetError: it is no certificate.
+        FleetError: it is not a certificate.
     """
     return hashlib.sha256(_der(certificate_pem)).hexdigest()
 
@@ -63,7 +63,7 @@ def alone(certificate_pem: str) -> str:
     with this, never with the text.
 
     Raises:
-        FleetError: it is no certificate.
+        FleetError: it is not a certificate.
     """
     return ssl.DER_cert_to_PEM_cert(_der(certificate_pem))
 

@@ -219,7 +219,7 @@ def look_ahead(turn: Turn, workers: int) -> Planned | Unplannable:
     try:
         if workers:
             return plan_for(turn, workers)
-        complaint = "there is no worker"
+        complaint = "there are no workers"
     except NoPlanError as error:
         complaint = str(error)
     return Unplannable(complaint, running_s=turn.fleet.record.plan.step_s)

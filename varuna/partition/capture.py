@@ -113,7 +113,7 @@ def loss_of(output: object) -> Tensor:
     """The loss in a model's output.
 
     Raises:
-        ModelError: the output is no scalar tensor and has no ``.loss``.
+        ModelError: the output is not a scalar tensor and has no ``.loss``.
     """
     loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if loss is None and isinstance(output, Mapping):

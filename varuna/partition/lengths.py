@@ -27,7 +27,7 @@ def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...]:
     """The declared lengths, ascending; empty for a single one that the first samples fix.
 
     Raises:
-        UsageError: they are no list of different positive numbers.
+        UsageError: they are not a list of different positive numbers.
     """
     if lengths is None:
         return ()

@@ -134,7 +134,7 @@ def partition(
         recipe: the model and its loss.
         batch: a collated batch; only shapes and dtypes matter.
         optimizer: factory, run once on fake parameters to learn the bytes of its state.
-        cut_points: wished number of cut-points; default: every place with few live bytes.
+        cut_points: requested number of cut-points; default: every place with few live bytes.
         count_targets: weigh a micro-batch by its targets where the captured loss averages over them.
         on_cpu: the workers have no GPU: nominal times are those of a CPU.
         choose: places the cuts; default: by cost and live bytes.

@@ -19,7 +19,7 @@ def chooser(cut_at: Sequence[str] | None, cut_points: int | None) -> CutChooser 
     """What places the cuts if the user names modules.
 
     Raises:
-        UsageError: ``cut_at`` is no list of names, or a number of cuts is wished as well.
+        UsageError: ``cut_at`` is not a list of names, or ``cut_points`` is given too.
     """
     if cut_at is None:
         return None

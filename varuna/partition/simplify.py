@@ -1,4 +1,4 @@
-"""Remove what capture leaves behind: asserts, no-op casts, empty cache tensors.
+"""Remove what capture leaves over: asserts, no-op casts, empty cache tensors.
 
 Each of these would count as work, keep a second name of a tensor alive across a cut, or drag constants
 into sections. Values do not change.

@@ -1,1 +1,1 @@
-"""Chooses P, D and m for the workers at hand, and says why."""
+"""Chooses P, D and m for the available workers, and says why."""

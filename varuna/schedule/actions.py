@@ -46,7 +46,7 @@ def parse_action(text: str) -> Action:
     """Parse an action in text form, such as ``"2F0"``: stage 2, forward, micro-batch 0.
 
     Raises:
-        ValueError: the text is no action.
+        ValueError: the text is not an action.
     """
     match = _ACTION.fullmatch(text)
     if match is None:

@@ -90,7 +90,7 @@ def checked(name: str) -> str:
     """The name, if it is one: names come from other machines, and none may lead out of the store.
 
     Raises:
-        StoreError: it is no name of an object.
+        StoreError: it is not a valid name of an object.
     """
     if not _NAME.fullmatch(name) or any(part in (".", "..") for part in name.split("/")):
         raise StoreError(f"{name!r} is not a valid name of an object in a store")

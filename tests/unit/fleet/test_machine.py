@@ -443,7 +443,7 @@ def test_the_micro_batch_is_kept_and_lowered_only_if_nothing_else_fits() -> None
     driver.held("w1", 1)
     assert asked == [None, 4, None]
     assert driver.fleet.record.plan.micro_batch == 1
-    assert "nothing fits with micro-batches of 4" in driver.told(Notice)[-1].text
+    assert "no plan fits with micro-batches of 4" in driver.told(Notice)[-1].text
 
 
 # -- ends --------------------------------------------------------------------------------------------
@@ -580,7 +580,7 @@ def test_losing_everybody_ends_the_run_if_nobody_comes() -> None:
     driver.kill("w0")
     driver.kill("w1")
     assert driver.end is not None
-    assert driver.end.text.startswith("there is no worker left (worker w0 killed by SIGKILL")
+    assert driver.end.text.startswith("there are no workers left (worker w0 killed by SIGKILL")
 
 
 def test_a_worker_can_be_asked_for_by_hand() -> None:
