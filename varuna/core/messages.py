@@ -95,6 +95,7 @@ class Beat(Value):
     step: int
     activity: str
     at_work: bool = Field(default=False, description="it waits for no other rank")
+    forms: bool = Field(default=False, description="it gets ready for its generation, and runs no step of it yet")
     waits_s: float = Field(default=0.0, description="for how long it has been in its wait for other ranks")
     forward_s: float | None = Field(default=None, description="compute of a forward, mean since the last beat")
     backward_s: float | None = Field(default=None, description="compute of a backward, recomputation included")

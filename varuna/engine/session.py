@@ -90,6 +90,7 @@ class Session:
         self._shares = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
         self._reporter = Reporter()
         self._what, self._thread = "starting", threading.get_ident()
+        self._forming = ""  # what it says it does while it gets ready for a generation
         self._is_settled = False  # a whole round of the loop was made: what is slow once only is over
         self._told_times: StepTimes | None = None  # of the newest beat that carried any
         self._patience, self._inbox = patience, Inbox()  # of the newest generation
@@ -212,6 +213,7 @@ class Session:
         inbox = Inbox(self._patience, who=_who(assignment), rank=assignment.rank, ranks=range(plan.workers))
         standing.enter(assignment.generation, inbox)
         self._what, self._inbox = f"forms generation {assignment.generation}", inbox
+        self._forming = self._what
         try:
             formed = form(self._setting, assignment, inbox, standing.states(), self._shares, self._doing, self._give_up)
         except BaseException:
@@ -343,6 +345,7 @@ class Session:
             step=standing.next_step or 0,
             activity=doing.text,
             at_work=not doing.on,
+            forms=self._what == self._forming,
             waits_s=time.monotonic() - waiting.since_s if waiting is not None and doing.on else 0.0,
             times=self._reporter.drain(),
         )

@@ -77,7 +77,7 @@ def _wait(turn: Turn, phase: Idle, complaint: str, exit_code: int) -> None:
     if fleet.finish_reason:
         _end_as_asked(turn, complaint)
     elif not fleet.more_to_come:
-        causes = f" ({' and '.join(fleet.causes)})" if fleet.causes else ""
+        causes = f" ({' and '.join(map(str, fleet.causes))})" if fleet.causes else ""
         turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none are starting")
     elif turn.now_s >= phase.since_s + patience_s:
         turn.end(exit_code, f"{complaint} (waited {patience_s:.0f} s for starting workers)")
@@ -279,7 +279,7 @@ def _start(
         generation=fleet.generation + 1,
         plan=plan,
         members=members,
-        cause=" and ".join(fleet.causes) or "start",
+        cause=" and ".join(map(str, fleet.causes)) or "start",
         first_step=origin.next_step,
         steps_redone=max(0, undone) + phase.in_flight,
         moved_sections=len(moves),

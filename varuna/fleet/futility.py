@@ -19,7 +19,7 @@ _LONGEST_PAUSE_S = 30.0
 def note_broken(turn: Turn) -> None:
     """The newest generation is over; whether it broke in vain."""
     fleet = turn.fleet
-    if fleet.formed or fleet.causes:
+    if fleet.formed or any(cause.took_somebody for cause in fleet.causes):
         return
     since_s = fleet.listened_s if fleet.futile_since_s is None else fleet.futile_since_s
     turn.update(futile=fleet.futile + 1, futile_since_s=since_s)
@@ -34,8 +34,8 @@ def waits(turn: Turn, phase: Idle, live: tuple[str, ...]) -> bool:
         turn.end(
             1,
             f"no step in {format_duration(fleet.config.futile_s)}: {fleet.futile} generations in a row broke before "
-            f"their first step, though no worker died. The last reason: {' and '.join(fleet.causes)}. Look at the "
-            f"workers' logs, and at the network between them.",
+            f"their first step, though no worker died. The last reason: {' and '.join(map(str, fleet.causes))}. Look "
+            f"at the workers' logs, and at the network between them.",
         )
         return True
     pause_s = _pause_s(fleet.futile)
@@ -45,7 +45,7 @@ def waits(turn: Turn, phase: Idle, live: tuple[str, ...]) -> bool:
     if not phase.complaint:
         complaint = (
             f"generation {fleet.generation} broke before its first step, the {_nth(fleet.futile)} in a row, though no "
-            f"worker died ({' and '.join(fleet.causes)})"
+            f"worker died ({' and '.join(map(str, fleet.causes))})"
         )
         turn.update(phase=replace(phase, complaint=complaint))
         left = format_duration(max(0.0, _left_s(fleet)))

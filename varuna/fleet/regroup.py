@@ -10,6 +10,7 @@ from varuna.core.errors import NoPlanError
 from varuna.core.messages import Flag, RaiseFlag
 from varuna.core.plan import Plan
 from varuna.core.shares import holders_of
+from varuna.fleet.causes import Cause, Ending
 from varuna.fleet.departure import leavers
 from varuna.fleet.forming import plan_for, plan_to_come
 from varuna.fleet.questions import Planned, UnansweredError, Unplannable
@@ -38,7 +39,7 @@ def plan_ahead(turn: Turn, phase: Running) -> None:
 
 def _plan_ahead(turn: Turn, phase: Running) -> None:
     _answer_departures(turn)
-    if turn.fleet.phase is not phase or phase.regroup or phase.suspicion or not turn.fleet.formed:
+    if turn.fleet.phase is not phase or phase.regroup is not None or phase.suspicion or not turn.fleet.formed:
         return
     if _steps_left(turn.fleet) < _LAST_STEPS or _is_rank_hidden(turn.fleet):
         return
@@ -61,8 +62,8 @@ def _raise_flag(turn: Turn, flag: Flag) -> None:
 def _regroup(turn: Turn, cause: str) -> None:
     """All ranks stop after the next vote."""
     phase = turn.fleet.phase
-    if isinstance(phase, Running) and not phase.regroup:
-        turn.update(phase=replace(phase, regroup=cause))
+    if isinstance(phase, Running) and phase.regroup is None:
+        turn.update(phase=replace(phase, regroup=Cause(Ending.PLANNED, cause)))
         _raise_flag(turn, "regroup")
 
 
@@ -96,7 +97,7 @@ def _answer_departures(turn: Turn) -> None:
         return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
     if is_late:
         turn.notice(f"{cause} before the current step is finished: the step is run again")
-        stop_generation(turn, cause=cause)
+        stop_generation(turn, Cause(Ending.PLANNED, cause))
     else:
         _regroup(turn, cause)
 

@@ -9,6 +9,7 @@ generations go on from the last one that was written down, and each is written d
 from dataclasses import replace
 
 from varuna.core.persistent import PersistentMap
+from varuna.fleet.causes import Cause, Ending
 from varuna.fleet.journal import Past
 from varuna.fleet.reunion import node_of
 from varuna.fleet.state import Departure, Fleet, FleetConfig, Running
@@ -63,7 +64,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         lineage=lineage,
         votes={newest.step: newest} if newest is not None and counts else {},
         # A member that was lost before its generation ended: the morph is still to come.
-        causes=tuple(f"worker {name} was lost" for name in history[-1].grid if name in lost),
+        causes=tuple(Cause(Ending.LOST, f"worker {name} was lost") for name in history[-1].grid if name in lost),
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from varuna.core.messages import Beat, Hold
 from varuna.core.persistent import PersistentMap
+from varuna.fleet.causes import Ending
 from varuna.fleet.placement import uncovered
 from varuna.fleet.state import Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.stutter import NO_EVIDENCE
@@ -221,12 +222,12 @@ def _judge_running(turn: Turn, phase: Running, away: list[Worker]) -> None:
     if near and not fleet.is_leaving:
         if stands_still(fleet, phase):
             _put_aside(turn, missed, "the step stands still")
-            turn.update(causes=(*turn.fleet.causes, f"{_nodes(missed)} out of sight, and the step stood still"))
+            turn.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight, and the step stood still")
     elif not near and min(fleet.unheard_s(worker.node) for worker in missed) > return_patience_s(fleet):
         # Nobody is left who could say how the step fares.
         _put_aside(turn, missed, "all other ranks have left" if fleet.is_leaving else "so are all ranks")
         if not fleet.is_leaving:
-            turn.update(causes=(*turn.fleet.causes, f"{_nodes(missed)} out of sight"))
+            turn.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight")
 
 
 def stands_still(fleet: Fleet, phase: Running) -> bool:

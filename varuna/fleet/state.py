@@ -13,6 +13,7 @@ from varuna.core.devices import worker_bytes
 from varuna.core.messages import Flag, Vote
 from varuna.core.model import JobFacts
 from varuna.core.persistent import PersistentMap
+from varuna.fleet.causes import Cause
 from varuna.fleet.questions import Answer, Asked, Question
 from varuna.fleet.story import GenerationRecord
 from varuna.fleet.weighing import Experience
@@ -123,12 +124,12 @@ class Running:
     suspicion: Suspicion | None = None
     flags: frozenset[Flag] = frozenset()
     """What rank 0 was asked to raise in the next vote."""
-    regroup: str = ""
-    """Why, if that is a planned morph."""
+    regroup: Cause | None = None
+    """Why there will be a planned morph after the next vote, if so."""
     considered: frozenset[str] = frozenset()
     """Newcomers that are not worth a morph."""
     considered_s: float = 0.0
-    stopped: str = ""
+    stopped: str | None = None
     """The first member that stopped by itself."""
     longest_wait_s: float = 0.0
     """For which a rank waited for its peers, and then went on."""
@@ -223,7 +224,7 @@ class Fleet:
     history: tuple[GenerationRecord, ...] = ()
     departed: frozenset[str] = frozenset()
     """Workers that said Leaving."""
-    causes: tuple[str, ...] = ()
+    causes: tuple[Cause, ...] = ()
     """Why the newest generation ended."""
     broke_s: float = 0.0
     """When the generation before the newest broke."""

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from varuna.core.messages import Finish, ToWorker
+from varuna.fleet.causes import Cause, Ending
 from varuna.fleet.instructions import Ask, EndRun, Instruction, Kill, Publish, Send
 from varuna.fleet.questions import Answer, Asked, Question, UnansweredError, Unusable
 from varuna.fleet.state import Ended, Fleet, Idle, Running, Stopping
@@ -119,7 +120,8 @@ class Turn:
         fleet = self.fleet
         self.publish(WorkerLost(worker=name, rank=fleet.rank_of(name), cause=cause))
         if matters:
-            self.update(causes=(*fleet.causes, cause), futile=0, futile_since_s=None)
+            self.note_cause(Ending.LOST, cause)
+            self.update(futile=0, futile_since_s=None)
         if fleet.history and was_in:
             self.note_change()
         if fleet.is_member(name):
@@ -136,6 +138,10 @@ class Turn:
                     f"{failures} replacements in a row died before a step was committed. The last one: {cause}. "
                     "Look at its log; if it ran out of memory, use fewer workers per machine.",
                 )
+
+    def note_cause(self, ending: Ending, text: str) -> None:
+        """Why the newest generation ends, or has ended."""
+        self.update(causes=(*self.fleet.causes, Cause(ending, text)))
 
     def note_change(self) -> None:
         """Workers came or went: what the run learns its expectations from."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
 from varuna.core.vote import VoteLayout
+from varuna.fleet.causes import Cause, Ending
 from varuna.fleet.futility import note_broken
 from varuna.fleet.sight import is_near, note_progress, stands_still, waits_for_return
 from varuna.fleet.state import Ended, Fleet, Idle, Running, Stopping, Suspicion
@@ -26,7 +27,7 @@ def note_held(turn: Turn, name: str, held: Held) -> None:
             return  # answered a Hold that crossed our Apply
         turn.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
     turn.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections), frozenset(held.lent)))
-    if isinstance(fleet.phase, Running) and not fleet.phase.stopped and fleet.is_joined(name):
+    if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         turn.update(phase=replace(fleet.phase, stopped=name))
 
 
@@ -144,20 +145,21 @@ def _note_proven(turn: Turn) -> None:
 def watch_generation(turn: Turn, phase: Running) -> None:
     """End the generation if a member is lost, a suspicion stands, or somebody stopped."""
     fleet = turn.fleet
-    if fleet.causes:
+    if any(cause.took_somebody for cause in fleet.causes):
         stop_generation(turn)
-    elif phase.stopped and phase.regroup:
-        stop_generation(turn, cause=phase.regroup, planned=True)
-    elif phase.stopped:
-        stop_generation(turn, cause=f"worker {phase.stopped} stopped")
+    elif phase.stopped is not None and phase.regroup is not None:
+        stop_generation(turn, phase.regroup, planned=True)
+    elif phase.stopped is not None:
+        stop_generation(turn, Cause(Ending.STOPPED, f"worker {phase.stopped} stopped"))
     elif not fleet.formed and fleet.listened_s >= phase.began_s + fleet.config.form_timeout_s and _copying(fleet):
-        stop_generation(turn, cause=f"{' and '.join(_copying(fleet))} did not get ready in time")
-    elif (
-        turn.is_tick and fleet.is_leaving and stands_still(fleet, phase)
-    ):  # such as in a generation that began after the last step
-        stop_generation(turn, cause="the other ranks have left")
+        stop_generation(turn, Cause(Ending.UNREADY, f"{' and '.join(_copying(fleet))} did not get ready in time"))
+    elif turn.is_tick and fleet.is_leaving and stands_still(fleet, phase):
+        # Such as in a generation that began after the last step.
+        stop_generation(turn, Cause(Ending.LEFT, "the other ranks have left"))
     elif phase.suspicion and turn.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
-        stop_generation(turn, cause=f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
+        stop_generation(
+            turn, Cause(Ending.REPORTED, f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
+        )
 
 
 def _copying(fleet: Fleet) -> list[str]:
@@ -168,14 +170,14 @@ def _copying(fleet: Fleet) -> list[str]:
     found = []
     for name in fleet.live_members:
         beat = fleet.workers[name].beat
-        if beat is not None and beat.activity.startswith("forms generation"):
+        if beat is not None and beat.forms:
             if beat.at_work:
                 return []
             found.append(name)
     return found
 
 
-def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> None:
+def stop_generation(turn: Turn, cause: Cause | None = None, *, planned: bool = False) -> None:
     """The generation is over. After a regroup vote its ranks stop by themselves, so Hold is said only to the late.
 
     Spares took no part in that vote, and a rank whose link broke does not have its result: they are told at once.
@@ -196,7 +198,7 @@ def stop_generation(turn: Turn, *, cause: str = "", planned: bool = False) -> No
             hold_at_s=hold_at_s,
             suspicion=suspicion,
         ),
-        causes=(*fleet.causes, cause) if cause else fleet.causes,
+        causes=(*fleet.causes, cause) if cause is not None else fleet.causes,
         broke_s=turn.now_s,
         planned=planned,
     )

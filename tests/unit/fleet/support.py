@@ -141,6 +141,7 @@ class Driver:
         hidden: tuple[str, ...] = (),
         activity: str = "waits",
         at_work: tuple[str, ...] = (),
+        forms: bool = False,
         still: bool = True,
     ) -> list[Instruction]:
         """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats.
@@ -157,7 +158,9 @@ class Driver:
                 if worker not in silent:
                     generation, works = self.fleet.generation, worker in at_work
                     wait_s = 0.0 if works else waits_s
-                    beat = Beat(generation=generation, step=0, activity=activity, at_work=works, waits_s=wait_s)
+                    beat = Beat(
+                        generation=generation, step=0, activity=activity, at_work=works, forms=forms, waits_s=wait_s
+                    )
                     self.say(worker, beat)
             for node in {worker.node for worker in self.fleet.workers.values()} - set(hidden):
                 self.feed(NodeHeard(node))
