@@ -333,13 +333,13 @@ def test_a_finished_job_ends_at_once_and_says_so(end: Ends) -> None:
 
 
 def test_a_checkpoint_of_another_job_is_refused(end: Ends) -> None:
-    end("seed").says(1, "is of another job: seed 0 there, 1 now.", "--new --overwrite")
+    end("seed").says(1, "belongs to another job: seed was 0, is now 1.", "--new --overwrite")
     end("batch alone").raises(
-        "CheckpointError", "is of another job: global batch 12 there, 8 now.", "VARUNA_NEW=overwrite"
+        "CheckpointError", "belongs to another job: global batch was 12, is now 8.", "VARUNA_NEW=overwrite"
     )
     end("model").says(
         1,
-        "is of another job: sections 4 there, 3 now; hash of parameters ",
+        "belongs to another job: sections was 4, is now 3; hash of parameters ",
         "Use the model and settings that wrote it",
     )
     for name in ("seed", "batch alone", "model"):

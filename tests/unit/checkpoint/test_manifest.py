@@ -263,10 +263,10 @@ def test_the_same_state_and_samples_continue_whatever_the_graph(store: Store) ->
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (make_job(seed=2), "seed 1 there, 2 now"),
-        (make_job(global_batch=16), "global batch 8 there, 16 now"),
-        (make_job(sections=4), "sections 5 there, 4 now"),
-        (make_job(state_digest="xyz"), "hash of parameters and sections abc there, xyz now"),
+        (make_job(seed=2), "seed was 1, is now 2"),
+        (make_job(global_batch=16), "global batch was 8, is now 16"),
+        (make_job(sections=4), "sections was 5, is now 4"),
+        (make_job(state_digest="xyz"), "hash of parameters and sections was abc, is now xyz"),
     ],
 )
 def test_another_job_is_refused_with_both_values(store: Store, other: JobFacts, message: str) -> None:

@@ -107,7 +107,7 @@ def gaining(wall_s: float, steps: int = 100_000) -> Driver:
 def test_a_gain_that_saves_more_than_it_stalls_is_taken() -> None:
     driver = gaining(wall_s=1.0)
     assert len(sends(driver.wait(1.2), RaiseFlag)) == 1
-    assert "will be taken in: steps 33 % faster save 41.8 s" in driver.told(Notice)[-1].text
+    assert "will be admitted: steps 33 % faster save 41.8 s" in driver.told(Notice)[-1].text
 
 
 def test_a_gain_is_left_where_the_next_change_comes_too_soon() -> None:

@@ -203,7 +203,7 @@ def test_a_rejection_says_which_stage_lacks_how_much() -> None:
 
 
 def test_a_pipeline_without_stages_is_refused() -> None:
-    with pytest.raises(UsageError, match="stages=0 was asked for"):
+    with pytest.raises(UsageError, match="stages=0 was requested"):
         rank(model([section()]), workers=1, global_batch=8, micro_batch=1, stages=0)
 
 

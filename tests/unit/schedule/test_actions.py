@@ -14,5 +14,5 @@ def test_what_is_printed_can_be_read_back() -> None:
 
 @pytest.mark.parametrize("text", ["", "F0", "2X0", "2F", "2F0 "])
 def test_what_is_no_action_is_refused_by_name(text: str) -> None:
-    with pytest.raises(ValueError, match="is no action"):
+    with pytest.raises(ValueError, match="is not an action"):
         parse_action(text)

@@ -11,7 +11,7 @@ def orders(*rows: str) -> Orders:
 @pytest.mark.parametrize(
     ("rows", "micro_batches", "complaint"),
     [
-        (["1F0 1B0"], 1, "1F0 stands in the row of stage 0"),
+        (["1F0 1B0"], 1, "1F0 is in the row of stage 0"),
         (["0F1 0F0 0R0 0B0 0R1 0B1"], 2, "0F1 is out of order: 0F0 is next"),
         (["0F0 0F1 0B1 0R0 0B0"], 2, "0B1 is out of order: 0B0 is next"),
         (["0F0 0B0 0F1"], 2, "0B1 is missing"),
