@@ -31,7 +31,7 @@ class CannotTrain(Exception):
 
 
 NO_LOSS = "no scalar loss"
-_UNTRAINABLE = re.compile(f"{NO_LOSS}|[Tt]raining is not|(does|do) not support training|Tr?ain.* not supported")
+UNTRAINABLE = re.compile(f"{NO_LOSS}|[Tt]raining is not|(does|do) not support training|Tr?ain.* not supported")
 """Said of a model that computes, but nothing to learn from."""
 
 
@@ -147,7 +147,7 @@ def reference(attempt: Attempt) -> Reference:
         for number, prepared in enumerate(ways(attempt)):
             if attempt.candidate not in (None, number):
                 continue
-            if attempt.candidate is None and prepared.otherwise and any(map(_UNTRAINABLE.search, reasons)):
+            if attempt.candidate is None and prepared.otherwise and any(map(UNTRAINABLE.search, reasons)):
                 break
             if (found := _tried(number, prepared, attempt, MODEST_PARAMETERS, reasons, larger)) is not None:
                 return found

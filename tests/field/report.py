@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from tests.field.eager import UNTRAINABLE
 from tests.field.jobs import Job
 from tests.field.judge import BAD, COLUMNS, CRASH, HANG, NOTHING, POOR, REFUSED, RIGHT, WRONG
 
 Verdict = Mapping[str, Any]
 _SHOWN = 320
+_ALIKE = 60
 _HERE = re.compile(r"/\S*/(?=site-packages/|tests/field/|varuna/)|/\S*/\.field/")
 """Folders of the machine of a sweep."""
 _WORST_FIRST = (WRONG, HANG, CRASH, POOR, REFUSED)
@@ -70,10 +72,24 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
     ]
     for column in _WORST_FIRST:
         parts += _listed(column, [verdict for verdict in swept if verdict["column"] == column])
-    parts.append(f"\n## No reference ({found[NOTHING]})\n\n{_NO_REFERENCE}\n")
-    for verdict in sorted((each for each in swept if each["column"] == NOTHING), key=lambda each: str(each["job"])):
-        parts.append(f"- {verdict['job']}: {_brief(verdict['reason'], 110)}")
+    unknown = sorted((each for each in swept if each["column"] == NOTHING), key=lambda each: str(each["job"]))
+    parts.append(f"\n## No reference ({found[NOTHING]})\n\n{_NO_REFERENCE}")
+    for cause, said in _WHY_NOT.items():
+        of_cause = [verdict for verdict in unknown if _why_not(verdict["reason"]) == cause]
+        if of_cause:
+            parts.append(f"\n### {cause} ({len(of_cause)})\n\n{said}\n")
+            parts += [f"- {verdict['job']}: {_brief(verdict['reason'], 110)}" for verdict in of_cause]
     return "\n".join(parts) + "\n"
+
+
+def _why_not(reason: str) -> str:
+    """Which of the causes of ``_WHY_NOT`` kept plain PyTorch from training."""
+    no_loss, library, large, gap = _WHY_NOT
+    if UNTRAINABLE.search(reason):
+        return no_loss
+    if "ImportError" in reason:
+        return library
+    return large if re.search(r"too large for a sweep|not done after", reason) and "Error" not in reason else gap
 
 
 def _table(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict]) -> str:
@@ -91,12 +107,24 @@ def _table(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict]) -> str:
 
 
 def _listed(column: str, verdicts: Sequence[Verdict]) -> list[str]:
+    """One entry for all jobs of which the same is said, but for where it happens; the commonest first."""
     if not verdicts:
         return []
+    groups: dict[str, list[Verdict]] = {}
+    for verdict in sorted(verdicts, key=lambda each: str(each["job"])):
+        groups.setdefault(_likeness(verdict["reason"]), []).append(verdict)
     lines = [f"\n## {column.capitalize()} ({len(verdicts)})\n"]
-    for verdict in sorted(verdicts, key=lambda each: (each["reason"], each["job"])):
-        lines.append(f"- {verdict['job']}: {_brief(verdict['reason'], _SHOWN)}")
+    for members in sorted(groups.values(), key=len, reverse=True):
+        jobs = ", ".join(str(verdict["job"]) for verdict in members)
+        several = f"{len(members)} models, " if len(members) > 1 else ""
+        lines.append(f"- {several}{jobs}: {_brief(members[0]['reason'], _SHOWN)}")
     return lines
+
+
+def _likeness(reason: str) -> str:
+    """The beginning of a reason without numbers, names and places."""
+    words = re.sub(r"\S*[/_.]\S+|\(.*?\)|\d+", "", reason.partition(": ")[2])
+    return " ".join(words.split())[:_ALIKE]
 
 
 def _brief(text: str, most: int) -> str:
@@ -106,30 +134,41 @@ def _brief(text: str, most: int) -> str:
 
 _BEGINNING = """# The field
 
-This page shows how Varuna does on models that nobody here chose: every class in the auto mappings of transformers for
-heads that are trained, one small variant of every family of timm, torchvision's models for images, segmentation and
-video, and the denoisers of diffusers. `tests/field` derives a tiny configuration of each from the library's own
-configuration classes, and samples from the signature of `forward`: sentences of unequal length with a mask and with
-ignored labels, pictures, sound.
+How does Varuna fare with models that nobody here chose? This page is the answer, written by a program. It takes every
+class in the auto mappings of transformers for heads that are trained, one small variant of every family of timm,
+torchvision's models of images, segmentation and videos, and the denoisers of diffusers. `tests/field` derives a tiny
+configuration of each from the library's own configuration classes, and its samples from the signature of `forward` and
+from a trial of the model: sentences of unequal length with a mask and with labels that are ignored, pictures, patches
+in grids, sound, boxes, outlines. The modules are the libraries' own, unmodified. What their `forward` wants in another
+form than a tensor for each name (a list of dicts for a detector) is made by a module around it, in
+`tests/field/wrapped.py`, as a user would write it.
 
-Each job runs three steps of SGD with clipping, with 8 samples per step: first in plain PyTorch, in a process that has
-not imported Varuna; then with Varuna as 1x1, 3x1 and 2x2 (stages x replicas), each rank in its own process. The
-columns:
+Each job runs three steps of SGD with clipping on 8 samples a step: in plain PyTorch, in a process that has not imported
+Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a process. A model of two sections is judged
+in 2x1 in place of 3x1. The columns:
 
-- **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5, and 3x1 equals 1x1
-  bit for bit. (If plain PyTorch itself changes by more when its first parameters change by 3e-6, three times that
-  change is allowed, and 1e-5 in the first loss.) If a model is refused with a message that names `micro_batch=`, it
-  is tried again with `micro_batch=4` (and `per_micro_batch=True`, if the message names it) against plain PyTorch with
-  gradient accumulation over 4 samples of equal length.
-- **refused**: a `VarunaError` before the first step that says where or what, and what to do.
-- **refused poorly**: the same, in words that only developers of Varuna or torch understand.
-- **wrong**, **hang** (a plan takes more than 45 seconds on an idle machine, or all plans more than 120), **crash**:
-  these should never occur.
-- **no reference**: the harness could not get plain PyTorch to train the model, so there is nothing to compare with.
+- **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5 (or to three times what
+  plain PyTorch itself makes of first parameters that are off by 3e-6, and then to 1e-5 in the first loss), and 3x1
+  equals 1x1 bit for bit. What a refusal asks for is done, as a user would: where it names `micro_batch=`, the model is
+  tried again with `micro_batch=4` (and `per_micro_batch=True`, where the message names it) against plain PyTorch with
+  gradient accumulation over 4, on samples of equal length; where it names `cut_points=`, with as many as it says.
+- **refused**: a `VarunaError` before the first step that says where or what, and a way out.
+- **refused poorly**: the same in words that only this project or torch's developers understand.
+- **wrong**, **hang** (a plan not done within 45 seconds of an idle machine, or all of it within 120), **crash**: never
+  to be seen.
+- **no reference**: plain PyTorch was not got to train it, so nothing is judged.
 
-`make test-field` runs all jobs, resumes where it was interrupted, and takes `FAMILY=` and `SAMPLE=`; `make test` runs
-a sample. The order of jobs is random but fixed, so an interrupted sweep is a random sample of all jobs.
+`make test-field` runs all of it, resumes where it was cut, and takes `FAMILY=` and `SAMPLE=`; `make test` runs a
+sample of it. The order is drawn once for all, so what a cut sweep has done is a sample of the whole. Models in tiny
+configurations show whether a computation is captured, cut and weighed rightly; they do not show speed or memory.
 """
-_NO_REFERENCE = """Mostly pictures, sound and text in a format of the family's own, or configurations that contradict
-themselves once they are small: gaps of the harness, not of Varuna. Some classes have no loss of
-their own, and some families have no small variant."""
+_NO_REFERENCE = """Nothing is known of these models with Varuna: plain PyTorch was not got to train them here, so there
+is nothing to compare with. They count neither as right nor as refused."""
+_WHY_NOT = {
+    "No loss of their own": "The class takes no targets, or says itself that it cannot be trained.",
+    "Another library is missing": "Named in the message.",
+    "Too large": "There is no variant small enough for a sweep, or it takes too long.",
+    "Gaps of this harness": "Inputs in a form of the family's own, or fields that contradict each other once they are "
+    "small.",
+}
+"""Causes, in the order of the page, and what to say of each."""
