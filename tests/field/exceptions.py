@@ -20,6 +20,16 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
     "esm": {"vocab_size": 40, "pad_token_id": 1, "mask_token_id": 32},
+    # fields that a head needs and that are empty by default
+    "hiera": {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_num_heads": 2},
+    "sapiens2": {
+        "head_config": {
+            "upsample_out_channels": [16, 16],
+            "upsample_kernel_sizes": [4, 4],
+            "conv_out_channels": [16],
+            "conv_kernel_sizes": [1],
+        }
+    },
     # embeddings in two parts that add up to the hidden size
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
 }

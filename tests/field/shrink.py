@@ -57,6 +57,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"^conv_dim$", lambda value: value),
     (r"^mamba_(n|num)_heads$", _constant(4)),
     (r"^mamba_(d_head|head_?dim)$", lambda value: WIDTH // HEADS),
+    (r"^upsample_groups$", _at_most(WIDTH)),
     # lists that are parts of one chain
     (r"^stage_\w+_channels$|^stem_channels$", _each(lambda value: value // 16 if value % 16 == 0 else value)),
     # what is long
