@@ -64,7 +64,7 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
     asked = sum(bool(verdict["asked"]) for verdict in swept if verdict["column"] == RIGHT)
     parts = [
         _BEGINNING,
-        f"Written by `make field-table` ({found_with}).\n",
+        f"Written by `make field-table` ({found_with}). {_ages(swept)}\n",
         f"**{len(swept)} of {len(jobs)} jobs have been run. Plain PyTorch trains {len(swept) - found[NOTHING]} of "
         f"them; {share_right(found):.0%} of those are right** ({asked} of {found[RIGHT]} with `micro_batch=4`, as a "
         "refusal had suggested).\n",
@@ -90,6 +90,13 @@ def _why_not(reason: str) -> str:
     if "ImportError" in reason:
         return library
     return large if re.search(r"too large for a sweep|not done after", reason) and "Error" not in reason else gap
+
+
+def _ages(verdicts: Sequence[Verdict]) -> str:
+    """Which commits the verdicts are of: what was mended since is judged again only where that was asked for."""
+    number = Counter(str(verdict["commit"]) for verdict in verdicts)
+    each = ", ".join(f"{count} of {commit}" for commit, count in number.most_common())
+    return f"A sweep takes hours, so its verdicts are of several commits: {each}."
 
 
 def _table(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict]) -> str:
