@@ -49,7 +49,7 @@ def test_complex_activations_whose_gradient_was_lost_are_named() -> None:
         for crossing in complex_ones:
             object.__setattr__(crossing, "differentiable", False)
 
-    with pytest.raises(ModelError, match="Activations are complex numbers"):
+    with pytest.raises(ModelError, match="Activations are complex, and"):
         checked(Spectral, mutate=forgetful, cut_points=9)
 
 
