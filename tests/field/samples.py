@@ -82,8 +82,9 @@ class Shapes:
         low = _FIRST if self.vocabulary > 2 * _FIRST else min(3, self.vocabulary - 1)
         ids = torch.randint(low, self.vocabulary, (length,), generator=generator_of(index))
         end = find(self.config, "eos_token_id")
-        if isinstance(end, int) and 0 <= end < self.vocabulary:
-            ids[self.padded_from(index) - 1] = end
+        last = self.padded_from(index) - 1
+        if isinstance(end, int) and 0 <= end < self.vocabulary and last < length:
+            ids[last] = end
         return ids
 
     def padded_from(self, index: int) -> int:

@@ -242,8 +242,9 @@ def _as_told(attempt: Attempt, found: dict[str, Any]) -> Attempt:
         points = judge.number_named("cut_points", asked) or CUT_POINTS
         if attempt.cut_points is None or points < attempt.cut_points:
             return replace(attempt, cut_points=points)
-    elif attempt.micro_batch is None and (asked := judge.asks_for("micro_batch", found)):
-        return replace(attempt, micro_batch=MICRO_BATCH, per_micro_batch="per_micro_batch=" in asked, even=True)
+    elif asked := judge.asks_for("micro_batch", found):
+        within = attempt.per_micro_batch or "per_micro_batch=" in asked
+        return replace(attempt, micro_batch=MICRO_BATCH, per_micro_batch=within, even=True)
     return attempt
 
 
