@@ -6,10 +6,10 @@ stuck from the moment when a member of it is gone until the machine has noticed 
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from varuna.core.messages import Assign, Assignment, Beat, Finish, FromWorker, Held, Hello, Hold, RaiseFlag, Vote, Voted
+from varuna.core.messages import Assign, Assignment, Finish, FromWorker, Held, Hello, Hold, RaiseFlag, Vote, Voted
 from varuna.core.model import JobFacts
 from varuna.core.vote import VoteLayout
 from varuna.fleet.events import (
@@ -80,16 +80,14 @@ class Cluster:
         self._life = _Life()
         self._checkpoint: Checkpoint | None = None
         self._saved_s = 0.0
-        self._heard_s = 0.0
         self._joined_s = float("-inf")
-        self._unnoticed: set[str] = set()  # workers that are gone and may be known to the machine
         self.now_s = 0.0
         self.training_s = 0.0
         self.checkpoints_s: list[float] = []
         self._planner = planner
         config = FleetConfig(
             workers=most_workers,
-            lease_s=costs.lease_s,
+            lease_s=float("inf"),
             wait_s=float("inf"),
             start_timeout_s=float("inf"),
             max_start_failures=10**9,
@@ -119,8 +117,7 @@ class Cluster:
         fleet = self.fleet
         if not isinstance(fleet.phase, Running | Idle) or (isinstance(fleet.phase, Running) and not fleet.formed):
             return True
-        self._unnoticed = {name for name in self._unnoticed if name in fleet.workers}
-        return bool(fleet.departing or self._unnoticed) or self.now_s < self._joined_s + 2
+        return bool(fleet.departing) or self.now_s < self._joined_s + 2
 
     # -- the cloud -------------------------------------------------------------------------------------------
 
@@ -139,12 +136,16 @@ class Cluster:
 
     def remove(self, node: str) -> None:
         """A VM is gone; nobody is told."""
-        names = self._nodes.pop(node)
-        self._beat(names)  # their leases begin now
-        for name in names:
-            self._workers[name].alive = False
-            self._unnoticed.add(name)
-        self._schedule(self.now_s, self._tick_once)
+        for name in self._nodes.pop(node):
+            if self._workers[name].alive:
+                self._workers[name].alive = False
+                self._schedule(self.now_s + self._costs.lease_s, lambda name=name: self._miss(name))  # type: ignore[misc]
+
+    def _miss(self, name: str) -> None:
+        """A lease after its last beat a worker is known to be gone; beats of all the others would say nothing new."""
+        if name in self.fleet.workers:
+            self._feed(WorkerExited(name, -9))
+            self._tick_once()
 
     def _tick_once(self) -> None:
         """Make the slow clock look: from now on it ticks quickly."""
@@ -164,20 +165,9 @@ class Cluster:
         self._feed(MessageReceived(name, message))
 
     def _feed(self, event: Event) -> None:
-        """Everybody alive is heard just often enough, so that a lease runs out for the dead alone."""
-        if self.fleet.listened_s > self._heard_s + self._costs.lease_s - 4 * _QUICK_S:
-            self._heard_s = self.fleet.listened_s
-            self._beat(self.fleet.workers)
         self.fleet, instructions = advance(self.fleet, event, self.now_s)
         for instruction in instructions:
             self._obey(instruction)
-
-    def _beat(self, names: Iterable[str]) -> None:
-        """These workers are heard."""
-        for name in names:
-            known = self.fleet.workers.get(name)
-            if known is not None and known.is_joined and self._workers[name].alive:
-                self._say(name, Beat(generation=self.fleet.generation, step=0, activity=""))
 
     def _obey(self, instruction: Instruction) -> None:
         match instruction:
@@ -185,7 +175,6 @@ class Cluster:
                 self._on_event(self.now_s, event)
             case Kill(worker=name):
                 self._workers[name].alive = False
-                self._unnoticed.add(name)
             case Ask(question=question, number=number):
                 answer = (
                     Found(self._checkpoint)
@@ -214,7 +203,6 @@ class Cluster:
                 life.save = True
             case Finish():
                 worker.alive = False
-                self._unnoticed.add(worker.name)
                 self._schedule(self.now_s, lambda: self._feed(WorkerExited(worker.name, 0)))
             case _:
                 pass
