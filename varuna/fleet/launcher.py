@@ -234,9 +234,10 @@ class _Log:
         with self._lock:
             if self._file.closed:
                 return
-            if self._written_bytes + len(data) > _LOG_BYTES:
+            room_bytes = _LOG_BYTES - self._written_bytes
+            if len(data) > room_bytes:
                 self._complain(f"it has reached {_LOG_BYTES // 2**20} MiB")
-                return
+                data = data[:room_bytes]
             try:
                 self._written_bytes += self._file.write(data)
             except OSError as error:

@@ -252,7 +252,7 @@ def test_a_checkpoint_of_another_job_is_refused_on_every_rank_with_the_same_text
 
     def work(solo: Solo) -> None:
         join(solo, job)
-        with pytest.raises(CheckpointError, match="seed 0 there, 5 now") as refused:
+        with pytest.raises(CheckpointError, match="seed was 0, is now 5") as refused:
             solo.next_directive()
         texts.append(str(refused.value))
 

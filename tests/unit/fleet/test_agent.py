@@ -92,7 +92,7 @@ def test_a_full_disk_starts_no_worker_and_ends_none(bench: Bench, monkeypatch: p
         [slot] = agent._slots.due(0.0)
         agent._start(slot, 0.0)
     assert started == []
-    assert "cannot be written (No space left on device)" in bench.told[-1]
+    assert "is not writable (No space left on device)" in bench.told[-1]
     assert agent._slots.due(29.0) == []
     [slot] = agent._slots.due(31.0)
     agent._start(slot, 31.0)

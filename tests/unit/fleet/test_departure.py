@@ -49,7 +49,7 @@ def test_a_notice_leads_to_a_morph_behind_a_vote_with_the_leaving_node_as_a_sour
     assert not sends(driver.done, Hold)
     regroup(driver, 3)
     record = driver.fleet.record
-    assert record.cause == "node b leaves (preemption notice)"
+    assert record.cause == "node b will leave (preemption notice)"
     assert (record.steps_redone, record.first_step, record.rollback) == (0, 3, False)
     assert record.members == ("w0", "w4", "w2", "w3", "w1")  # the spare took the seat; the leaver only serves
     assert not any(isinstance(item, Release) for item in driver.done)

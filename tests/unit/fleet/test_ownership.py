@@ -17,7 +17,7 @@ def test_the_second_owner_waits_a_moment_and_is_told_who_the_first_one_is(tmp_pa
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    with pytest.raises(FleetError, match=rf"belongs to another manager, process {os.getpid()} on .*Stop that one"):
+    with pytest.raises(FleetError, match=rf"is used by another manager, process {os.getpid()} on .*Stop that one"):
         own(tmp_path, "manager", remedy="Stop that one.", clock=lambda: now[0], sleep=sleep)
     assert 5.0 <= now[0] < 5.2
 
@@ -50,6 +50,6 @@ def test_two_runs_do_not_write_one_log_of_steps(tmp_path: Path) -> None:
 def test_two_agents_do_not_share_a_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("varuna.fleet.ownership._GOODBYE_S", 0.0)
     first = Home(tmp_path).own()
-    with pytest.raises(FleetError, match=r"belongs to another agent.*--state-dir"):
+    with pytest.raises(FleetError, match=r"is used by another agent.*--state-dir"):
         Home(tmp_path).own()
     first.release()

@@ -150,7 +150,7 @@ def test_a_launch_that_found_no_machine_is_a_lack_of_capacity(client: Any, endpo
     with stubbed(provider) as aws:
         aws.add_response("describe_auto_scaling_groups", group(4, 1))
         aws.add_response("describe_scaling_activities", {"Activities": [activity("Failed", SPOT)]})
-        with pytest.raises(CapacityError, match="found no machine: Could not launch Spot"):
+        with pytest.raises(CapacityError, match="could not start a machine: Could not launch Spot"):
             provider.resize(4)
 
 

@@ -245,7 +245,7 @@ def test_a_refusal_asks_for_what_is_missing_only() -> None:
     apart = replace(found, mixing=())
     with pytest.raises(ModelError, match=r"test_mixing\.py:\d+ .*pass micro_batch= .* and per_micro_batch=True"):
         check_mixing(found, None, accepted=False)
-    with pytest.raises(ModelError, match="pass per_micro_batch=True:"):
+    with pytest.raises(ModelError, match="pass per_micro_batch=True;"):
         check_mixing(found, 4, accepted=False)
     with pytest.raises(ModelError, match=r"pass micro_batch= \(how many"):
         check_mixing(found, None, accepted=True)
