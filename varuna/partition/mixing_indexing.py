@@ -22,7 +22,7 @@ from varuna.partition.mixing import (
 from varuna.partition.mixing_shapes import at, unsure, value_of
 from varuna.partition.mixing_sums import total
 from varuna.partition.rows import IN_TURN, ONE, Fact, Fixed, Order, Rows, carriers
-from varuna.partition.simplify import op_name
+from varuna.partition.simplify import op_name, written_arguments
 
 
 def index(t: Tracking, node: Node) -> Found:
@@ -94,8 +94,14 @@ def _along_picks(t: Tracking, node: Node, mask: Node, moving: list[Rows], dim: i
 
 
 def put(t: Tracking, node: Node) -> Found:
-    """``x[mask] = y``, where ``y`` is the same for all or what the mask picks."""
+    """``x[mask] = y``, where ``y`` is the same for all or what the mask picks.
+
+    Labels that are written in place are left alone: a count would be read from them, and what counts must be computed
+    again from the inputs, as values that are written in place never are.
+    """
     source, places, given = node.args[:3]
+    if written_arguments(node) and not value_of(source).is_floating_point():
+        return unsure(t, node)
     indices = [(place, each) for place, each in enumerate(places) if isinstance(each, Node)]  # type: ignore[arg-type]
     if len(indices) != 1 or value_of(indices[0][1]).dtype is not torch.bool or argument(node, "accumulate", False):
         return unsure(t, node)
