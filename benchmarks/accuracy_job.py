@@ -21,13 +21,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import varuna  # noqa: E402
+from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time  # noqa: E402
 from benchmarks.engine_overhead import Tokens, build  # noqa: E402
-from benchmarks.slept.network import NETWORKS, delay_sends, run_on_time  # noqa: E402
 from benchmarks.timed import step_times  # noqa: E402
 from varuna.core.model import JobFacts  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
-from varuna.engine.solo import Solo, world_from_environment  # noqa: E402
-from varuna.engine.transport import c10d  # noqa: E402
+from varuna.engine.base.transport import c10d  # noqa: E402
+from varuna.membership.static import StaticMembership, world_from_environment  # noqa: E402
 
 UNIT_S = 0.01
 """Seconds of a slept section's forward."""
@@ -127,7 +127,7 @@ def run(trainer: varuna.Trainer, plan: Plan, steps: int) -> None:
     def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         return plan
 
-    session = trainer._start(steps, Solo(world, planned))
+    session = trainer._start(steps, StaticMembership(world, planned))
     times: list[float] = []
     actions: dict[str, list[float]] = {}
     waited: list[float] = []

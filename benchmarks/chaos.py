@@ -23,11 +23,11 @@ from pathlib import Path
 
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.events import DrainRequested, FinishRequested, SpawnRequested
-from varuna.fleet.journal import read_events
-from varuna.fleet.ledger import audit
-from varuna.fleet.run import Run
-from varuna.fleet.state import Ended, FleetConfig, Running
+from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.sample_ledger import audit
+from varuna.fleet.state.fleet import Ended, FleetConfig, Running
+from varuna.fleet.state.inputs import DrainRequested, FinishRequested, SpawnRequested
 from varuna.planner.choose import plan_run
 
 JOB = Path(__file__).with_name("elastic_job.py")
@@ -38,7 +38,7 @@ LEASE_S = 3.0
 class Chaos:
     """Takes workers away and brings them back, as a seeded script says."""
 
-    def __init__(self, run: Run, seed: int) -> None:
+    def __init__(self, run: LocalRun, seed: int) -> None:
         self._run, self._choose = run, random.Random(seed)
         self.acts: Counter[str] = Counter()
 
@@ -89,7 +89,7 @@ def disturbed(folder: Path, seconds: float, seed: int) -> tuple[dict[int, float]
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, stages=min(2, workers), micro_batch=micro_batch)
 
-    run = Run(
+    run = LocalRun(
         JOB,
         ["--pause", "0.2", "--checkpoints", str(folder / "checkpoints")],
         config=FleetConfig(workers=WORKERS, replace=False, lease_s=LEASE_S),

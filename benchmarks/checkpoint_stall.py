@@ -22,15 +22,15 @@ import torch.distributed as distributed
 import torch.distributed.checkpoint as checkpoint
 
 from varuna.checkpoint.collector import Collector
+from varuna.checkpoint.io.restore import everything, read_states
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.snapshot import SnapshotBuffer, needed_bytes, shares_of
+from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.manifest import Manifest, commit
-from varuna.checkpoint.restore import everything, read_states
-from varuna.checkpoint.shards import SectionState
-from varuna.checkpoint.snapshot import SnapshotBuffer, needed_bytes, shares_of
-from varuna.checkpoint.writer import BackgroundWriter
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.engine.lanes import HostLane
+from varuna.engine.links.host_copies import HostLane
 from varuna.store.folder import FolderStore
 
 SECTIONS = 8

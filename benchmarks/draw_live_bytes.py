@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from varuna.partition.capture import Recipe
-from varuna.partition.costs import Cost
-from varuna.partition.cuts import choose_cuts
-from varuna.partition.flow import Flow
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.cut.cuts import choose_cuts
+from varuna.partition.graph.costs import Cost
+from varuna.partition.graph.flow import Flow
 from varuna.partition.model import partition
 
 LENGTH = 1024

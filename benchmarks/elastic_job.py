@@ -80,7 +80,7 @@ class Marks:
 def elastic(steps: int, marks: Marks, pause_s: float, checkpoints: str | None) -> None:
     """Varuna, in whatever way this process was started."""
     import varuna
-    from varuna.observe.bus import Span, subscribe
+    from varuna.engine.base.spans import Span, subscribe
 
     def listen(span: Span) -> None:
         if span.phase == "end" and span.name in ("B", "form"):

@@ -24,14 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from varuna.calibration.assemble import assemble
-from varuna.calibration.collect import collect
-from varuna.calibration.store import StoreHost
-from varuna.core.calibration import Calibration, Link, Network, Ring
+from varuna.calibration.fit import assemble
+from varuna.calibration.format import Calibration, Link, Network, Ring
+from varuna.calibration.measure.collect import collect
+from varuna.calibration.measure.rendezvous import StoreHost
 from varuna.core.plan import Plan
-from varuna.observe.bus import Span, subscribe
-from varuna.planner.costs import pipeline_costs
-from varuna.planner.profile import profile
+from varuna.engine.base.spans import Span, subscribe
+from varuna.planner.pricing.costs import pipeline_costs
+from varuna.planner.pricing.profile import profile
 from varuna.simulator.step import simulate
 
 MICRO_BATCHES = 8

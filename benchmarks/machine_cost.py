@@ -16,11 +16,19 @@ from varuna.core.messages import Beat, Held, Hello, Vote, Voted, to_worker
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
-from varuna.fleet.events import AnswerReceived, Event, MessageReceived, NodeHeard, Tick, WorkerExited, WorkerSpawned
-from varuna.fleet.instructions import Ask, Instruction, Send
-from varuna.fleet.machine import advance
-from varuna.fleet.questions import Answer, Found, Planned, WhichPlan
-from varuna.fleet.state import Fleet, FleetConfig, Running
+from varuna.fleet.machine.advance import advance
+from varuna.fleet.state.fleet import Fleet, FleetConfig, Running
+from varuna.fleet.state.inputs import (
+    AnswerReceived,
+    Event,
+    MessageReceived,
+    NodeHeard,
+    Tick,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.state.outputs import Ask, Instruction, Send
+from varuna.fleet.state.questions import Answer, FoundCheckpoint, Planned, WhichPlan
 
 SECTIONS = 32
 
@@ -67,7 +75,7 @@ class World:
     def feed(self, event: Event) -> list[Instruction]:
         self.fleet, instructions = advance(self.fleet, event, self.now_s)
         for ask in [each for each in instructions if isinstance(each, Ask)]:
-            answer: Answer = Found(None)
+            answer: Answer = FoundCheckpoint(None)
             if isinstance(ask.question, WhichPlan):
                 answer = Planned(plan_for(ask.job, ask.question.workers, stages=self.stages), running_s=1.0)
             instructions += self.feed(AnswerReceived(ask.question, ask.number, answer))

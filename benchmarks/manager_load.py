@@ -30,24 +30,24 @@ from varuna import __version__
 from varuna.core.messages import Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.authority import SERVER_NAME, client_context
-from varuna.fleet.cluster import Cluster, ManagerConfig
-from varuna.fleet.manage import cluster_config
-from varuna.fleet.protocol import (
-    Answer,
+from varuna.fleet.manager.cluster_manager import ClusterManager, ManagerConfig
+from varuna.fleet.manager.reconcile import node_of
+from varuna.fleet.manager.start import cluster_config
+from varuna.fleet.net.ca import SERVER_NAME, client_context
+from varuna.fleet.net.protocol import (
     DownItem,
     Greet,
     Identity,
     JobIdentity,
     Pulse,
+    PulseAnswer,
     Started,
     Tell,
     UpItem,
     down_frame,
 )
-from varuna.fleet.registry import Registry, hashed
-from varuna.fleet.reunion import node_of
-from varuna.fleet.serving import raise_open_files
+from varuna.fleet.net.serving import raise_open_files
+from varuna.fleet.run_folder.registry import Registry, hashed
 
 JOB = JobIdentity(version=__version__, script="train.py", script_sha256="0" * 64, args_sha256="0" * 64)
 
@@ -58,7 +58,7 @@ def manage(run_dir: Path, pipe: Connection) -> None:
     def no_plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         raise AssertionError("no worker ever says Hello here")
 
-    cluster = Cluster(
+    cluster = ClusterManager(
         ManagerConfig(run_dir=run_dir),
         config=cluster_config(10**6),
         planner=no_plan,
@@ -124,7 +124,7 @@ class Crowd:
         try:
             async for text in websocket:
                 frame = down_frame.validate_json(text)
-                if isinstance(frame, Answer):
+                if isinstance(frame, PulseAnswer):
                     self.round_trips_s.append(time.monotonic() - waiting.pop(0))
                 elif isinstance(frame, DownItem):
                     received[0] = frame.number

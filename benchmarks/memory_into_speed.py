@@ -65,7 +65,7 @@ class Planning:
     """Plans of both policies for workers of any memory."""
 
     def __init__(self, layers: int, stages: int, micro_batches: int) -> None:
-        from varuna.core.nominal import nominal_calibration
+        from varuna.calibration.nominal import nominal_calibration
 
         self.trainer = trainer_of(layers, micro_batches)
         self.model = self.trainer.partition()
@@ -119,10 +119,10 @@ class Planning:
     def run(self, plan: Any, steps: int) -> float:
         """Median seconds of a step of ``plan`` in fresh processes, one per rank."""
         from benchmarks.timed import step_times
-        from varuna.engine.solo import Solo, world_from_environment
+        from varuna.membership.static import StaticMembership, world_from_environment
 
         def rank() -> float:
-            membership = Solo(world_from_environment(), lambda *_: plan)
+            membership = StaticMembership(world_from_environment(), lambda *_: plan)
             session = self.trainer.session(steps + 2, membership, self.model, self.trainer.beginning(self.model))
             return statistics.median(
                 list(step_times(session))[2:]

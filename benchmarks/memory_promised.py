@@ -193,14 +193,14 @@ class Meter:
 
     def __init__(self, device: torch.device) -> None:
         """Start to count; on the CPU also on every thread that is started from now on."""
-        from varuna.observe import bus
-        from varuna.partition.allocated import Allocated
+        from varuna.engine.base import spans
+        from varuna.partition.watching.live_bytes import Allocated
 
         self.on_gpu = device.type == "cuda"
         self.counted = Allocated()
         self.formed = False
         self.peaks: dict[str, int] = {}
-        self._bus = bus
+        self._bus = spans
         if not self.on_gpu:
             run, counted = threading.Thread.run, self.counted
 
@@ -209,7 +209,7 @@ class Meter:
                     run(thread)
 
             setattr(threading.Thread, "run", watched)  # noqa: B010 - mypy has no word for a method that is replaced
-        bus.subscribe(self._hear)
+        spans.subscribe(self._hear)
 
     def _hear(self, mark: Any) -> None:
         name = mark.name if mark.phase == "end" else "between"
@@ -232,7 +232,7 @@ class Meter:
 
 def plan_of(facts: Any, case: Case) -> Any:
     """The planner's plan for a case."""
-    from varuna.core.nominal import nominal_calibration
+    from varuna.calibration.nominal import nominal_calibration
     from varuna.planner.choose import best_plan
     from varuna.planner.request import PlanRequest
 
@@ -259,7 +259,7 @@ def plan_of(facts: Any, case: Case) -> Any:
 def measure(model: str, case: Case, device: str | None) -> list[Row]:
     """Promised and measured bytes of each stage of the first replica."""
     import varuna
-    from varuna.engine.solo import Solo, world_from_environment
+    from varuna.membership.static import StaticMembership, world_from_environment
 
     build, dataset = MODELS[model]
     trainer = varuna.Trainer(
@@ -278,7 +278,9 @@ def measure(model: str, case: Case, device: str | None) -> list[Row]:
         torch.set_num_threads(1)
         world = world_from_environment()
         meter = Meter(trainer.device)
-        session = trainer.session(STEPS, Solo(world, lambda *_: plan), captured, trainer.beginning(captured))
+        session = trainer.session(
+            STEPS, StaticMembership(world, lambda *_: plan), captured, trainer.beginning(captured)
+        )
         with meter.counted.watch():
             for _ in session.steps():
                 pass

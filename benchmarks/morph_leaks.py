@@ -16,9 +16,9 @@ from pathlib import Path
 
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.events import MorphRequested, StopRequested
-from varuna.fleet.run import Run
-from varuna.fleet.state import Ended, FleetConfig
+from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.inputs import MorphRequested, StopRequested
 from varuna.planner.choose import plan_run
 
 JOB = Path(__file__).with_name("elastic_job.py")
@@ -47,7 +47,7 @@ def main() -> None:
 
     rows: dict[int, list[dict[str, int]]] = {}
     with tempfile.TemporaryDirectory() as name:
-        run = Run(
+        run = LocalRun(
             JOB,
             [],
             config=FleetConfig(workers=2, replace=False),

@@ -57,7 +57,7 @@ def measure(name: str) -> dict[str, Any]:
     """Partition one model in this process."""
     import torch
 
-    from varuna.partition.capture import Recipe
+    from varuna.partition.capture.capture import Recipe
     from varuna.partition.model import partition
 
     torch.set_num_threads(1)

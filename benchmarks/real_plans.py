@@ -13,9 +13,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from varuna.core.calibration_file import read_calibration
-from varuna.planner.plans import rank_plans
+from varuna.calibration.file import read_calibration
 from varuna.planner.request import PlanRequest
+from varuna.planner.sweep import rank_plans
 
 FOLDER = Path(__file__).parents[1] / "examples" / "calibrations"
 BATCHES = {"gpt2-200b-v100": 512, "gpt2-200b-h100": 512, "llama3-405b-h100": 2048}

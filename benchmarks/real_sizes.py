@@ -91,7 +91,7 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from varuna.data import sample_index
-    from varuna.engine.precision import DTYPES
+    from varuna.engine.stage.precision import DTYPES
 
     torch.manual_seed(0)
     dtype = DTYPES[options.precision]
@@ -137,7 +137,7 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
 def ours(options: argparse.Namespace) -> dict[str, Any] | None:
     """The same job under Varuna; None on all ranks but the main one."""
     import varuna
-    from varuna.engine.solo import Solo, world_from_environment
+    from varuna.membership.static import StaticMembership, world_from_environment
     from varuna.planner.choose import plan_run
 
     stages, _, variant = options.mode.partition("-")
@@ -153,7 +153,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any] | None:
         offload_optimizer=variant == "offload",
     )
     model = trainer.partition()
-    solo = Solo(
+    solo = StaticMembership(
         world_from_environment(),
         lambda job, workers, m: plan_run(job, workers=workers, stages=int(stages), micro_batch=m, policy=policy),
     )

@@ -31,10 +31,10 @@ from typing import NamedTuple
 
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.events import DrainRequested, SpawnRequested
-from varuna.fleet.run import Run
-from varuna.fleet.state import FleetConfig
-from varuna.fleet.story import RunEvent, StepRecorded
+from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.inputs import DrainRequested, SpawnRequested
+from varuna.fleet.state.run_events import RunEvent, StepRecorded
 from varuna.planner.choose import plan_run
 
 JOB = Path(__file__).with_name("elastic_job.py")
@@ -119,7 +119,7 @@ class Stage:
         def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
             return plan_run(job, workers=workers, stages=2, micro_batch=micro_batch)
 
-        self.run = Run(
+        self.run = LocalRun(
             JOB,
             ["--marks", str(folder)],
             config=FleetConfig(workers=WORKERS, replace=False, join_grace_s=0.1),

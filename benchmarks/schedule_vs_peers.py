@@ -6,7 +6,7 @@
 Every engine runs as it is installed, with the same tensors over the same links, recomputes every stage and holds
 one set of activations. Compute is slept (one unit a forward, one a recompute, two a backward), so that 8 ranks fit
 on 2 cores. Each round starts every engine afresh; the figure is the median over all steps but each start's first
-ones. Networks are those of ``benchmarks/slept/network.py``. The last line is JSON.
+ones. Networks are those of ``benchmarks/emulated/network.py``. The last line is JSON.
 """
 
 import argparse
@@ -37,7 +37,9 @@ def run(engine: str, options: argparse.Namespace) -> list[float]:
     steps = options.iterations + WARM_UP_STEPS[ours]
     given = [engine, *map(str, (options.stages, options.micro_batches, options.network, options.unit_s, steps))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "benchmarks.slept.ours"] if ours else [str(PEERS), "-m", "benchmarks.slept.peers"]
+    command = (
+        [sys.executable, "-m", "benchmarks.emulated.ours"] if ours else [str(PEERS), "-m", "benchmarks.emulated.peers"]
+    )
     try:
         done = subprocess.run(
             [*command, *given], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False

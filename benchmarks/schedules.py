@@ -5,7 +5,7 @@
     python benchmarks/schedules.py --measure docs/schedules-measured.svg     # runs the engine on 4 ranks: a minute
 
 One unit is one forward of a stage; R = 1, B = 2, I = 1.22, W = 0.80 (as measured: 0.61 B and 0.40 B). Networks are
-those of ``benchmarks/slept/network.py``, and one worse; with jitter, means over seeds. The picture is the paper's
+those of ``benchmarks/emulated/network.py``, and one worse; with jitter, means over seeds. The picture is the paper's
 figure, with I = W = 1. The measured one runs the engine itself with slept compute and gloo, beside its simulation.
 """
 
@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.slept.network import NETWORKS, Network
-from varuna.core.calibration import Jitter
-from varuna.observe.bus import Span
+from benchmarks.emulated.network import NETWORKS, Network
+from varuna.calibration.format import Jitter
+from varuna.engine.base.spans import Span
 from varuna.observe.gantt import Panel, draw, measured, simulated
 from varuna.schedule.policy import POLICIES, split_last
 from varuna.simulator.bounds import lower_bound_s
@@ -104,7 +104,7 @@ def run(policy: str, network: str, stages: int, micro_batches: int) -> list[Span
     with tempfile.TemporaryDirectory() as folder:
         arguments = [policy, str(stages), str(micro_batches), network, str(UNIT_S), "4", folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-m", "benchmarks.slept.ours", *arguments]
+        command = [sys.executable, "-m", "benchmarks.emulated.ours", *arguments]
         subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=300, check=True)
         found = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
     return [Span(*values) for rank in found for values in rank]

@@ -12,11 +12,11 @@ import json
 import random
 import time
 
-from varuna.core.calibration import Calibration, Jitter, Link, Network, Ring
+from varuna.calibration.format import Calibration, Jitter, Link, Network, Ring
+from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import ModelFacts, SectionFacts
-from varuna.core.nominal import nominal_calibration
-from varuna.planner.plans import rank_plans
 from varuna.planner.request import PlanRequest
+from varuna.planner.sweep import rank_plans
 
 MB, GB = 10**6, 10**9
 _DEPTHS = 30

@@ -23,15 +23,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from varuna.calibration.assemble import assemble  # noqa: E402
-from varuna.calibration.collect import collect  # noqa: E402
+from varuna.calibration.fit import assemble  # noqa: E402
+from varuna.calibration.format import Calibration  # noqa: E402
+from varuna.calibration.measure.collect import collect  # noqa: E402
+from varuna.calibration.measure.rendezvous import StoreHost  # noqa: E402
 from varuna.calibration.statistics import spread  # noqa: E402
-from varuna.calibration.store import StoreHost  # noqa: E402
-from varuna.core.calibration import Calibration  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.planner.balance import balance  # noqa: E402
-from varuna.planner.costs import pipeline_costs  # noqa: E402
-from varuna.planner.profile import profile  # noqa: E402
+from varuna.planner.pricing.costs import pipeline_costs  # noqa: E402
+from varuna.planner.pricing.profile import profile  # noqa: E402
 from varuna.schedule.policy import stash_limit  # noqa: E402
 from varuna.simulator.step import simulate  # noqa: E402
 

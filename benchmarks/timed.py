@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from varuna.engine.session import Session
+from varuna.engine.worker.session import Session
 
 
 def step_times(session: Session) -> Iterator[float]:

@@ -19,7 +19,7 @@ from varuna.core.plan import Plan
 from varuna.core.version import __version__
 
 if TYPE_CHECKING:
-    from varuna.engine.shared import all_reduce_shared, owned
+    from varuna.engine.stage.cross_stage import all_reduce_shared, owned
     from varuna.results import Step
     from varuna.trainer import Trainer
 
@@ -49,7 +49,7 @@ def __getattr__(name: str) -> Any:
     if name == "Step":
         return import_module("varuna.results").Step
     if name in ("all_reduce_shared", "owned"):
-        return getattr(import_module("varuna.engine.shared"), name)
+        return getattr(import_module("varuna.engine.stage.cross_stage"), name)
     raise AttributeError(f"module 'varuna' has no attribute {name!r}")
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from varuna.core.plan import Plan
-from varuna.engine.evaluate import Sums
-from varuna.engine.session import Committed
-from varuna.engine.step import overflowed
+from varuna.engine.worker.evaluate import EvaluationSums
+from varuna.engine.worker.session import Committed
+from varuna.engine.worker.step import overflowed
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Evaluation:
     """False if a worker was lost meanwhile, or a morph was due; the next call measures again."""
 
 
-def evaluation_of(found: Sums | None, examples: int) -> Evaluation:
+def evaluation_of(found: EvaluationSums | None, examples: int) -> Evaluation:
     """The evaluation of ``examples`` examples from its sums; ``found`` is None if a morph interrupted it."""
     if found is None:
         return Evaluation(math.nan, 0.0, examples, {}, complete=False)

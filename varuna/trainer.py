@@ -12,38 +12,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna import arguments as given
 from varuna.checks.mixing import check_mixing
 from varuna.checks.selfcheck import SelfCheck
-from varuna.configured import Configured
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
 from varuna.core.model import JobFacts, Links, Offload
 from varuna.core.precision import Precision, Reduction
 from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
-from varuna.engine.compiled import compiler_of
-from varuna.engine.connect import solo_from_environment
-from varuna.engine.evaluate import Work
-from varuna.engine.export import export_model
-from varuna.engine.job import Job
-from varuna.engine.lanes import lanes_of
-from varuna.engine.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
-from varuna.engine.precision import DTYPES, cast, unit_near
-from varuna.engine.process import settle
-from varuna.engine.saving import Saver, check_writable
-from varuna.engine.session import Session
-from varuna.intercept import offer
-from varuna.launched import failed, manager, watch_exceptions
-from varuna.partition.beginning import Beginning, Init, begin_with, check_beginning
-from varuna.partition.capture import LossFunction, MetricsFunction, Recipe
-from varuna.partition.devices import on_device
+from varuna.engine.base.compute_process import settle
+from varuna.engine.graphs.compiled import compiler_of
+from varuna.engine.links.host_copies import lanes_of
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.stage.precision import DTYPES, cast, unit_near
+from varuna.engine.worker.evaluate import EvaluationWork
+from varuna.engine.worker.export import export_model
+from varuna.engine.worker.session import Session
+from varuna.engine.worker.snapshotter import Snapshotter, check_writable
+from varuna.job import arguments as given
+from varuna.job.model_config import Configured
+from varuna.job.script_runner import offer
+from varuna.membership.detect import solo_from_environment
+from varuna.membership.launched import failed, manager, watch_exceptions
+from varuna.partition.batch_weight import WeightFunction, weight_of
+from varuna.partition.capture.capture import LossFunction, MetricsFunction, Recipe
+from varuna.partition.cut_at import chooser
 from varuna.partition.evaluation import for_evaluation
-from varuna.partition.initialise import Initial, needed_buffers
+from varuna.partition.initial.constructor import Initial, needed_buffers
+from varuna.partition.initial.initial_values import Init, InitialParameters, begin_with, check_beginning
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
-from varuna.partition.modules import chooser
-from varuna.partition.weighing import WeightFunction, weight_of
+from varuna.partition.on_device import on_device
 from varuna.results import Evaluation, Step, evaluation_of, step_of
 from varuna.store import opening
 
@@ -215,7 +215,7 @@ class Trainer:
             buffers = self.beginning(self._model).buffers(needed) if needed else {}
             self._evaluated = on_device(model, self._device), self._cast(buffers)
         self._evaluations += 1
-        found = self._session.evaluate(Work(self._evaluations, *self._evaluated, source, count, self._weight))
+        found = self._session.evaluate(EvaluationWork(self._evaluations, *self._evaluated, source, count, self._weight))
         return evaluation_of(found, count)
 
     def export(self, path: str | os.PathLike[str]) -> None:
@@ -292,7 +292,7 @@ class Trainer:
         initial = self.beginning(self._model or self.partition()).whole()
         return initial if self._precision == "fp32" else initial.to(self.recipe.dtype)
 
-    def beginning(self, model: PartitionedModel) -> Beginning:
+    def beginning(self, model: PartitionedModel) -> InitialParameters:
         """Where first values come from."""
         return begin_with(
             self.recipe,
@@ -328,9 +328,9 @@ class Trainer:
         n: int,
         membership: Membership,
         model: PartitionedModel,
-        beginning: Beginning,
+        beginning: InitialParameters,
         *,
-        saver: Saver | None = None,
+        saver: Snapshotter | None = None,
         global_batch: int | None = None,
     ) -> Session:
         """A worker's life, to be run: of this job, or of a rehearsal with another batch and beginning.
@@ -384,7 +384,7 @@ class Trainer:
         if self._directory is not None:
             store = opening.open_store(self._directory, upload_bytes_per_s=self._upload_bytes_per_s)
             check_writable(store)
-            saver = Saver(store, self._every, membership.saved, membership.unsaved)
+            saver = Snapshotter(store, self._every, membership.saved, membership.unsaved)
         given.check_normalisation(self._micro_batch, batch_dependent=(model := self.partition()).facts.batch_dependent)
         check_mixing(model, self._micro_batch, accepted=self.checks.per_micro_batch)
         self._session = self.session(n, membership, model, self.beginning(model), saver=saver)

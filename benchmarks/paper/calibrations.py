@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.paper.machines import H100, V100, Machine
-from varuna.core.calibration import Calibration, ModelIdentity, OptimizerCosts, SectionKind, SectionRun
-from varuna.core.calibration_file import write_calibration
+from varuna.calibration.file import write_calibration
+from varuna.calibration.format import Calibration, ModelIdentity, OptimizerCosts, SectionKind, SectionRun
 from varuna.core.model import TiedParameter
 
 FOLDER = Path(__file__).parents[2] / "examples" / "calibrations"

@@ -5,15 +5,15 @@ from functools import lru_cache
 
 from benchmarks.paper.calibrations import Transformer, calibrate
 from benchmarks.paper.machines import Machine
-from varuna.core.calibration import Calibration, OptimizerCosts
+from varuna.calibration.format import Calibration, OptimizerCosts
 from varuna.core.plan import Plan
 from varuna.planner.balance import balance
-from varuna.planner.costs import pipeline_costs
-from varuna.planner.network import network_of, reduce_s
-from varuna.planner.predict import predict
-from varuna.planner.profile import profile
-from varuna.planner.sizing import Size, Sizer
-from varuna.planner.spans import Spans
+from varuna.planner.pricing.costs import pipeline_costs
+from varuna.planner.pricing.network import network_of, reduce_s
+from varuna.planner.pricing.predict import predict
+from varuna.planner.pricing.profile import profile
+from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.stage_size import Size, Sizer
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.costs import PipelineCosts
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from varuna.core.calibration import Hardware, Jitter, Link, Network, OptimizerCosts, Ring
+from varuna.calibration.format import Hardware, Jitter, Link, Network, OptimizerCosts, Ring
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.paper.calibrations import BERT_72, BERT_LARGE, GPT2, LLAMA3_405B, ON_HOST, Transformer
 from benchmarks.paper.configurations import calibration_of, configured, intra_layer_s, tflops_per_gpu
 from benchmarks.paper.machines import DGX2, H100, V100, V100_4, Machine
-from varuna.core.calibration import Network
+from varuna.calibration.format import Network
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
 from varuna.planner.choose import best_plan

@@ -13,9 +13,9 @@ import pytest
 
 from tests.scenarios.launch import BOUND_S, JOB, environment, json_log, wait_for
 from tests.scenarios.warm import Process
-from varuna.fleet.access import find
-from varuna.fleet.journal import read_events
-from varuna.fleet.story import RunEvent
+from varuna.fleet.run_folder.connection_file import find
+from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.state.run_events import RunEvent
 
 CLI = [sys.executable, "-m", "varuna.cli.main"]
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import varuna
-from varuna.engine.lanes import lanes_over
-from varuna.observe.bus import Span, subscribe
+from varuna.engine.base.spans import Span, subscribe
+from varuna.engine.links.host_copies import lanes_over
 
 VOCABULARY, LENGTH, WIDTH = 32, 12, 16
 

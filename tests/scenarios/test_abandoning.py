@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 
 from tests.scenarios.launch import wait_for
-from varuna.engine.groups import Groups, form
-from varuna.engine.transport import connect_store
+from varuna.engine.base.transport import connect_store
+from varuna.engine.links.groups import Groups, form
 
 ROOT = Path(__file__).parents[2]
 SILENT = """
 import sys
-from varuna.engine.groups import form
-from varuna.engine.transport import connect_store
+from varuna.engine.links.groups import form
+from varuna.engine.base.transport import connect_store
 store = connect_store("127.0.0.1", 0, hosts=True)
 print(store.port, flush=True)
 where = dict(interface_host="127.0.0.1", store_port=store.port)

@@ -6,7 +6,7 @@ import sys
 from itertools import pairwise
 from pathlib import Path
 
-from varuna.core.calibration_file import read_calibration
+from varuna.calibration.file import read_calibration
 
 TRAIN = Path(__file__).parents[2] / "examples" / "gpt2_text" / "train.py"
 SMALL = ("--layers", "2", "--width", "32", "--heads", "2", "--length", "32", "--global-batch", "4")

@@ -11,7 +11,7 @@ import pytest
 from tests.scenarios.cluster import Cluster, ended, kill
 from tests.scenarios.launch import json_log, processes_with, python, wait_for
 from tests.unit.fleet.metadata import Metadata, metadata_service
-from varuna.fleet.provider.imds import ENDPOINT_VARIABLE
+from varuna.fleet.clouds.spot_notices import ENDPOINT_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 60

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.unit.engine.ranks import Setup, dropping, single_threaded
-from varuna.engine.compiled import Compiler
-from varuna.partition.split import SectionGraph
+from varuna.engine.graphs.compiled import Compiler
+from varuna.partition.cut.split import SectionGraph
 
 
 def given_to(section: SectionGraph, setup: Setup) -> list[Any]:

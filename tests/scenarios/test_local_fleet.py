@@ -17,10 +17,10 @@ import pytest
 from tests.scenarios.launch import BOUND_S, wait_for
 from tests.unit.fleet.support import make_plan
 from varuna.core.errors import FleetError, UsageError
-from varuna.fleet.journal import read_events
-from varuna.fleet.run import Run
-from varuna.fleet.state import Ended, FleetConfig
-from varuna.fleet.story import Morphed, RunEvent, StepRecorded, WorkerJoined, WorkerLost
+from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.run_events import Morphed, RunEvent, StepRecorded, WorkerJoined, WorkerLost
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "unit" / "fleet" / "fake_worker.py"
@@ -40,7 +40,7 @@ class Theatre:
         self.ended: Ended | None = None
         self.json_log = folder / "steps.jsonl"
         self.folder = folder
-        self.run = Run(
+        self.run = LocalRun(
             SCRIPT,
             [str(folder / "counter"), str(steps), fault],
             config=FleetConfig(**{"lease_s": 60.0, **config}),  # a busy machine is none that froze
@@ -154,9 +154,9 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
-from varuna.fleet.journal import read_events
-from varuna.fleet.run import Run
-from varuna.fleet.state import FleetConfig
+from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.manager.local_run import Run
+from varuna.fleet.state.fleet import FleetConfig
 Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
     planner=make_plan, run_dir=Path({str(tmp_path)!r}),
     on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
@@ -177,9 +177,9 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
-from varuna.fleet.journal import read_events
-from varuna.fleet.run import Run
-from varuna.fleet.state import FleetConfig
+from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.manager.local_run import Run
+from varuna.fleet.state.fleet import FleetConfig
 ended = Run(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
     planner=make_plan, run_dir=Path({str(tmp_path)!r}), write=lambda line: None,
     on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
@@ -199,11 +199,11 @@ def test_a_port_in_use_is_named_with_a_way_out(tmp_path: Path) -> None:
     port = first.run.server.port
     try:
         with pytest.raises(FleetError, match=rf"port {port} on 127.0.0.1 cannot be used .* --port"):
-            Run(SCRIPT, config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path / "other", port=port)
+            LocalRun(SCRIPT, config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path / "other", port=port)
     finally:
         first.finish()
 
 
 def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no script at"):
-        Run(tmp_path / "no.py", config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path)
+        LocalRun(tmp_path / "no.py", config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path)

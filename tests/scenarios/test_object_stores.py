@@ -13,9 +13,9 @@ import pytest
 from tests.scenarios.launch import JOB, environment, run, varuna_command, wait_for
 from tests.scenarios.servers import Server, azurite, moto, why_no_azurite
 from tests.unit.checkpoint.saves import make_states, same_states, save
+from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.lease import claim
 from varuna.checkpoint.manifest import newest_intact, survey
-from varuna.checkpoint.restore import everything, read_states
 from varuna.checkpoint.retention import Kept, prepare, retain
 from varuna.core.errors import ObjectExists, StoreError
 from varuna.store.base import Store

@@ -10,12 +10,12 @@ import pytest
 from tests.scenarios.launch import JOB, json_log, python, wait_for
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.events import DrainRequested, MorphRequested
-from varuna.fleet.journal import read_events
-from varuna.fleet.ledger import audit
-from varuna.fleet.run import Run
-from varuna.fleet.state import Ended, FleetConfig
-from varuna.fleet.story import GenerationStarted, Notice, RunEvent
+from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.sample_ledger import audit
+from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.inputs import DrainRequested, MorphRequested
+from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent
 from varuna.planner.choose import plan_run
 
 E = TypeVar("E", bound=RunEvent)
@@ -33,7 +33,7 @@ class Play:
         def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
             return plan_run(job, workers=workers, stages=planner(workers), micro_batch=micro_batch)
 
-        self.run = Run(
+        self.run = LocalRun(
             Path(JOB),
             args,
             config=config,

@@ -126,10 +126,10 @@ def import_everything() -> None:
     """What workers and the command line import, and a first capture, which imports more."""
     for name in (
         "cli.cluster",
-        "cli.people",
-        "fleet.agent",
-        "fleet.manage",
-        "fleet.run",
+        "cli.run_commands",
+        "fleet.agent.agent",
+        "fleet.manager.start",
+        "fleet.manager.local_run",
         "observe.progress",
         "trainer",
     ):
@@ -138,7 +138,7 @@ def import_everything() -> None:
     import torch
     from torch import nn
 
-    from varuna.partition.capture import Recipe
+    from varuna.partition.capture.capture import Recipe
     from varuna.partition.model import partition
 
     class Small(nn.Module):

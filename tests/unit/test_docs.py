@@ -86,7 +86,9 @@ def test_the_patterns_find_what_they_are_for() -> None:
     assert PLACEHOLDER.search("# TODO: say more")
     assert ABSENT.search("as in DESIGN §5")
     assert ABSENT.search("(``reference/pytorch.md`` §4)")
-    assert TREE_PATH.findall("see `varuna/engine/stash.py`, 3 examples/s, /usr/tests/x") == ["varuna/engine/stash.py"]
+    assert TREE_PATH.findall("see `varuna/engine/pipeline/input_stash.py`, 3 examples/s, /usr/tests/x") == [
+        "varuna/engine/pipeline/input_stash.py"
+    ]
     assert DOTTED.findall("`core.plan` and `python -m benchmarks.real_plans`") == [
         "core.plan",
         "benchmarks.real_plans",

@@ -5,8 +5,8 @@ import os
 import re
 from pathlib import Path
 
-from varuna.core.calibration import Calibration
-from varuna.core.calibration_file import check_matches, read_calibration, write_calibration
+from varuna.calibration.file import check_matches, read_calibration, write_calibration
+from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 

@@ -6,7 +6,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 
-class Line(NamedTuple):
+class FittedLine(NamedTuple):
     """``fixed + per_unit * x``, neither below 0: a latency and a rate, or a fixed cost and one per byte."""
 
     fixed: float
@@ -17,7 +17,7 @@ class Line(NamedTuple):
         return self.fixed + self.per_unit * x
 
 
-def fit_line(points: Iterable[tuple[float, float]]) -> Line:
+def fit_line(points: Iterable[tuple[float, float]]) -> FittedLine:
     """The line through measured points (x, y): median of all slopes (Theil-Sen), then median of the intercepts.
 
     One wild point does not move it. Several values at one x count by their median. Costs are never negative, so a
@@ -33,14 +33,14 @@ def fit_line(points: Iterable[tuple[float, float]]) -> Line:
         raise ValueError("a line needs at least one measured point")
     medians = sorted((x, statistics.median(values)) for x, values in by_x.items())
     if len(medians) == 1:
-        return Line(medians[0][1], 0.0)
+        return FittedLine(medians[0][1], 0.0)
     slope = statistics.median((b[1] - a[1]) / (b[0] - a[0]) for a, b in combinations(medians, 2))
     if slope <= 0:
-        return Line(statistics.median(y for _, y in medians), 0.0)
+        return FittedLine(statistics.median(y for _, y in medians), 0.0)
     fixed = statistics.median(y - slope * x for x, y in medians)
     if fixed < 0:
-        return Line(0.0, statistics.median(y / x for x, y in medians if x > 0))
-    return Line(fixed, slope)
+        return FittedLine(0.0, statistics.median(y / x for x, y in medians if x > 0))
+    return FittedLine(fixed, slope)
 
 
 _HICCUP = 1.5

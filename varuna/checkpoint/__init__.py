@@ -1,4 +1,5 @@
 """Checkpoints: a file per section, and a manifest, written last, that makes them one.
 
-``files``, ``manifest`` and ``folder`` need no torch (the manager uses them); ``shards`` and ``writer`` do.
+In: reports of durable shards. Out: complete checkpoints, one run at a time in a directory, old ones removed. Bytes of
+tensors are ``checkpoint.io``'s.
 """

@@ -24,7 +24,7 @@ EXPIRY_S = 20.0
 _FOLDER = "lease"
 
 
-class Owner(Value):
+class LeaseOwner(Value):
     """Who holds a lease, and how often it has said so."""
 
     writer: str
@@ -40,7 +40,7 @@ class Owner(Value):
 class Lease:
     """The right to commit, held until another run takes it."""
 
-    def __init__(self, store: Store, epoch: int, owner: Owner) -> None:
+    def __init__(self, store: Store, epoch: int, owner: LeaseOwner) -> None:
         self._store, self._epoch, self._owner = store, epoch, owner
 
     def beat(self) -> None:
@@ -98,7 +98,9 @@ def claim(
         CheckpointError: another run lives.
         StoreError: the store cannot be used.
     """
-    me = Owner(writer=writer, host=socket.gethostname(), machine=_machine(), pid=os.getpid(), started=_started("self"))
+    me = LeaseOwner(
+        writer=writer, host=socket.gethostname(), machine=_machine(), pid=os.getpid(), started=_started("self")
+    )
     while True:
         epochs = _epochs(store)
         if epochs:
@@ -121,8 +123,8 @@ def claim(
 def _lives(
     store: Store,
     epoch: int,
-    owner: Owner,
-    me: Owner,
+    owner: LeaseOwner,
+    me: LeaseOwner,
     say: Callable[[str], None],
     clock: Callable[[], float],
     sleep: Callable[[float], None],
@@ -146,9 +148,9 @@ def _lives(
     return False
 
 
-def _read(store: Store, epoch: int) -> Owner | None:
+def _read(store: Store, epoch: int) -> LeaseOwner | None:
     try:
-        return Owner.model_validate_json(store.get(_name(epoch)))
+        return LeaseOwner.model_validate_json(store.get(_name(epoch)))
     except (ObjectMissing, ValidationError):
         return None
 
@@ -163,7 +165,7 @@ def _name(epoch: int) -> str:
     return f"{_FOLDER}/{epoch:06d}.json"
 
 
-def _exists(owner: Owner) -> bool:
+def _exists(owner: LeaseOwner) -> bool:
     """Whether a process of this machine is the one that wrote ``owner``, and not another with its number."""
     try:
         os.kill(owner.pid, 0)

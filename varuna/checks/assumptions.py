@@ -10,17 +10,17 @@ from torch import Tensor
 from varuna.checks.draws import SameDraws
 from varuna.checks.probes import computing
 from varuna.core.errors import DataError, ModelError
-from varuna.core.saying import say
 from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource
-from varuna.engine.section import Examples, SectionRunner, Tensors
-from varuna.engine.truths import Truths, another_way
-from varuna.partition.capture import LossModule, Recipe
-from varuna.partition.conditions import check_conditions
-from varuna.partition.initialise import Initial
+from varuna.engine.stage.guards import Truths, another_way
+from varuna.engine.stage.section import Examples, SectionRunner, Tensors
+from varuna.partition.capture.capture import LossModule, Recipe
+from varuna.partition.capture.loops import EveryPlace
+from varuna.partition.graph.sample_guards import check_conditions
+from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
-from varuna.partition.loops import EveryPlace
 from varuna.partition.model import PartitionedModel
+from varuna.process.console import say
 
 _LOOKED_AT = 16
 _TOKENS = 3

@@ -9,15 +9,15 @@ from varuna.checks.draws import NoDraws
 from varuna.checks.outcome import controlled
 from varuna.checks.probes import computing
 from varuna.core.errors import ModelError
-from varuna.core.saying import warn
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import Recipe
-from varuna.partition.initialise import Initial
+from varuna.partition.batch_weight import completed
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
+from varuna.partition.loss.terms import Mixing
+from varuna.partition.loss.unknown_operations import Trial, TrialValues
 from varuna.partition.model import PartitionedModel
-from varuna.partition.terms import Mixing
-from varuna.partition.trial import Trial, Values
-from varuna.partition.weighing import completed
+from varuna.process.console import warn
 
 _NAMED = 3
 _EXAMPLES = 4
@@ -111,7 +111,7 @@ def _run(model: PartitionedModel, trial: Trial, initial: Initial, batch: Mapping
     return tuple(value.clone() for value in found)
 
 
-def _differ(fewer: Tensor, kind: Values, one: Tensor, two: Tensor) -> bool:
+def _differ(fewer: Tensor, kind: TrialValues, one: Tensor, two: Tensor) -> bool:
     """Whether elements of the first examples are others where the last example is another."""
     dim = kind.dim
     if kind.picked:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from varuna.checks.draws import SameDraws
 from varuna.data.randomness import seeded
-from varuna.engine.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
-from varuna.partition.capture import LossModule
-from varuna.partition.initialise import Initial
+from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
+from varuna.partition.capture.capture import LossModule
+from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
-from varuna.partition.watching import Respond, Seen, watched
+from varuna.partition.watching.side_effects import Respond, Seen, watched
 
 Draws = Callable[[], AbstractContextManager[object]]
 

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checks.compare import Noise, Tolerance, differences, noise_of
+from varuna.checks.module_state import changed, plain_values, set_value
 from varuna.checks.outcome import Draws, Outcome, Part, loss_again, plainly, same_buffers
-from varuna.checks.states import changed, plain_values, set_value
-from varuna.engine.precision import cast
-from varuna.partition.capture import LossModule
-from varuna.partition.dtypes import HALVES
-from varuna.partition.initialise import Initial
+from varuna.engine.stage.precision import cast
+from varuna.partition.capture.capture import LossModule
+from varuna.partition.capture.dtypes import HALVES
+from varuna.partition.initial.constructor import Initial
 from varuna.partition.model import PartitionedModel
-from varuna.partition.watching import Respond, Seen
+from varuna.partition.watching.side_effects import Respond, Seen
 
 _KEYS = range(1, 5)
 """Further seeds of Python's and NumPy's generators."""

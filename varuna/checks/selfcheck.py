@@ -17,31 +17,31 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from varuna.calibration.device import usable_bytes
 from varuna.checks import probes
 from varuna.checks.assumptions import check_assumptions
 from varuna.checks.cause import Cause, Evidence, cause_of, refused
 from varuna.checks.compare import TOLERANCES, Difference, Errors, Tolerance, coarsest, differences, errors
 from varuna.checks.draws import NoDraws, SameDraws
 from varuna.checks.extent import Extent, extent_of
+from varuna.checks.loss_weight import check_weighing
 from varuna.checks.mixing import try_mixing
+from varuna.checks.module_state import changed, marks, plain_values
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
-from varuna.checks.outline import look_over
 from varuna.checks.samples import Undisturbed, choose_positions, read_twice
-from varuna.checks.states import changed, marks, plain_values
-from varuna.checks.weighing import check_weighing
+from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
-from varuna.core.saying import say
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import LossModule, Recipe
-from varuna.partition.costs import CPU_SLOWDOWN
-from varuna.partition.initialise import Initial
-from varuna.partition.inputs import check_inputs
+from varuna.engine.device.capacity import usable_bytes
+from varuna.partition.batch_layout import check_inputs
+from varuna.partition.batch_weight import WeightFunction, numbers_of, weight_of
+from varuna.partition.capture.capture import LossModule, Recipe
+from varuna.partition.graph.costs import CPU_SLOWDOWN
+from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 from varuna.partition.opaque.calls import drawing_as_operations
-from varuna.partition.watching import gradient_hooks
-from varuna.partition.weighing import WeightFunction, numbers_of, weight_of
+from varuna.partition.watching.side_effects import gradient_hooks
+from varuna.process.console import say
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from varuna.calibration.assemble import assemble
-from varuna.calibration.collect import collect
-from varuna.calibration.store import StoreHost
-from varuna.core.calibration import Calibration, Network
-from varuna.core.calibration_file import write_calibration
+from varuna.calibration.file import write_calibration
+from varuna.calibration.fit import assemble
+from varuna.calibration.format import Calibration, Network
+from varuna.calibration.measure.collect import collect
+from varuna.calibration.measure.rendezvous import StoreHost
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
 

@@ -97,7 +97,7 @@ def export(
     OUT receives safetensors files with an index, and config.json if the model
     has a configuration. from_pretrained and Trainer(weights=OUT) can read it.
     """
-    from varuna.checkpoint.export import export_checkpoint
+    from varuna.checkpoint.io.export import export_checkpoint
     from varuna.checkpoint.manifest import intact, newest_intact
     from varuna.core.units import format_bytes
 
@@ -164,7 +164,7 @@ def _look(store: "Store", folder: "StepFolder") -> "tuple[Manifest | None, str, 
 
 def _verify(store: "Store", folder: "StepFolder") -> tuple[str | None, int]:
     """What is wrong with a checkpoint, if anything, and the bytes that were read before."""
-    from varuna.checkpoint import restore
+    from varuna.checkpoint.io import restore
     from varuna.checkpoint.manifest import check_present, mark_damaged, read_manifest
     from varuna.checkpoint.names import DAMAGED, step_folder
     from varuna.core.errors import DamagedCheckpoint

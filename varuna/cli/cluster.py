@@ -16,8 +16,8 @@ from varuna.cli import options
 from varuna.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from varuna.fleet.invitation import Invitation
-    from varuna.fleet.provider.grower import Grower
+    from varuna.fleet.clouds.grower import Grower
+    from varuna.fleet.net.join_string import JoinString
 
 MANAGER_EXAMPLES = """Examples:
 
@@ -80,9 +80,9 @@ def manager(
 
     from rich.console import Console
 
-    from varuna.fleet.manage import manage_cluster
-    from varuna.fleet.outlet import unread_allowed
+    from varuna.fleet.manager.start import manage_cluster
     from varuna.observe.progress import Progress, RunView
+    from varuna.process.output_pump import unread_allowed
 
     with unread_allowed(), Progress(Console(stderr=True), live_line=False) as progress:
         view = RunView(progress)
@@ -113,13 +113,13 @@ def _grower(asg: str, nodes: str, run_dir: Path) -> "Callable[[Callable[[str], N
     found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", nodes)
     if not asg or found is None:
         raise UsageError("--asg GROUP and --nodes LEAST:MOST go together, such as --asg trainers --nodes 4:32")
-    from varuna.fleet.provider.aws import AutoScalingProvider
-    from varuna.fleet.provider.grower import Grower
-    from varuna.fleet.provider.growth import GrowthConfig
-    from varuna.fleet.provider.keepsake import Keepsake
+    from varuna.fleet.clouds.aws import AutoScalingProvider
+    from varuna.fleet.clouds.grower import Grower
+    from varuna.fleet.clouds.growth import GrowthConfig
+    from varuna.fleet.clouds.original_size import OriginalSize
 
     config = GrowthConfig(least=int(found[1]), most=int(found[2]))
-    provider = AutoScalingProvider(asg, before=Keepsake(run_dir, asg))
+    provider = AutoScalingProvider(asg, before=OriginalSize(run_dir, asg))
 
     def grow(warn: Callable[[str], None]) -> Grower:
         grower = Grower(provider, config, warn=warn)
@@ -164,25 +164,25 @@ def agent(
     unencrypted, so the interface must be private. Other users of the machine
     can see arguments: give the JOIN string in --join-file or VARUNA_JOIN.
     """
-    from varuna.fleet.admission import serve
-    from varuna.fleet.agent import Agent, AgentConfig, Notice, to_stderr
-    from varuna.fleet.home import Card, Home
-    from varuna.fleet.outlet import unread_allowed
-    from varuna.fleet.provider.imds import SpotNotices
-    from varuna.fleet.uplink import Place
+    from varuna.fleet.agent.agent import Agent, AgentConfig, SpotWarning, to_stderr
+    from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
+    from varuna.fleet.agent.join import serve
+    from varuna.fleet.agent.manager_client import ManagerAddress
+    from varuna.fleet.clouds.spot_notices import SpotNotices
+    from varuna.process.output_pump import unread_allowed
 
     invitation, (script, *args) = invited(words or [], join_file)
     if not Path(script).is_file():
         raise UsageError(f"no script at {script}. Name a Python file after --: varuna agent JOIN -- train.py")
     folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
-    home = Home(folder)
+    home = AgentFolder(folder)
     ownership = home.own()
     config = AgentConfig(Path(script), tuple(args), workers or count_gpus() or 1, interface)
 
-    def run(card: Card) -> int:
-        place = Place(invitation.host, invitation.port, card.certificate_pem)
+    def run(card: AgentIdentity) -> int:
+        place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem)
         member = Agent(place, home, card, config, to_stderr)
-        SpotNotices(lambda notice: member.notify(Notice(notice.in_s, f"spot notice: {notice.action}"))).start()
+        SpotNotices(lambda notice: member.notify(SpotWarning(notice.in_s, f"spot notice: {notice.action}"))).start()
         return member.run()
 
     with unread_allowed():
@@ -193,13 +193,13 @@ def agent(
     raise typer.Exit(exit_code)
 
 
-def invited(words: list[str], join_file: Path | None) -> "tuple[Invitation, list[str]]":
+def invited(words: list[str], join_file: Path | None) -> "tuple[JoinString, list[str]]":
     """Return the JOIN string, from wherever it is, and the words after it.
 
     Raises:
         UsageError: there is none, or no script.
     """
-    from varuna.fleet.invitation import JOIN_VARIABLE, SCHEME, parse_invitation
+    from varuna.fleet.net.join_string import JOIN_VARIABLE, SCHEME, parse_invitation
 
     join = os.environ.get(JOIN_VARIABLE, "")
     if join_file is not None:

@@ -32,7 +32,7 @@ def doctor(
     """
     from varuna.doctor.diagnose import diagnose, is_healthy
     from varuna.doctor.gather import gather
-    from varuna.fleet.access import find
+    from varuna.fleet.run_folder.connection_file import find
 
     folder, access = find(run)
     findings = diagnose(gather(folder, access, reads=not quick))

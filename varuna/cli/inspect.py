@@ -9,13 +9,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from varuna.checks.dependencies.findings import Dependency
+from varuna.checks.dependencies.tracer import trace
 from varuna.checks.mixing import check_mixing
 from varuna.core.errors import DataError, ModelError, NoPlanError
 from varuna.core.units import format_bytes
-from varuna.intercept import output_as_errors, take_trainer
-from varuna.partition.dependency import Dependency
+from varuna.job.script_runner import output_as_errors, take_trainer
 from varuna.partition.model import PartitionedModel
-from varuna.partition.tracer import trace
 from varuna.planner.balance import balance
 
 _NAMES_SHOWN = 6

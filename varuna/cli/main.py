@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli import checkpoints, cluster, doctor, opening, options, people
+from varuna.cli import checkpoints, cluster, doctor, opening, options, run_commands
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.units import parse_bytes
 
@@ -114,9 +114,9 @@ def run(
 
     from rich.console import Console
 
-    from varuna.fleet.outlet import unread_allowed
-    from varuna.fleet.run import run_job
+    from varuna.fleet.manager.local_run import run_job
     from varuna.observe.progress import Progress, RunView
+    from varuna.process.output_pump import unread_allowed
 
     with unread_allowed(), Progress(Console(stderr=True), live_line=False) as progress:
         exit_code = run_job(
@@ -323,8 +323,8 @@ def replay(
     on the best plan and whose morphs cost nothing. Times in the trace are
     milliseconds or timestamps.
     """
+    from varuna.calibration.file import read_calibration
     from varuna.cli.replay import replay_trace
-    from varuna.core.calibration_file import read_calibration
 
     replay_trace(
         trace,
@@ -368,8 +368,8 @@ def demo(
 app.add_typer(checkpoints.app)
 app.command(epilog=cluster.MANAGER_EXAMPLES)(cluster.manager)
 app.command(epilog=cluster.AGENT_EXAMPLES)(cluster.agent)
-app.command("join-token")(people.join_token)
-for verb in (people.status, people.logs, people.stop, people.morph, people.drain):
+app.command("join-token")(run_commands.join_token)
+for verb in (run_commands.status, run_commands.logs, run_commands.stop, run_commands.morph, run_commands.drain):
     app.command()(verb)
 app.command("open")(opening.open_page)
 app.command()(doctor.doctor)

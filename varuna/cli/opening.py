@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli.people import RunDir, ask
+from varuna.cli.run_commands import RunDir, ask
 from varuna.core.errors import UsageError
 
 _FILE = "open.html"
@@ -25,8 +25,8 @@ def open_page(
     The link works once, within ten minutes. If the run is on another machine,
     forward its port first: ssh -L PORT:127.0.0.1:PORT HOST
     """
-    from varuna.fleet.access import find
-    from varuna.fleet.logins import LINK_LIFE_S
+    from varuna.fleet.manager.logins import LINK_LIFE_S
+    from varuna.fleet.run_folder.connection_file import find
 
     if void and only_print:
         raise UsageError("--void prints no link. Leave out --print.")
@@ -48,7 +48,7 @@ def open_page(
 
 def _show(folder: Path, link: str) -> bool:
     """By a file that only this user can read: a browser's arguments are anybody's."""
-    from varuna.fleet.authority import write_private
+    from varuna.fleet.net.ca import write_private
 
     if sys.platform.startswith("linux") and not any(os.environ.get(name) for name in _DISPLAYS):
         return False

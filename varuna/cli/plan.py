@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from varuna.core.calibration import Calibration
-from varuna.core.calibration_file import RUN_FILE, check_matches, read_calibration
+from varuna.calibration.file import RUN_FILE, check_matches, read_calibration
+from varuna.calibration.format import Calibration
+from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
-from varuna.core.nominal import nominal_calibration
 from varuna.core.units import format_bytes, format_duration
 from varuna.planner.choose import explain
-from varuna.planner.plans import Rejection, rank_plans
 from varuna.planner.report import RankingReport, report
 from varuna.planner.request import Objective, PlanRequest
+from varuna.planner.sweep import Rejection, rank_plans
 
 if TYPE_CHECKING:
     import torch
@@ -111,7 +111,7 @@ def _calibration(
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
         return given, None, None, False, True
-    from varuna.intercept import output_as_errors, take_trainer
+    from varuna.job.script_runner import output_as_errors, take_trainer
 
     with output_as_errors():
         trainer = take_trainer(script, args).trainer
@@ -131,7 +131,7 @@ def _calibration(
 
 def _on_this(device: "torch.device", nominal: Calibration) -> Calibration:
     """With the memory of the script's own GPU, which stands for all that are planned for; a CPU's is nobody's."""
-    from varuna.engine.device import streams_of
+    from varuna.engine.device.streams import streams_of
 
     streams = streams_of(device)
     found = None if streams is None else streams.memory()

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import typer
 
-from varuna.core.calibration import Calibration
+from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.units import format_duration
 from varuna.replay.figure import draw
 from varuna.replay.replay import Replay
-from varuna.replay.report import Outcome
+from varuna.replay.report import ReplayOutcome
 from varuna.replay.trace import read_trace
 
 
@@ -55,7 +55,7 @@ def replay_trace(
             typer.echo(_sentences(outcome))
 
 
-def _sentences(outcome: Outcome) -> str:
+def _sentences(outcome: ReplayOutcome) -> str:
     plans = ", ".join(f"{shape} {100 * share:.0f} %" for shape, share in list(outcome.plans.items())[:8])
     morphs = ", ".join(f"{count} {kind}" for kind, count in sorted(outcome.morphs.items()))
     price = "" if outcome.dollars is None else f", {outcome.dollars:,.0f} dollars"

@@ -8,15 +8,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from varuna.core.calibration import Jitter
-from varuna.core.calibration_file import read_calibration
+from varuna.calibration.file import read_calibration
+from varuna.calibration.format import Jitter
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes, format_duration
 from varuna.observe.gantt import draw, simulated
 from varuna.planner.choose import best_plan
-from varuna.planner.costs import pipeline_costs
-from varuna.planner.profile import profile
+from varuna.planner.pricing.costs import pipeline_costs
+from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
 from varuna.schedule.policy import POLICIES, split_last
 from varuna.simulator.costs import LinkCosts, uniform
@@ -47,7 +47,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class SimulatedStep:
     """A simulated step, and the plan that it is of; None in units."""
 
     options: Options
@@ -62,7 +62,7 @@ class Outcome:
         return f"{self.options.policy}, {len(self.trace.rows)} stages, {self.micro_batches} micro-batches"
 
 
-def simulate_step(options: Options) -> Outcome:
+def simulate_step(options: Options) -> SimulatedStep:
     """Run the step that was asked for.
 
     Raises:
@@ -76,7 +76,7 @@ def simulate_step(options: Options) -> Outcome:
     return _in_units(options) if options.unit else _calibrated(options)
 
 
-def _in_units(options: Options) -> Outcome:
+def _in_units(options: Options) -> SimulatedStep:
     _refuse(options, "--unit", "gpus", "global_batch", "micro_batch", "gpus_per_vm")
     if options.stages is None or options.micro_batches is None:
         raise UsageError("--unit needs a shape: varuna simulate --unit --stages 4 --micro-batches 5")
@@ -91,10 +91,10 @@ def _in_units(options: Options) -> Outcome:
         split_last=split,
         seed=options.seed,
     )
-    return Outcome(options=options, trace=trace, micro_batches=options.micro_batches, split_last=split)
+    return SimulatedStep(options=options, trace=trace, micro_batches=options.micro_batches, split_last=split)
 
 
-def _calibrated(options: Options) -> Outcome:
+def _calibrated(options: Options) -> SimulatedStep:
     assert options.calibration is not None
     _refuse(options, "--calibration", "micro_batches", "network")
     if options.gpus is None or options.global_batch is None:
@@ -126,7 +126,9 @@ def _calibrated(options: Options) -> Outcome:
         split_last=plan.split_last,
         seed=options.seed,
     )
-    return Outcome(options=options, trace=trace, micro_batches=micro_batches, split_last=plan.split_last, plan=plan)
+    return SimulatedStep(
+        options=options, trace=trace, micro_batches=micro_batches, split_last=plan.split_last, plan=plan
+    )
 
 
 def _refuse(options: Options, mode: str, *foreign: str) -> None:
@@ -162,7 +164,7 @@ def _parse_network(text: str) -> LinkCosts:
     )
 
 
-def report(outcome: Outcome) -> dict[str, Any]:
+def report(outcome: SimulatedStep) -> dict[str, Any]:
     """Everything that is printed, as JSON values."""
     trace, plan = outcome.trace, outcome.plan
     found: dict[str, Any] = {"policy": outcome.options.policy, "micro_batches": outcome.micro_batches}
@@ -187,7 +189,7 @@ def report(outcome: Outcome) -> dict[str, Any]:
     return found | {"stages": stages}
 
 
-def show(console: Console, outcome: Outcome) -> None:
+def show(console: Console, outcome: SimulatedStep) -> None:
     """Print a step as a table."""
     trace, plan = outcome.trace, outcome.plan
     time = format_duration if plan else lambda seconds: f"{seconds:.4g}"

@@ -1,1 +1,1 @@
-"""Values that every part of Varuna shares: no torch, no network, nothing of ours imported."""
+"""Values that every part of Varuna shares: no torch, no network, no clock, nothing of ours imported."""

@@ -1,7 +1,7 @@
 """The seam between the engine and whoever decides on membership.
 
-The engine runs generations; a ``Membership`` hands it assignments. Two ship: ``varuna.engine.solo`` (one
-process, or torchrun's fixed world) and ``varuna.fleet.member`` (the manager's client).
+The engine runs generations; a ``Membership`` hands it assignments. Two ship: ``varuna.membership.static`` (one
+process, or torchrun's fixed world) and ``varuna.membership.managed`` (the manager's client).
 """
 
 from collections.abc import Callable

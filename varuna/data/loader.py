@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from varuna.core.threads import start
 from varuna.data.samples import MicroBatch, SampleSource
+from varuna.process.threads import start
 
 Deliver = Callable[[int, int, MicroBatch | BaseException], None]
 

@@ -12,11 +12,11 @@ from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
 from varuna.demo.disturbance import ACTS, Act, Disturbance
 from varuna.demo.example import dataset_size, example_folder
+from varuna.demo.proof import DemoReport, loss_table
 from varuna.demo.reference import sample_order, train_reference
-from varuna.demo.verdict import DemoReport, loss_table
-from varuna.fleet.run import Run
-from varuna.fleet.state import FleetConfig
-from varuna.fleet.story import RunEvent, StepRecorded
+from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.run_events import RunEvent, StepRecorded
 from varuna.observe.progress import Progress, RunView, generation_table
 from varuna.planner.choose import plan_run
 
@@ -75,7 +75,7 @@ class _Director:
     def __init__(self, view: RunView, steps: int) -> None:
         self._view = view
         self._disturbance = Disturbance(steps)
-        self.run: Run | None = None
+        self.run: LocalRun | None = None
 
     def __call__(self, event: RunEvent) -> None:
         """Take an event, on the thread of the run."""
@@ -99,7 +99,7 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
 
     director = _Director(view, steps)
     checkpoints = ("--checkpoint-dir", str(work / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY))
-    director.run = Run(
+    director.run = LocalRun(
         example / "train.py",
         ["--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), *checkpoints, *MODEL_FLAGS],
         config=FleetConfig(workers=WORKERS, replace=False),

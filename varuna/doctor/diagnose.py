@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from varuna.core.units import format_bytes, format_duration
-from varuna.fleet.ledger import Ledger
+from varuna.fleet.run_folder.sample_ledger import SampleLedger
 
 FEW_BYTES = 1 << 30
 FEW_SHARE = 0.02
@@ -17,7 +17,7 @@ OVERDUE = 3.0
 """A checkpoint this many times older than the interval between two of them is overdue."""
 
 
-class Level(Enum):
+class Severity(Enum):
     """How bad it is."""
 
     OK = "ok"
@@ -29,7 +29,7 @@ class Level(Enum):
 class Finding:
     """One thing that was looked at."""
 
-    level: Level
+    level: Severity
     subject: str
     text: str
     remedy: str = ""
@@ -85,7 +85,7 @@ class Listener:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockReading:
     """Another machine's clock."""
 
     machine: str
@@ -100,7 +100,7 @@ class Facts:
     """in the manager's words; empty if it did not answer"""
     unreachable: str = ""
     """why it did not"""
-    ledger: Ledger | None = None
+    ledger: SampleLedger | None = None
     unreadable: str = ""
     """why the journal could not be read"""
     lease_s: float = 6.0
@@ -115,7 +115,7 @@ class Facts:
     """None: this system does not tell"""
     untold: Sequence[str] = ()
     """machines that have not told of their ports"""
-    clocks: Sequence[Clock] = ()
+    clocks: Sequence[ClockReading] = ()
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
@@ -133,40 +133,40 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
     """Whether nothing is broken; warnings are allowed."""
-    return all(finding.level is not Level.FAULT for finding in findings)
+    return all(finding.level is not Severity.FAULT for finding in findings)
 
 
 def _manager(facts: Facts) -> list[Finding]:
     if facts.unreachable:
         remedy = "Training may continue without it. Start the same `varuna manager` command again to continue the run."
-        return [Finding(Level.FAULT, "manager", facts.unreachable, remedy)]
-    return [Finding(Level.OK, "manager", f"answers: {facts.state}")]
+        return [Finding(Severity.FAULT, "manager", facts.unreachable, remedy)]
+    return [Finding(Severity.OK, "manager", f"answers: {facts.state}")]
 
 
 def _ledger(facts: Facts) -> list[Finding]:
     ledger = facts.ledger
     if ledger is None:
         return [
-            Finding(Level.FAULT, "ledger", facts.unreadable, "Keep the run's folder as it is, and look at its disk.")
+            Finding(Severity.FAULT, "ledger", facts.unreadable, "Keep the run's folder as it is, and look at its disk.")
         ]
     if ledger.faults:
         more = f" (and {len(ledger.faults) - 1} more)" if len(ledger.faults) > 1 else ""
         remedy = "Samples may be missing or used twice: please report this with the run's folder."
-        return [Finding(Level.FAULT, "ledger", f"{ledger.faults[0]}{more}", remedy)]
+        return [Finding(Severity.FAULT, "ledger", f"{ledger.faults[0]}{more}", remedy)]
     undone = f"; {ledger.undone} steps were rolled back" if ledger.undone else ""
     text = f"{ledger.steps} steps, {ledger.samples} samples, each used exactly once{undone}"
-    return [Finding(Level.OK, "ledger", text)]
+    return [Finding(Severity.OK, "ledger", text)]
 
 
 def _workers(facts: Facts) -> list[Finding]:
     if facts.unreachable:
         return []
     if not facts.workers:
-        return [Finding(Level.WARNING, "workers", "there are none", "Start `varuna agent` on a machine.")]
+        return [Finding(Severity.WARNING, "workers", "there are none", "Start `varuna agent` on a machine.")]
     late = [w for w in facts.workers if w.silent_s is not None and w.silent_s > facts.lease_s]
     found = [
         Finding(
-            Level.WARNING,
+            Severity.WARNING,
             "leases",
             f"{worker.name} on {worker.node} was last heard {format_duration(worker.silent_s or 0.0)} ago; its "
             f"lease is {facts.lease_s:g} s",
@@ -175,11 +175,13 @@ def _workers(facts: Facts) -> list[Finding]:
         for worker in late
     ]
     if not late:
-        found.append(Finding(Level.OK, "leases", f"{len(facts.workers)} workers, all heard within {facts.lease_s:g} s"))
+        found.append(
+            Finding(Severity.OK, "leases", f"{len(facts.workers)} workers, all heard within {facts.lease_s:g} s")
+        )
     if facts.single_holders:
         found.append(
             Finding(
-                Level.WARNING,
+                Severity.WARNING,
                 "copies",
                 f"{facts.single_holders} sections are held by one worker each: losing it falls back to a checkpoint",
                 "More workers, or fewer stages (--stages), give a second replica.",
@@ -194,22 +196,28 @@ def _checkpoint(facts: Facts) -> list[Finding]:
         remedy = "Give Trainer(checkpoint_dir=...)."
         return [
             Finding(
-                Level.WARNING, "checkpoint", "this run keeps none: if all workers are lost, so is their state", remedy
+                Severity.WARNING,
+                "checkpoint",
+                "this run keeps none: if all workers are lost, so is their state",
+                remedy,
             )
         ]
     if seen.problem:
         remedy = f"`varuna checkpoints verify {seen.directory}` checks all of them. The run falls back to an older one."
-        return [Finding(Level.FAULT, "checkpoint", f"{seen.directory}: {seen.problem}", remedy)]
+        return [Finding(Severity.FAULT, "checkpoint", f"{seen.directory}: {seen.problem}", remedy)]
     if seen.step is None:
         return [
             Finding(
-                Level.WARNING, "checkpoint", f"{seen.directory} has none yet", "The first one has not been written yet."
+                Severity.WARNING,
+                "checkpoint",
+                f"{seen.directory} has none yet",
+                "The first one has not been written yet.",
             )
         ]
     how = "complete" if seen.read_bytes is None else f"intact ({format_bytes(seen.read_bytes)} read)"
     behind = facts.steps_since_checkpoint
     age = f", {behind} steps ago" if behind is not None and behind >= 0 else ""
-    return [Finding(Level.OK, "checkpoint", f"the newest one, of step {seen.step}{age}, is {how}")]
+    return [Finding(Severity.OK, "checkpoint", f"the newest one, of step {seen.step}{age}, is {how}")]
 
 
 def _disks(disks: Sequence[Disk]) -> list[Finding]:
@@ -221,18 +229,18 @@ def _disks(disks: Sequence[Disk]) -> list[Finding]:
         )
         if disk.free_bytes < FEW_BYTES or disk.free_bytes < FEW_SHARE * disk.size_bytes:
             remedy = "Free some space: a full disk stops checkpoints first, then logs."
-            found.append(Finding(Level.WARNING, "disk", free, remedy))
+            found.append(Finding(Severity.WARNING, "disk", free, remedy))
         else:
-            found.append(Finding(Level.OK, "disk", free))
+            found.append(Finding(Severity.OK, "disk", free))
     return found
 
 
 def _ports(listeners: Sequence[Listener] | None, untold: Sequence[str]) -> list[Finding]:
     if listeners is None:
-        return [Finding(Level.WARNING, "ports", "this system does not report which ports are open", "")]
+        return [Finding(Severity.WARNING, "ports", "this system does not report which ports are open", "")]
     found = [
         Finding(
-            Level.FAULT,
+            Severity.FAULT,
             "ports",
             f"{each.process}{_on(each.machine)} accepts connections on {each.address} port {each.port}, which is not a "
             "private address",
@@ -245,7 +253,7 @@ def _ports(listeners: Sequence[Listener] | None, untold: Sequence[str]) -> list[
     machines = {each.machine for each in listeners} - {""}
     where = f"this machine and {len(machines)} others" if machines else "this machine"
     text = f"{len(listeners)} open on {where}, only the manager's in public{silent}"
-    return found or [Finding(Level.OK, "ports", text)]
+    return found or [Finding(Severity.OK, "ports", text)]
 
 
 def _on(machine: str) -> str:
@@ -263,14 +271,14 @@ def is_exposed(address: str) -> bool:
     return (mapped or found).is_unspecified or (mapped or found).is_global
 
 
-def _clocks(clocks: Sequence[Clock]) -> list[Finding]:
+def _clocks(clocks: Sequence[ClockReading]) -> list[Finding]:
     found = []
     for clock in clocks:
         if abs(clock.ahead_s) > CLOCK_SKEW_S:
             way = "ahead of" if clock.ahead_s > 0 else "behind"
             text = f"the clock of {clock.machine} is {format_duration(abs(clock.ahead_s))} {way} this machine's"
             remedy = "Training does not depend on clocks, but certificates, leases of buckets and logs do: run NTP."
-            found.append(Finding(Level.WARNING, "clock", text, remedy))
+            found.append(Finding(Severity.WARNING, "clock", text, remedy))
     if clocks and not found:
-        found.append(Finding(Level.OK, "clock", f"{len(clocks)} compared, all within {CLOCK_SKEW_S:g} s"))
+        found.append(Finding(Severity.OK, "clock", f"{len(clocks)} compared, all within {CLOCK_SKEW_S:g} s"))
     return found

@@ -8,14 +8,14 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
-from varuna.checkpoint import restore
+from varuna.checkpoint.io import restore
 from varuna.checkpoint.manifest import Manifest, newest_intact, survey
 from varuna.core.errors import CheckpointError, VarunaError
-from varuna.doctor.diagnose import CheckpointSeen, Clock, Disk, Facts, Listener, WorkerSeen
-from varuna.fleet import sockets
-from varuna.fleet.access import Access
-from varuna.fleet.journal import read_events
-from varuna.fleet.ledger import Ledger, audit
+from varuna.doctor.diagnose import CheckpointSeen, ClockReading, Disk, Facts, Listener, WorkerSeen
+from varuna.fleet.net import listening_sockets
+from varuna.fleet.run_folder.connection_file import Access
+from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.run_folder.sample_ledger import SampleLedger, audit
 from varuna.store.base import Store
 from varuna.store.opening import is_local, open_store
 
@@ -56,14 +56,14 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
     )
 
 
-def _ledger(folder: Path) -> tuple[Ledger | None, str]:
+def _ledger(folder: Path) -> tuple[SampleLedger | None, str]:
     try:
         return audit(read_events(folder)), ""
     except VarunaError as error:
         return None, str(error)
 
 
-def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[Clock, ...], str]:
+def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[ClockReading, ...], str]:
     """Status and clocks, or why there are none."""
     try:
         before_s = time.time()
@@ -87,11 +87,13 @@ def _ask_of_hosts(access: Access) -> Mapping[str, Mapping[str, Any]]:
     return hosts
 
 
-def _clocks(headers: Mapping[str, str], now_s: float) -> tuple[Clock, ...]:
+def _clocks(headers: Mapping[str, str], now_s: float) -> tuple[ClockReading, ...]:
     told = {name.lower(): value for name, value in headers.items()}.get("date")
     if told is None:
         return ()
-    return (Clock("the manager", parsedate_to_datetime(told).timestamp() + 0.5 - now_s),)  # it tells whole seconds
+    return (
+        ClockReading("the manager", parsedate_to_datetime(told).timestamp() + 0.5 - now_s),
+    )  # it tells whole seconds
 
 
 def look_at_checkpoints(directory: str, *, reads: bool) -> CheckpointSeen:
@@ -154,18 +156,18 @@ def _listeners_of(hosts: Mapping[str, Mapping[str, Any]]) -> tuple[Listener, ...
     )
 
 
-def _clocks_of(hosts: Mapping[str, Mapping[str, Any]], managers: tuple[Clock, ...]) -> tuple[Clock, ...]:
+def _clocks_of(hosts: Mapping[str, Mapping[str, Any]], managers: tuple[ClockReading, ...]) -> tuple[ClockReading, ...]:
     """Agents' clocks were compared with the manager's, and that with this machine's."""
     more_s = managers[0].ahead_s if managers else 0.0
     ahead_s = {name: host.get("clock_ahead_s") for name, host in hosts.items()}
-    return tuple(Clock(name, found + more_s) for name, found in ahead_s.items() if found is not None)
+    return tuple(ClockReading(name, found + more_s) for name, found in ahead_s.items() if found is not None)
 
 
 def _listeners(access: Access) -> tuple[Listener, ...] | None:
     """What the manager, and the processes that it has started, listen on; empty if it is on another machine."""
-    if not sockets.available():
+    if not listening_sockets.available():
         return None
-    manager = sockets.owner_of(access.port)
+    manager = listening_sockets.owner_of(access.port)
     if manager is None:
         return ()
     return tuple(
@@ -175,5 +177,5 @@ def _listeners(access: Access) -> tuple[Listener, ...] | None:
             each.port,
             is_door=each.pid == manager and each.port == access.port,
         )
-        for each in sockets.listening(sockets.family_of(manager))
+        for each in listening_sockets.listening(listening_sockets.family_of(manager))
     )

@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from varuna.observe.bus import Span
+from varuna.engine.base.spans import Span
 from varuna.simulator.trace import StepTrace
 
 _WIDTH = 960.0

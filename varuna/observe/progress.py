@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna.core.units import format_duration
-from varuna.fleet.story import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 from varuna.observe.report import GenerationRow, Morph, RunStory
 
 

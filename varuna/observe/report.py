@@ -6,7 +6,7 @@ from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
-from varuna.fleet.story import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
+from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
 
 
 class PlanShape(Value):

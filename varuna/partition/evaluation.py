@@ -10,10 +10,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from varuna.core.errors import ModelError
-from varuna.partition.capture import Recipe
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.cut.match_cuts import same_places
 from varuna.partition.lengths import resized
 from varuna.partition.model import PartitionedModel, partition
-from varuna.partition.places import same_places
 
 
 def for_evaluation(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -> PartitionedModel:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError, ModelError, UsageError
-from varuna.partition.capture import Batch, Recipe
+from varuna.partition.capture.capture import Batch, Recipe
+from varuna.partition.cut.match_cuts import UnlikeGraphsError, same_places
 from varuna.partition.model import CutChooser, PartitionedModel, partition
-from varuna.partition.places import UnlikeGraphsError, same_places
-from varuna.partition.update import OptimizerFactory
+from varuna.partition.optimizer_needs import OptimizerFactory
 
 _DIMENSION = 1
 """Of a collated tensor: the first one of a sample."""

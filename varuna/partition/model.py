@@ -10,24 +10,24 @@ from torch.fx import Node
 
 from varuna.core.errors import ModelError
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
-from varuna.partition.buffers import batch_statistics, separate_updates
-from varuna.partition.capture import Batch, Capture, Recipe, capture
-from varuna.partition.conditions import Conditions
-from varuna.partition.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
-from varuna.partition.cuts import choose_cuts
-from varuna.partition.flow import Flow
-from varuna.partition.footprint import footprints
-from varuna.partition.inputs import InputLayout, layouts_of
-from varuna.partition.operations import Operation, operation
-from varuna.partition.simplify import simplify
-from varuna.partition.split import Crossing, SectionGraph, Split, section_graph, split
-from varuna.partition.splitting import CannotCountError, Splitting
-from varuna.partition.strides import settle_strides
-from varuna.partition.terms import Mixing, Terms, mixing_at, mixing_of, place_of, terms_of
-from varuna.partition.trial import Trial, trial_of
-from varuna.partition.update import OptimizerFactory, Update, try_update
-from varuna.partition.weight import add_count
-from varuna.partition.whole import PREFIX, Whole
+from varuna.partition.batch_layout import InputLayout, layouts_of
+from varuna.partition.capture.capture import Batch, Capture, Recipe, capture
+from varuna.partition.cut.buffers import batch_statistics, separate_updates
+from varuna.partition.cut.cuts import choose_cuts
+from varuna.partition.cut.footprint import footprints
+from varuna.partition.cut.split import Crossing, SectionGraph, Split, section_graph, split
+from varuna.partition.cut.strides import settle_strides
+from varuna.partition.graph.costs import CPU_SLOWDOWN, Cost, Sizes, cost_of
+from varuna.partition.graph.flow import Flow
+from varuna.partition.graph.operations import Operation, operation
+from varuna.partition.graph.sample_guards import Conditions
+from varuna.partition.graph.simplify import simplify
+from varuna.partition.loss.split_terms import CannotCountError, Splitting
+from varuna.partition.loss.target_count import add_count
+from varuna.partition.loss.terms import Mixing, Terms, mixing_at, mixing_of, place_of, terms_of
+from varuna.partition.loss.unknown_operations import Trial, trial_of
+from varuna.partition.loss.whole_batch import PREFIX, Whole
+from varuna.partition.optimizer_needs import OptimizerFactory, OptimizerNeeds, try_update
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
 """Positions to cut after, ascending, where ``Flow.live_bytes`` allows it."""
@@ -68,7 +68,7 @@ class PartitionedModel:
     cuts: tuple[int, ...]
     """after which of them it is cut"""
     visits_all: bool = False
-    """loops over the places where a mask is true run for every place (``partition.loops``)"""
+    """loops over the places where a mask is true run for every place (``partition.capture.loops``)"""
     conditions: Conditions | None = None
     """what the branches of forward() on samples took for granted"""
     eager: Mapping[str, str] = field(default_factory=dict)
@@ -241,7 +241,7 @@ def _facts(
     divided: Split,
     flow: Flow,
     cuts: Sequence[int],
-    update: Update | None,
+    update: OptimizerNeeds | None,
     slowdown: float,
     dtype: torch.dtype,
     inputs: Mapping[str, InputLayout],

@@ -8,12 +8,12 @@ from itertools import pairwise
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes
 from varuna.planner.balance import Weigh, balance_stages
-from varuna.planner.costs import Pricer
 from varuna.planner.estimate import Guess, Shape, is_short, longest_run
-from varuna.planner.profile import Profile
+from varuna.planner.pricing.costs import Pricer
+from varuna.planner.pricing.profile import Profile
+from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.stage_size import Size, Sizer, entry_bytes
 from varuna.planner.request import PlanRequest
-from varuna.planner.sizing import Size, Sizer, entry_bytes
-from varuna.planner.spans import Spans
 from varuna.schedule.policy import stash_limit
 from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import PipelineCosts
@@ -31,7 +31,7 @@ _Way = tuple[tuple[int, ...], bool, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Built:
+class BuiltPlan:
     """Stages that fit, their costs, and their bound; ``Builder.plan`` makes a plan of it."""
 
     shape: Shape
@@ -77,7 +77,7 @@ class Builder:
         """Whether the policy runs stages that keep some sections and recompute others."""
         return self.request.policy == "adaptive"
 
-    def first(self, guess: Guess) -> Built | Misfit:
+    def first(self, guess: Guess) -> BuiltPlan | Misfit:
         """The plan of a shape with the in-flight depths that are most often best; shallower ones if it does not fit."""
         likely, shallowest = self._factors[0], min(self._factors)
         for moves in (False, True)[: 1 + self.request.stash_moves]:
@@ -87,7 +87,7 @@ class Builder:
                     return built
         return self.misfit(guess.shape)
 
-    def others(self, built: Built) -> Iterator[Built]:
+    def others(self, built: BuiltPlan) -> Iterator[BuiltPlan]:
         """The same shape with other depths, with the stash in host memory, and leaning, where they differ."""
         pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
         seen = {(built.starts, built.sizes)}
@@ -102,7 +102,7 @@ class Builder:
                 seen.add((other.starts, other.sizes))
                 yield other
 
-    def _has_large_stash(self, built: Built) -> bool:
+    def _has_large_stash(self, built: BuiltPlan) -> bool:
         limit_bytes = self.request.limit_bytes
         ends = (*built.starts[1:], self.profile.sections)
         return limit_bytes is not None and any(
@@ -122,7 +122,7 @@ class Builder:
     def _factors(self) -> tuple[int, ...]:
         return tuple(_EXCESS) if self.may_keep and self.request.limit_bytes is not None else (3,)
 
-    def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool, leans: bool) -> Built | None:
+    def _build(self, shape: Shape, factor: int, hint_s: float, *, stash_moves: bool, leans: bool) -> BuiltPlan | None:
         longest = longest_run(shape, self.request.global_batch) if leans else 0
         way = (self._depths(shape, factor), stash_moves, self._sharing(shape), longest)
         if way not in self._balanced:  # with another D it is mostly the same
@@ -153,7 +153,7 @@ class Builder:
 
         return weigh
 
-    def moved(self, built: Built, starts: tuple[int, ...], factor: int) -> Built | None:
+    def moved(self, built: BuiltPlan, starts: tuple[int, ...], factor: int) -> BuiltPlan | None:
         """The same shape with other boundaries or in-flight depths; None if it does not fit."""
         sizer = self._sizer(self._depths(built.shape, factor), built.stash_moves, self._sharing(built.shape))
         ends = (*starts[1:], self.profile.sections)
@@ -180,7 +180,7 @@ class Builder:
             missing_bytes=worst - found,
         )
 
-    def plan(self, built: Built) -> Plan:
+    def plan(self, built: BuiltPlan) -> Plan:
         """Return the plan of ``built``, with its lower bound as ``step_s``."""
         shape, sizes, starts = built.shape, built.sizes, built.starts
         sizer = self._sizer(self._depths(shape, built.factor), built.stash_moves, self._sharing(shape))
@@ -225,7 +225,7 @@ class Builder:
         factor: int,
         stash_moves: bool,
         leans: bool,
-    ) -> Built:
+    ) -> BuiltPlan:
         split_last = self._split_last(shape)
         costs = self._pricer.costs(
             starts,
@@ -246,7 +246,7 @@ class Builder:
         excess = share + short_share * shape.stages / longest
         excess *= min(1.0, (shape.stages - 1) / _DEEP)
         short = is_short(shape, self.request.global_batch)
-        return Built(
+        return BuiltPlan(
             shape=shape,
             starts=starts,
             sizes=sizes,

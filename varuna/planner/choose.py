@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from varuna.core.calibration import Calibration
+from varuna.calibration.format import Calibration
+from varuna.calibration.nominal import nominal_calibration
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
-from varuna.core.nominal import nominal_calibration
 from varuna.core.plan import Plan
-from varuna.planner.plans import Ranking, rank_plans
 from varuna.planner.request import PlanRequest
+from varuna.planner.sweep import Ranking, rank_plans
 
 _MICRO_BATCHES = 32  # wished per step: fills pipelines of up to about 8 stages, and feeds 32 replicas
 

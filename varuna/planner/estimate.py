@@ -6,8 +6,8 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
-from varuna.planner.network import link_of, reduce_s
-from varuna.planner.profile import Profile
+from varuna.planner.pricing.network import link_of, reduce_s
+from varuna.planner.pricing.profile import Profile
 from varuna.planner.request import PlanRequest
 
 _VOTE_BYTES = 1024  # about: its latency is what counts

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from varuna.core.calibration import Calibration
+from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
-from varuna.planner.profile import compute_s
+from varuna.planner.pricing.profile import compute_s
 from varuna.planner.request import PlanRequest
 
 _MICRO_BATCHES = 32  # wished per step: fills pipelines of up to about 8 stages, and feeds 32 replicas

@@ -10,9 +10,9 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from varuna.core.plan import Plan
-from varuna.planner.build import Builder, Built
-from varuna.planner.predict import Simulated, simulated
-from varuna.planner.splitting import with_best_split
+from varuna.planner.build import Builder, BuiltPlan
+from varuna.planner.pricing.predict import Simulated, simulated
+from varuna.planner.split_last import with_best_split
 
 _FACTORS = (1, 2, 3, 4)  # of in-flight depths; the last one where messages take longer than stages
 _FORWARDS = 4_000  # simulated for a plan
@@ -29,7 +29,7 @@ class Walk(NamedTuple):
     """Simulated on the way."""
 
 
-def polished(builder: Builder, built: Built, given: Simulated) -> Walk:
+def polished(builder: Builder, built: BuiltPlan, given: Simulated) -> Walk:
     """The best plan that a short walk finds.
 
     Args:
@@ -53,7 +53,7 @@ def polished(builder: Builder, built: Built, given: Simulated) -> Walk:
 
 
 class _Walker:
-    def __init__(self, builder: Builder, here: Built, plan: Plan) -> None:
+    def __init__(self, builder: Builder, here: BuiltPlan, plan: Plan) -> None:
         self.found: Simulated | None = None
         """Here, unless it is the start."""
         self._plan = plan  # here, with the step_s that is to be beaten
@@ -79,7 +79,7 @@ class _Walker:
         return False
 
 
-def _moves(here: Built, *, sections: int, deepens: bool) -> Iterator[_Move]:
+def _moves(here: BuiltPlan, *, sections: int, deepens: bool) -> Iterator[_Move]:
     """Other depths; then one boundary moved by one section."""
     starts, factor = here.starts, here.factor
     if deepens:

@@ -6,10 +6,10 @@ from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
-from varuna.planner.plans import Outpaced, Ranking, Rejection
-from varuna.planner.predict import Breakdown
-from varuna.planner.profile import profile
+from varuna.planner.pricing.predict import Breakdown
+from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
+from varuna.planner.sweep import Outpaced, Ranking, Rejection
 
 _NAMES = {
     "compute_s": "compute",

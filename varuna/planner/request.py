@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from varuna.core.calibration import Calibration
+from varuna.calibration.format import Calibration
 from varuna.core.value import Value
 
 Objective = Literal["time", "dollar"]

@@ -7,12 +7,12 @@ from itertools import count
 from operator import attrgetter, itemgetter
 
 from varuna.core.plan import Plan
-from varuna.planner.build import Builder, Built, Misfit
+from varuna.planner.build import Builder, BuiltPlan, Misfit
 from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
-from varuna.planner.predict import Simulated, simulated
+from varuna.planner.pricing.predict import Simulated, simulated
 from varuna.planner.request import PlanRequest
-from varuna.planner.splitting import with_best_split
+from varuna.planner.split_last import with_best_split
 
 _OPTIMISM = 0.97  # guesses may be a little above what the shape becomes
 _SPARE = 4_000  # forwards: until so many are simulated, what should have lost is tried too
@@ -25,12 +25,12 @@ _ANOMALY = 0.99  # other depths of a shape must promise this much to be simulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundPlan:
     """The result of a search."""
 
     best: tuple[Simulated, ...]
     """Plans, best first, one for each depth."""
-    bounded: tuple[Built, ...]
+    bounded: tuple[BuiltPlan, ...]
     """Their bounds cannot win; one for each shape."""
     guessed: frozenset[Depth]
     """Not even built, with some D at least."""
@@ -39,7 +39,7 @@ class Found:
 
 def search(
     request: PlanRequest, builders: dict[int, Builder], guessers: dict[int, Guesser], depths: Sequence[Depth]
-) -> Found:
+) -> FoundPlan:
     """Refine until the best plans of ``request.wanted`` depths are known.
 
     Args:
@@ -55,13 +55,13 @@ def search(
 class _Others:
     """Other depths of a shape, not built yet."""
 
-    built: Built
+    built: BuiltPlan
 
 
-_Start = tuple[Built, Simulated]
+_Start = tuple[BuiltPlan, Simulated]
 """What a plan was simulated from, and the plan."""
 
-_Entry = Depth | Guess | Built | _Others | Plan
+_Entry = Depth | Guess | BuiltPlan | _Others | Plan
 
 
 class _Search:
@@ -81,12 +81,12 @@ class _Search:
         ]
         heapify(self._queue)
         self._best: dict[Shape, Simulated] = {}  # by shape
-        self._origins: dict[Shape, Built] = {}  # of those plans
-        self._tried: dict[Shape, list[tuple[Built, Simulated]]] = {}  # of short steps
+        self._origins: dict[Shape, BuiltPlan] = {}  # of those plans
+        self._tried: dict[Shape, list[tuple[BuiltPlan, Simulated]]] = {}  # of short steps
         self._misfits: list[Misfit] = []
         self._spent = 0  # forwards simulated
 
-    def run(self) -> Found:
+    def run(self) -> FoundPlan:
         ranked: set[int] = set()
         best_score = float("inf")
         while self._queue:
@@ -105,7 +105,7 @@ class _Search:
             elif isinstance(entry, _Others):
                 for other in self._builders[entry.built.shape.micro_batch].others(entry.built):
                     self._push(other.shape, other.promise_s, other)
-            elif isinstance(entry, Built):
+            elif isinstance(entry, BuiltPlan):
                 self._simulate(entry, score)
             elif self._best[_shape(entry)].plan is entry:
                 ranked.add(entry.stages)
@@ -142,15 +142,15 @@ class _Search:
             if left <= 0:
                 break
 
-    def _found(self) -> Found:
+    def _found(self) -> FoundPlan:
         plans: dict[int, Simulated] = {}
         for best in sorted(self._best.values(), key=lambda best: self._plan_score(best.plan)):
             plans.setdefault(best.plan.stages, best)
         queued = (entry for _, _, entry in sorted(self._queue, key=lambda item: item[:2]))
         rest = [entry for entry in queued if _depth(entry) not in plans]
-        return Found(
+        return FoundPlan(
             best=tuple(plans.values()),
-            bounded=tuple(self._unseen(entry for entry in rest if isinstance(entry, Built))),
+            bounded=tuple(self._unseen(entry for entry in rest if isinstance(entry, BuiltPlan))),
             guessed=frozenset(
                 Depth(entry.shape.stages, entry.shape.micro_batch) if isinstance(entry, Guess) else entry
                 for entry in rest
@@ -170,7 +170,7 @@ class _Search:
                 others_s = min(outcome.promise_s * _OTHERS, others_s)
             self._push(outcome.shape, others_s, _Others(outcome))
 
-    def _simulate(self, built: Built, score: float) -> None:
+    def _simulate(self, built: BuiltPlan, score: float) -> None:
         known = self._best.get(built.shape)
         slack = 1.0 if built.is_short else _ANOMALY
         if known is not None and score > slack * self._plan_score(known.plan):
@@ -186,7 +186,7 @@ class _Search:
             self._origins[built.shape] = built
             self._push(built.shape, tried.step_s, tried.plan)
 
-    def _unseen(self, entries: Iterator[Built]) -> Iterator[Built]:
+    def _unseen(self, entries: Iterator[BuiltPlan]) -> Iterator[BuiltPlan]:
         """Yield one entry for each shape that has no plan yet."""
         seen = set(self._best)
         for built in entries:

@@ -1,1 +1,5 @@
-"""What would this run make of that cluster: the real state machine and planner, in virtual time."""
+"""What would this run make of that cluster: the real state machine and planner, in virtual time.
+
+In: a trace of nodes that come and go, a calibration, costs of a morph or a restart. Out: samples per second and plans
+over time, as figures or a picture.
+"""

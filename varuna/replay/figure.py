@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from varuna.replay.report import Outcome, Stretch
+from varuna.replay.report import ReplayOutcome, Stretch
 
 _WIDTH, _HEIGHT = 1200, 640
 _LEFT, _RIGHT = 70, 20
@@ -12,7 +12,7 @@ _LABEL_PX = 26  # least distance of two plan labels
 _INK, _GRID, _TOTAL, _PER_GPU, _MARK = "#222222", "#dddddd", "#1f5fa8", "#b3541e", "#6b6b6b"
 
 
-def draw(outcome: Outcome, gpus_per_node: int, title: str) -> str:
+def draw(outcome: ReplayOutcome, gpus_per_node: int, title: str) -> str:
     """SVG text. Plans are written where they begin, ``p`` where a replacement kept the plan; ticks are checkpoints."""
     scale = _LEFT, (_WIDTH - _LEFT - _RIGHT) / max(outcome.duration_s, 1e-9)
     trained = [stretch for stretch in outcome.stretches if stretch.plan is not None]
@@ -46,7 +46,7 @@ def _rate(stretch: Stretch) -> float:
     return stretch.plan.global_batch / stretch.plan.step_s if stretch.plan.step_s else 0.0
 
 
-def _summary(outcome: Outcome) -> str:
+def _summary(outcome: ReplayOutcome) -> str:
     morphs = ", ".join(f"{count} {kind}" for kind, count in sorted(outcome.morphs.items()))
     return (
         f"M = {outcome.global_batch}, m = {outcome.micro_batch}, {outcome.samples:,} examples, goodput "

@@ -1,6 +1,6 @@
 """A calibrated model as the manager would see it."""
 
-from varuna.core.calibration import Calibration
+from varuna.calibration.format import Calibration
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 
 _FOREVER = 10**9

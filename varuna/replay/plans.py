@@ -1,6 +1,6 @@
 """Plans by number of workers, each made once."""
 
-from varuna.core.calibration import Calibration
+from varuna.calibration.format import Calibration
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan

@@ -3,15 +3,15 @@
 from collections import Counter
 from collections.abc import Callable
 
-from varuna.core.calibration import Calibration
+from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
-from varuna.fleet.story import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
-from varuna.replay.cluster import Cluster
+from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
 from varuna.replay.costs import MorphCosts, RestartCosts, checkpoint_every_s
 from varuna.replay.job import job_of, state_bytes
 from varuna.replay.plans import Plans
-from varuna.replay.report import Outcome, Stretch
+from varuna.replay.report import ReplayOutcome, Stretch
+from varuna.replay.simulated_cluster import SimulatedCluster
 from varuna.replay.trace import Trace
 
 
@@ -53,11 +53,11 @@ class Replay:
             for begin_s, end_s, nodes in self._trace.spans()
         )
 
-    def morphing(self, costs: MorphCosts | None = None, *, notice_s: float = 0.0) -> Outcome:
+    def morphing(self, costs: MorphCosts | None = None, *, notice_s: float = 0.0) -> ReplayOutcome:
         """The real state machine; with ``notice_s``, nodes are warned that long before they go."""
         costs = costs or MorphCosts()
         tale = _Tale(self._trace)
-        cluster = Cluster(
+        cluster = SimulatedCluster(
             self._job,
             self._plans,
             costs,
@@ -80,7 +80,7 @@ class Replay:
             checkpoints_s=tuple(cluster.checkpoints_s),
         )
 
-    def _acts(self, cluster: Cluster, notice_s: float) -> list[tuple[float, Callable[[], None]]]:
+    def _acts(self, cluster: SimulatedCluster, notice_s: float) -> list[tuple[float, Callable[[], None]]]:
         """What the cloud does, in time order."""
         acts: list[tuple[float, Callable[[], None]]] = []
         for change in self._trace.changes:
@@ -93,7 +93,7 @@ class Replay:
                 acts.append((change.at_s, lambda node=node: cluster.add(node, self._gpus)))  # type: ignore[misc]
         return sorted(acts, key=lambda act: act[0])
 
-    def restarting(self, costs: RestartCosts | None = None) -> Outcome:
+    def restarting(self, costs: RestartCosts | None = None) -> ReplayOutcome:
         """Any change kills all processes: a loss goes back to the last checkpoint, a gain saves one first."""
         costs = costs or RestartCosts()
         losses = sum(bool(change.removed) for change in self._trace.changes)
@@ -144,14 +144,14 @@ class Replay:
         morphs: dict[str, int],
         stretches: tuple[Stretch, ...],
         checkpoints_s: tuple[float, ...],
-    ) -> Outcome:
+    ) -> ReplayOutcome:
         duration_s, price = self._trace.end_s, self._calibration.hardware.price_per_hour
         gpu_hours = sum((end - begin) * nodes for begin, end, nodes in self._trace.spans()) * self._gpus / 3600.0
         shares: dict[str, float] = {}
         for stretch in stretches:
             shape = stretch.plan.shape if stretch.plan else "none"
             shares[shape] = shares.get(shape, 0.0) + (stretch.end_s - stretch.begin_s) / duration_s
-        return Outcome(
+        return ReplayOutcome(
             policy=policy,
             global_batch=self._job.global_batch,
             micro_batch=self._plans.micro_batch,

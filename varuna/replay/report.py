@@ -16,7 +16,7 @@ class Stretch(Value):
     kind: str = Field(description="start, loss, gain, notice, same-plan, rollback: what began it")
 
 
-class Outcome(Value):
+class ReplayOutcome(Value):
     """Totals of one policy on one trace."""
 
     policy: str

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass, field
 
-from varuna.core.calibration import Jitter
+from varuna.calibration.format import Jitter
 
 # Shares of a whole B where nothing was measured: linears deferred in the graph.
 INPUT_SHARE, WEIGHT_SHARE = 0.61, 0.40

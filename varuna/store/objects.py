@@ -1,7 +1,7 @@
 """A store in a bucket or container, over obstore. Credentials come by the platform's own chain.
 
 Only obstore's blocking calls are used: they wait without the interpreter's lock, and leave no event loop that
-could close under them. Each request is retried by the library; ``patience`` adds what lasts longer.
+could close under them. Each request is retried by the library; ``retry`` adds what lasts longer.
 """
 
 import os
@@ -16,7 +16,7 @@ from obstore.store import from_url
 
 from varuna.core.errors import ObjectExists, ObjectMissing, StoreError, StoreUnavailable
 from varuna.store.base import Chunks, Entry, checked
-from varuna.store.pace import Pace
+from varuna.store.throttle import Throttle
 
 PART_BYTES = 8 * 2**20
 """Parts of a multipart upload. 10,000 of them are S3's most, so one shard may have 78 GiB."""
@@ -30,10 +30,10 @@ _NO_CREDENTIALS = (
 _MISCONFIGURED = "builder error"  # the client's words for a request that cannot be made at all
 
 QUICK: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
-"""For small objects: ``patience`` asks again."""
+"""For small objects: ``retry`` asks again."""
 ONCE: dict[str, Any] = {"max_retries": 0, "retry_timeout": timedelta(seconds=20)}
 """For objects that must be new: behind an answer that was lost, a second try of the library's own finds the first one's
-object, and takes it for somebody else's. ``patience`` knows of the doubt."""
+object, and takes it for somebody else's. ``retry`` knows of the doubt."""
 PATIENT: dict[str, Any] = {
     "max_retries": 1000,
     "retry_timeout": timedelta(minutes=4),  # credentials are not renewed within one request
@@ -47,7 +47,7 @@ _CLIENT: dict[str, Any] = {"connect_timeout": timedelta(seconds=10), "timeout": 
 class ObjectStore:
     """Objects of a bucket, below the prefix that the URL names."""
 
-    def __init__(self, url: str, *, once: Any, quick: Any, patient: Any, pace: Pace | None = None) -> None:
+    def __init__(self, url: str, *, once: Any, quick: Any, patient: Any, pace: Throttle | None = None) -> None:
         """Wrap obstore stores of the same place.
 
         Args:
@@ -171,7 +171,7 @@ class ObjectStore:
             raise StoreUnavailable(f"{what}: {_first_line(error)}{hint}") from error
 
 
-def connect(url: str, pace: Pace | None) -> ObjectStore:
+def connect(url: str, pace: Throttle | None) -> ObjectStore:
     """Open a bucket by its URL.
 
     Raises:

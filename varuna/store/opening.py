@@ -8,8 +8,8 @@ from urllib.request import url2pathname
 from varuna.core.errors import UsageError
 from varuna.store.base import Store
 from varuna.store.folder import FolderStore
-from varuna.store.pace import Pace
-from varuna.store.patience import PATIENCE_S, PatientStore
+from varuna.store.retry import PATIENCE_S, RetryingStore
+from varuna.store.throttle import Throttle
 
 SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl")
 _memory: dict[str, Store] = {}
@@ -58,8 +58,8 @@ def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | Non
             memory = MemoryStore()
             _memory[where] = ObjectStore(where, once=memory, quick=memory, patient=memory)
         return _memory[where]
-    pace = Pace(upload_bytes_per_s) if upload_bytes_per_s is not None else None
-    return PatientStore(connect(where, pace), patience_s=PATIENCE_S)
+    pace = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
+    return RetryingStore(connect(where, pace), patience_s=PATIENCE_S)
 
 
 def is_local(place: str) -> bool:

@@ -2,21 +2,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.calibration.statistics import Line, best_size, fit_line, mean_time, quantiles, spread
+from varuna.calibration.statistics import FittedLine, best_size, fit_line, mean_time, quantiles, spread
 
 
 def test_a_line_is_found_through_wild_points() -> None:
     points = [(x, 3.0 + 2.0 * x) for x in (0, 1, 2, 4, 8, 16)]
-    assert fit_line(points) == Line(3.0, 2.0)
+    assert fit_line(points) == FittedLine(3.0, 2.0)
     fixed, per_unit = fit_line([*points, (8, 1000.0), (16, 500.0), (16, 35.0), (8, 19.0)])
     assert fixed == pytest.approx(3.0)
     assert per_unit == pytest.approx(2.0)
 
 
 def test_costs_are_never_negative() -> None:
-    assert fit_line([(1, 5.0), (2, 4.0)]) == Line(4.5, 0.0)
-    assert fit_line([(1, 1.0), (2, 4.0)]) == Line(0.0, 1.5)
-    assert fit_line([(7, 2.0)]) == Line(2.0, 0.0)
+    assert fit_line([(1, 5.0), (2, 4.0)]) == FittedLine(4.5, 0.0)
+    assert fit_line([(1, 1.0), (2, 4.0)]) == FittedLine(0.0, 1.5)
+    assert fit_line([(7, 2.0)]) == FittedLine(2.0, 0.0)
     with pytest.raises(ValueError, match="at least one"):
         fit_line([])
 

@@ -1,6 +1,6 @@
-from varuna.calibration.device import sharers
 from varuna.calibration.windows import choose_windows, sizes_to_measure, window_bytes
 from varuna.core.model import ModelFacts, SectionFacts
+from varuna.engine.device.capacity import sharers
 
 
 def model(sections: int, state_bytes: int = 100) -> ModelFacts:

@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from varuna.checkpoint.collector import Collector
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.snapshot import SnapshotBuffer, shares_of
+from varuna.checkpoint.io.writer import write_part
 from varuna.checkpoint.manifest import Manifest, commit
-from varuna.checkpoint.shards import SectionState
-from varuna.checkpoint.snapshot import SnapshotBuffer, shares_of
-from varuna.checkpoint.writer import write_part
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.core.threads import Crew
-from varuna.engine.lanes import HostLane
+from varuna.engine.links.host_copies import HostLane
+from varuna.process.threads import Crew
 from varuna.store.base import Store
 
 SECTIONS = 5

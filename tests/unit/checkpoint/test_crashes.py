@@ -14,8 +14,8 @@ import pytest
 
 from tests.unit.checkpoint.saves import assemble, make_plan, make_states, same_states, save, save_parts
 from tests.unit.store.flaky import Hooked, Killed
+from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.manifest import commit, newest_intact
-from varuna.checkpoint.restore import everything, read_states
 from varuna.checkpoint.retention import Kept, retain
 from varuna.store.base import Store
 from varuna.store.opening import open_store

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.store.flaky import Time
 from varuna.checkpoint import lease as lease_module
-from varuna.checkpoint.lease import EXPIRY_S, Lease, Owner, claim
+from varuna.checkpoint.lease import EXPIRY_S, Lease, LeaseOwner, claim
 from varuna.core.errors import CheckpointError
 from varuna.store.base import Store
 from varuna.store.opening import open_store
@@ -22,12 +22,12 @@ def take(store: Store, time: Time | None = None, said: list[str] | None = None) 
     return claim(store, "me", say=(said if said is not None else []).append, clock=time.clock, sleep=time.sleep)
 
 
-def elsewhere(**changes: object) -> Owner:
-    owner = Owner(writer="other", host="vm-7", machine="another boot", pid=1, started="")
+def elsewhere(**changes: object) -> LeaseOwner:
+    owner = LeaseOwner(writer="other", host="vm-7", machine="another boot", pid=1, started="")
     return owner.model_copy(update=changes)
 
 
-def write(store: Store, owner: Owner, epoch: int = 4) -> None:
+def write(store: Store, owner: LeaseOwner, epoch: int = 4) -> None:
     store.put(f"lease/{epoch:06d}.json", owner.model_dump_json().encode())
 
 

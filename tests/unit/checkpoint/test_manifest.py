@@ -8,6 +8,7 @@ import pytest
 
 from tests.unit.checkpoint.saves import assemble, make_job, make_plan, make_states, same_states, save, save_parts
 from varuna.checkpoint.collector import Collector
+from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.manifest import (
     Manifest,
     check_compatible,
@@ -19,7 +20,6 @@ from varuna.checkpoint.manifest import (
     survey,
 )
 from varuna.checkpoint.names import MANIFEST, checkpoint_place, parse_shard_file, split_place, step_folder
-from varuna.checkpoint.restore import everything, read_states
 from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectExists, ObjectMissing, StoreError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
@@ -275,5 +275,5 @@ def test_another_job_is_refused_with_both_values(store: Store, other: JobFacts, 
 
 
 def test_the_manager_needs_no_torch_for_checkpoints() -> None:
-    code = "import sys, varuna.checkpoint.keeping; sys.exit('torch' in sys.modules or 'obstore' in sys.modules)"
+    code = "import sys, varuna.checkpoint.committer; sys.exit('torch' in sys.modules or 'obstore' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

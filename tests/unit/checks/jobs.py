@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from varuna.checks.compare import Errors
 from varuna.checks.selfcheck import SelfCheck
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import Recipe
-from varuna.partition.initialise import materialise
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import materialise
 from varuna.partition.model import PartitionedModel, partition
 
 

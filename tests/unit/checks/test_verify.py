@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.checks.verified import verify
-from varuna.partition.capture import Recipe
-from varuna.partition.initialise import materialise
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import materialise
 from varuna.partition.model import partition
 
 BATCH = {"x": torch.randn(6, 8, generator=torch.Generator().manual_seed(0)), "y": torch.ones(6, 8)}

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from varuna.checks.compare import errors
 from varuna.checks.outcome import Part, in_turn, plainly
-from varuna.partition.capture import LossModule, Recipe
-from varuna.partition.initialise import Initial
+from varuna.partition.batch_weight import numbers_of
+from varuna.partition.capture.capture import LossModule, Recipe
+from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
-from varuna.partition.weighing import numbers_of
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.unit.calibration.test_assemble import measured
-from varuna.calibration.assemble import assemble
-from varuna.calibration.measured import RingSamples, Sized
+from tests.unit.calibration.test_fit import measured
+from varuna.calibration.fit import assemble
+from varuna.calibration.samples import RingSamples, Sized
 from varuna.cli.calibrate import calibrate_job, show
 from varuna.core.errors import UsageError
 

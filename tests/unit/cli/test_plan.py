@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from tests.unit.engine.late import LateStreams
+from varuna.calibration.file import read_calibration
 from varuna.cli.main import main
 from varuna.cli.plan import show
-from varuna.core.calibration_file import read_calibration
 from varuna.core.devices import DeviceFacts, reserved_bytes
-from varuna.engine import device
-from varuna.planner.plans import rank_plans
+from varuna.engine.device import streams as device
 from varuna.planner.report import report
 from varuna.planner.request import PlanRequest
+from varuna.planner.sweep import rank_plans
 
 FOLDER = Path(__file__).parents[3] / "examples" / "calibrations"
 SMALL = str(FOLDER / "gpt2-2.5b-v100.json")

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from tests.unit.planner.models import calibrated, model, section
+from varuna.calibration.file import write_calibration
 from varuna.cli import main as cli
-from varuna.core.calibration_file import write_calibration
 from varuna.core.errors import UsageError, VarunaError
 from varuna.schedule.policy import POLICIES
 

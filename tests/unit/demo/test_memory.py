@@ -4,10 +4,10 @@ from argparse import ArgumentParser
 import pytest
 import torch
 
-from varuna.core.nominal import nominal_calibration
+from varuna.calibration.nominal import nominal_calibration
 from varuna.demo.example import dataset_size, example_folder
 from varuna.demo.run import GLOBAL_BATCH, LENGTH, MEMORY_BYTES, MODEL_FLAGS
-from varuna.partition.capture import Recipe
+from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
 from varuna.planner.choose import best_plan
 from varuna.planner.request import PlanRequest

@@ -6,19 +6,19 @@ import pytest
 
 from varuna.doctor.diagnose import (
     CheckpointSeen,
-    Clock,
+    ClockReading,
     Disk,
     Facts,
-    Level,
     Listener,
+    Severity,
     WorkerSeen,
     diagnose,
     is_exposed,
     is_healthy,
 )
-from varuna.fleet.ledger import Ledger
+from varuna.fleet.run_folder.sample_ledger import SampleLedger
 
-LEDGER = Ledger(first_step=0, steps=10, samples=160, undone=0, weights=(16.0,) * 10, faults=())
+LEDGER = SampleLedger(first_step=0, steps=10, samples=160, undone=0, weights=(16.0,) * 10, faults=())
 WELL = Facts(
     state="training",
     ledger=LEDGER,
@@ -27,18 +27,18 @@ WELL = Facts(
     steps_since_checkpoint=2,
     disks=(Disk("logs", "/run", 50 << 30, 100 << 30),),
     listeners=(Listener("the manager", "0.0.0.0", 7070, is_door=True), Listener("process 9", "127.0.0.1", 4000)),
-    clocks=(Clock("the manager", 0.4),),
+    clocks=(ClockReading("the manager", 0.4),),
 )
 
 
-def worst(facts: Facts, subject: str) -> Level:
+def worst(facts: Facts, subject: str) -> Severity:
     levels = [finding.level for finding in diagnose(facts) if finding.subject == subject]
-    return next(level for level in (Level.FAULT, Level.WARNING, Level.OK) if level in levels)
+    return next(level for level in (Severity.FAULT, Severity.WARNING, Severity.OK) if level in levels)
 
 
 def test_a_run_that_is_well_is_said_to_be_well() -> None:
     findings = diagnose(WELL)
-    assert {finding.level for finding in findings} == {Level.OK}
+    assert {finding.level for finding in findings} == {Severity.OK}
     assert is_healthy(findings)
     assert [f.subject for f in findings] == ["manager", "ledger", "leases", "checkpoint", "disk", "ports", "clock"]
 
@@ -46,33 +46,38 @@ def test_a_run_that_is_well_is_said_to_be_well() -> None:
 @pytest.mark.parametrize(
     ("facts", "subject", "level", "said"),
     [
-        (replace(WELL, unreachable="nobody answers at 10.0.0.1:7070"), "manager", Level.FAULT, "nobody answers"),
-        (replace(WELL, ledger=None, unreadable="run.db cannot be read"), "ledger", Level.FAULT, "cannot be read"),
+        (replace(WELL, unreachable="nobody answers at 10.0.0.1:7070"), "manager", Severity.FAULT, "nobody answers"),
+        (replace(WELL, ledger=None, unreadable="run.db cannot be read"), "ledger", Severity.FAULT, "cannot be read"),
         (
             replace(WELL, ledger=LEDGER.model_copy(update={"faults": ("step 4 was recorded twice", "and more")})),
             "ledger",
-            Level.FAULT,
+            Severity.FAULT,
             "step 4 was recorded twice (and 1 more)",
         ),
-        (replace(WELL, workers=(WorkerSeen("w0", "n1", "joined", 31.0),)), "leases", Level.WARNING, "w0 on n1"),
-        (replace(WELL, workers=()), "workers", Level.WARNING, "there are none"),
-        (replace(WELL, single_holders=12), "copies", Level.WARNING, "12 sections"),
-        (replace(WELL, checkpoint=None), "checkpoint", Level.WARNING, "keeps none"),
-        (replace(WELL, checkpoint=CheckpointSeen("ck", None)), "checkpoint", Level.WARNING, "none yet"),
-        (replace(WELL, checkpoint=CheckpointSeen("ck", 8, "shard x is cut")), "checkpoint", Level.FAULT, "shard x"),
-        (replace(WELL, disks=(Disk("logs", "/run", 10 << 20, 100 << 30),)), "disk", Level.WARNING, "10 MiB of 100 GiB"),
-        (replace(WELL, disks=(Disk("logs", "/run", 2 << 30, 1 << 40),)), "disk", Level.WARNING, "2 GiB of 1 TiB"),
-        (replace(WELL, listeners=(Listener("process 9", "::", 4000),)), "ports", Level.FAULT, "process 9"),
-        (replace(WELL, listeners=None), "ports", Level.WARNING, "does not report"),
-        (replace(WELL, clocks=(Clock("n1", -90.0),)), "clock", Level.WARNING, "behind"),
+        (replace(WELL, workers=(WorkerSeen("w0", "n1", "joined", 31.0),)), "leases", Severity.WARNING, "w0 on n1"),
+        (replace(WELL, workers=()), "workers", Severity.WARNING, "there are none"),
+        (replace(WELL, single_holders=12), "copies", Severity.WARNING, "12 sections"),
+        (replace(WELL, checkpoint=None), "checkpoint", Severity.WARNING, "keeps none"),
+        (replace(WELL, checkpoint=CheckpointSeen("ck", None)), "checkpoint", Severity.WARNING, "none yet"),
+        (replace(WELL, checkpoint=CheckpointSeen("ck", 8, "shard x is cut")), "checkpoint", Severity.FAULT, "shard x"),
+        (
+            replace(WELL, disks=(Disk("logs", "/run", 10 << 20, 100 << 30),)),
+            "disk",
+            Severity.WARNING,
+            "10 MiB of 100 GiB",
+        ),
+        (replace(WELL, disks=(Disk("logs", "/run", 2 << 30, 1 << 40),)), "disk", Severity.WARNING, "2 GiB of 1 TiB"),
+        (replace(WELL, listeners=(Listener("process 9", "::", 4000),)), "ports", Severity.FAULT, "process 9"),
+        (replace(WELL, listeners=None), "ports", Severity.WARNING, "does not report"),
+        (replace(WELL, clocks=(ClockReading("n1", -90.0),)), "clock", Severity.WARNING, "behind"),
     ],
 )
-def test_what_is_not_well_is_said(facts: Facts, subject: str, level: Level, said: str) -> None:
+def test_what_is_not_well_is_said(facts: Facts, subject: str, level: Severity, said: str) -> None:
     assert worst(facts, subject) is level
     found = next(f for f in diagnose(facts) if f.subject == subject and f.level is level)
     assert said in found.text
     assert found.remedy or subject == "ports"
-    assert is_healthy(diagnose(facts)) is (level is not Level.FAULT)
+    assert is_healthy(diagnose(facts)) is (level is not Severity.FAULT)
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,12 @@ from tests.unit.checkpoint.saves import save
 from varuna.checkpoint.names import step_folder
 from varuna.doctor.diagnose import diagnose
 from varuna.doctor.gather import gather, look_at_checkpoints
-from varuna.fleet import sockets
-from varuna.fleet.access import Access
-from varuna.fleet.audit import Audit
-from varuna.fleet.host import look
-from varuna.fleet.people import People
-from varuna.fleet.server import Server
+from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.net import listening_sockets
+from varuna.fleet.net.host_facts import look
+from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.connection_file import Access
+from varuna.fleet.workers.worker_server import WorkerServer
 from varuna.store.opening import open_store
 
 
@@ -26,18 +26,18 @@ def listener() -> Iterator[socket.socket]:
         yield server
 
 
-@pytest.mark.skipif(not sockets.available(), reason="needs Linux's /proc")
+@pytest.mark.skipif(not listening_sockets.available(), reason="needs Linux's /proc")
 def test_a_process_is_found_by_its_port_and_its_ports_by_the_process(listener: socket.socket) -> None:
     port = listener.getsockname()[1]
-    assert sockets.owner_of(port) == os.getpid()
-    mine = sockets.listening(sockets.family_of(os.getpid()))
+    assert listening_sockets.owner_of(port) == os.getpid()
+    mine = listening_sockets.listening(listening_sockets.family_of(os.getpid()))
     assert ("127.0.0.1", port) in [(each.address, each.port) for each in mine]
     with socket.create_server(("::1", 0), family=socket.AF_INET6) as other:
-        addresses = {each.port: each.address for each in sockets.listening({os.getpid()})}
+        addresses = {each.port: each.address for each in listening_sockets.listening({os.getpid()})}
         assert addresses[other.getsockname()[1]] == "::1"
     with socket.socket() as unbound:
         unbound.bind(("127.0.0.1", 0))
-        assert sockets.owner_of(unbound.getsockname()[1]) is None
+        assert listening_sockets.owner_of(unbound.getsockname()[1]) is None
 
 
 def test_a_run_without_a_manager_or_a_journal_is_still_described(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
         },
         "n2-vm": {"clock_ahead_s": 0.1},
     }
-    people = People(
+    people = OperatorApi(
         status=lambda: {"state": "training"},
         logs=tmp_path,
         ask=lambda event: True,
@@ -81,7 +81,7 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
         hosts=lambda: dict(told),
         operator_token="operator",
     )
-    server = Server(port=0, token="t", on_event=lambda event: None, routes=people.routes())
+    server = WorkerServer(port=0, token="t", on_event=lambda event: None, routes=people.routes())
     server.start()
     try:
         access = Access(host="127.0.0.1", port=server.port, certificate_pem=None, token="operator")
@@ -92,7 +92,7 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
     assert ("warning", "disk", "1 MiB of 1 TiB are free for logs (/state on n1-vm)") in said
     clock = next(each.text for each in findings if each.subject == "clock")
     assert clock.startswith("the clock of n1-vm is 1m 3")
-    if sockets.available():
+    if listening_sockets.available():
         ports = [each.text for each in findings if each.subject == "ports"]
         assert any(port.startswith("process 7 on n1-vm accepts connections on 0.0.0.0 port 4000") for port in ports)
 
@@ -102,7 +102,7 @@ def test_a_machine_is_looked_at_without_its_loopback(tmp_path: Path, listener: s
         facts = look(tmp_path)
         assert facts.disks[0].path == str(tmp_path)
         assert 0 < facts.disks[0].free_bytes < facts.disks[0].size_bytes
-        if sockets.available():
+        if listening_sockets.available():
             assert facts.ports is not None
             open_ports = {each.port: each.address for each in facts.ports if each.pid == os.getpid()}
             assert open_ports[public.getsockname()[1]] == "0.0.0.0"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.devices import DeviceFacts
-from varuna.engine.device import Event
+from varuna.engine.device.streams import Event
 
 _running = threading.RLock()
 
@@ -101,7 +101,7 @@ class _Copy(Borrower):
 
 
 class LateStreams:
-    """``engine.device.Streams`` over CPU tensors."""
+    """``engine.device.streams.Streams`` over CPU tensors."""
 
     def __init__(self) -> None:
         self.copies = 0

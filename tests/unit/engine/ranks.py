@@ -18,21 +18,21 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
-from varuna.engine.compiled import Compiler
-from varuna.engine.job import Job
-from varuna.engine.lanes import Lanes, lanes_of
-from varuna.engine.patience import Patience
-from varuna.engine.precision import DTYPES, cast
-from varuna.engine.session import Committed, Session
-from varuna.engine.solo import Solo, World
-from varuna.engine.timing import StepTimes
-from varuna.engine.transport import Group, local_store
-from varuna.partition.beginning import Init, begin_with
-from varuna.partition.capture import Recipe
-from varuna.partition.devices import on_device
-from varuna.partition.initialise import needed_buffers
+from varuna.engine.base.transport import Group, local_store
+from varuna.engine.base.wait_bounds import Patience
+from varuna.engine.graphs.compiled import Compiler
+from varuna.engine.links.host_copies import Lanes, lanes_of
+from varuna.engine.pipeline.action_times import StepTimes
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.precision import DTYPES, cast
+from varuna.engine.worker.session import Committed, Session
+from varuna.membership.static import StaticMembership, World
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import needed_buffers
+from varuna.partition.initial.initial_values import Init, begin_with
 from varuna.partition.lengths import partition_lengths
 from varuna.partition.model import PartitionedModel
+from varuna.partition.on_device import on_device
 from varuna.planner.choose import plan_run
 
 
@@ -290,7 +290,7 @@ class Setup:
             return self.adjusted(_plans[key]) if self.adjusted else _plans[key]
 
         for rank in range(size):
-            solo = Solo(World(rank, size, store, "127.0.0.1", 0), plan)
+            solo = StaticMembership(World(rank, size, store, "127.0.0.1", 0), plan)
             sessions.append(self.session(solo, store, steps, rank=rank))
         run_all([partial(committed[rank].extend, sessions[rank].steps()) for rank in range(size)])
         self.finished = sessions

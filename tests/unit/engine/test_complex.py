@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Setup, close_sessions, reference, run_all, single_threaded, worst
 from tests.unit.engine.sharing import distance, momentum, trained_plainly
-from varuna.checkpoint.shards import from_bytes, to_bytes
-from varuna.engine.export import export_model
+from varuna.checkpoint.io.section_state import from_bytes, to_bytes
+from varuna.engine.worker.export import export_model
 
 LENGTH, WIDTH = 16, 8
 

@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 
 import varuna
+from tests.unit.engine.device.test_staging import away
 from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, run_all, tiny_gpt2, tiny_llama, worst
-from tests.unit.engine.test_batch_norm import setup as normalised
-from tests.unit.engine.test_ferry import away
-from varuna.calibration.network import Peers
-from varuna.calibration.window import Window
-from varuna.checkpoint.shards import SectionState
-from varuna.checkpoint.snapshot import SnapshotBuffer, shares_of
+from tests.unit.engine.stage.test_batch_norm import setup as normalised
+from varuna.calibration.measure.network import Peers
+from varuna.calibration.measure.window import Window
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.snapshot import SnapshotBuffer, shares_of
 from varuna.core.devices import worker_bytes
-from varuna.engine.connect import solo_from_environment
-from varuna.engine.device import CudaStreams, streams_of
-from varuna.engine.direct import Channel
-from varuna.engine.ferry import StreamFerry, ferry_of
-from varuna.engine.lanes import StagedLane, lanes_of
-from varuna.engine.message import Layout
-from varuna.engine.nccl import Nccl
-from varuna.engine.transport import local_store
-from varuna.partition.split import Crossing
+from varuna.engine.base.transport import local_store
+from varuna.engine.device.staging import StreamFerry, ferry_of
+from varuna.engine.device.streams import CudaStreams, streams_of
+from varuna.engine.links.gpu_links import GpuChannel
+from varuna.engine.links.host_copies import StagedLane, lanes_of
+from varuna.engine.links.message import Layout
+from varuna.engine.links.nccl import Nccl
+from varuna.membership.detect import solo_from_environment
+from varuna.partition.cut.split import Crossing
 
 DEVICE = "cuda:0"
 pytestmark = [
@@ -238,7 +238,7 @@ def test_a_communicator_of_one_gpu_sums_on_a_given_stream_until_it_is_aborted() 
     fabric, streams = Nccl(device), CudaStreams(device)
     fabric.bind("127.0.0.1")
     communicator = fabric.connect(fabric.offer(), 0, 1)
-    channel = Channel(communicator, 0, streams, lambda: False)
+    channel = GpuChannel(communicator, 0, streams, lambda: False)
     channel.connected()
     values = torch.arange(1000.0, device=device)
     torch.cuda.synchronize()
@@ -263,7 +263,7 @@ def test_bytes_go_from_gpu_to_gpu_and_an_abort_frees_a_stream_whose_peer_is_froz
     def work(rank: int) -> None:
         streams = CudaStreams(devices[rank])
         communicator = fabrics[rank].connect(identity, rank, 2)
-        channel = Channel(communicator, 1 - rank, streams, lambda: False)
+        channel = GpuChannel(communicator, 1 - rank, streams, lambda: False)
         channel.connected()
         for _ in range(5):
             body = channel.room(sent.nbytes)

@@ -12,19 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Setup, single_threaded
-from varuna.core.nominal import nominal_calibration
+from varuna.calibration.nominal import nominal_calibration
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
-from varuna.engine.forming import initial_states
-from varuna.engine.section import Examples
-from varuna.engine.shared import all_reduce_shared
-from varuna.engine.stage import Left, Stage
-from varuna.observe import bus
-from varuna.partition.allocated import Allocated
+from varuna.engine.base import spans
+from varuna.engine.stage.cross_stage import all_reduce_shared
+from varuna.engine.stage.section import Examples
+from varuna.engine.stage.stage import Left, Stage
+from varuna.engine.worker.forming import initial_states
+from varuna.partition.watching.live_bytes import Allocated
 from varuna.planner.choose import best_plan
-from varuna.planner.profile import profile
+from varuna.planner.pricing.profile import profile
+from varuna.planner.pricing.spans import Spans
 from varuna.planner.request import PlanRequest
-from varuna.planner.spans import Spans
 from varuna.schedule.actions import Kind
 
 _MICRO_BATCH, _MICRO_BATCHES = 8, 4
@@ -68,12 +68,12 @@ def counted_by_rank() -> Iterator[list[Allocated]]:
         with of[thread].watch():
             run(thread)
 
-    def hear(mark: bus.Span) -> None:
+    def hear(mark: spans.Span) -> None:
         if mark.name == "form" and mark.phase == "end":
             gc.collect()
             of[threading.current_thread()].restart()
 
-    undo = bus.subscribe(hear)
+    undo = spans.subscribe(hear)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading.Thread, "start", started)
         patch.setattr(threading.Thread, "run", watched)

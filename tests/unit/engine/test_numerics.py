@@ -20,7 +20,7 @@ from tests.unit.engine.ranks import (
     worst,
 )
 from varuna.core.plan import Plan
-from varuna.engine.optimizer import NamedParameters
+from varuna.engine.stage.optimizer import NamedParameters
 from varuna.schedule.actions import Kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")

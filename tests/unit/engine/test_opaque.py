@@ -7,7 +7,7 @@ import torch
 
 from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
 from tests.unit.partition.odd_modules import drawing, sample, tied_kinds
-from varuna.engine.compiled import Compiler
+from varuna.engine.graphs.compiled import Compiler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

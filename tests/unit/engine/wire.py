@@ -37,7 +37,7 @@ class _Call(Borrower):
 
 
 class WireCommunicator:
-    """``engine.direct.Communicator``; member 0 is connected to all others."""
+    """``engine.links.gpu_links.Communicator``; member 0 is connected to all others."""
 
     def __init__(self, rank: int, size: int, port: int, listener: socket.socket | None) -> None:
         self.rank, self.size, self.calls, self.aborted = rank, size, list[str](), False
@@ -150,7 +150,7 @@ def own_gpu(name: str | None = None) -> DeviceFacts:
 
 
 class Wire:
-    """``engine.direct.Fabric`` of a worker."""
+    """``engine.links.gpu_links.Fabric`` of a worker."""
 
     def __init__(self) -> None:
         self._listeners: dict[int, socket.socket] = {}

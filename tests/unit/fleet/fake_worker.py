@@ -12,11 +12,11 @@ from pathlib import Path
 
 from tests.unit.fleet.support import make_job, make_vote
 from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish, Held
-from varuna.fleet.member import Member, from_environment
+from varuna.membership.managed import ManagedMembership, from_environment
 
 
 class FakeWorker:
-    def __init__(self, member: Member, counter: Path, steps: int, fault: str) -> None:
+    def __init__(self, member: ManagedMembership, counter: Path, steps: int, fault: str) -> None:
         self.member, self.counter, self.steps, self.fault = member, counter, steps, fault
         self.lock = threading.Lock()
         self.assignment: Assignment | None = None

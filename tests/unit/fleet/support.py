@@ -11,14 +11,22 @@ from varuna.core.messages import Assign, Assignment, Beat, FromWorker, Held, Hel
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
-from varuna.fleet.events import AnswerReceived, Event, MessageReceived, NodeHeard, Tick, WorkerExited, WorkerSpawned
-from varuna.fleet.instructions import Ask, EndRun, Instruction, Publish, Send, Spawn
-from varuna.fleet.machine import advance
-from varuna.fleet.protocol import Identity
-from varuna.fleet.questions import Checkpoint, Found, WhichCheckpoint, plan_answer
-from varuna.fleet.registry import Registry, hashed
-from varuna.fleet.state import Fleet, FleetConfig
-from varuna.fleet.story import RunEvent
+from varuna.fleet.machine.advance import advance
+from varuna.fleet.net.protocol import Identity
+from varuna.fleet.run_folder.registry import Registry, hashed
+from varuna.fleet.state.fleet import Fleet, FleetConfig
+from varuna.fleet.state.inputs import (
+    AnswerReceived,
+    Event,
+    MessageReceived,
+    NodeHeard,
+    Tick,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Publish, Send, Spawn
+from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, WhichCheckpoint, plan_answer
+from varuna.fleet.state.run_events import RunEvent
 
 T = TypeVar("T")
 E = TypeVar("E", bound=RunEvent)
@@ -116,7 +124,7 @@ class Driver:
         """What the shell finds out."""
         question = ask.question
         if isinstance(question, WhichCheckpoint):
-            return AnswerReceived(question, ask.number, Found(self.checkpoint))
+            return AnswerReceived(question, ask.number, FoundCheckpoint(self.checkpoint))
         made = plan_answer(self.plan, self.predicted_s, question, ask.job, ask.running)
         return AnswerReceived(question, ask.number, made)
 

@@ -5,8 +5,8 @@ from varuna.core.devices import DeviceFacts, worker_bytes
 from varuna.core.messages import Hello
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.events import SpawnRequested
-from varuna.fleet.state import FleetConfig
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.inputs import SpawnRequested
 
 BIG = [DeviceFacts(name=f"gpu{number}", memory_bytes=80 * 2**30) for number in range(8)]
 SMALL = DeviceFacts(name="small", memory_bytes=16 * 2**30)

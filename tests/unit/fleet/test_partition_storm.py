@@ -10,16 +10,16 @@ from itertools import combinations
 
 import pytest
 
+from tests.unit.fleet.machine.test_machine_storm import SECTIONS, STEPS, SimulatedWorker, World, one_stage
 from tests.unit.fleet.support import Driver, make_job, sends, two_stages
-from tests.unit.fleet.test_machine_storm import SECTIONS, STEPS, SimulatedWorker, World, one_stage
 from varuna.core.messages import Beat, Hold
-from varuna.fleet import machine
-from varuna.fleet.events import MessageReceived, NodeHeard, NodeParted, Tick, WorkerSpawned
-from varuna.fleet.instructions import Instruction, Kill
-from varuna.fleet.state import Ended, FleetConfig, Running
-from varuna.fleet.story import WorkerLost
-from varuna.fleet.turn import Turn
-from varuna.fleet.worker import Standing
+from varuna.fleet.machine import advance
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.fleet import Ended, FleetConfig, Running
+from varuna.fleet.state.inputs import MessageReceived, NodeHeard, NodeParted, Tick, WorkerSpawned
+from varuna.fleet.state.outputs import Instruction, Kill
+from varuna.fleet.state.run_events import WorkerLost
+from varuna.fleet.state.worker import Standing
 
 TICK_S = 0.2
 STALLED_S = 15.0  # after so long a manager drops a connection
@@ -275,20 +275,20 @@ def test_cables_between_machines_alone_cost_nobody_but_time() -> None:
 @pytest.mark.parametrize("seed", [3001, 3002])
 def test_the_rules_end_after_passes_that_workers_and_phases_bound(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     passes: list[int] = []
-    real_pass, real_conclude = machine._pass, machine._conclude
+    real_pass, real_conclude = advance._pass, advance._conclude
 
-    def count(turn: Turn) -> None:
+    def count(turn: Transition) -> None:
         passes[-1] += 1
         real_pass(turn)
 
-    def conclude(turn: Turn) -> None:
+    def conclude(turn: Transition) -> None:
         workers = len(turn.fleet.workers)
         passes.append(0)
         real_conclude(turn)
         assert passes[-1] <= 1 + 2 * (workers * len(Standing) + 5)
 
-    monkeypatch.setattr(machine, "_pass", count)
-    monkeypatch.setattr(machine, "_conclude", conclude)
+    monkeypatch.setattr(advance, "_pass", count)
+    monkeypatch.setattr(advance, "_conclude", conclude)
     world, choose = world_of(seed)
     for _ in range(4):
         world.unplug(choose.sample(world.nodes, choose.randint(1, len(world.nodes))))

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from varuna.fleet.state import Phase
+from varuna.fleet.state.fleet import Phase
 
 DESIGN = Path(__file__).parents[3] / "docs" / "design.md"
 

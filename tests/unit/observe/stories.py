@@ -1,7 +1,7 @@
 """Plans and events with as little as a report needs."""
 
 from varuna.core.plan import Plan
-from varuna.fleet.story import GenerationRecord, GenerationStarted, Morphed, StepRecorded
+from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, StepRecorded
 
 
 def plan(stages: int, replicas: int) -> Plan:

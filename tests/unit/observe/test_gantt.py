@@ -2,7 +2,7 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from varuna.observe.bus import Span
+from varuna.engine.base.spans import Span
 from varuna.observe.gantt import Bar, Panel, draw, measured, simulated
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.partition.capture import LossFunction
+from varuna.partition.capture.capture import LossFunction
 
 VOCABULARY = 64
 LENGTH = 16

@@ -7,11 +7,11 @@ from torch import Tensor
 
 from tests.unit.partition.families import Family, Samples
 from varuna.data.samples import SampleSource
-from varuna.engine.section import Examples, SectionRunner, Tensors, backward, crossing
-from varuna.partition.capture import LossModule, Recipe
-from varuna.partition.costs import Cost
-from varuna.partition.flow import Flow
-from varuna.partition.initialise import Initial, materialise
+from varuna.engine.stage.section import Examples, SectionRunner, Tensors, backward, crossing
+from varuna.partition.capture.capture import LossModule, Recipe
+from varuna.partition.graph.costs import Cost
+from varuna.partition.graph.flow import Flow
+from varuna.partition.initial.constructor import Initial, materialise
 from varuna.partition.model import CutChooser, PartitionedModel, partition
 
 

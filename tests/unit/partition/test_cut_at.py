@@ -14,12 +14,12 @@ from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.partition.families import NAMED, Samples
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import Recipe
-from varuna.partition.costs import Cost
-from varuna.partition.flow import Flow
-from varuna.partition.initialise import materialise
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.cut_at import chooser
+from varuna.partition.graph.costs import Cost
+from varuna.partition.graph.flow import Flow
+from varuna.partition.initial.constructor import materialise
 from varuna.partition.model import CutChooser, PartitionedModel, partition
-from varuna.partition.modules import chooser
 
 
 def cut(recipe: Recipe, cut_at: list[str], dataset: Any = None) -> PartitionedModel:

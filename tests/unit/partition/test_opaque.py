@@ -34,10 +34,10 @@ from tests.unit.partition.odd_modules import (
 from varuna.checks.selfcheck import SelfCheck
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
-from varuna.engine.section import Examples, SectionRunner, Tensors
-from varuna.partition.capture import Recipe
+from varuna.engine.stage.section import Examples, SectionRunner, Tensors
+from varuna.partition.capture.capture import Recipe
 from varuna.partition.evaluation import for_evaluation
-from varuna.partition.initialise import materialise
+from varuna.partition.initial.constructor import materialise
 from varuna.partition.model import PartitionedModel, partition
 from varuna.partition.opaque.calls import holds_opaque
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests.unit.checks.verified import verify
 from tests.unit.partition.random_models import OPERATIONS, WEIGHTS, Instruction, Points, RandomModel
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import Recipe
-from varuna.partition.costs import Cost
-from varuna.partition.flow import Flow
-from varuna.partition.initialise import materialise
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.graph.costs import Cost
+from varuna.partition.graph.flow import Flow
+from varuna.partition.initial.constructor import materialise
 from varuna.partition.model import partition
 
 INSTRUCTIONS = st.builds(

@@ -12,8 +12,8 @@ from tests.unit.engine.ranks import Tokens
 from tests.unit.partition.families import hugging_face
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import Recipe
-from varuna.partition.initialise import materialise
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import materialise
 from varuna.partition.model import partition
 
 

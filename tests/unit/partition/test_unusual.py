@@ -11,7 +11,7 @@ from tests.unit.partition.families import Family, tokens
 from tests.unit.partition.in_turn import differences
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
-from varuna.partition.capture import Recipe
+from varuna.partition.capture.capture import Recipe
 from varuna.partition.model import partition
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from varuna.core.calibration import Calibration, Link, Network, Ring
+from varuna.calibration.format import Calibration, Link, Network, Ring
+from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
-from varuna.core.nominal import nominal_calibration
-from varuna.planner.plans import Ranking, rank_plans
 from varuna.planner.request import PlanRequest
+from varuna.planner.sweep import Ranking, rank_plans
 
 MB, GB = 10**6, 10**9
 

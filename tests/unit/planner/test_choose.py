@@ -1,9 +1,9 @@
 import pytest
 
 from tests.unit.planner.models import GB, MB, model, request, section
+from varuna.calibration.nominal import nominal_calibration
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.model import JobFacts, ModelFacts
-from varuna.core.nominal import nominal_calibration
 from varuna.planner.choose import best_plan, plan_run
 from varuna.planner.micro_batch import choose_micro_batch
 

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.planner.models import GB, MB, calibrated, model, section
-from varuna.core.calibration import Hardware
+from varuna.calibration.format import Hardware
 from varuna.planner.estimate import Guesser
-from varuna.planner.profile import profile
+from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
 
 

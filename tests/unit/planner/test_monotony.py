@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planner.models import GB, MB, calibrated, model, request, section
-from varuna.core.calibration import Calibration, Jitter, Link, Network, Ring
+from varuna.calibration.format import Calibration, Jitter, Link, Network, Ring
 from varuna.core.model import ModelFacts, TiedParameter
-from varuna.planner.plans import rank_plans
+from varuna.planner.sweep import rank_plans
 
 
 @st.composite

@@ -5,15 +5,15 @@ from typing import Any
 import pytest
 
 from tests.unit.planner.models import GB, MB, calibrated, model, section
-from varuna.core.calibration import Calibration, Hardware, OptimizerCosts
+from varuna.calibration.format import Calibration, Hardware, OptimizerCosts
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts, Offload
 from varuna.core.plan import Plan
-from varuna.fleet.joining import _first_difference
+from varuna.fleet.machine.joins import _first_difference
 from varuna.planner.choose import plan_run
-from varuna.planner.profile import profile
-from varuna.planner.sizing import Size, Sizer
-from varuna.planner.spans import Spans
+from varuna.planner.pricing.profile import profile
+from varuna.planner.pricing.spans import Spans
+from varuna.planner.pricing.stage_size import Size, Sizer
 
 FOUR = model([section()] * 4)  # of each 100 MB of parameters and of gradients, and 200 MB of state
 

@@ -1,6 +1,6 @@
 """A small calibration: eight equal sections, two gigabytes of state each, on cards that hold three of them."""
 
-from varuna.core.calibration import Calibration, Hardware, Link, ModelIdentity, Network, Ring, SectionKind, SectionRun
+from varuna.calibration.format import Calibration, Hardware, Link, ModelIdentity, Network, Ring, SectionKind, SectionRun
 
 GIB = 2**30
 

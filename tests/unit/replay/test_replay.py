@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.unit.replay.models import make_calibration
+from varuna.calibration.file import write_calibration
 from varuna.cli.main import app
-from varuna.core.calibration_file import write_calibration
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.replay.costs import MorphCosts
 from varuna.replay.figure import draw
 from varuna.replay.replay import Replay
-from varuna.replay.report import Outcome
+from varuna.replay.report import ReplayOutcome
 from varuna.replay.trace import Change, Trace
 
 FREE = MorphCosts(stop_s=0.0, form_s=0.0, warm_s=0.0, checkpoints=False)
@@ -34,7 +34,7 @@ CHURN = trace((0, "abcdefgh", ()), (430, (), "b"), (800, "i", ()), (1270, (), "a
 
 
 @lru_cache
-def churned() -> Outcome:
+def churned() -> ReplayOutcome:
     return replay(CHURN).morphing()
 
 

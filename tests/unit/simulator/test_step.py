@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from varuna.core.calibration import Jitter
+from varuna.calibration.format import Jitter
 from varuna.schedule.policy import POLICIES, stash_limit
 from varuna.schedule.validate import validate
 from varuna.simulator.bounds import lower_bound_s

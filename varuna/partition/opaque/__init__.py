@@ -1,1 +1,4 @@
-"""Submodules that capture cannot follow: one operation of the graph each, which runs them eagerly."""
+"""What capture cannot or need not follow: submodules and autograd functions, one operation of the graph each.
+
+In: a module that export refuses. Out: an operation that runs it eagerly, with shapes, work and bytes learned from runs.
+"""

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from varuna.core.errors import ModelError
-from varuna.partition.functions import apply_of_torch
+from varuna.partition.opaque.autograd_functions import apply_of_torch
 from varuna.partition.opaque.template import Marks, Template
 
 NAMESPACE = "varuna_modules"
@@ -53,7 +53,7 @@ class Made(NamedTuple):
         return [base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True)]
 
 
-class Line(NamedTuple):
+class GrowingSize(NamedTuple):
     """A number that grows with the examples."""
 
     fixed: int
@@ -73,9 +73,9 @@ class Learned:
     """``Made`` for a tensor, else the constant"""
     forward_s: float
     """on the nominal device, for one example"""
-    kept_bytes: Line
+    kept_bytes: GrowingSize
     """by autograd between forward and backward, beside the results"""
-    passing_bytes: Line
+    passing_bytes: GrowingSize
     """while the backward runs, beside what was kept and the gradients"""
     scratch: frozenset[str]
     """attributes that a call writes and no other one reads"""

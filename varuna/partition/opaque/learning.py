@@ -17,15 +17,15 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from varuna.data.randomness import seeded
-from varuna.partition.allocated import Allocated
-from varuna.partition.functions import apply_of_torch
-from varuna.partition.opaque.calls import Call, Given, Learned, Line, Made, Ran, WritesError
+from varuna.partition.opaque.autograd_functions import apply_of_torch
+from varuna.partition.opaque.calls import Call, Given, GrowingSize, Learned, Made, Ran, WritesError
 from varuna.partition.opaque.template import UnfitError
+from varuna.partition.watching.live_bytes import Allocated
 
 SIZES = (2, 3)
 """Examples in the runs; the samples at hand are as many as the larger."""
 _BYTES_PER_FLOP = 0.9e12 / 15e12
-"""Of the nominal device; see ``partition.costs``."""
+"""Of the nominal device; see ``partition.graph.costs``."""
 _BYTES_PER_S = 0.9e12
 
 _torch: Any = torch
@@ -39,7 +39,7 @@ class Arguments:
 
     tensors: tuple[Tensor | None, ...]
     """values for ``SIZES[-1]`` examples; None where they are unknown"""
-    sizes: tuple[Line, ...]
+    sizes: tuple[GrowingSize, ...]
     state: tuple[Tensor, ...]
 
 
@@ -189,9 +189,9 @@ def _made(small: Any, large: Any) -> Any:
     return Made(large.dtype, fixed, slopes)
 
 
-def _line(small: int, large: int) -> Line:
+def _line(small: int, large: int) -> GrowingSize:
     slope = max(0, large - small) // (SIZES[1] - SIZES[0])
-    return Line(max(0, large - slope * SIZES[1]), slope)
+    return GrowingSize(max(0, large - slope * SIZES[1]), slope)
 
 
 def _same(one: Any, other: Any) -> bool:

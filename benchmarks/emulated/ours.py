@@ -1,0 +1,155 @@
+"""Varuna with slept compute: the whole engine, but a stage sleeps instead of multiplying.
+
+    python -m benchmarks.emulated.ours POLICY STAGES MICRO_BATCHES NETWORK UNIT_S STEPS [FOLDER]
+
+Prints the seconds of each step; each rank's spans of the last one go to FOLDER. Captured sections of a tiny model
+really run (a multiplication), and real messages, gradients, votes and optimizer steps pass; only the time of compute is
+made up, so that 8 ranks fit on 2 cores.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import varuna
+from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
+from benchmarks.forked import run_ranks
+from benchmarks.timed import step_times
+from varuna.core.plan import Plan
+from varuna.engine.base import spans as bus
+from varuna.engine.base.spans import Span
+from varuna.engine.base.transport import c10d
+from varuna.engine.stage.section import Examples, Tape
+from varuna.engine.stage.stage import Left, Results, Stage
+from varuna.engine.worker import generation
+from varuna.membership.static import StaticMembership, world_from_environment
+from varuna.schedule.policy import stash_limit
+
+WIDTH, MICRO_BATCH = 1024, 2
+BACKWARD, INPUT = 2.0, 1.2
+"""Units of B, and of I: 0.6 of B, as deferred linears were measured to take; W takes the rest."""
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Chain(nn.Module):
+    def __init__(self, stages: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scale() for _ in range(stages))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+class Rows:
+    def __len__(self) -> int:
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((WIDTH,), float(index % 7))}
+
+
+class Slept(Stage):
+    """A stage of one section whose work takes a fixed time."""
+
+    unit_s = 0.02
+
+    def _sleep(self, units: float) -> None:
+        time.sleep(units * self.unit_s)
+
+    def forward(
+        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, **given: Any
+    ) -> tuple[dict[str, Tensor], Results, list[Tape], dict[str, Tensor]]:
+        self._sleep(1.0)
+        return super().forward(values, examples, step, micro_batch, **given)
+
+    def record(
+        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, **given: Any
+    ) -> list[Tape]:
+        self._sleep(1.0)
+        return super().record(values, examples, step, micro_batch, **given)
+
+    def backward(
+        self, tapes: list[Tape], gradients: dict[str, Tensor], section_done: Callable[[int], None]
+    ) -> dict[str, Tensor]:
+        self._sleep(BACKWARD)
+        return super().backward(tapes, gradients, section_done)
+
+    def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
+        self._sleep(INPUT)
+        return super().input_backward(tapes, gradients)
+
+    def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
+        self._sleep(BACKWARD - INPUT)
+        super().weight_backward(left, section_done)
+
+
+def plan_of(policy: str, stages: int, micro_batches: int) -> Plan:
+    return Plan(
+        stages=stages,
+        replicas=1,
+        micro_batch=MICRO_BATCH,
+        global_batch=MICRO_BATCH * micro_batches,
+        starts=tuple(range(stages)),
+        sections=stages,
+        policy=policy,
+        stash_limits=tuple(stash_limit(stages, k, micro_batches, policy) for k in range(stages)),
+        split_last=stages if policy == "adaptive" else 0,
+    )
+
+
+def main() -> None:
+    policy, stages, micro_batches = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    network, unit_s, steps = NETWORKS[sys.argv[4]], float(sys.argv[5]), int(sys.argv[6])
+    folder = Path(sys.argv[7]) if sys.argv[7:] else None
+    Slept.unit_s = unit_s
+    setattr(generation, "Stage", Slept)  # noqa: B010 - every stage of this process sleeps
+    plan = plan_of(policy, stages, micro_batches)
+    trainer = varuna.Trainer(
+        lambda: Chain(stages),
+        Rows(),
+        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.0),
+        global_batch=plan.global_batch,
+        micro_batch=MICRO_BATCH,
+        cut_at=[f"layers.{k}" for k in range(1, stages)],
+    )
+    torch.set_num_threads(1)
+    model = trainer.partition()
+    assert len(model.sections) == stages
+    beginning = trainer.beginning(model)
+
+    def rank() -> list[float]:
+        run_on_time()
+        world = world_from_environment()
+        delay_sends(c10d.ProcessGroupGloo, network, unit_s, seed=world.rank)
+        session = trainer.session(steps, StaticMembership(world, lambda *_: plan), model, beginning)
+        spans: list[Span] = []
+        if folder is not None:
+            bus.subscribe(spans.append)
+        times = list(step_times(session))
+        if folder is not None:
+            last = [astuple(mark) for mark in spans if mark.step == steps - 1]
+            (folder / f"{world.rank}.json").write_text(json.dumps(last))
+        return times
+
+    print("times", json.dumps(run_ranks(stages, rank)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+import pytest
+
+from tests.unit.planner.models import calibrated, model, section
+from varuna.calibration.feedback.gap import explain_gap
+from varuna.calibration.feedback.refine import costs_of, refine
+from varuna.calibration.format import Calibration
+from varuna.core.plan import Plan
+from varuna.core.times import Carried, RankTimes, Typical
+from varuna.planner.pricing.predict import predict
+
+FACTS = model([section(1.0), *[section(0.5)] * 4, section(0.25, boundary_bytes=0)])
+
+
+def plan(replicas: int = 1) -> Plan:
+    return Plan(
+        stages=2,
+        replicas=replicas,
+        micro_batch=1,
+        global_batch=8 * replicas,
+        starts=(0, 3),
+        sections=6,
+        policy="varuna",
+        stash_limits=(8, 8),
+    )
+
+
+def as_predicted(calibration: Calibration, plan: Plan) -> list[RankTimes]:
+    """What ranks would tell if everything went as predicted."""
+    guess = predict(costs_of(calibration, plan), plan)
+    told = []
+    for stage, times, row in zip(guess.trace.costs.stages, guess.trace.stage_times, guess.trace.rows, strict=True):
+        seconds = {"F": stage.forward_s, "R": stage.recompute_s, "B": stage.backward_s}
+        counts = {kind: sum(each.value == kind for each in row.kinds) for kind in seconds}
+        reduced_s = guess.trace.exposed_reduce_s
+        waited_s = guess.step_s - times.compute_s - reduced_s - guess.trace.costs.optimizer_s
+        told.append(
+            RankTimes(
+                steps=1,
+                step_s=guess.step_s,
+                waited_s=waited_s,
+                reduced_s=reduced_s,
+                actions={kind: Typical(count, seconds[kind]) for kind, count in counts.items() if count},
+            )
+        )
+    return told
+
+
+def changed(times: RankTimes, by_s: float, *kinds: str) -> RankTimes:
+    """A rank whose actions took longer, and its steps with them."""
+    actions = {k: Typical(n, s + by_s if k in kinds else s) for k, (n, s) in times.actions.items()}
+    more_s = sum(n for k, (n, _) in times.actions.items() if k in kinds) * by_s
+    return times.model_copy(update={"actions": actions, "step_s": times.step_s + more_s})
+
+
+def test_a_run_that_goes_as_predicted_changes_nothing() -> None:
+    before = calibrated(FACTS, action_s=0.01, hand_over_s=0.02, samples_s=0.005)
+    after = refine(before, plan(), as_predicted(before, plan()))
+    for name, kind in before.kinds.items():
+        assert after.kinds[name].forward_s == pytest.approx(kind.forward_s)
+        assert after.kinds[name].backward_s == pytest.approx(kind.backward_s)
+    assert predict(costs_of(after, plan()), plan()).step_s == pytest.approx(
+        predict(costs_of(before, plan()), plan()).step_s
+    )
+
+
+def test_a_recompute_of_some_sections_tells_of_these_only() -> None:
+    before, some = calibrated(FACTS), plan().model_copy(update={"kept": (1, 1)})
+    after = refine(before, some, as_predicted(before, some))
+    for name, kind in before.kinds.items():
+        assert after.kinds[name].recompute_s == pytest.approx(kind.recompute_s or kind.forward_s)
+
+
+def test_stages_pull_their_sections_to_what_their_actions_took() -> None:
+    before, told = calibrated(FACTS), as_predicted(calibrated(FACTS), plan())
+    slower = [changed(told[0], 1.0, "F", "R", "B"), told[1]]
+    after = refine(before, plan(), slower)
+    costs = costs_of(after, plan())
+    assert costs.stages[0].forward_s == pytest.approx(slower[0].actions["F"].seconds, rel=0.01)
+    assert costs.stages[1].forward_s == pytest.approx(slower[1].actions["F"].seconds, rel=0.01)
+    assert costs.stages[0].backward_s == pytest.approx(slower[0].actions["B"].seconds, rel=0.01)
+    assert after.notes[-1].startswith("refined by a run: 2x1, m = 1")
+    assert len([note for note in refine(after, plan(), slower).notes if "refined" in note]) == 1
+
+
+def test_what_ends_a_step_is_what_it_was_on_the_stage_that_waited_least() -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(update={"step_s": each.step_s + late_s})
+        for each, late_s in zip(as_predicted(before, plan()), (3.0, 5.0), strict=True)
+    ]
+    after = refine(before, plan(), told)
+    assert after.optimizer.fixed_s == pytest.approx(3.0)
+    assert costs_of(after, plan()).optimizer_s == pytest.approx(told[0].ending_s)
+
+
+def test_operation_counts_give_way_to_what_was_measured() -> None:
+    told = as_predicted(calibrated(FACTS), plan())
+    fast = [
+        each.model_copy(update={"actions": {kind: Typical(n, s / 5000) for kind, (n, s) in each.actions.items()}})
+        for each in told
+    ]
+    after = refine(calibrated(FACTS), plan(), fast)
+    assert after.action_s <= 0.5 * min(each.actions["F"].seconds for each in fast)
+
+
+def test_links_and_rings_are_scaled_to_what_they_took() -> None:
+    before = calibrated(FACTS)
+    link, [ring] = before.across_vms.link, before.across_vms.rings
+    told = [
+        each.model_copy(
+            update={
+                "messages": Carried(5, 10**6, 2 * (link.latency_s + 10**6 / link.bytes_per_s)),
+                "reductions": Carried(5, 10**8, 3 * 2 * (ring.latency_s + 10**8 / 2 / ring.bytes_per_s)),
+            }
+        )
+        for each in as_predicted(before, plan(2))
+    ]
+    after = refine(before, plan(2), told).across_vms
+    assert after.link.bytes_per_s == pytest.approx(link.bytes_per_s / 2)
+    assert after.link.latency_s == pytest.approx(2 * link.latency_s)
+    assert after.rings[0].bytes_per_s == pytest.approx(ring.bytes_per_s / 3)
+
+
+def test_a_run_within_a_tenth_of_its_prediction_is_not_worth_a_word() -> None:
+    before = calibrated(FACTS)
+    told = as_predicted(before, plan())
+    assert explain_gap(before, plan(), told) is None
+    assert (
+        explain_gap(before, plan(), [each.model_copy(update={"step_s": 1.09 * each.step_s}) for each in told]) is None
+    )
+
+
+def test_a_slow_stage_is_named() -> None:
+    before = calibrated(FACTS)
+    told = as_predicted(before, plan())
+    late = changed(told[1], 2.0, "F", "B")
+    waiting = told[0].model_copy(
+        update={"step_s": late.step_s, "waited_s": told[0].waited_s + late.step_s - told[0].step_s}
+    )
+    text = explain_gap(before, plan(), [waiting, late])
+    assert text is not None
+    assert "longer), most of all because of stage 1: compute, 32.0 s longer in a step" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "what"), [("reduced_s", "all-reduces and tied gradients"), (None, "vote and optimizer step")]
+)
+def test_what_follows_the_last_action_is_named(field: str | None, what: str) -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(
+            update={"step_s": each.step_s + 20.0, **({field: getattr(each, field) + 20.0} if field else {})}
+        )
+        for each in as_predicted(before, plan())
+    ]
+    text = explain_gap(before, plan(), told)
+    assert text is not None
+    assert f"stage 0: {what}, 20.0 s longer" in text
+
+
+def test_waits_are_the_cause_only_where_nothing_else_is_off() -> None:
+    before = calibrated(FACTS)
+    told = [
+        each.model_copy(update={"step_s": each.step_s + 20.0, "waited_s": each.waited_s + 20.0})
+        for each in as_predicted(before, plan())
+    ]
+    text = explain_gap(before, plan(), told)
+    assert text is not None
+    assert "waits for" in text
+
+
+def test_a_faster_run_is_explained_as_well() -> None:
+    before = calibrated(FACTS)
+    told = [changed(each, -1.0, "F", "B", "R") for each in as_predicted(before, plan())]
+    text = explain_gap(before, plan(), told)
+    assert text is not None
+    assert "shorter), most of all because of stage 0: compute" in text

@@ -1,0 +1,181 @@
+"""Any P x D reads what any P x D saved, bit for bit, by the bytes it needs; what is damaged is never loaded."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.unit.checkpoint.saves import SECTIONS, assemble, make_plan, make_states, same_states, save, save_parts
+from tests.unit.store.flaky import Hooked
+from varuna.checkpoint.io.restore import everything, read_states, verify
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.manifest import Manifest, commit, newest_intact, survey
+from varuna.checkpoint.names import step_folder
+from varuna.core.errors import CheckpointError, DamagedCheckpoint
+from varuna.store.base import Store
+from varuna.store.opening import open_store
+
+SHAPES = list(itertools.product(range(1, 5), range(1, 5)))
+
+
+@pytest.mark.parametrize(("stages", "replicas"), SHAPES)
+def test_every_shape_reads_what_any_shape_saved(stages: int, replicas: int) -> None:
+    store = open_store(f"memory://{stages}x{replicas}")
+    manifest, states = save(store, 7, stages, replicas), make_states(7)
+    assert {shard.parts for shard in manifest.shards} >= {replicas}
+    for new_stages, new_replicas in SHAPES:
+        plan = make_plan(new_stages, new_replicas)
+        for rank in range(plan.workers):
+            wanted = plan.sections_of(plan.place_of(rank).stage)
+            if rank < plan.stages:  # replicas ask for the same
+                read = read_states(store, manifest, dict.fromkeys(wanted, everything))
+                assert same_states(read, {section: states[section] for section in wanted})
+
+
+def big_state() -> SectionState:
+    return SectionState(
+        0,
+        {"parameters/w": torch.randn(3_000_000), "parameters/v": torch.randn(1000, 70), "optimizer/w/m": torch.ones(9)},
+    )
+
+
+def test_a_rank_reads_no_more_bytes_than_its_sections_have(tmp_path: Path) -> None:
+    store = Hooked(open_store(tmp_path))
+    states = make_states(3) | {0: big_state()}
+    plan = make_plan(2, 3)
+    manifest = commit(store, assemble(3, plan, save_parts(store, 3, plan, states=states)))
+    read_bytes = 0
+    inner = store.inner.read_into
+
+    def counted(name: str, start: int, view: memoryview) -> None:
+        nonlocal read_bytes
+        read_bytes += len(view)
+        inner(name, start, view)
+
+    store.inner.read_into = counted  # type: ignore[method-assign]
+    for stage in range(2):
+        read_bytes = 0
+        read = read_states(store, manifest, dict.fromkeys(plan.sections_of(stage), everything))
+        own_bytes = sum(value.nbytes for state in read.values() for value in state.tensors.values())
+        assert own_bytes <= read_bytes <= 1.05 * own_bytes
+    read_bytes = 0
+    part = read_states(store, manifest, {0: lambda name: name == "parameters/v"})
+    assert read_bytes == 280_000
+    assert torch.equal(part[0].tensors["parameters/v"], states[0].tensors["parameters/v"])
+    assert part[0].tensors.keys() == {"parameters/v"}
+
+
+def test_a_shard_is_a_safetensors_file_that_others_can_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    [shard] = [shard for shard in save_parts(store, 2, make_plan()) if shard.section == 2]
+    read = safetensors.torch.load_file(tmp_path / step_folder(2) / shard.file)
+    assert {name: torch.equal(value, read[name]) for name, value in make_states(2)[2].tensors.items()} == dict.fromkeys(
+        read, True
+    )
+    halves = [shard for shard in save_parts(store, 3, make_plan(1, 2)) if shard.section == 2]
+    names = [name for half in halves for name in safetensors.torch.load_file(tmp_path / step_folder(3) / half.file)]
+    assert any(name.endswith("]") for name in names)
+
+
+# -- damage --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(tmp_path)
+
+
+def damage(store: Store, manifest: Manifest, kind: str, section: int = 2) -> str:
+    shard = manifest.shards_of(section)[0]
+    path = Path(store.url) / step_folder(manifest.step) / shard.file
+    data = bytearray(path.read_bytes())
+    match kind:
+        case "missing":
+            path.unlink()
+        case "truncated":
+            path.write_bytes(data[:-3])
+        case "manifest missing":
+            (path.parent / "manifest.json").unlink()
+        case "manifest torn" | "manifest flipped":
+            manifest_path = path.parent / "manifest.json"
+            text = manifest_path.read_bytes()
+            flipped = text.replace(b'"seed": 1', b'"seed": 3')
+            manifest_path.write_bytes(text[:100] if kind == "manifest torn" else flipped)
+        case _:
+            data[shard.pieces[0].offset + int(kind)] ^= 4
+            path.write_bytes(data)
+    return shard.file
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "manifest missing", "manifest torn", "manifest flipped"])
+def test_what_a_listing_shows_is_passed_over_with_a_warning(store: Store, kind: str) -> None:
+    save(store, 4)
+    file = damage(store, save(store, 8, 2, 2), kind)
+    found = newest_intact(store)
+    assert found is not None
+    assert found[0].step == 4
+    if kind == "manifest missing":
+        assert found[1] == []  # it is no checkpoint at all
+    else:
+        assert "the checkpoint of step 8 cannot be used" in found[1][0]
+        assert ("manifest.json" if "manifest" in kind else file) in found[1][0]
+
+
+@pytest.mark.parametrize("at", [0, 17, 63])
+def test_a_flipped_bit_is_found_by_its_reader_and_nobody_chooses_the_checkpoint_again(store: Store, at: int) -> None:
+    save(store, 4)
+    manifest = save(store, 8, 2, 2)
+    file = damage(store, manifest, str(at))
+    with pytest.raises(DamagedCheckpoint, match=rf"{file} is damaged: .*h\.2.* has another checksum"):
+        read_states(store, manifest, {2: everything})
+    found = newest_intact(store)
+    assert found is not None
+    assert found[0].step == 4
+    assert "it was marked" in found[1][0]
+    assert file in found[1][0]
+    assert same_states(read_states(store, found[0], {2: everything}), {2: make_states(4)[2]})
+
+
+def test_a_transfer_that_goes_wrong_once_is_no_damage(store: Store) -> None:
+    manifest, wrong = save(store, 4), [True]
+    hooked = Hooked(store)
+    inner = store.read_into
+
+    def read_into(name: str, start: int, view: memoryview) -> None:
+        inner(name, start, view)
+        if wrong:
+            wrong.clear()
+            view[0] ^= 1
+
+    hooked.read_into = read_into  # type: ignore[method-assign]
+    states = read_states(hooked, manifest, dict.fromkeys(range(SECTIONS), everything))
+    assert same_states(states, make_states(4))
+    assert not survey(store)[0].is_damaged
+
+
+def test_when_nothing_is_intact_the_run_does_not_start_from_zero(store: Store) -> None:
+    damage(store, save(store, 4), "missing")
+    damage(store, save(store, 8), "truncated")
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint in .* is intact.*step 8.*step 4.*--new --overwrite"):
+        newest_intact(store)
+
+
+def test_a_manifest_that_leaves_out_a_piece_is_refused(store: Store) -> None:
+    manifest = save(store, 4, 1, 2)
+    shards = list(manifest.shards)
+    shards[-2] = shards[-2].model_copy(update={"pieces": shards[-2].pieces[:-1]})  # the first half of a tensor
+    with pytest.raises(DamagedCheckpoint, match="does not cover section 4"):
+        read_states(store, manifest.model_copy(update={"shards": tuple(shards)}), {4: everything})
+
+
+def test_verifying_reads_headers_too(store: Store) -> None:
+    manifest = save(store, 4, 2, 2)
+    assert list(verify(store, manifest)) == list(manifest.shards)
+    path = Path(store.url) / step_folder(4) / manifest.shards[3].file
+    data = bytearray(path.read_bytes())
+    data[30] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DamagedCheckpoint, match="its header differs"):
+        list(verify(store, manifest))

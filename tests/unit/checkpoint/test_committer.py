@@ -1,0 +1,141 @@
+"""Shards become checkpoints on a thread that nothing ends but the run; a crash anywhere leaves a checkpoint."""
+
+import pytest
+
+from tests.unit.checkpoint.saves import (
+    make_job,
+    make_plan,
+    save_parts,
+)
+from tests.unit.store.flaky import Hooked, down
+from varuna.checkpoint import committer
+from varuna.checkpoint.committer import CheckpointCommitter
+from varuna.checkpoint.manifest import survey
+from varuna.store.base import Store
+from varuna.store.opening import open_store
+
+
+@pytest.fixture
+def place(request: pytest.FixtureRequest) -> str:
+    return f"memory://{request.node.nodeid}"
+
+
+def keeper(place: str, warnings: list[str], **changes: int) -> CheckpointCommitter:
+    job = make_job().model_copy(update={"checkpoint_dir": place, **changes})
+    return CheckpointCommitter(job, new=False, overwrite=False, say=warnings.append, warn=warnings.append)
+
+
+def is_given_back(store: Store) -> bool:
+    return b'"is_over":true' in store.get(sorted(entry.name for entry in store.entries("lease"))[-1])
+
+
+def test_complete_steps_are_committed_and_old_ones_go(place: str) -> None:
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings, keep_last=2), make_plan(2, 2)
+    assert keep.newest() is None
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for step in (3, 6, 9):
+        for shard in save_parts(keep.store, step, plan):
+            keep.collect(shard)
+    assert keep.wait_for(9, 10)
+    assert keep.settle()
+    assert [folder.step for folder in survey(keep.store)] == [9, 6]
+    found = keep.newest()
+    assert found is not None
+    assert found[0].step == 9
+    keep.close()
+    assert warnings == []
+    assert is_given_back(keep.store)
+
+
+def test_an_error_nobody_foresaw_costs_one_checkpoint_and_is_said(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+
+    def broken(*args: object) -> None:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(committer, "commit", broken)
+    for shard in save_parts(keep.store, 3, plan):
+        keep.collect(shard)
+    assert keep.settle()
+    monkeypatch.undo()
+    for shard in save_parts(keep.store, 6, plan):
+        keep.collect(shard)
+    assert keep.wait_for(6, 10)
+    assert [text for text in warnings if "oops" in text]
+    keep.close()
+
+
+def test_a_run_that_was_replaced_commits_nothing_more(place: str) -> None:
+    warnings: list[str] = []
+    first, plan = keeper(place, warnings), make_plan()
+    first.begin(0, plan, first_step=0, rollback=True)
+    second = keeper(place, warnings)
+    for shard in save_parts(first.store, 3, plan):
+        first.collect(shard)
+    assert first.settle()
+    assert "another run has taken over" in warnings[0]
+    assert second.newest() is None
+    first.close()
+    second.close()
+
+
+def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    for shard in save_parts(keep.store, 3, plan):
+        keep.collect(shard)
+    assert keep.wait_for(3, 10)
+    assert keep.settle()  # nothing of step 3 is under way
+    for folder in keep.store.folders():
+        keep.store.remove_folder(folder)
+    for shard in save_parts(keep.store, 6, plan):
+        keep.collect(shard)
+    assert keep.wait_for(6, 10)
+    assert keep.settle()
+    assert [folder.step for folder in survey(keep.store)] == [6]
+    assert warnings == [f"files were removed from {place} while this run is using it; claiming it again"]
+    assert "lease" in keep.store.folders()  # others can see again that this run lives
+    keep.close()
+    assert is_given_back(keep.store)
+
+
+def test_a_run_that_was_replaced_by_one_that_is_over_commits_nothing_more(place: str) -> None:
+    warnings: list[str] = []
+    first, plan = keeper(place, warnings), make_plan()
+    first.begin(0, plan, first_step=0, rollback=True)
+    second = keeper(place, warnings)
+    second.begin(0, plan, first_step=0, rollback=True)
+    for shard in save_parts(second.store, 6, plan):
+        second.collect(shard)
+    assert second.wait_for(6, 10)
+    second.close()
+    assert is_given_back(first.store)
+    for shard in save_parts(first.store, 3, plan):
+        first.collect(shard)
+    assert first.settle()
+    assert [text for text in warnings if "step 3 is not committed, because another run has taken over" in text]
+    assert [folder.step for folder in survey(first.store) if folder.is_committed] == [6]
+    first.close()
+
+
+def test_a_store_that_is_down_costs_a_checkpoint_and_not_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    hooked = Hooked(open_store(place))
+    monkeypatch.setattr(committer, "open_store", lambda place: hooked)
+    warnings: list[str] = []
+    keep, plan = keeper(place, warnings), make_plan()
+    keep.begin(0, plan, first_step=0, rollback=True)
+    found = save_parts(hooked, 3, plan)
+    hooked.before = down
+    for shard in found:
+        keep.collect(shard)
+    assert keep.settle()
+    assert "connection refused" in warnings[0]
+    hooked.before = lambda verb, name: None
+    for shard in save_parts(hooked, 6, plan):
+        keep.collect(shard)
+    assert keep.wait_for(6, 10)
+    keep.close()

@@ -1,0 +1,228 @@
+"""The verbs, against a server that answers as a manager does, and against runs that are over."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+
+from tests.unit.fleet.support import Driver, two_stages
+from varuna.cli import main as cli
+from varuna.cli import opening
+from varuna.core.messages import Beat
+from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.manager.status import Picture
+from varuna.fleet.net.serving import Serving
+from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.connection_file import Access, publish
+from varuna.fleet.run_folder.journal import Journal
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
+from varuna.fleet.state.outputs import Publish
+from varuna.fleet.state.run_events import RunEnded
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Desk:
+    """A run's folder and its manager's door; two workers, of which one was lost."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Event] = []
+        driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
+        driver.gather()
+        driver.voted(0, 1)
+        driver.kill("w3")
+        for name in ("w0", "w1", "w2"):
+            driver.held(name, 2)
+        driver.voted(2)
+        self.driver = driver
+        self.picture = Picture()
+        (folder / "logs").mkdir()
+        (folder / "logs" / "w3.log").write_text("the last words of w3\n")
+        (folder / "logs" / f"{driver.fleet.members[1]}.log").write_text("what rank 1 said\n")
+        self.journal = Journal(folder, None)
+        for done in driver.done:
+            if isinstance(done, Publish):
+                self.journal.append(done.event)
+                self.picture.take(done.event)
+        people = OperatorApi(
+            status=lambda: self.picture.describe(driver.fleet, 0.0),
+            logs=folder / "logs",
+            ask=self.ask,
+            audit=Audit(lambda event: None),
+            mint=lambda uses, life_s: f"varuna://for-{uses}-of-{life_s:.0f}",
+            operator_token="operator",
+        )
+        self.serving = Serving(Starlette(routes=people.routes()), port=0, max_frame_bytes=1000)
+        self.serving.start()
+        self.publish("operator")
+
+    def ask(self, event: Event) -> bool:
+        self.events.append(event)
+        return True
+
+    def publish(self, token: str) -> None:
+        publish(self.folder, Access(host="127.0.0.1", port=self.serving.port, certificate_pem=None, token=token))
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.delenv("VARUNA_RUN", raising=False)
+    (tmp_path / "run").mkdir()
+    desk = Desk(tmp_path / "run")
+    yield desk
+    desk.serving.stop()
+    desk.journal.close()
+
+
+class Shell:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsysbinary: Any) -> None:
+        self.monkeypatch, self.capture = monkeypatch, capsysbinary
+
+    def __call__(self, *arguments: str) -> tuple[int, str, str]:
+        self.monkeypatch.setattr(sys, "argv", ["varuna", *arguments])
+        with pytest.raises(SystemExit) as leave:
+            sys.exit(cli.main())
+        out, err = self.capture.readouterr()
+        assert b"Traceback" not in err
+        return int(leave.value.code or 0), out.decode(), err.decode()
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch, capsysbinary: Any) -> Shell:
+    return Shell(monkeypatch, capsysbinary)
+
+
+def test_status_shows_plan_workers_generations_and_the_first_failure(desk: Desk, shell: Shell) -> None:
+    code, out, _ = shell("status")
+    assert code == 0
+    for said in ("training", "step 3/100", "plan 2x1", "generation 1", "w0", "first failure  worker w3 killed by"):
+        assert said in out
+    code, out, _ = shell("status", "--json")
+    assert (code, json.loads(out)["generation"]) == (0, 1)
+
+
+def test_doctor_finds_no_fault_in_a_run_that_lost_a_worker(desk: Desk, shell: Shell) -> None:
+    code, out, _ = shell("doctor", "--json")
+    found = json.loads(out)
+    assert (code, found["healthy"]) == (0, True)
+    assert "3 steps" in next(f["text"] for f in found["findings"] if f["subject"] == "ledger")
+    desk.serving.stop()
+    code, out, _ = shell("doctor", str(desk.folder))
+    assert code == 1
+    assert "fault" in out
+
+
+def test_long_activities_leave_names_readable(desk: Desk, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    activity = "waits for activations of micro-batch 3 of step 17 from rank 0 (stage 0), 1.2 s so far"
+    for name in ("w0", "w1"):
+        desk.driver.say(name, Beat(generation=1, step=3, activity=activity))
+    _, out, _ = shell("status")
+    assert "   0  w0      local  joined  waits for activations" in out
+    assert max(len(line) for line in out.splitlines()) <= 60
+
+
+def test_logs_are_found_by_rank_by_name_and_by_what_went_wrong_first(desk: Desk, shell: Shell) -> None:
+    assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
+    assert shell("logs", "--worker", "w3")[1] == "the last words of w3\n"
+    code, out, err = shell("logs", "--first-failure")
+    assert (code, out) == (0, "the last words of w3\n")
+    assert "w3: worker w3 killed by SIGKILL" in err
+    assert "ranks 0 to 2" in shell("logs", "--rank", "9")[2]
+    assert shell("logs", "--rank", "1", "--first-failure")[0] == 2
+    assert "no log of a worker 'w8'" in shell("logs", "--worker", "w8")[2]
+
+
+def test_changing_verbs_reach_the_manager(desk: Desk, shell: Shell) -> None:
+    assert shell("stop")[0] == 0
+    assert shell("morph")[0] == 0
+    assert shell("drain", "local")[0] == 0
+    assert [type(event) for event in desk.events] == [FinishRequested, MorphRequested, DrainRequested]
+    assert shell("join-token", "--uses", "7", "--hours", "2")[1] == "varuna://for-7-of-7200\n"
+    code, _, err = shell("drain", "elsewhere")
+    assert (code, "which has: local" in err) == (1, True)
+
+
+def test_a_token_of_another_run_is_explained(desk: Desk, shell: Shell) -> None:
+    desk.publish("stale")
+    code, _, err = shell("stop")
+    assert (code, "does not accept this run's token" in err) == (1, True)
+    assert not desk.events
+
+
+def test_a_run_that_is_over_still_has_its_logs(desk: Desk, shell: Shell) -> None:
+    desk.serving.stop()
+    code, _, err = shell("status")
+    assert (code, "has not ended: start the same command again" in err) == (1, True)
+    desk.journal.append(RunEnded(exit_code=3, text="no plan fits"))
+    code, _, err = shell("stop")
+    assert (code, "has ended with exit code 3: no plan fits" in err) == (1, True)
+    assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
+    assert shell("logs", "--first-failure")[1] == "the last words of w3\n"
+
+
+def test_without_a_run_people_are_told_where_one_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    code, _, err = shell("status")
+    assert (code, "no run of this user was found" in err) == (2, True)
+    code, _, err = shell("status", "--run", str(tmp_path))
+    assert (code, "Use --run" in err) == (2, True)
+    (tmp_path / "varuna").mkdir()
+    (tmp_path / "varuna" / "newest-run").write_text(json.dumps(str(tmp_path / "removed")))
+    code, _, err = shell("status")
+    assert (code, "your newest run has finished and its folder was removed" in err) == (2, True)
+    assert shell("status", "--json", "--watch")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("agent", "varuna://half", "--", "x.py"), "not a JOIN string"),
+        (("agent", f"varuna://{'t' * 20}@127.0.0.1:9/{'ab' * 32}", "--", "missing.py"), "no script at missing.py"),
+        (("manager", "--overwrite"), "--new --overwrite"),
+        (("manager", "--asg", "group"), "--nodes LEAST:MOST"),
+        (("manager", "--asg", "group", "--nodes", "4-8"), "--nodes 4:32"),
+    ],
+)
+def test_wrong_use_of_manager_and_agent_is_explained(shell: Shell, arguments: tuple[str, ...], said: str) -> None:
+    code, _, err = shell(*arguments)
+    assert (code, said in err) == (2, True)
+
+
+def test_open_gives_a_link_that_works_once_and_only_its_owner_sees(
+    desk: Desk, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DISPLAY", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    code, out, err = shell("open")
+    assert (code, "works once, within 10 minutes" in err) == (0, True)
+    page, _, login = out.strip().partition("#login=")
+    assert page == f"http://127.0.0.1:{desk.serving.port}/"
+    remote = Access(host="127.0.0.1", port=desk.serving.port, certificate_pem=None, token="").remote()
+    assert [remote.post("/login", {"code": login}).status for _ in range(2)] == [201, 403]
+
+    opened: list[str] = []
+    monkeypatch.setattr(opening, "_DISPLAYS", ("PATH",))
+
+    def note(url: str) -> bool:
+        opened.append(url)
+        return True
+
+    monkeypatch.setattr("webbrowser.open", note)
+    assert shell("open") == (0, "", "")
+    path = desk.folder / "open.html"
+    assert opened == [path.as_uri()]  # arguments of a browser are anybody's
+    assert path.stat().st_mode & 0o077 == 0
+    assert f"http://127.0.0.1:{desk.serving.port}/#login=" in path.read_text()
+    assert shell("open", "--void")[1] == "2 links and open pages were revoked\n"
+    assert "Leave out --print" in shell("open", "--void", "--print")[2]

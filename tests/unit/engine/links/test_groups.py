@@ -1,0 +1,189 @@
+"""Groups of a generation: formed with everybody, interrupted by its end, abandoned without waiting."""
+
+import queue
+import socket
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from tests.unit.engine.ranks import reaped, run_all
+from varuna.engine.base.transport import Group, local_store
+from varuna.engine.links import groups as groups_module
+from varuna.engine.links.groups import Groups, _watched, form
+from varuna.engine.worker.forming import InterruptibleStore
+
+_formed: list[Groups] = []
+
+
+def form_here(store: object, rank: int, *, members: int, stages: int, replicas: int, generation: int = 0) -> Groups:
+    grid = stages * replicas
+    peers = range(rank % stages, grid, stages) if rank < grid else range(0)
+    groups = form(
+        store,
+        generation=generation,
+        rank=rank,
+        members=members,
+        grid=grid,
+        peers=peers,
+        interface_host="127.0.0.1",
+        store_port=0,
+    )
+    _formed.append(groups)
+    return groups
+
+
+@pytest.fixture(autouse=True)
+def abandoned() -> Iterator[None]:
+    """Leave no sockets behind."""
+    yield
+    while _formed:
+        _formed.pop().abandon()
+
+
+@pytest.mark.parametrize("missing", ["at the world", "behind the world"])
+def test_forming_without_a_member_is_interrupted_by_the_end_of_the_generation(missing: str) -> None:
+    store, ended = local_store(), threading.Event()
+    failures: list[BaseException] = []
+
+    def wait_for_the_other() -> None:
+        try:
+            form_here(InterruptibleStore(store, ended.is_set), 0, members=2, stages=2, replicas=1)
+        except RuntimeError as error:
+            failures.append(error)
+
+    def join_the_world_only() -> None:
+        form_here(store, 1, members=2, stages=1, replicas=1)  # a spare: no vote
+
+    works = [wait_for_the_other, join_the_world_only][: 1 + (missing == "behind the world")]
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    threads[0].join(0.3)
+    assert threads[0].is_alive()
+    ended.set()
+    threads[0].join(5)
+    assert len(failures) == 1
+
+
+def test_a_store_whose_generation_goes_on_waits_until_the_key_is_there() -> None:
+    inner = local_store()
+    store = InterruptibleStore(inner, lambda: False)
+    thread = threading.Timer(0.05, partial(inner.set, "key", b"value"))
+    thread.start()
+    assert store.get("key") == b"value"
+    assert store.check(["key"])
+    assert not store.check(["key", "other"])
+    thread.join(5)
+
+
+def test_a_store_whose_generation_is_over_still_gives_what_it_has() -> None:
+    inner = local_store()
+    inner.set("key", b"value")
+    store = InterruptibleStore(inner, lambda: True)
+    assert store.get("key") == b"value"
+    with pytest.raises(RuntimeError, match="it has not set other"):
+        store.get("other")
+
+
+def test_spares_share_the_world_only_and_each_stage_has_its_own_ring() -> None:
+    store = local_store()
+    groups: dict[int, Groups] = {}
+    replicas, stages, members = 2, 2, 5
+
+    def work(rank: int) -> None:
+        groups[rank] = form_here(store, rank, members=members, stages=stages, replicas=replicas)
+
+    run_all([partial(work, rank) for rank in range(members)])
+    assert [groups[rank].vote is None for rank in range(members)] == [False] * 4 + [True]
+    assert [groups[rank].stage is None for rank in range(members)] == [False] * 4 + [True]
+    sums: dict[int, list[float]] = {}
+
+    def reduce(rank: int) -> None:
+        mine = groups[rank]
+        world, ring = torch.tensor([10.0**rank]), torch.tensor([10.0**rank])
+        mine.world.all_reduce(world)
+        if mine.stage is not None and mine.vote is not None:
+            mine.stage.all_reduce(ring)
+        sums[rank] = [world.item(), ring.item()]
+
+    run_all([partial(reduce, rank) for rank in range(members)])
+    assert sums == {0: [11111, 101], 1: [11111, 1010], 2: [11111, 101], 3: [11111, 1010], 4: [11111, 10000]}
+
+
+def test_generations_do_not_meet_in_the_same_store() -> None:
+    store = local_store()
+    values: dict[tuple[int, int], float] = {}
+
+    def work(generation: int, rank: int) -> None:
+        groups = form_here(store, rank, members=2, stages=1, replicas=2, generation=generation)
+        value = torch.tensor([float(generation)])
+        groups.world.all_reduce(value)
+        values[generation, rank] = value.item()
+
+    run_all([partial(work, generation, rank) for generation in (1, 2) for rank in range(2)])
+    assert values == {(1, 0): 2.0, (1, 1): 2.0, (2, 0): 4.0, (2, 1): 4.0}
+
+
+def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    droppers: queue.SimpleQueue[threading.Thread] = queue.SimpleQueue()
+    monkeypatch.setattr(groups_module, "_drop", lambda _: droppers.put(threading.current_thread()))
+    store = local_store()
+    groups: dict[int, Groups] = {}
+
+    def work(rank: int) -> None:
+        groups[rank] = form_here(store, rank, members=2, stages=2, replicas=1)
+
+    run_all([partial(work, rank) for rank in range(2)])
+    groups[0].abandon()
+    groups[1].abandon(exiting=True)
+    groups[1].abandon()
+    found = [droppers.get(timeout=20) for _ in range(2)]
+    assert threading.current_thread() not in found
+    assert droppers.empty()  # one that exits keeps its groups
+
+
+def test_the_groups_own_sockets_are_found_and_nobody_elses_whatever_their_numbers() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    # Numbers that are free again below all others: the next sockets of the process take them.
+    spare = [socket.create_connection(listener.getsockname()) for _ in range(3)]
+    with _watched(store_port=1) as found:
+        for connection in spare:
+            connection.close()
+        gloo = socket.socket()
+        gloo.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gloo does on both ends
+        gloo.connect(listener.getsockname())
+        stranger = socket.create_connection(listener.getsockname())  # an upload, or the way to the manager
+    assert [connection.getsockname() for connection in found] == [gloo.getsockname()]
+    for connection in (*found, gloo, stranger, listener):
+        connection.close()
+
+
+def test_gloo_still_marks_its_sockets() -> None:
+    store = local_store()
+    worlds: list[Group] = []
+
+    def make(rank: int) -> None:
+        worlds.append(Group(store, "marks", rank, 2, "127.0.0.1"))
+
+    with _watched(store_port=1) as found:
+        run_all([partial(make, rank) for rank in range(2)])
+    assert len(found) >= 2  # both ends of the pair
+    for connection in found:
+        connection.close()
+
+
+def test_groups_of_a_session_that_ended_go_when_the_next_one_forms() -> None:
+    first = form_here(local_store(), 0, members=1, stages=1, replicas=1)
+    world = weakref.ref(first.world)
+    first.abandon(exiting=True)
+    reaped()
+    assert world() is not None  # the process may be about to end
+    form_here(local_store(), 0, members=1, stages=1, replicas=1)
+    reaped()
+    assert world() is None

@@ -1,0 +1,200 @@
+"""Copies between host and device: over streams that are as late as they may be, no bit of a run changes."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.engine.late import LateStream, LateStreams
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, single_threaded
+from tests.unit.engine.stage.test_batch_norm import setup as normalised
+from varuna.core.devices import DeviceFacts
+from varuna.core.ready import DONE
+from varuna.engine.links.host_copies import Lanes, StagedLane, lanes_of, lanes_over
+from varuna.engine.links.message import Layout
+from varuna.engine.pipeline import reduce
+from varuna.partition.cut.split import Crossing
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+class Late:
+    """Gives every rank late streams, and remembers them."""
+
+    def __init__(self, over: Callable[[LateStreams], Lanes] = lanes_over) -> None:
+        self.made: list[LateStreams] = []
+        self._over = over
+
+    def __call__(self) -> Lanes:
+        self.made.append(LateStreams())
+        return self._over(self.made[-1])
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("stages", "replicas", "rounds"), [(1, 1, False), (3, 1, False), (3, 2, False), (1, 2, True)])
+def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) -> None:
+    late = Late()
+    setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, rounds=rounds)
+    expected, parameters = setup.losses(stages, replicas), setup.parameters()
+    setup.lanes = late
+    assert setup.losses(stages, replicas) == expected
+    assert same(setup.parameters(), parameters)
+    assert len(late.made) == stages * replicas
+    assert all(streams.copies and not streams.unkept for streams in late.made)
+
+
+def test_statistics_of_batches_pass_a_late_device() -> None:
+    setup = normalised()
+    expected = setup.losses(2, 2)
+    setup.lanes = Late()
+    assert setup.losses(2, 2) == expected
+
+
+class Hasty(StagedLane):
+    """Computes with what has arrived without waiting for it."""
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self._streams.fetch(self._up, value) for name, value in values.items()}
+
+
+class Rash(StagedLane):
+    """Reduces what has not come yet."""
+
+    def at_host(self, value: Tensor, behind: object) -> "Rash":  # type: ignore[override]
+        self._host = self.room(value.nbytes).view(value.dtype)
+        self.down([(value, self._host)], DONE if behind is DONE else None)
+        return self
+
+    def __enter__(self) -> Tensor:
+        return self._host
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_a_wait_that_is_left_out_would_be_seen() -> None:
+    """What the tests above rest on."""
+    setup = Setup(build=SmallLanguage, lanes=Late(lambda streams: Lanes(Hasty(streams), StagedLane(streams), streams)))
+    with pytest.raises(Exception, match=r"."):  # an index of -1, or NaN
+        assert all(math.isfinite(loss) for loss, _ in setup.losses(2, 1, steps=1))
+    setup.lanes = Late(lambda streams: Lanes(StagedLane(streams), Rash(streams), streams))
+    assert setup.losses(1, 2, steps=2) != Setup(build=SmallLanguage).losses(1, 2, steps=2)
+
+
+HIDDEN = Crossing("hidden", torch.float32, (0, 3), (1, 0), differentiable=True)
+
+
+def test_a_message_is_copied_behind_what_was_computed_and_not_before() -> None:
+    streams = LateStreams()
+    streams.compute = LateStream()
+    lane, value = StagedLane(streams), torch.zeros(2, 3)
+    streams.compute.put(lambda: value.fill_(7.0))
+    message = Layout((HIDDEN,), 2, digests=True).pack({"hidden": value}, [4, 5], lane)
+    streams.compute.put(lambda: value.fill_(9.0))  # behind the message
+    assert Layout((HIDDEN,), 2, digests=True).digests_of(message.buffer) == [4, 5]
+    found = Layout((HIDDEN,), 2, digests=True).unpack(message.whole())
+    assert found["hidden"].eq(7.0).all()
+    assert streams.compute.passed == 1
+
+
+def test_sums_leave_at_their_point_and_are_back_at_the_end() -> None:
+    streams = LateStreams()
+    streams.compute = LateStream()
+    lane, sums = StagedLane(streams), torch.zeros(5)
+    streams.compute.put(lambda: sums.fill_(2.0))
+    point = lane.point()
+    streams.compute.put(lambda: None)  # a later section's backward, which need not be waited for
+    with lane.at_host(sums, point) as values:
+        assert values.tolist() == [2.0] * 5
+        values *= 3
+        assert sums.tolist() == [2.0] * 5
+    assert sums.tolist() == [6.0] * 5
+    assert streams.compute.passed == 1
+
+
+def test_a_value_that_is_freed_under_a_copy_is_kept_by_the_lane_only() -> None:
+    streams = LateStreams()
+    stream = streams.stream()
+    streams.copy(stream, torch.zeros(3), torch.ones(3))
+    with pytest.raises(RuntimeError, match="given away"):
+        streams.mark(stream).wait()
+    target = torch.zeros(3)
+    StagedLane(streams).down([(torch.ones(3), target)]).wait()
+    assert target.tolist() == [1.0] * 3
+
+
+def test_a_cpu_copies_nothing_twice() -> None:
+    lanes = lanes_of(torch.device("cpu"))
+    value = torch.ones(3)
+    assert lanes.streams is None
+    assert lanes.links.up({"x": value})["x"] is value
+    assert lanes.sums.point() is DONE
+    with lanes.sums.at_host(value, DONE) as values:
+        assert values is value
+
+
+class Told(Exception):
+    """What a session said when it joined."""
+
+
+class Listening:
+    """A membership that goes no further."""
+
+    def join(self, job: object, *, device: DeviceFacts | None = None, **callbacks: object) -> None:
+        raise Told(device)
+
+
+@pytest.mark.parametrize("gpu", [DeviceFacts(name="gpu", memory_bytes=2**34), None])
+def test_a_session_tells_what_device_it_computes_on(gpu: DeviceFacts | None) -> None:
+    def lanes() -> Lanes:
+        streams = LateStreams()
+        streams.device = gpu
+        return lanes_over(None if gpu is None else streams)
+
+    session = Setup(build=SmallLanguage, lanes=lanes).session(Listening(), None, 1)
+    with pytest.raises(Told) as told:
+        next(session.steps())
+    assert told.value.args == (gpu,)
+
+
+class Clocked(LateStreams):
+    """Every copy takes a second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = 0.0
+
+    def _tick(self) -> None:
+        self.now_s += 1.0
+
+    def copy(self, stream: LateStream, target: Tensor, source: Tensor) -> None:
+        stream.put(self._tick)
+        super().copy(stream, target, source)
+
+
+def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = Clocked()
+    setup = Setup(build=SmallLanguage, lanes=lambda: lanes_over(streams))
+    setup.losses(1, 1, steps=1)
+    generation = setup.finished[0].current
+    assert generation is not None
+    monkeypatch.setattr(reduce, "time", SimpleNamespace(monotonic=lambda: streams.now_s))
+    streams.compute = LateStream()
+    streams.compute.put(lambda: setattr(streams, "now_s", 100.0))  # a backward
+    flat = generation.stage.buckets[0].flat
+    [group] = connected(1)
+    generation.reducer._reduce(group, flat, generation.stage.job.lanes.sums.point())
+    assert streams.now_s == 102.0
+    assert generation.reducer.reductions[-1] == (flat.nbytes, 2.0)

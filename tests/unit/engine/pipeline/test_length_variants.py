@@ -1,0 +1,169 @@
+"""Several declared lengths: micro-batches of different lengths in one step, in any plan, as in one process."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.unit.checks.verified import verify
+from tests.unit.engine.ranks import Setup, Tokens, single_threaded, tiny_llama
+from varuna.checks.loss_weight import check_weighing
+from varuna.core.errors import DataError, ModelError, UsageError
+from varuna.data import sample_index
+from varuna.data.samples import SampleSource
+from varuna.engine.worker.session import Session
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import materialise
+from varuna.partition.lengths import check_lengths, partition_lengths, variant_of
+
+LENGTHS = (6, 12, 16)
+
+
+class Positions(nn.Module):
+    """Learnt positions, of which the longest length takes all: a slice that is none there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.position = nn.Embedding(64, 8), nn.Parameter(torch.randn(16, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 64, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids) + self.position[: input_ids.shape[1]]
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x).cumsum(1) / x.shape[1])
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+class Sentences(Tokens):
+    """Sentences of 3 to 16 tokens."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        sample = super().__getitem__(index)
+        return {key: value[: 3 + (index * 7) % 14] for key, value in sample.items()}
+
+
+def padded(samples: Any) -> dict[str, Tensor]:
+    """To the shortest declared length that holds all of them."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    length = min(each for each in LENGTHS if each >= longest)
+    fill = {"input_ids": 0, "labels": -100}
+    rows = {
+        key: [nn.functional.pad(s[key], (0, length - len(s[key])), value=fill[key]) for s in samples] for key in fill
+    }
+    return {key: torch.stack(values) for key, values in rows.items()}
+
+
+def setup(**changes: Any) -> Setup:
+    fields = {"build": Positions, "dataset": Sentences(), "collate": padded, "lengths": LENGTHS, **changes}
+    return Setup(global_batch=6, micro_batch=1, **fields)
+
+
+def one_process(job: Setup, steps: int) -> list[float]:
+    """The same in a plain loop, example by example."""
+    torch.manual_seed(job.seed)
+    model = job.build().train()
+    optimizer = job.optimizer(list(model.named_parameters()))
+    losses = []
+    for step in range(steps):
+        batches = [padded([Sentences()[sample_index(p, size=50, seed=0)]]) for p in range(6 * step, 6 * step + 6)]
+        counts = [int((batch["labels"] != -100).sum()) for batch in batches]
+        optimizer.zero_grad()
+        loss = sum(model(**batch) * n for batch, n in zip(batches, counts, strict=True)) / sum(counts)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_micro_batches_of_all_lengths_train_as_in_one_process_at_any_depth() -> None:
+    with single_threaded():
+        job = setup()
+        expected = one_process(job, 4)
+        source = SampleSource(Sentences(), seed=0, collate=padded)
+        found = {variant_of(job.model, source.micro_batch([p]).tensors, ()) for p in range(6)}
+        assert len(found) > 1  # within one step
+        curves = [job.losses(*shape, steps=4) for shape in ((1, 1), (2, 1), (2, 2), (3, 1))]
+    assert [loss for loss, _ in curves[0]] == pytest.approx(expected, rel=1e-5)
+    assert curves[1] == curves[3] == curves[0]
+    assert [loss for loss, _ in curves[2]] == pytest.approx(expected, rel=1e-5)
+
+
+class Unreadable(Sentences):
+    """On a machine whose disk is gone."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        raise OSError("the disk is gone")
+
+
+class OneUnreadable(Setup):
+    def session(self, membership: Any, store: Any, steps: int, saver: Any = None, rank: int = 0) -> Session:
+        self.dataset = Unreadable() if rank == 1 else Sentences()
+        return super().session(membership, store, steps, saver, rank)
+
+
+def test_samples_that_cannot_be_read_stop_a_stage_that_waits_for_an_activation_of_their_length() -> None:
+    fields = {"build": Positions, "dataset": Sentences(), "collate": padded, "lengths": LENGTHS}
+    with pytest.raises(OSError, match="the disk is gone"):
+        OneUnreadable(global_batch=6, micro_batch=1, **fields).run(2, 1)  # type: ignore[arg-type]
+
+
+def test_the_schedules_with_split_backwards_run_too() -> None:
+    with single_threaded():
+        assert setup(policy="adaptive").losses(3, 1, steps=2) == setup().losses(1, 1, steps=2)
+
+
+def test_sections_hold_the_same_state_at_every_length_and_their_graphs_verify() -> None:
+    job = setup()
+    longest, *others = job.model.variants
+    assert longest.facts.sections == job.model.facts.sections
+    assert len(others) == 2
+    for other in others:
+        assert [set(s.parameters) for s in other.sections] == [set(s.parameters) for s in longest.sections]
+        crossing = {c.shape(2)[1] for into in other.split.crossings for c in into}
+        assert crossing == {other.inputs["input_ids"].shape[0]}
+    initial = materialise(job.recipe, 0)
+    for position in range(6):
+        batch = SampleSource(Sentences(), seed=0, collate=padded).micro_batch([position]).tensors
+        found = verify(job.model, job.recipe, initial, batch)
+        assert max(found.loss_error, found.gradient_error) < 1e-6
+    check_weighing(job.model, job.recipe, initial, job.source, None)
+
+
+def test_rotary_positions_keep_their_places() -> None:
+    recipe = Recipe(partial(tiny_llama, layers=1))
+    model = partition_lengths(recipe, {k: v[None].repeat(2, 1) for k, v in Tokens()[0].items()}, (8, 16))
+    assert [len(each.sections) for each in model.variants] == [len(model.sections)] * 2
+
+
+def test_a_length_that_was_not_declared_is_refused_with_the_numbers() -> None:
+    job = setup()
+    with pytest.raises(DataError, match=r"'input_ids' has length 7 .* \[3, 4\].*lengths=\[6, 12, 16\]"):
+        variant_of(job.model, {"input_ids": torch.zeros(2, 7), "labels": torch.zeros(2, 7)}, (3, 4))
+
+
+class Changing(Positions):
+    """A layer more for long inputs."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        if input_ids.shape[1] > 8:
+            return super().forward(input_ids, labels)
+        return nn.functional.cross_entropy(self.head(self.embed(input_ids)).flatten(0, 1), labels.flatten())
+
+
+def test_lengths_that_change_the_model_are_refused() -> None:
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "labels": torch.zeros(2, 6, dtype=torch.long)}
+    with pytest.raises(ModelError, match="operations differ"):
+        partition_lengths(Recipe(Changing), batch, (6, 12))
+    with pytest.raises(UsageError, match="first samples must have one of these lengths"):
+        partition_lengths(Recipe(Positions), batch, (8, 12))
+
+
+@pytest.mark.parametrize("lengths", [[], [0], "12", [3, 3], [1.5]])
+def test_odd_declarations_are_refused(lengths: Any) -> None:
+    with pytest.raises(UsageError, match="lengths="):
+        check_lengths(lengths)

@@ -1,0 +1,118 @@
+"""The training thread is one action ahead of its device, and actions take what they take there."""
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.unit.engine.late import LateStreams
+from tests.unit.engine.ranks import Setup, SmallLanguage
+from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.base.wait_bounds import Patience
+from varuna.engine.links.host_copies import lanes_over
+from varuna.engine.pipeline.action_times import Took
+from varuna.engine.pipeline.lookahead import DeviceLookahead, HostLookahead, Noted, pace_of, times_of
+from varuna.schedule.actions import Action, Kind
+
+F0, F1, B0 = (Action(0, Kind(kind), number) for kind, number in (("F", 0), ("F", 1), ("B", 0)))
+
+
+class Gate:
+    """An event that a test passes."""
+
+    def __init__(self, at_s: float = 0.0) -> None:
+        self.at_s = at_s
+        self.open = threading.Event()
+
+    def wait(self) -> None:
+        assert self.open.wait(20)
+
+    def passed(self) -> bool:
+        return self.open.is_set()
+
+    def seconds_since(self, earlier: "Gate") -> float:
+        return self.at_s - earlier.at_s
+
+
+class Gates(LateStreams):
+    """Events of the computation are gates; the first, which begins the step, is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: list[Gate] = []
+
+    def mark(self, stream: Any, *, timed: bool = False) -> Any:
+        self.gates.append(Gate(float(len(self.gates))))
+        if len(self.gates) == 1:
+            self.gates[0].open.set()
+        return self.gates[-1]
+
+
+def test_the_action_before_must_be_done_and_no_more() -> None:
+    streams, inbox = Gates(), Inbox(Patience(last_s=20))
+    pace = DeviceLookahead(streams, inbox)
+    pace.begin(0, 0.0)
+    begun = threading.Event()
+
+    def act() -> None:
+        for action in (F0, F1):
+            pace.acting()
+            pace.acted(action)
+        begun.set()
+
+    thread = threading.Thread(target=act)
+    thread.start()
+    while len(streams.gates) < 5:  # F1 is launched, though F0 is not done
+        pass
+    assert not begun.wait(0.05)
+    streams.gates[2].open.set()  # the end of F0
+    assert begun.wait(20)
+    thread.join()
+    streams.gates[4].open.set()
+    times = pace.finish()
+    assert [took.action for took in times.actions] == [F0, F1]
+    assert [took.seconds for took in times.actions] == [1.0, 1.0]
+    pace.close()
+
+
+def test_the_end_of_a_generation_ends_the_wait_for_the_device() -> None:
+    streams, inbox = Gates(), Inbox(Patience(last_s=20))
+    pace = DeviceLookahead(streams, inbox)
+    pace.begin(0, 0.0)
+    pace.acting()
+    pace.acted(F0)
+    inbox.abort(GenerationEnded(0))
+    pace.acting()
+    with pytest.raises(GenerationEnded):
+        pace.acted(F1)
+    streams.gates[2].open.set()
+    pace.close()
+
+
+def test_waits_are_what_the_device_stood_still_for() -> None:
+    """F1's input was waited for while F0 still ran, and for 2 s beyond; B0's came before F1 was through."""
+    noted = [
+        Noted(F0, Gate(1.0), Gate(5.0), waited=False),
+        Noted(F1, Gate(7.0), Gate(9.0), waited=True),
+        Noted(B0, Gate(9.0), Gate(12.0), waited=True),
+    ]
+    times = times_of(3, noted, lambda event: event.seconds_since(Gate(0.0)), 1.0)
+    assert times.actions == (Took(F0, 1.0, 5.0), Took(F1, 7.0, 9.0), Took(B0, 9.0, 12.0))
+    assert times.waits == (Took(F1, 5.0, 7.0),)
+    assert (times.begin_s, times.end_s) == (1.0, 12.0)
+
+
+def test_steps_on_a_device_lie_one_behind_the_other() -> None:
+    setup = Setup(build=SmallLanguage, lanes=lambda: lanes_over(LateStreams()))
+    setup.run(2, 1, steps=3)
+    for times in setup.times():
+        assert times is not None
+        ends = [took.end_s for took in times.actions]
+        assert ends == sorted(ends)
+        assert times.step == 2
+        assert times.begin_s <= times.actions[0].begin_s
+        assert len(times.actions) >= 8
+
+
+def test_a_cpu_is_never_ahead() -> None:
+    assert isinstance(pace_of(None, Inbox()), HostLookahead)

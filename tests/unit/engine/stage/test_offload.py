@@ -1,0 +1,255 @@
+"""Optimizer state in host memory changes no bit, wherever the run has been and wherever it goes."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import varuna
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_gpt2
+from tests.unit.engine.worker.test_resuming import train
+from varuna.checkpoint.io.section_state import from_bytes, to_bytes
+from varuna.core.errors import UsageError
+from varuna.core.model import JobFacts
+from varuna.core.precision import Precision
+from varuna.engine.device.staging import PlainFerry
+from varuna.engine.stage.offload import OffloadedOptimizer
+from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer
+from varuna.engine.stage.stage import Stage
+from varuna.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+Build = Callable[[NamedParameters], torch.optim.Optimizer]
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+def momentum(named: NamedParameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, nesterov=True)
+
+
+def grouped(named: NamedParameters) -> torch.optim.Optimizer:
+    """Groups by name, of which a section may have only one."""
+    plain = [p for name, p in named if name.endswith("bias") or "ln" in name]
+    decayed = [p for name, p in named if not (name.endswith("bias") or "ln" in name)]
+    return torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "lr": 3e-3}], lr=1e-3)
+
+
+def adagrad(named: NamedParameters) -> torch.optim.Optimizer:
+    """Makes its state when it is built."""
+    return torch.optim.Adagrad([p for _, p in named], lr=0.01)
+
+
+def warm(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=3)
+
+
+def state_of(setup: Setup) -> dict[str, Tensor]:
+    """Every tensor of every section's state, as the last run left it."""
+    found: dict[str, Tensor] = {}
+    for session in setup.finished:
+        assert session.current is not None
+        stage = session.current.stage
+        for section in stage.sections:
+            state = from_bytes(to_bytes(stage.state_of(section)))
+            found.update({f"{section}/{name}": value for name, value in state.tensors.items()})
+    return found
+
+
+def same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "grid"),
+    [(momentum, (2, 2)), (adamw, (1, 1)), (adagrad, (2, 1)), (grouped, (2, 2)), (grouped, (2, 1))],
+)
+def test_losses_norms_parameters_and_state_are_those_of_a_run_without(optimizer: Build, grid: tuple[int, int]) -> None:
+    given: dict[str, Any] = {"optimizer": optimizer, "scheduler": warm, "clip": 0.5, "dataset": Tokens(padded=True)}
+    plain, offloaded = Setup(**given), Setup(**given, offload=True)  # tied embeddings, clipped
+    assert offloaded.losses(*grid) == plain.losses(*grid)
+    assert same(state_of(offloaded), state_of(plain))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_half_precision_keeps_fp32_parameters_in_host_memory_and_the_same_bits(precision: Precision) -> None:
+    given: dict[str, Any] = {"precision": precision, "unit": 1.0}  # the first fp16 steps overflow
+    plain, offloaded = Setup(**given), Setup(**given, offload=True)
+    assert repr(offloaded.losses(2, 2, steps=6)) == repr(plain.losses(2, 2, steps=6))  # as text: NaN differs from NaN
+    assert same(state_of(offloaded), state_of(plain))
+
+
+def halved(named: NamedParameters) -> None:
+    """A ``before_step`` that combines gradients over the stages."""
+    norm = varuna.all_reduce_shared(sum((p.grad.square().sum() for _, p in named), torch.zeros(())))  # type: ignore[union-attr]
+    for _, parameter in named:
+        assert parameter.grad is not None
+        parameter.grad /= 1 + norm
+
+
+def test_before_step_sees_the_whole_stage_once() -> None:
+    given: dict[str, Any] = {"before_step": halved}
+    assert Setup(**given, offload=True).losses(2, 1) == Setup(**given).losses(2, 1)
+
+
+@pytest.mark.parametrize("saved_offloaded", [False, True])
+def test_a_checkpoint_is_resumed_with_and_without(saved_offloaded: bool, tmp_path: Path) -> None:
+    def setup(offload: bool) -> Setup:
+        return Setup(scheduler=warm, optimizer=grouped, directory=str(tmp_path), offload=offload)
+
+    undisturbed = Setup(scheduler=warm, optimizer=grouped).losses(2, 1, steps=4)
+    first = train(setup(saved_offloaded), 2, 1, 2, str(tmp_path))
+    second = train(setup(not saved_offloaded), 2, 1, 4, str(tmp_path))
+    assert first + second == undisturbed
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_states_go_from_stages_with_to_stages_without_and_back(precision: Precision) -> None:
+    """What a morph does: a state as bytes, a stage built from it."""
+    plain, offloaded = Setup(precision=precision), Setup(precision=precision, offload=True)
+    expected = plain.losses(1, 1, steps=2)
+    assert offloaded.losses(1, 1, steps=2) == expected
+    jobs = [plain.job(), offloaded.job()]
+    generation = offloaded.finished[0].current
+    assert generation is not None
+    stage = generation.stage
+    before = {section: to_bytes(stage.state_of(section)) for section in stage.sections}
+    for job in (*jobs, *jobs):
+        states = {section: from_bytes(to_bytes(stage.state_of(section))) for section in stage.sections}
+        stage = Stage(job, stage.plan, 0, states, 2)
+        assert {section: to_bytes(stage.state_of(section)) for section in stage.sections} == before
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_tentative_step_is_undone_bit_for_bit(precision: Precision) -> None:
+    setup = Setup(precision=precision, offload=True, optimizer=momentum)
+    setup.losses(1, 1, steps=2)
+    generation = setup.finished[0].current
+    assert generation is not None
+    stage = generation.stage
+    before = {section: to_bytes(stage.state_of(section)) for section in stage.sections}
+    stage.optimizer.prepare()
+    undo = stage.optimizer.copies()
+    stage._update(0.5)
+    assert {section: to_bytes(stage.state_of(section)) for section in stage.sections} != before
+    stage._undo = undo
+    stage.roll_back()
+    assert {section: to_bytes(stage.state_of(section)) for section in stage.sections} == before
+    name = next(iter(stage.parameters))
+    assert torch.equal(stage._compute[name], stage.parameters[name].to(stage.job.dtype))
+
+
+def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
+    class Talking(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            varuna.all_reduce_shared(torch.ones(()))
+            super().step()
+
+    def talking(named: NamedParameters) -> torch.optim.Optimizer:
+        return Talking([p for _, p in named], lr=0.1)
+
+    with pytest.raises(UsageError, match="cannot run with offload_optimizer=True"):
+        Setup(build=SmallLanguage, optimizer=talking, offload=True).losses(1, 1, steps=1)
+
+
+# -- places ------------------------------------------------------------------------------------------------------
+
+META = torch.device("meta")
+
+
+class OneWay(PlainFerry):
+    """Nothing can be copied back from the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__(META)
+        self.most = self.held = 0
+
+    def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
+        assert all(value.device.type == "cpu" for value in values)
+        self.held += 1
+        self.most = max(self.most, self.held)
+        return super().fetch(values)
+
+    def bring_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        assert all(source.device == META and target.device.type == "cpu" for source, target in pairs)
+        self.held -= 1
+
+
+@pytest.mark.parametrize("away", [False, True])
+def test_a_step_runs_on_the_device_and_nothing_stays_there_but_two_sections(away: bool) -> None:
+    place = torch.device("cpu") if away else META
+    sections = [[(f"{i}.weight", nn.Parameter(torch.zeros(4, 3, device=place)))] for i in range(5)]
+    gradients = {name: torch.zeros(4, 3, device=META) for part in sections for name, _ in part}
+    stepped: list[str] = []
+
+    class Watched(torch.optim.Adam):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            [parameter] = self.param_groups[0]["params"]
+            moments = [value for key, value in self.state[parameter].items() if key != "step"]
+            assert parameter.device == META
+            assert parameter.shape == (4, 3)
+            assert parameter.grad is not None
+            assert all(value.device == META for value in moments)
+            stepped.append(str(len(moments)))
+            super().step()
+
+    def build(named: NamedParameters) -> StageOptimizer:
+        device = torch.device("cpu")
+        return StageOptimizer(lambda n: Watched([p for _, p in n], foreach=False), None, named, {}, 0, home=device)
+
+    ferry = OneWay()
+    optimizer = OffloadedOptimizer(build, sections, device=META, gradients=gradients if away else None, ferry=ferry)
+    if not away:
+        for part in sections:
+            for name, parameter in part:
+                parameter.grad = gradients[name]
+    for _ in range(2):
+        optimizer.prepare()
+        optimizer.update(lambda written: None)
+        for part in sections:
+            for name, _ in part:
+                tensors, _ = optimizer.state_of(name)
+                assert tensors.keys() == {"step", "exp_avg", "exp_avg_sq"}
+                assert all(value.device.type == "cpu" for value in tensors.values())
+                assert away is (optimizer.parameters[name].numel() == 0)
+    assert stepped == ["0"] * 5 + ["2"] * 5
+    assert ferry.most == 2
+
+
+def test_state_in_host_memory_is_taken_over_and_written_in_place() -> None:
+    stage = _trained_stage()
+    name = stage.named_parameters()[0][0]
+    before = {key: value.data_ptr() for key, value in stage.optimizer.state_of(name)[0].items()}
+    stage._update(0.5)
+    assert {key: value.data_ptr() for key, value in stage.optimizer.state_of(name)[0].items()} == before
+
+
+def _trained_stage() -> Stage:
+    setup = Setup(offload=True)
+    setup.losses(1, 1, steps=1)
+    generation = setup.finished[0].current
+    assert generation is not None
+    return generation.stage
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_and_parameters_that_are_apart_are_not_shown_to_before_step() -> None:
+    with pytest.raises(UsageError, match=r"before_step= cannot be given with offload_optimizer=True"):
+        Trainer(tiny_gpt2, Tokens(), adamw, 8, precision="bf16", offload_optimizer=True, before_step=lambda named: None)
+
+
+@pytest.mark.parametrize(("device", "told"), [("cpu", "same memory"), ("meta", "host")])
+def test_the_job_tells_where_its_state_lives(device: str, told: str) -> None:
+    trainer = Trainer(SmallLanguage, Tokens(), adamw, 8, device=device, offload_optimizer=True)
+    assert trainer.offload == told
+    assert Trainer(SmallLanguage, Tokens(), adamw, 8, device=device).offload == "none"
+    assert JobFacts.model_fields["offload_optimizer"].default == "none"

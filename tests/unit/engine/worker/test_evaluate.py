@@ -1,0 +1,190 @@
+"""trainer.evaluate: the loss of other data in any plan, and nothing of it in the training."""
+
+import math
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, run_all, single_threaded
+from tests.unit.engine.stage.test_batch_norm import Normalised, Points, buffers_of, sgd
+from varuna.core.errors import UsageError
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.data import sample_index
+from varuna.data.samples import SampleSource
+from varuna.engine.base.inbox import GenerationEnded
+from varuna.engine.base.transport import local_store
+from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork
+from varuna.engine.worker.session import Session
+from varuna.membership.static import StaticMembership, World
+from varuna.partition.evaluation import for_evaluation
+from varuna.partition.initial.constructor import needed_buffers
+from varuna.partition.model import PartitionedModel
+from varuna.planner.choose import plan_run
+from varuna.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    with single_threaded():
+        yield
+
+
+_evaluations: dict[int, tuple[PartitionedModel, PartitionedModel]] = {}
+"""By the identity of a model, which is kept: it and its evaluation, captured once."""
+
+
+def evaluation_of(setup: Setup) -> PartitionedModel:
+    if id(setup.model) not in _evaluations:
+        made = for_evaluation(setup.model, setup.recipe, setup.source.micro_batch(range(2)).tensors)
+        _evaluations[id(setup.model)] = setup.model, made
+    return _evaluations[id(setup.model)][1]
+
+
+def train(
+    setup: Setup, stages: int, replicas: int, validation: Any, examples: int
+) -> tuple[list[float], list[EvaluationSums]]:
+    """Three steps, an evaluation behind each: losses of the steps, and of the evaluations."""
+    evaluated = evaluation_of(setup)
+    buffers = setup.beginning.buffers(needed_buffers(evaluated) - needed_buffers(setup.model))
+    store = local_store()
+    curves: list[list[float]] = [[] for _ in range(stages * replicas)]
+    found: list[list[EvaluationSums]] = [[] for _ in curves]
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
+
+    def loop(rank: int, session: Session) -> None:
+        for committed in session.steps():
+            curves[rank].append(committed.totals.loss)
+            source = SampleSource(validation, seed=0)
+            sums = session.evaluate(EvaluationWork(committed.step, evaluated, buffers, source, examples, None))
+            assert sums is not None
+            found[rank].append(sums)
+
+    sessions = [
+        setup.session(StaticMembership(World(rank, len(curves), store, "127.0.0.1", 0), plan), store, 3)
+        for rank in range(len(curves))
+    ]
+    run_all([partial(loop, rank, session) for rank, session in enumerate(sessions)])
+    setup.finished = sessions
+    assert all(curve == curves[0] for curve in curves)
+    assert all(sums == found[0] for sums in found)
+    return curves[0], found[0]
+
+
+def eager_loss(setup: Setup, dataset: Any, examples: int) -> float:
+    """The last run's model in evaluation mode on all examples at once."""
+    model = setup.build().eval()
+    model.load_state_dict(setup.parameters(), strict=False)
+    samples = [dataset[index] for index in range(examples)]
+    with torch.no_grad():
+        output = model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})
+    return float(output)
+
+
+class Validation(Tokens):
+    """Other samples than those of the training."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return super().__getitem__(index + 900)
+
+
+def test_dropout_is_off_every_plan_agrees_and_training_does_not_notice() -> None:
+    setup = Setup(build=Dropping, dataset=Tokens(padded=True))
+    validation = Validation(padded=True, size=37)
+    undisturbed = [loss for loss, _ in setup.losses(1, 1, steps=3)]
+    curve, alone = train(setup, 1, 1, validation, 37)
+    assert curve == undisturbed
+    assert alone[-1].loss == pytest.approx(eager_loss(setup, validation, 37), rel=1e-6)
+    assert alone[-1].weight == sum(int((validation[i]["labels"] != -100).sum()) for i in range(37))
+    deep_curve, deep = train(setup, 3, 1, validation, 37)
+    assert (deep_curve, deep) == (curve, alone)
+    _, wide = train(setup, 2, 2, validation, 37)
+    assert [sums.loss for sums in wide] == pytest.approx([sums.loss for sums in alone], rel=1e-5)
+
+
+def test_batch_normalisation_uses_its_running_statistics() -> None:
+    setup = Setup(build=Normalised, dataset=Points(), optimizer=sgd, global_batch=11, micro_batch=3)
+    _, alone = train(setup, 1, 1, Points(), 20)
+    # one of its norms keeps no statistics, and normalises over each micro-batch even here
+    model = Normalised().eval()
+    model.load_state_dict({**setup.parameters(), **buffers_of(setup)}, strict=False)
+    order = [sample_index(position, size=50, seed=0) for position in range(20)]
+    parts = [[Points()[index] for index in order[first : first + 3]] for first in range(0, 20, 3)]
+    with torch.no_grad():
+        losses = [
+            float(model(**{key: torch.stack([sample[key] for sample in part]) for key in part[0]})) * len(part)
+            for part in parts
+        ]
+    assert alone[-1].loss == pytest.approx(sum(losses) / 20, rel=1e-6)
+    _, deep = train(setup, 3, 1, Points(), 20)
+    assert deep == alone
+
+
+def test_replicas_without_a_micro_batch_take_part() -> None:
+    setup = Setup(build=SmallLanguage)
+    _, alone = train(setup, 1, 1, Tokens(size=1), 1)
+    _, wide = train(setup, 1, 3, Tokens(size=1), 1)
+    assert [sums.loss for sums in wide] == pytest.approx([sums.loss for sums in alone], rel=1e-5)
+
+
+def test_a_long_evaluation_meets_in_between() -> None:
+    setup = Setup(build=SmallLanguage, micro_batch=1)
+    _, alone = train(setup, 1, 1, Tokens(size=40), 40)
+    _, deep = train(setup, 2, 1, Tokens(size=40), 40)
+    assert deep == alone
+
+
+def trainer(**changes: Any) -> Trainer:
+    given = {"model": SmallLanguage, "dataset": Tokens(), "optimizer": adamw, "global_batch": 4, "device": "cpu"}
+    return Trainer(**{**given, **changes})
+
+
+def test_a_script_evaluates_in_its_loop_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    job = trainer()
+    with pytest.raises(UsageError, match=r"trainer\.evaluate\(dataset\) works inside the loop"):
+        job.evaluate(Tokens())
+    found = [job.evaluate(Tokens(size=10)) for step in job.steps(4) if step.index % 2]
+    assert found[1].complete
+    assert found[1].loss < found[0].loss
+    assert job.evaluate(Tokens(size=10)).loss == found[1].loss
+    with pytest.raises(UsageError, match="examples=99: the dataset has 10"):
+        job.evaluate(Tokens(size=10), examples=99)
+
+
+def test_an_evaluation_that_a_morph_interrupts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    job = trainer()
+    for _ in job.steps(2):
+        pass
+    session = job._session
+    assert session is not None
+    assert session.current is not None
+    session.current.inbox.abort(GenerationEnded(0))
+    found = job.evaluate(Tokens(size=10))
+    assert not found.complete
+    assert math.isnan(found.loss)
+
+
+def test_an_evaluation_that_never_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ended(*_: object) -> None:
+        raise GenerationEnded(0)
+
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    subject = trainer()
+    for _ in subject.steps(1):
+        monkeypatch.setattr(Stage, "evaluation_runners", ended)
+        assert not subject.evaluate(Validation(size=8)).complete
+    for thread in [each for each in threading.enumerate() if "evaluation" in each.name]:
+        thread.join(5)
+        assert not thread.is_alive()

@@ -1,0 +1,111 @@
+"""An agent's own thread: what it survives, and which logs it sends to whom."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from varuna.fleet.agent.agent import Agent, AgentConfig, SpotWarning
+from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
+from varuna.fleet.agent.log_forwarder import LogForwarder
+from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient
+from varuna.fleet.net.ca import open_authority
+from varuna.fleet.net.protocol import MAX_REASON, MAX_TAIL, Identity, ProcessEnded, SpotNoticeSeen, UpBody
+from varuna.fleet.state.inputs import WorkerExited
+
+
+class Bench:
+    """An agent whose words are caught, without a manager and without processes."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.sent: list[UpBody] = []
+        self.told: list[str] = []
+        monkeypatch.setattr(ManagerClient, "send", lambda uplink, body, epoch=None: self.sent.append(body))
+        authority = open_authority(folder / "tls")
+        self.home = AgentFolder(folder / "home")
+        self.card = self.identity("n0-vm", authority.fingerprint, authority.certificate_pem)
+        (folder / "train.py").touch()
+        config = AgentConfig(folder / "train.py", (), 1)
+        self.agent = Agent(
+            ManagerAddress("h", 1, authority.certificate_pem), self.home, self.card, config, self.told.append
+        )
+
+    def identity(self, node: str, fingerprint: str, pem: str = "PEM") -> AgentIdentity:
+        return AgentIdentity(identity=Identity(node=node, secret="s"), certificate_pem=pem, fingerprint=fingerprint)
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(tmp_path, monkeypatch)
+    yield bench
+    bench.agent._server.stop()
+
+
+def test_words_that_are_too_long_for_a_message_are_cut_and_end_no_agent(bench: Bench) -> None:
+    """A progress bar is one line of hours; a metadata service may answer anything."""
+    agent = bench.agent
+    agent._roster.add("n0-vm.0")
+    agent._slots.started(agent._slots.due(0.0)[0], "n0-vm.0", 0.0)
+    agent._inputs.put(WorkerExited("n0-vm.0", -9, "x" * (MAX_TAIL + 5)))
+    agent.notify(SpotWarning(5.0, "y" * (MAX_REASON + 5)))
+    agent._take_next()
+    agent._take_next()
+    ended, noticed = bench.sent
+    assert isinstance(ended, ProcessEnded)
+    assert ended.exited.stderr_tail == "x" * MAX_TAIL
+    assert isinstance(noticed, SpotNoticeSeen)
+    assert noticed.reason == "y" * MAX_REASON
+
+
+def test_a_message_that_cannot_be_made_is_left_out_and_said(bench: Bench) -> None:
+    bench.agent.notify(SpotWarning(float("inf"), "never"))
+    bench.agent._take_next()
+    assert bench.sent == []
+    assert (
+        "a message to the manager was dropped because of an internal error (please report it): in_s" in bench.told[-1]
+    )
+
+
+def test_another_identity_in_the_same_folder_sends_its_own_logs_alone(bench: Bench) -> None:
+    """One --state-dir for run after run, as boot scripts have it."""
+    (bench.home.logs_of(bench.card) / "n0-vm.0.log").write_bytes(b"old run")
+    for other in (bench.identity("n1-vm", bench.card.fingerprint), bench.identity("n0-vm", "f" * 64)):
+        folder = bench.home.logs_of(other)
+        assert LogForwarder(folder).take() == []
+        (folder / f"{other.identity.node}.0.log").write_bytes(b"new")
+        assert [output.data for output in LogForwarder(folder).take()] == [b"new"]
+    kept = {path.name for path in (bench.home.folder / "logs").iterdir()}
+    assert f"n0-vm-{'f' * 8}" in kept
+    assert len(kept) == 2  # and the one before it
+
+
+def test_a_full_disk_starts_no_worker_and_ends_none(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is not written down might be used twice after a restart."""
+    started: list[str] = []
+    agent = bench.agent
+    monkeypatch.setattr(agent._launcher, "spawn", lambda name, more: started.append(name))
+
+    def full(home: AgentFolder, card: AgentIdentity) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(AgentFolder, "write", full)
+        [slot] = agent._slots.due(0.0)
+        agent._start(slot, 0.0)
+    assert started == []
+    assert "is not writable (No space left on device)" in bench.told[-1]
+    assert agent._slots.due(29.0) == []
+    [slot] = agent._slots.due(31.0)
+    agent._start(slot, 31.0)
+    assert started == ["n0-vm.0"]
+
+
+def test_old_logs_of_workers_go(bench: Bench) -> None:
+    folder = bench.home.logs_of(bench.card)
+    for number in range(5):
+        (folder / f"n0-vm.{number}.log").touch()
+        os.utime(folder / f"n0-vm.{number}.log", (number, number))
+    bench.home.prune(bench.card, 2)
+    assert sorted(path.name for path in folder.iterdir()) == ["n0-vm.3.log", "n0-vm.4.log"]
+    assert folder.stat().st_mode & 0o077 == 0

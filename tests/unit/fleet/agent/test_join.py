@@ -1,0 +1,99 @@
+"""How a machine becomes part of a run, and becomes part of it again; and where the JOIN string may be."""
+
+from pathlib import Path
+
+import pytest
+
+from varuna.cli.cluster import invited
+from varuna.core.errors import FleetError, UsageError
+from varuna.fleet.agent import join as module
+from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
+from varuna.fleet.agent.join import serve
+from varuna.fleet.net.client import ManagerRemote, ManagerReply, UnreachableError, VoidSecretError
+from varuna.fleet.net.join_string import JOIN_VARIABLE, JoinString
+from varuna.fleet.net.protocol import JoinRequest
+from varuna.fleet.run_folder.registry import Registry
+from varuna.fleet.workers.launcher import Launcher
+
+JOIN = f"varuna://{'t' * 20}@10.0.0.1:7070/{'ab' * 32}"
+
+
+class Door:
+    """A manager's, in memory: agents come with a token, and are refused when their secret is void."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.registry, self.home = Registry(folder), AgentFolder(folder / "home")
+        self.lost_answers, self.ran, self.told = 0, list[str](), list[str]()
+        monkeypatch.setattr(module, "fetch_certificate", lambda invitation: "PEM")
+        monkeypatch.setattr(module, "_PAUSE_S", 0.0)
+        monkeypatch.setattr(
+            AgentFolder, "read", lambda home: _card(home.folder / "agent.json")
+        )  # "PEM" is no certificate
+        monkeypatch.setattr(ManagerRemote, "post", self.post)
+
+    def post(self, path: str, body: dict[str, object]) -> ManagerReply:
+        wanted = JoinRequest.model_validate(body)
+        node = self.registry.join(wanted.token, wanted.hostname, wanted.secret_sha256)
+        if self.lost_answers:
+            self.lost_answers -= 1
+            raise UnreachableError("the connection broke.")
+        return ManagerReply(201, f'{{"node": "{node}"}}'.encode(), {})
+
+    def run(self, card: AgentIdentity) -> int:
+        try:
+            self.registry.check(card.identity.node, card.identity.secret)
+        except FleetError as error:
+            raise VoidSecretError(str(error)) from error
+        self.ran.append(card.identity.node)
+        return 0
+
+    def serve(self, token: str) -> int:
+        invitation = JoinString(host="h", port=1, fingerprint="ab" * 32, token=token)
+        return serve(invitation, self.home, self.run, self.told.append)
+
+
+def _card(path: Path) -> AgentIdentity | None:
+    return AgentIdentity.model_validate_json(path.read_bytes()) if path.exists() else None
+
+
+@pytest.fixture
+def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
+    return Door(tmp_path, monkeypatch)
+
+
+def test_an_answer_that_is_lost_costs_no_token(door: Door) -> None:
+    door.lost_answers = 2
+    assert door.serve(door.registry.mint()) == 0
+    assert len(door.ran) == 1
+    assert door.told == ["the connection broke. Trying again."] * 2
+    assert not (door.home.folder / "joining.json").exists()
+
+
+def test_a_machine_whose_secret_is_void_joins_with_a_new_token_and_with_no_old_one(door: Door) -> None:
+    first = door.registry.mint()
+    assert door.serve(first) == 0
+    assert door.serve("never looked at, since the card is good") == 0
+    door.registry.revoke(door.ran[0], "drained")  # while its agent was down
+    with pytest.raises(VoidSecretError, match="join again with a new token"):
+        door.serve(first)
+    assert door.serve(door.registry.mint()) == 0
+    assert len(set(door.ran)) == 2
+    assert "Joining again" in door.told[-1]
+    door.registry.close()
+
+
+def test_the_join_string_may_be_where_no_other_user_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "join").write_text(JOIN + "\n")
+    monkeypatch.delenv(JOIN_VARIABLE, raising=False)
+    for words, file in ([JOIN, "train.py", "--lr"], None), (["train.py", "--lr"], tmp_path / "join"):
+        invitation, rest = invited(words, file)
+        assert (invitation.token, rest) == ("t" * 20, ["train.py", "--lr"])
+    monkeypatch.setenv(JOIN_VARIABLE, JOIN)
+    assert invited(["train.py"], None)[0].token == "t" * 20
+    with pytest.raises(UsageError, match="cannot read --join-file"):
+        invited(["train.py"], tmp_path / "missing")
+    with pytest.raises(UsageError, match="what to run") as raised:
+        invited([], None)
+    assert "t" * 20 not in str(raised.value)
+    launcher = Launcher([], environment={}, run_dir=tmp_path, on_exit=lambda event: None, write=lambda line: None)
+    assert JOIN_VARIABLE not in launcher._environment

@@ -1,0 +1,44 @@
+"""When an agent starts workers."""
+
+from itertools import pairwise
+
+from varuna.fleet.agent.slots import Slots
+
+
+def test_each_slot_gets_a_worker_and_a_killed_one_is_followed_at_once() -> None:
+    slots = Slots(2)
+    for number, slot in enumerate(slots.due(0.0)):
+        slots.started(slot, f"n0.{number}", 0.0)
+    assert slots.workers == ["n0.0", "n0.1"]
+    assert slots.ended("n0.1", -9, 100.0)
+    assert [slot.index for slot in slots.due(100.0)] == [1]
+
+
+def test_one_that_dies_again_and_again_is_followed_ever_more_slowly() -> None:
+    starts: list[float] = []
+    slots, now_s = Slots(1), 0.0
+    while now_s < 200:
+        for slot in slots.due(now_s):
+            slots.started(slot, f"n0.{len(starts)}", now_s)
+            starts.append(now_s)
+        if slots.workers:
+            slots.ended(slots.workers[0], -9, now_s)
+        now_s += 0.5
+    pauses = [b - a for a, b in pairwise(starts)]
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == 30
+    slots.started(slots.due(300.0)[0], "n0.99", 300.0)
+    slots.ended("n0.99", -9, 500.0)  # it lived long enough
+    assert slots.due(500.0)
+
+
+def test_one_that_ended_by_itself_is_not_followed_until_another_run() -> None:
+    slots = Slots(1)
+    slots.started(slots.due(0.0)[0], "n0.0", 0.0)
+    assert not slots.all_done
+    slots.ended("n0.0", 0, 5.0)
+    assert slots.all_done
+    assert not slots.due(1000.0)
+    slots.begin_anew()
+    assert slots.due(1000.0)
+    assert not slots.ended("n0.7", 0, 5.0)

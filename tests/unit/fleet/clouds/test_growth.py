@@ -1,0 +1,146 @@
+"""Asking for nodes: bounds, backoff, processes as nodes."""
+
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from varuna.core.errors import FleetError, UsageError
+from varuna.fleet.clouds.grower import Grower
+from varuna.fleet.clouds.growth import Growth, GrowthConfig
+from varuna.fleet.clouds.local import LocalProvider
+from varuna.fleet.clouds.provider import CapacityError
+
+
+def test_wishes_stay_within_the_users_bounds() -> None:
+    growth = Growth(config=GrowthConfig(least=2, most=8))
+    assert [growth.want(nodes, 0).wanted for nodes in (0, 5, 100)] == [2, 5, 8]
+
+
+def test_bounds_that_cannot_be_are_refused() -> None:
+    for least, most in ((3, 2), (-1, 4), (0, 0)):
+        with pytest.raises(UsageError, match="bounds of"):
+            GrowthConfig(least=least, most=most)
+
+
+def test_a_refusal_is_followed_by_longer_and_longer_patience() -> None:
+    growth = Growth(config=GrowthConfig(most=8)).want(4, 0.0)
+    asked_s: list[float] = []
+    now_s = 0.0
+    while len(asked_s) < 7:
+        if growth.due(now_s):
+            asked_s.append(now_s)
+            growth = growth.refused(now_s)
+        now_s += 1.0
+    gaps = [b - a for a, b in pairwise(asked_s)]
+    assert gaps == [15, 30, 60, 120, 240, 300]
+    assert growth.granted(4, now_s).refusals == 0
+
+
+def test_a_group_that_stays_too_small_is_asked_again() -> None:
+    growth = Growth(config=GrowthConfig(most=8)).want(4, 0.0)
+    assert growth.granted(2, 0.0).next_s == 15
+    assert growth.granted(2, 0.0).granted(2, 15.0).next_s == 45
+    assert growth.granted(4, 0.0).next_s == 30
+
+
+def test_a_new_wish_is_asked_for_at_once_but_a_cloud_that_refused_is_not_pressed() -> None:
+    growth = Growth(config=GrowthConfig(most=8)).want(4, 0.0)
+    assert growth.granted(4, 0.0).want(5, 1.0).due(1.0)
+    assert not growth.refused(0.0).want(5, 1.0).due(1.0)
+
+
+class Cloud:
+    """A provider with so many machines, or an error."""
+
+    def __init__(self, most: int, error: Exception | None = None) -> None:
+        self.most, self.error = most, error
+        self.nodes, self.asked, self.closed = 0, 0, False
+
+    def resize(self, nodes: int) -> None:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        self.nodes = min(nodes, self.most)
+        if nodes > self.most:
+            raise CapacityError("no more g4dn here")
+
+    def size(self) -> int:
+        return self.nodes
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def grower(cloud: Cloud) -> tuple[Grower, list[str], list[float]]:
+    warnings: list[str] = []
+    clock = [0.0]
+    return Grower(cloud, GrowthConfig(most=8), warn=warnings.append, clock=lambda: clock[0]), warnings, clock
+
+
+def test_a_cloud_without_capacity_is_asked_again_and_people_are_told_once() -> None:
+    cloud = Cloud(most=2)
+    asking, warnings, clock = grower(cloud)
+    asking.ask()
+    assert cloud.asked == 0  # nobody wants any
+    asking.want(4)
+    for _ in range(100):
+        clock[0] += 1.0
+        asking.ask()
+    assert cloud.nodes == 2
+    assert cloud.asked == 3  # at 1, 16 and 46 s
+    assert warnings == ["requested 4 nodes: no more g4dn here. Trying again."]
+    cloud.most = 8
+    clock[0] += 300
+    asking.ask()
+    assert asking.growth.refusals == 0
+    assert cloud.nodes == 4
+    asking.close()
+    assert cloud.closed
+
+
+def test_an_error_that_nobody_foresaw_is_told_and_tried_again() -> None:
+    cloud = Cloud(most=2, error=KeyError("Instances"))
+    asking, warnings, clock = grower(cloud)
+    asking.want(2)
+    asking.ask()
+    assert warnings == ["requested 2 nodes: internal error: KeyError('Instances') (please report it). Trying again."]
+    cloud.error = None
+    clock[0] += 16.0
+    asking.ask()
+    assert cloud.nodes == 2
+    asking.close()
+
+
+def test_what_never_works_is_not_tried_again() -> None:
+    cloud = Cloud(most=2, error=FleetError("AWS refused: not authorized"))
+    asking, warnings, _ = grower(cloud)
+    asking.start()
+    asking.want(3)
+    deadline_s = time.monotonic() + 10
+    while not warnings:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    asking.close()
+    assert cloud.asked == 1
+    assert warnings == ["no longer requesting nodes: AWS refused: not authorized"]
+
+
+def test_processes_of_this_machine_are_nodes_too(tmp_path: Path) -> None:
+    sleeper = "import time; time.sleep(60)"
+    provider = LocalProvider(lambda number: [sys.executable, "-c", sleeper, str(number)], most=3)
+    try:
+        provider.resize(2)
+        assert provider.size() == 2
+        with pytest.raises(CapacityError, match="carries 3"):
+            provider.resize(5)
+        assert provider.size() == 3
+        provider.resize(1)
+        assert provider.size() == 1
+    finally:
+        provider.close()
+    assert provider.size() == 0
+    with pytest.raises(FleetError, match="cannot be started"):
+        LocalProvider(lambda number: [str(tmp_path / "no-such-command")]).resize(1)

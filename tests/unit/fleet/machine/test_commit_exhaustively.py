@@ -1,0 +1,343 @@
+"""Every order of events around one step with two deaths, explored to the end; and faults that it must not miss.
+
+The real state machine against workers that know what they truly hold (test_machine_storm). A state is expanded once;
+what may happen next: a message is delivered or obeyed, a vote's result reaches one rank, a section is fetched, a worker
+that stands still says so again (as it does when it reconnects), a worker dies.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, TypeVar
+
+import pytest
+
+import varuna.fleet.machine.commit
+import varuna.fleet.machine.exits
+import varuna.fleet.machine.forming
+from tests.unit.fleet.machine.test_advance import (
+    test_a_spare_of_a_rollback_is_no_source_whatever_it_says as spare_of_a_rollback,
+)
+from tests.unit.fleet.machine.test_advance import (
+    test_state_and_votes_of_an_abandoned_timeline_do_not_count as abandoned_timeline,
+)
+from tests.unit.fleet.machine.test_machine_storm import SECTIONS, STEPS, SimulatedWorker, World, one_stage
+from tests.unit.fleet.support import make_job, two_stages
+from varuna.core.messages import Apply, Recorded, Suspect
+from varuna.core.plan import Plan
+from varuna.fleet.state.fleet import Ended, FleetConfig, Stopping
+from varuna.fleet.state.outputs import Instruction, Publish, Send
+from varuna.fleet.state.run_events import VerdictReached
+
+STEPS_BEFORE = 4  # with checkpoints, the newest is that of step 3
+
+
+class Small(World):
+    """A world that can be forked, in which no time passes and nobody comes to replace the dead."""
+
+    def __init__(
+        self,
+        workers: int,
+        plan: Callable[..., Plan],
+        *,
+        deaths: int,
+        checkpoints: bool,
+        shared: bool,
+        last: bool = False,
+    ) -> None:
+        super().__init__(workers, stages=2, checkpoints=checkpoints, shared=shared)
+        self.deaths, self.repeats, self.binding = (
+            deaths,
+            0 if shared or last else 1,
+            False,
+        )  # shared state has states enough
+        self.driver.config = FleetConfig(workers=workers, replace=False)
+        self.driver.plan = plan
+        self.steps = STEPS_BEFORE + 1 if last else STEPS
+        job = make_job(sections=SECTIONS, steps=self.steps)
+        self.driver.job = job.model_copy(update={"shard_optimizer": shared})
+        self.workers.clear()
+        self.driver.done.clear()
+        self.seen = self.driver.names = 0
+        self.driver.__post_init__()
+        self.sync()
+        for worker in list(self.workers.values()):
+            self.hello(worker)
+        for _ in range(8):
+            for worker in self.workers.values():
+                self.obey(worker)
+                self.fetch(worker)
+        for _ in range(STEPS_BEFORE):
+            self.vote()
+            for worker in self.workers.values():
+                self.learn(worker)
+                self.deliver(worker)
+                self.obey(worker)
+            for worker in self.workers.values():
+                self.gather(worker)
+        self.vote()  # the step in flight: nobody has heard the result yet
+
+    def fork(self) -> "Small":
+        """An independent copy; frozen values are shared."""
+        twin = _copy(self)
+        twin.driver = _copy(self.driver)
+        twin.driver.done, twin.seen = [], 0
+        twin.workers = {name: _twin(worker) for name, worker in self.workers.items()}
+        twin.votes, twin.recorded, twin.generations = dict(self.votes), list(self.recorded), list(self.generations)
+        return twin
+
+    def carry_out(self, instruction: Instruction) -> None:
+        match instruction:
+            case Publish(event=VerdictReached()):
+                self.binding = True
+            case Send(message=Apply()):
+                assert self.binding, "a verdict is on disk before anybody is told"
+        super().carry_out(instruction)
+
+    def tidy(self) -> None:
+        """What nobody's decision depends on happens at once."""
+        for worker in self.workers.values():
+            while worker.inbox and isinstance(worker.inbox[0], Recorded):
+                self.obey(worker)
+
+    def suspect(self) -> None:
+        """A link broke; the generation ends on that evidence at whatever moment it is delivered."""
+        self.driver.fleet = replace(self.driver.fleet, config=replace(self.driver.fleet.config, suspect_grace_s=0.0))
+        worker = list(self.workers.values())[-1]
+        worker.outbox.append(Suspect(generation=worker.generation, reason="?"))
+
+    def again(self, worker: SimulatedWorker) -> None:
+        """It reconnects while it stands still, and says again what it holds."""
+        if worker.alive and worker.stopped and worker.generation >= 0 and self.repeats:
+            self.repeats -= 1
+            worker.report()
+
+    def die(self, worker: SimulatedWorker) -> None:
+        if worker.alive and self.deaths:
+            self.deaths -= 1
+            super().die(worker)
+
+    def successors(self) -> Iterator["Small"]:
+        """All states that one event leads to."""
+        if isinstance(self.driver.fleet.phase, Ended):
+            return
+        living = [(name, worker) for name, worker in self.workers.items() if worker.alive]
+        choices = [(act, name) for act in self.acts() for name, worker in living if not _changes_nothing(act, worker)]
+        # What the dead have sent may still arrive: die clears the outbox, so that is chosen before it.
+        choices += [("deliver", name) for name, worker in self.workers.items() if worker.outbox]
+        for act, name in choices:
+            twin = self.fork()
+            getattr(twin, act)(twin.workers[name])
+            twin.tidy()
+            yield twin
+
+    def acts(self) -> list[str]:
+        """What a living worker may do."""
+        acts = ["obey", "learn", "fetch"] + ["leave"] * (self.steps < STEPS)
+        return acts + ["gather"] * self.shared + ["again"] * bool(self.repeats) + ["die"] * bool(self.deaths)
+
+    def key(self) -> object:
+        """Equal for states with the same future."""
+        fleet = self.driver.fleet
+        record = fleet.record
+        return (
+            repr(fleet.phase),
+            tuple(fleet.workers.values()),
+            (record.generation, record.members, record.first_step, record.rollback, record.recovery_seconds is None),
+            (
+                fleet.recorded_step,
+                fleet.lineage,
+                tuple(sorted((step, v.generation) for step, v in fleet.votes.items())),
+            ),
+            tuple(_face(worker) for worker in self.workers.values()),
+            tuple((number, vote.step) for number, (vote, _) in sorted(self.votes.items())),
+            (self.deaths, self.repeats, self.timeline, self.base, tuple(self.recorded)),
+        )
+
+
+T = TypeVar("T")
+
+
+def _copy(original: T) -> T:
+    """As ``copy.copy`` makes it, in a fraction of the time."""
+    twin: T = object.__new__(type(original))
+    vars(twin).update(vars(original))
+    return twin
+
+
+def _twin(worker: SimulatedWorker) -> SimulatedWorker:
+    twin = _copy(worker)
+    twin.sections, twin.lent, twin.votes = set(worker.sections), set(worker.lent), list(worker.votes)
+    twin.inbox, twin.outbox = list(worker.inbox), list(worker.outbox)
+    return twin
+
+
+def _changes_nothing(act: str, worker: SimulatedWorker) -> bool:
+    """Whether that can be seen beforehand."""
+    if act == "obey":
+        return not worker.inbox
+    if act == "learn":
+        return worker.stopped or worker.reduced is None or worker.reduced != worker.next_step
+    if act in ("fetch", "gather"):
+        return worker.stopped or (not worker.loading and worker.stage <= worker.sections)
+    return False
+
+
+def _face(w: SimulatedWorker) -> object:
+    messages = tuple((type(m).__name__, getattr(m, "generation", None)) for m in w.inbox)
+    answers = tuple((type(m).__name__, getattr(m, "next_step", None), len(getattr(m, "votes", ()))) for m in w.outbox)
+    votes = tuple((vote.step, vote.generation) for vote in w.votes)
+    facts = (w.alive, w.generation, w.next_step, w.timeline, w.reduced, w.recorded_step, w.stopped, w.loading, w.left)
+    return (*facts, w.over), tuple(sorted(w.sections)), tuple(sorted(w.lent)), messages, answers, votes
+
+
+def explore(start: Small, most: int) -> int:
+    """Expand every state once, depth first; assertions of the world fail on the way. Returns how many there were."""
+    seen = {start.key()}
+    stack = [start]
+    while stack:
+        world = stack.pop()
+        leaf, here = True, world.key()
+        for successor in world.successors():
+            key = successor.key()
+            leaf = leaf and key == here
+            if key not in seen:
+                seen.add(key)
+                stack.append(successor)
+        if leaf:
+            phase = world.driver.fleet.phase
+            assert not isinstance(phase, Stopping) or any(w.outbox or w.inbox for w in world.workers.values()), (
+                "everybody has answered, and yet there is no verdict"
+            )
+        if len(seen) >= most:
+            break
+    return len(seen)
+
+
+CASES = {
+    "three replicas": (3, one_stage, 2, False),
+    "two stages and a spare": (3, two_stages, 2, False),
+    "three replicas that share state out": (3, one_stage, 2, True),
+}
+LAST = {"two stages": (2, two_stages, 1, False), "two replicas": (2, one_stage, 1, False)}
+"""The step in flight is the last one: who has it leaves."""
+
+
+def explore_case(case: str) -> int:
+    workers, plan, deaths, shared = CASES[case]
+    return explore(Small(workers, plan, deaths=deaths, checkpoints=True, shared=shared), most=30_000)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whatever_the_order_of_events_and_deaths_the_verdict_is_right(case: str) -> None:
+    assert 500 < explore_case(case) < 30_000  # all of them, and not none
+
+
+def explore_last(case: str) -> int:
+    workers, plan, deaths, shared = LAST[case]
+    small = Small(workers, plan, deaths=deaths, checkpoints=True, shared=shared, last=True)
+    small.suspect()
+    return explore(small, most=60_000)
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_whoever_lives_has_the_last_step_when_it_is_sent_home(case: str) -> None:
+    assert 500 < explore_last(case) < 60_000
+
+
+def explore_replicas() -> None:
+    explore_case("three replicas")
+
+
+ENDING, FORMING, VERDICT = varuna.fleet.machine.exits, varuna.fleet.machine.forming, varuna.fleet.machine.commit
+MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], object]]] = {
+    "an answer that crossed an Apply is taken for its result": (
+        VERDICT,
+        "            return  # answered a Hold that crossed our Apply\n",
+        "            pass\n",
+        explore_replicas,
+    ),
+    "the manager forgets the newest vote once it is recorded": (
+        VERDICT,
+        "turn.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})",
+        "turn.update(votes={})",
+        explore_replicas,
+    ),
+    "the verdict is told before it is written down": (
+        VERDICT,
+        "    turn.publish(VerdictReached(generation=fleet.generation, vote=vote, laggards=laggards))\n",
+        "",
+        explore_replicas,
+    ),
+    "a step is run again although somebody committed it": (
+        VERDICT,
+        "return max(fleet.record.first_step, *(step + 1 for step in fleet.votes), fleet.recorded_step + 1)",
+        "return max(fleet.record.first_step, fleet.recorded_step)",
+        explore_replicas,
+    ),
+    "votes of an abandoned timeline count": (
+        VERDICT,
+        "fleet.lineage <= vote.generation",
+        "0 <= vote.generation",
+        abandoned_timeline,
+    ),
+    "a rollback does not begin a timeline": (
+        FORMING,
+        '"lineage": record.generation',
+        '"lineage": 0',
+        abandoned_timeline,
+    ),
+    "parameters without optimizer state count as a section": (
+        FORMING,
+        "holdings = {name: _holding(fleet, name).sections for name in live}",
+        "holdings = {name: _holding(fleet, name).sections | _holding(fleet, name).lent for name in live}",
+        lambda: explore_case("three replicas that share state out"),
+    ),
+    "the last step is over for those who have not applied it": (
+        ENDING,
+        "    vote, laggards = judge(turn, answered)\n",
+        "    vote, laggards = None, ()\n",
+        lambda: explore_last("two stages"),
+    ),
+    "a spare keeps its state through a rollback": (
+        VERDICT,
+        "elif holding.next_step != newest or (not in_grid and fleet.record.rollback):",
+        "elif holding.next_step != newest:",
+        spare_of_a_rollback,
+    ),
+}
+
+
+@contextmanager
+def mutated(module: ModuleType, old: str, new: str) -> Iterator[None]:
+    """Run with one change of a module's source, wherever its functions were imported."""
+    assert module.__file__ is not None
+    with open(module.__file__) as file:
+        source = file.read()
+    assert old in source, "the mutant's source has changed"
+    before = dict(vars(module))
+    changed: dict[str, Any] = dict(before)
+    exec(compile(source.replace(old, new, 1), module.__file__, "exec"), changed)
+    users = [user for name, user in sys.modules.items() if name.startswith("varuna.fleet")]
+    replaced = [
+        (user, name, value)
+        for user in users
+        for name, value in vars(user).items()
+        if callable(value) and getattr(value, "__module__", "") == module.__name__ and name in changed
+    ]
+    try:
+        for user, name, _ in replaced:
+            setattr(user, name, changed[name])
+        yield
+    finally:
+        for user, name, value in replaced:
+            setattr(user, name, value)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_fault_in_the_rule_is_found(mutant: str) -> None:
+    module, old, new, check = MUTANTS[mutant]
+    with mutated(module, old, new), pytest.raises((AssertionError, KeyError)):
+        check()

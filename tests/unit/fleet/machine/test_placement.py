@@ -1,0 +1,111 @@
+from itertools import pairwise
+
+from tests.unit.fleet.support import make_job, make_plan
+from varuna.core.messages import Transfer
+from varuna.fleet.machine.placement import seat, transfers, uncovered
+
+JOB = make_job(sections=4)
+EVEN = (1, 1, 1, 1)
+ALL = frozenset(range(4))
+FRONT, BACK = frozenset({0, 1}), frozenset({2, 3})
+
+
+def test_workers_without_state_sit_in_their_order() -> None:
+    plan = make_plan(JOB, 4, None, stages=2)
+    assert seat(plan, ["a", "b", "c", "d", "e"], {}, EVEN) == ("a", "b", "c", "d", "e")
+
+
+def test_everybody_keeps_the_stage_that_it_holds() -> None:
+    plan = make_plan(JOB, 4, None, stages=2)
+    holdings = {"a": BACK, "b": FRONT, "c": BACK, "d": FRONT}
+    members = seat(plan, ["a", "b", "c", "d"], holdings, EVEN)
+    assert members == ("b", "a", "d", "c")
+    assert transfers(plan, members, holdings, EVEN) == ()
+
+
+def test_a_newcomer_becomes_the_spare_when_others_have_state() -> None:
+    plan = make_plan(JOB, 2, None, stages=2)
+    assert seat(plan, ["new", "a", "b"], {"a": BACK, "b": FRONT}, EVEN) == ("b", "a", "new")
+
+
+def test_the_larger_state_decides() -> None:
+    plan = make_plan(JOB, 2, None, stages=2)
+    holdings = {"a": frozenset({0, 2, 3}), "b": frozenset({1, 2})}
+    assert seat(plan, ["a", "b"], holdings, (9, 1, 1, 1)) == ("a", "b")
+    assert seat(plan, ["a", "b"], holdings, (1, 1, 9, 9)) == ("b", "a")
+
+
+def test_copies_are_spread_over_the_holders() -> None:
+    plan = make_plan(JOB, 4, None, stages=1)
+    holdings = {"a": ALL, "b": ALL}
+    moves = transfers(plan, ("a", "b", "c", "d"), holdings, EVEN)
+    assert len(moves) == 8
+    assert sum(move.source_rank == 0 for move in moves) == 4
+
+
+def test_a_spare_serves_what_only_it_holds() -> None:
+    plan = make_plan(JOB, 2, None, stages=2)
+    holdings = {"a": FRONT, "b": FRONT, "s": BACK}
+    assert transfers(plan, ("a", "b", "s"), holdings, EVEN) == (
+        Transfer(section=2, source_rank=2, target_rank=1),
+        Transfer(section=3, source_rank=2, target_rank=1),
+    )
+
+
+def test_sections_without_a_holder_are_named() -> None:
+    assert uncovered(4, {"a": FRONT, "b": frozenset({3})}) == (2,)
+    assert uncovered(1, {}) == (0,)
+
+
+def test_neighbours_in_a_pipeline_share_a_node() -> None:
+    plan = make_plan(JOB, 8, None, stages=4)
+    nodes = {"a": "x", "b": "y", "c": "x", "d": "y", "e": "z", "f": "z", "g": "x", "h": "y", "s": "z"}
+    members = seat(plan, list("abcdefghs"), {}, EVEN, nodes=nodes)
+    pipelines = ["".join(nodes[member] for member in members[first : first + 4]) for first in (0, 4)]
+    crossings = sum(a != b for pipeline in pipelines for a, b in pairwise(pipeline))
+    assert crossings == 2
+    assert sorted(members) == sorted("abcdefghs")
+
+
+def test_who_has_state_sits_beside_its_node_where_it_may_choose() -> None:
+    plan = make_plan(JOB, 4, None, stages=2)
+    nodes = {"a": "x", "b": "y", "c": "y", "d": "x"}
+    holdings = {"a": FRONT, "b": FRONT, "c": BACK, "d": BACK}
+    assert seat(plan, list("abcd"), holdings, EVEN, nodes=nodes) == ("a", "d", "b", "c")
+
+
+def test_a_kept_plan_keeps_every_seat() -> None:
+    plan = make_plan(JOB, 4, None, stages=2)
+    holdings = {"a": FRONT, "c": FRONT, "d": BACK}
+    assert seat(plan, ["a", "c", "d", "new"], holdings, EVEN, kept=("a", "b", "c", "d")) == ("a", "new", "c", "d")
+
+
+def test_state_that_is_shared_out_goes_to_who_will_hold_it_and_parameters_to_the_others() -> None:
+    plan = make_plan(JOB, 3, None, stages=1)
+    holders = ((0, 1), (1, 2), (2, 0), (0, 1, 2))
+    holdings = {"a": frozenset({0, 2, 3}), "b": frozenset({0, 1, 3})}
+    lent = {"a": frozenset({1}), "b": frozenset({2})}
+    assert transfers(plan, ("a", "b", "new"), holdings, EVEN, lent=lent, holders=holders) == (
+        Transfer(section=0, source_rank=0, target_rank=2, lent=True),
+        Transfer(section=1, source_rank=1, target_rank=2),
+        Transfer(section=2, source_rank=0, target_rank=2),
+        Transfer(section=3, source_rank=1, target_rank=2),
+    )
+
+
+def test_parameters_that_are_behind_come_from_whoever_has_them_whole() -> None:
+    plan = make_plan(JOB, 2, None, stages=1)
+    holdings = {"a": FRONT, "b": BACK}
+    holders = ((0,), (0,), (1,), (1,))
+    moves = transfers(plan, ("a", "b"), holdings, EVEN, holders=holders)
+    assert {(move.section, move.target_rank, move.lent) for move in moves} == {
+        (0, 1, True), (1, 1, True), (2, 0, True), (3, 0, True),
+    }  # fmt: skip
+
+
+def test_a_worker_sits_where_its_share_of_the_state_is_wanted() -> None:
+    plan = make_plan(JOB, 3, None, stages=1)
+    holders = ((0, 1), (1, 2), (2, 0), (2, 0))
+    holdings = {"a": frozenset({1, 2, 3}), "b": frozenset({0, 2, 3}), "c": FRONT}
+    lent = {"a": frozenset({0}), "b": frozenset({1}), "c": BACK}
+    assert seat(plan, ["a", "b", "c"], holdings, EVEN, lent=lent, holders=holders) == ("b", "c", "a")

@@ -1,0 +1,62 @@
+"""A step that takes much longer than others is told once, with what the ranks do."""
+
+from dataclasses import replace
+
+from tests.unit.fleet.support import Driver, two_stages
+from varuna.core.messages import Beat
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.inputs import Tick
+from varuna.fleet.state.run_events import Notice
+
+
+def still(driver: Driver, seconds: float, activities: dict[str, str]) -> list[str]:
+    """Notices while workers do the same; who waits says so."""
+    before = len(driver.told(Notice))
+    for _ in range(int(seconds)):
+        driver.now_s += 1.0
+        for name, activity in activities.items():
+            at_work = "waits" not in activity
+            driver.say(name, Beat(generation=0, step=2, activity=activity, at_work=at_work))
+        driver.feed(Tick())
+    return [notice.text for notice in driver.told(Notice)[before:]]
+
+
+def running() -> Driver:
+    driver = Driver(FleetConfig(workers=4), plan=two_stages)
+    driver.gather()
+    driver.voted(0)
+    driver.wait(1.0)
+    driver.voted(1)
+    return driver
+
+
+def test_code_of_the_training_loop_that_takes_long_is_told_once() -> None:
+    waits = dict.fromkeys(("w1", "w2", "w3"), "runs step 2: waits for the vote")
+    doing = {"w0": "runs the code of the training loop after step 1", **waits}
+    driver = running()
+    assert still(driver, 44, doing) == []
+    assert still(driver, 100, doing) == [
+        "no step for 45 s: rank 0 runs the code of the training loop after step 1. The other 3 wait"
+    ]
+    driver.voted(2)
+    assert still(driver, 44, doing) == []
+
+
+def test_a_manager_that_resumes_does_not_count_from_the_beginning_of_time() -> None:
+    driver = running()
+    driver.fleet = replace(driver.fleet, recorded_s=0.0)
+    driver.now_s += 1e6
+    assert still(driver, 5, {"w0": "runs step 2: waits for the vote"}) == []
+
+
+def test_steps_that_are_long_as_a_rule_are_not_told() -> None:
+    driver = running()
+    waits = dict.fromkeys(("w0", "w1", "w2", "w3"), "runs step 2: waits for the vote")
+    still(driver, 100, waits)
+    driver.voted(2)  # after 100 s
+    assert still(driver, 250, waits) == []
+    [told] = still(driver, 60, waits)
+    assert told == (
+        "no step for 300 s: rank 0 runs step 2: waits for the vote; rank 1 runs step 2: waits for the vote; "
+        "rank 2 runs step 2: waits for the vote; and 1 more"
+    )

@@ -1,0 +1,469 @@
+"""The agents' door, in memory: who comes in, what gets through, and what happens to those who misbehave."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketTestSession
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from tests.unit.fleet.support import join, make_job
+from varuna import __version__
+from varuna.core.messages import Beat, Finish, Hello
+from varuna.fleet.manager import agent_server as agents_module
+from varuna.fleet.manager.agent_link import AgentLink
+from varuna.fleet.manager.agent_server import AgentServer
+from varuna.fleet.manager.reconcile import Reconciliation
+from varuna.fleet.net.channel import Channel
+from varuna.fleet.net.protocol import (
+    STALLED,
+    DownItem,
+    Exited,
+    Greet,
+    Identity,
+    JobIdentity,
+    Joined,
+    Output,
+    ProcessEnded,
+    Pulse,
+    Said,
+    SpotNoticeSeen,
+    Started,
+    Tell,
+    UpBody,
+    UpItem,
+    Welcome,
+    WorkerSnapshot,
+    down_frame,
+)
+from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.registry import Registry, hashed
+from varuna.fleet.run_folder.worker_logs import LogKeeper
+from varuna.fleet.state.inputs import (
+    ConnectionLost,
+    Event,
+    MessageReceived,
+    NodeHeard,
+    NodeParted,
+    NoticeReceived,
+    WorkerDistrusted,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.state.run_events import Audited
+
+JOB = JobIdentity(version=__version__, script="train.py", script_sha256="a", args_sha256="b")
+
+
+class Gate:
+    """A door with one agent that belongs to the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.registry = Registry(folder)
+        self.events: list[Event | Reconciliation] = []
+        self.pulses: list[Event | Reconciliation] = []
+        self.audited: list[Audited] = []
+        self.folder = folder
+        self.logs = LogKeeper(folder)
+        self.door = AgentServer(
+            registry=self.registry,
+            certificate_pem="PEM",
+            manager="m1",
+            run="r1",
+            post=self.note,
+            logs=self.logs,
+            audit=Audit(self.audited.append),
+            write=lambda line: None,
+        )
+        self.client = TestClient(Starlette(routes=self.door.routes()))
+        self.me = self.join()
+
+    def note(self, event: Event | Reconciliation) -> None:
+        (self.pulses if isinstance(event, NodeHeard) else self.events).append(event)
+
+    def join(self) -> Identity:
+        return join(self.registry)
+
+    @contextmanager
+    def knock(self, identity: Identity | None = None) -> Iterator[WebSocketTestSession]:
+        who = identity or self.me
+        headers = {"Authorization": f"Bearer {who.secret}"}
+        with self.client.websocket_connect(f"/agent?node={who.node}", headers=headers) as session:
+            yield session
+
+    @contextmanager
+    def visit(self, identity: Identity | None = None, **greet: Any) -> Iterator["Visit"]:
+        with self.knock(identity) as session:
+            session.send_text(Greet(**{"session": "s1", "job": JOB, **greet}).model_dump_json())
+            yield Visit(session, (identity or self.me).node)
+
+    def on_loop(self, work: Callable[[], None]) -> None:
+        async def run() -> None:
+            work()
+
+        assert self.client.portal is not None
+        self.client.portal.call(run)
+
+    def refused(self, who: Identity) -> str:
+        with pytest.raises(WebSocketDenialResponse) as raised, self.knock(who):
+            pass
+        assert raised.value.status_code == 403
+        error: str = raised.value.json()["error"]
+        return error
+
+    def refusals(self) -> list[str]:
+        return [line.why for line in self.audited if not line.allowed]
+
+
+class Visit:
+    """An agent's end of a connection."""
+
+    def __init__(self, session: WebSocketTestSession, node: str) -> None:
+        self.session, self.node = session, node
+        self.channel: Channel[UpBody] = Channel(1000)
+        self.received = 0
+
+    def say(self, body: UpBody) -> None:
+        number = self.channel.send(body)
+        self.session.send_text(UpItem(number=number, received=self.received, body=body).model_dump_json())
+
+    def sync(self) -> int:
+        """A pulse and its answer: all that was said before has been heard."""
+        self.session.send_text(Pulse(received=self.received).model_dump_json())
+        while isinstance(frame := self.hear(), Welcome | DownItem):
+            pass
+        received: int = frame.received
+        return received
+
+    def hear(self) -> Any:
+        return down_frame.validate_json(self.session.receive_text())
+
+    def closed(self) -> tuple[int, str]:
+        while True:
+            try:
+                self.session.receive_text()
+            except WebSocketDisconnect as closed:
+                return closed.code, closed.reason
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    gate = Gate(tmp_path)
+    with gate.client:
+        yield gate
+    gate.registry.close()
+
+
+def request(**changes: Any) -> dict[str, Any]:
+    return {"token": "guess", "version": __version__, "hostname": "vm", "secret_sha256": hashed("chosen"), **changes}
+
+
+def test_a_token_buys_a_name_and_a_secret_once(gate: Gate) -> None:
+    body = request(token=gate.registry.mint())
+    answer = gate.client.post("/join", json=body)
+    assert answer.status_code == 201
+    node = Joined.model_validate_json(answer.content).node
+    gate.registry.check(node, "chosen")
+    assert gate.client.post("/join", json=body).json() == {"node": node}  # the answer was lost: nothing is spent
+    body["secret_sha256"] = hashed("another")
+    assert gate.client.post("/join", json=body).status_code == 403
+    assert [line.action for line in gate.audited if line.allowed] == [f"join as {node}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (request(), 403, "unknown"),
+        (request(version="0.0.1"), 409, "install the same version"),
+        (request(hostname="x" * 300), 422, "hostname"),
+        (request(more=1), 422, "more"),
+        ({}, 422, "token"),
+        ("x" * 20_000, 413, "larger than"),
+    ],
+)
+def test_whoever_may_not_join_is_told_why_and_written_down(gate: Gate, body: Any, status: int, said: str) -> None:
+    answer = gate.client.post("/join", json=body)
+    assert (answer.status_code, said in answer.json()["error"]) == (status, True)
+    assert len(gate.refusals()) == 1
+
+
+def test_what_an_agent_says_reaches_the_manager_in_order_and_once(gate: Gate) -> None:
+    worker = f"{gate.me.node}.0"
+    hello = Hello(worker=worker, pid=1, version="1", job=make_job())
+    with gate.visit() as agent:
+        welcome = agent.hear()
+        assert (welcome.run, welcome.resumed) == ("r1", False)
+        agent.say(Started(worker=worker))
+        agent.say(Said(worker=worker, message=hello))
+        agent.session.send_text(UpItem(number=2, received=0, body=Started(worker=worker)).model_dump_json())  # again
+        agent.say(Output(worker=worker, offset=0, data=b"\xff\x00text\n"))
+        agent.say(SpotNoticeSeen(in_s=30, reason="spot"))
+        agent.say(ProcessEnded(worker=worker, exited=Exited(code=3)))
+        assert agent.sync() == 5
+    reunion, spawned, heard, notice, exited = gate.events
+    assert reunion == Reconciliation(gate.me.node, ())
+    assert spawned == WorkerSpawned(worker, node=gate.me.node)
+    assert heard == MessageReceived(worker, hello)
+    assert isinstance(notice, NoticeReceived)
+    assert exited == WorkerExited(worker, 3, "")
+    assert gate.logs.settle()
+    assert (gate.folder / f"{worker}.log").read_bytes() == b"\xff\x00text\n"
+
+
+def test_a_broken_connection_loses_nothing_that_was_on_its_way(gate: Gate) -> None:
+    worker = f"{gate.me.node}.0"
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=worker))
+        agent.sync()
+        gate.door.send(gate.me.node, Tell(worker=worker, message=Finish(reason="one")))
+    gate.door.send(gate.me.node, Tell(worker=worker, message=Finish(reason="two")))
+    with gate.visit(manager="m1", received=0) as agent:
+        welcome = agent.hear()
+        assert (welcome.resumed, welcome.received) == (True, 1)
+        assert [agent.hear().body.message.reason for _ in range(2)] == ["one", "two"]
+    assert gate.events == [Reconciliation(gate.me.node, ()), WorkerSpawned(worker, node=gate.me.node)]
+
+
+def test_another_manager_or_another_life_of_the_agent_begins_anew(gate: Gate) -> None:
+    worker = f"{gate.me.node}.0"
+    charge = WorkerSnapshot(worker=worker, said=(Hello(worker=worker, pid=1, version="1", job=make_job()),))
+    for session, manager in (("s1", "m0"), ("s2", "m1")):
+        with gate.visit(session=session, manager=manager, charges=(charge,)) as agent:
+            assert not agent.hear().resumed
+        assert gate.events[-1] == Reconciliation(gate.me.node, (charge,))
+    with gate.visit(manager="m0", run="another", charges=(charge,)) as agent:
+        agent.hear()
+    assert gate.events[-1] == Reconciliation(gate.me.node, ())  # its workers belong to a run that is over
+
+
+@pytest.mark.parametrize("secret", ["", "guess", None])
+def test_a_wrong_secret_is_refused(gate: Gate, secret: str | None) -> None:
+    who = gate.me.model_copy(update={"secret": gate.join().secret if secret is None else secret})
+    assert "secret is wrong" in gate.refused(who)
+    assert gate.refusals()
+    assert not gate.events
+
+
+def test_a_drained_machine_may_not_come_back(gate: Gate) -> None:
+    with gate.visit() as agent:
+        agent.hear()
+        gate.registry.revoke(gate.me.node, "drained")
+        gate.on_loop(lambda: gate.door.dismiss(gate.me.node, "drained", 0, drained=True))
+        assert agent.hear().body.drained
+    assert gate.refused(gate.me) == f"node {gate.me.node} was removed (drained): join again with a new token"
+
+
+def test_a_drained_machine_may_not_go_on_over_the_connection_that_it_has(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agents_module, "_REVOKED_S", 0.01)
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=f"{gate.me.node}.0"))
+        gate.on_loop(lambda: gate.door.dismiss(gate.me.node, "drained", 0, drained=True))
+        assert agent.closed() == (STALLED, "its secret was revoked")
+    assert gate.events[-1] == ConnectionLost(f"{gate.me.node}.0", "its secret was revoked")
+
+
+def test_a_machine_that_is_not_trusted_any_more_is_gone_at_once(gate: Gate) -> None:
+    worker = f"{gate.me.node}.0"
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=worker))
+        agent.sync()
+        gate.on_loop(lambda: gate.door.send_away(gate.me.node, "its machine was removed"))
+        assert agent.closed() == (STALLED, "its machine was removed")
+    assert WorkerDistrusted(worker, "its machine was removed") in gate.events  # its links would go on
+    gate.on_loop(lambda: gate.door.send_away("n9", "never there"))
+
+
+def test_another_script_is_refused(gate: Gate) -> None:
+    with gate.visit() as agent:
+        agent.hear()
+    with gate.visit(gate.join(), job=JOB.model_copy(update={"script_sha256": "c"})) as agent:
+        code, reason = agent.closed()
+    assert (code, "same file" in reason) == (4403, True)
+
+
+def test_two_agents_with_one_identity_do_not_take_turns(gate: Gate) -> None:
+    with gate.visit() as first:
+        first.hear()
+        with gate.visit(session="s2") as second:
+            assert second.closed() == (
+                4409,
+                "an agent with this identity is already connected: give each agent its own --state-dir.",
+            )
+        assert first.sync() == 0
+
+
+def test_an_agent_speaks_for_its_own_workers_only(gate: Gate) -> None:
+    other = gate.join()
+    with gate.visit(other) as victim:
+        victim.hear()
+        with gate.visit() as agent:
+            agent.hear()
+            agent.say(Started(worker=f"{gate.me.node}.0"))
+            agent.say(ProcessEnded(worker=f"{other.node}.0", exited=Exited(code=1)))
+            assert agent.closed()[0] == 4400
+        assert victim.sync() == 0
+    assert ConnectionLost(f"{gate.me.node}.0", "its agent sent a malformed message") in gate.events
+    assert not [event for event in gate.events if isinstance(event, WorkerExited)]
+    assert "speaks for worker" in gate.refusals()[-1]
+
+
+@pytest.mark.parametrize(("code", "abruptly"), [(1000, False), (1005, True)])
+def test_an_agent_is_heard_without_its_workers_and_its_absence_is_no_word_about_them(
+    gate: Gate, monkeypatch: pytest.MonkeyPatch, code: int, abruptly: bool
+) -> None:
+    monkeypatch.setattr(agents_module, "_RETURN_S", 0.05)
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=f"{gate.me.node}.0"))
+        agent.sync()
+        assert gate.pulses == [NodeHeard(gate.me.node)]
+        agent.session.close(code)
+    deadline_s = time.monotonic() + 5
+    while not isinstance(gate.events[-1], NodeParted) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    assert gate.events[-1] == NodeParted(gate.me.node, "its agent is gone", abruptly=abruptly)
+    assert not [event for event in gate.events if isinstance(event, ConnectionLost)]
+
+
+def test_beats_of_many_workers_come_in_one_pulse(gate: Gate) -> None:
+    beats = {f"{gate.me.node}.{k}": Beat(generation=0, step=k, activity="") for k in range(3)}
+    with gate.visit() as agent:
+        agent.hear()
+        agent.session.send_text(Pulse(received=0, beats=beats).model_dump_json())
+        agent.hear()
+    assert gate.events[1:] == [MessageReceived(worker, beat) for worker, beat in beats.items()]
+
+
+frames = st.one_of(
+    st.binary(max_size=200),
+    st.text(max_size=200),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["kind", "number", "received", "body", "beats", "worker"]), inner)
+        ),
+        max_leaves=10,
+    ).map(json.dumps),
+    st.builds(
+        lambda kind, body: json.dumps({"kind": kind, "number": 1, "received": 0, "body": body, "beats": body}),
+        st.sampled_from(["item", "pulse", "greet", "answer"]),
+        st.dictionaries(
+            st.sampled_from(["kind", "worker", "in_s", "reason", "data", "offset", "exited", "message"]),
+            st.sampled_from(["noticed", "output", "said", "../../x", "n0-vm.0", -1, 1e308, None, "A" * 100]),
+        ),
+    ),
+)
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(first=st.booleans(), frame=frames)
+def test_no_frame_breaks_the_door_or_disturbs_others(gate: Gate, first: bool, frame: str | bytes) -> None:
+    with gate.visit(gate.me, session="calm") as calm:
+        calm.hear()
+        hostile = gate.join()
+        with gate.knock(hostile) as session:
+            if not first:
+                session.send_text(Greet(session="s", job=JOB).model_dump_json())
+                session.receive_text()
+            if isinstance(frame, bytes):
+                session.send_bytes(frame)
+            else:
+                session.send_text(frame)
+            if first:
+                assert Visit(session, "").closed()[0] == 4400
+        calm.sync()
+    assert not [event for event in gate.events if isinstance(event, MessageReceived | WorkerExited)]
+
+
+class Stuck:
+    """A connection whose other end takes nothing in and says nothing."""
+
+    application_state = WebSocketState.DISCONNECTED
+
+    def __init__(self) -> None:
+        self.closed: list[int] = []
+
+    async def send_text(self, text: str) -> None:
+        await asyncio.Event().wait()
+
+    async def receive(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self, code: int, reason: str) -> None:
+        self.closed.append(code)
+
+
+def test_a_connection_in_which_a_frame_is_stuck_can_be_cut(tmp_path: Path) -> None:
+    door, link, websocket = Gate(tmp_path).door, AgentLink("n0", "s", 0.0), Stuck()
+
+    async def converse() -> None:
+        connection = link.connect(0)
+        link.send(Tell(worker="n0.0", message=Finish()), 0.0)
+        asyncio.get_running_loop().call_later(0.02, connection.end, "it is silent")
+        await asyncio.wait_for(door._converse(cast(WebSocket, websocket), link, connection), 5)
+
+    asyncio.run(converse())
+    assert websocket.closed == [STALLED]
+    assert link.connection is None
+
+
+def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    (folder / "n0.0.log").symlink_to("/dev/full")
+    now = [0.0]
+    keeper = LogKeeper(folder, clock=lambda: now[0])
+    for offset in (0, 3):
+        keeper.write(Output(worker="n0.0", offset=offset, data=b"abc"))
+    assert keeper.settle()
+    assert capfd.readouterr().err.count("n0.0.log is missing output: No space left on device") == 1
+    now[0] = 61.0  # there may be room now
+    keeper.write(Output(worker="n0.1", offset=0, data=b"abc"))
+    assert keeper.settle()
+    assert (folder / "n0.1.log").read_bytes() == b"abc"
+
+
+# -- pure: patience ------------------------------------------------------------------------------------------
+
+
+def test_a_flood_is_slowed_down_to_a_bearable_rate() -> None:
+    link, now_s, frames_read = AgentLink("n0", "s", 0.0), 0.0, 0
+    while now_s < 60:
+        frames_read += 1
+        now_s += link.pause_s(now_s) + 1e-5
+    assert frames_read < 60 * 500 + 3000
+    heavy, now_s, read_bytes = AgentLink("n2", "s", 0.0), 0.0, 0
+    while now_s < 60:
+        read_bytes += 60 * 2**20
+        now_s += heavy.pause_s(now_s, 60 * 2**20) + 0.01
+    assert read_bytes < (60 * 8 + 3 * 64) * 2**20
+    quiet = AgentLink("n1", "s", 0.0)
+    assert all(quiet.pause_s(second / 10) == 0 for second in range(600))
+
+
+def test_who_is_silent_or_confirms_nothing_is_stalled() -> None:
+    link = AgentLink("n0", "s", 0.0)
+    assert not link.is_stalled(14, 15)
+    assert link.is_stalled(16, 15)
+    link.heard_s = 100
+    link.send(Tell(worker="n0.0", message=Finish()), 100)
+    link.heard_s = 116
+    assert link.is_stalled(116, 15)
+    link.confirm(1, 116)
+    assert not link.is_stalled(116, 15)
+    with pytest.raises(ValueError, match="the newest one is 1"):
+        link.confirm(2, 116)

@@ -1,0 +1,160 @@
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fleet.support import make_job, make_plan
+from varuna.calibration.cache import cache_file, remember, remembered
+from varuna.calibration.file import RUN_FILE, read_calibration
+from varuna.calibration.format import Calibration
+from varuna.calibration.nominal import nominal_calibration
+from varuna.core.devices import DeviceFacts, worker_bytes
+from varuna.core.messages import Beat
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.times import RankTimes, Typical
+from varuna.fleet.manager.calibrator import Calibrator
+from varuna.fleet.state.fleet import Fleet, FleetConfig
+from varuna.fleet.state.inputs import MorphRequested
+from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
+from varuna.fleet.state.worker import Standing, Worker
+from varuna.fleet.state.workers import Workers
+
+JOB = make_job(steps=100_000, micro_batch=2)
+PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better than what runs
+
+
+def fleet() -> Fleet:
+    """Two workers in the middle of generation 0."""
+    record = GenerationRecord(generation=0, plan=PLAN, members=("w0", "w1"), cause="start", first_step=0)
+    workers = Workers(
+        Worker(name=name, spawned_s=0, replacement=False, standing=Standing.JOINED) for name in ("w0", "w1")
+    )
+    made = Fleet.empty(FleetConfig(workers=2), 0.0)
+    return replace(made, job=JOB, history=(record,), workers=workers, recorded_step=10, step_wall_s=100.0)
+
+
+def times(steps: int = 5, seconds: float = 2.5) -> RankTimes:
+    """As the job's operation counts say: sections take 1 s per example."""
+    actions = {"F": Typical(8 * steps, seconds), "B": Typical(8 * steps, 2 * seconds)}
+    return RankTimes(steps=steps, step_s=100.0, waited_s=1.0, reduced_s=0.0, actions=actions)
+
+
+def calibrator(folder: Path, plans: list[Calibration | None] | None = None, best: Plan = PLAN) -> Calibrator:
+    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        if plans is not None:
+            plans.append(calibration)
+        return best
+
+    made = Calibrator(plan, run_dir=folder, cache=cache_file)
+    made.plan(JOB, 2, 2)
+    return made
+
+
+def beat(told: RankTimes | None, generation: int = 0) -> Beat:
+    return Beat(generation=generation, step=10, activity="", times=told)
+
+
+def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_path: Path) -> None:
+    plans: list[Calibration | None] = []
+    heard = calibrator(tmp_path, plans)
+    assert heard.hear(fleet(), "w0", beat(times()), 0.0) == [], "rank 1 has not told"
+    assert heard.hear(fleet(), "w1", beat(times(2)), 0.0) == [], "too few steps"
+    [told] = heard.hear(fleet(), "w1", beat(times(3)), 0.0)
+    assert isinstance(told, GenerationTimed)
+    assert [stage.steps for stage in told.stages] == [5, 5]
+    assert plans[0] is None
+    heard.plan(JOB, 2, 2)
+    assert plans[-1] == heard.calibration
+    assert read_calibration(tmp_path / RUN_FILE) == heard.calibration
+    assert heard.hear(fleet(), "w1", beat(times(1)), 0.0) == [], "the next look comes when there is twice as much"
+
+
+def test_what_is_no_news_is_passed_over(tmp_path: Path) -> None:
+    heard = calibrator(tmp_path)
+    for worker, message in (("w0", beat(None)), ("w0", beat(times(), generation=7)), ("w9", beat(times()))):
+        assert heard.hear(fleet(), worker, message, 0.0) == []
+    assert heard.calibration is None
+
+
+def test_a_later_run_of_the_job_plans_from_what_the_first_has_seen(tmp_path: Path) -> None:
+    first = calibrator(tmp_path)
+    for worker in ("w0", "w1"):
+        first.hear(fleet(), worker, beat(times()), 0.0)
+    plans: list[Calibration | None] = []
+    calibrator(tmp_path, plans)
+    assert plans == [first.calibration]
+    other = JOB.model_copy(update={"model": JOB.model.model_copy(update={"digest": "other"})})
+    assert cache_file(other) != cache_file(JOB)
+    assert cache_file(JOB.model_copy(update={"threads": 7})) != cache_file(JOB)
+
+
+def test_a_damaged_or_foreign_file_in_the_cache_is_as_good_as_none(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "x.json"
+    assert remembered(JOB, path) is None
+    remember(nominal_calibration(JOB.model), path)
+    assert remembered(JOB, path) == nominal_calibration(JOB.model)
+    assert remembered(make_job(sections=3), path) is None
+    path.write_text("{")
+    assert remembered(JOB, path) is None
+
+
+def test_a_gap_is_reported_once(tmp_path: Path) -> None:
+    remember(nominal_calibration(JOB.model), cache_file(JOB))
+    heard = calibrator(tmp_path)
+    notices: list[str] = []
+    for steps in (5, 10, 40):
+        for worker in ("w0", "w1"):
+            told = heard.hear(fleet(), worker, beat(times(steps, seconds=steps * 2.0)), 0.0)
+            notices += [event.text for event in told if isinstance(event, Notice)]
+    assert len(notices) == 1
+    assert "were predicted" in notices[0]
+
+
+def test_a_plan_that_measured_times_favour_is_asked_for_if_it_pays(tmp_path: Path) -> None:
+    better = PLAN.model_copy(update={"step_s": 1e-3})
+    heard = calibrator(tmp_path, best=better)
+    heard.hear(fleet(), "w0", beat(times()), 0.0)
+    told = heard.hear(replace(fleet(), recorded_step=99_999), "w1", beat(times()), 0.0)
+    assert MorphRequested() not in told, "the last step is done"
+    again = calibrator(tmp_path, best=better)
+    again.hear(fleet(), "w0", beat(times()), 0.0)
+    assert MorphRequested() in again.hear(fleet(), "w1", beat(times()), 0.0)
+
+
+def test_a_short_run_leaves_what_it_has(tmp_path: Path) -> None:
+    heard = calibrator(tmp_path)
+    heard.finish(PLAN)
+    assert not (tmp_path / RUN_FILE).exists()
+    for worker in ("w0", "w1"):
+        heard.hear(fleet(), worker, beat(times(2)), 0.0)
+    heard.finish(PLAN)
+    assert read_calibration(tmp_path / RUN_FILE).notes[-1].startswith("refined by a run")
+    assert heard.predicted_s(PLAN) == PLAN.step_s, "too little to plan from"
+
+
+def test_compute_is_compared_with_the_calibration_once_there_is_one(tmp_path: Path) -> None:
+    heard = calibrator(tmp_path)
+    assert heard.compute_s(JOB, PLAN) is None
+    for worker in ("w0", "w1"):
+        heard.hear(fleet(), worker, beat(times()), 0.0)
+    found = heard.compute_s(JOB, PLAN)
+    assert found is not None
+    assert found[1] == pytest.approx(2.5 + 5.0, rel=0.01), "F and B; the last stage recomputes nothing"
+
+
+def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_path: Path) -> None:
+    asked: list[int | None] = []
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        asked.append(job.memory_bytes)
+        return PLAN
+
+    gpu = DeviceFacts(name="gpu", memory_bytes=2**36)
+    known = fleet()
+    known = replace(known, workers=Workers(replace(worker, device=gpu) for worker in known.workers.values()))
+    heard = Calibrator(plan, run_dir=tmp_path, cache=None)
+    heard.plan(JOB, 2, 2)
+    for name in ("w0", "w1"):
+        heard.hear(known, name, beat(times()), 0.0)
+    assert asked == [None, worker_bytes([gpu, gpu])]

@@ -1,0 +1,276 @@
+"""A manager that starts again: what its journal says, and what agents repeat, is all it needs."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
+from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Suspect, Voted
+from varuna.fleet.manager.reconcile import Reconciliation, reunite
+from varuna.fleet.manager.resume import lost_workers, resume
+from varuna.fleet.net.protocol import Exited, WorkerSnapshot
+from varuna.fleet.run_folder.journal import Journal, read_events
+from varuna.fleet.state.fleet import Fleet, FleetConfig, Idle, Running, Stopping, Straggler
+from varuna.fleet.state.inputs import (
+    DrainRequested,
+    FinishRequested,
+    MessageReceived,
+    MorphRequested,
+    Tick,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.state.outputs import Instruction, Publish, Send
+from varuna.fleet.state.run_events import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
+
+NAMES = ("n0-a.0", "n0-a.1", "n1-b.0", "n1-b.1")
+CONFIG = FleetConfig(workers=4, elastic=True, replace=False, wait_s=float("inf"))
+
+
+class Shell:
+    """A driver whose events reach the disk, and whose manager can die."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.journal = Journal(folder, None)
+        self.journal.begin("r")
+        self.driver = Driver(CONFIG, plan=two_stages)
+        self.written = 0
+        for name in NAMES:
+            self.driver.feed(WorkerSpawned(name, node=name.rpartition(".")[0]))
+        for name in NAMES:
+            self.say(name, self.hello(name))
+
+    def hello(self, name: str) -> Hello:
+        return Hello(worker=name, pid=1, version="1", job=self.driver.job)
+
+    def write(self) -> None:
+        for done in self.driver.done[self.written :]:
+            if isinstance(done, Publish):
+                if isinstance(done.event, GenerationStarted):
+                    self.journal.keep_job(self.driver.job, "1")
+                vote = self.driver.fleet.votes.get(done.event.step) if isinstance(done.event, StepRecorded) else None
+                self.journal.append(done.event, vote=vote)
+        self.written = len(self.driver.done)
+
+    def say(self, worker: str, message: Hello | Voted | Held | Suspect | Beat) -> None:
+        self.driver.say(worker, message)
+        self.write()
+
+    def vote(self, step: int) -> None:
+        fleet = self.driver.fleet
+        self.say(fleet.members[0], Voted(vote=make_vote(fleet.record.plan, fleet.generation, step)))
+
+    def die_and_start_again(self) -> Fleet:
+        """Nothing is left but the journal."""
+        self.journal.close()
+        self.journal = Journal(self.folder, None)
+        past = self.journal.read()
+        assert past is not None
+        self.driver.now_s += 1000
+        self.driver.fleet = resume(past, CONFIG, self.driver.now_s)
+        self.driver.feed(Tick())
+        return self.driver.fleet
+
+    def reunite(self, node: str, *charges: WorkerSnapshot) -> list[str]:
+        past = self.journal.read()
+        assert past is not None
+        events, fenced = reunite(self.driver.fleet, lost_workers(past), Reconciliation(node, charges))
+        for event in events:
+            self.driver.feed(event)
+        self.write()
+        return fenced
+
+    def charge(self, name: str, *said: Held | Suspect | Voted, generation: int = 0) -> WorkerSnapshot:
+        return WorkerSnapshot(worker=name, said=(self.hello(name), *said), generation=generation)
+
+    def held(self, name: str, next_step: int) -> Held:
+        fleet = self.driver.fleet
+        stage = fleet.record.plan.place_of(fleet.members.index(name)).stage
+        votes = (make_vote(fleet.record.plan, fleet.generation, next_step - 1),)
+        sections = tuple(fleet.record.plan.sections_of(stage))
+        return Held(generation=fleet.generation, next_step=next_step, sections=sections, votes=votes)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    shell = Shell(tmp_path)
+    yield shell
+    shell.journal.close()
+
+
+def test_a_running_generation_goes_on_as_if_nothing_had_happened(shell: Shell) -> None:
+    shell.vote(0)
+    shell.vote(1)
+    before = shell.driver.fleet
+    fleet = shell.die_and_start_again()
+    assert isinstance(fleet.phase, Running)
+    assert (fleet.generation, fleet.members, fleet.recorded_step) == (0, before.members, 1)
+    assert (fleet.job, fleet.micro_batch, fleet.votes) == (before.job, before.micro_batch, before.votes)
+    sent = len(shell.driver.done)
+    plan = fleet.record.plan
+    unrecorded = [Voted(vote=make_vote(plan, 0, step)) for step in (2, 3, 4)]  # trained while nobody managed
+    shell.reunite("n0-a", shell.charge("n0-a.0", *unrecorded), shell.charge("n0-a.1"))
+    shell.reunite("n1-b", shell.charge("n1-b.0"), shell.charge("n1-b.1"))
+    shell.driver.wait(8)
+    assert shell.driver.fleet.recorded_step == 4
+    assert shell.driver.fleet.generation == 0
+    told = [done.message for done in shell.driver.done[sent:] if isinstance(done, Send)]
+    assert not [message for message in told if isinstance(message, Assign | Hold)]
+
+
+def test_who_does_not_come_back_is_lost_after_one_lease_and_not_before(shell: Shell) -> None:
+    shell.vote(0)
+    shell.die_and_start_again()
+    shell.reunite("n0-a", shell.charge("n0-a.0"), shell.charge("n0-a.1"))
+    gone = {"n1-b.0", "n1-b.1"}
+    shell.driver.wait(CONFIG.lease_s - 0.5, hidden=("n1-b",))
+    assert isinstance(shell.driver.fleet.phase, Running)
+    assert gone <= set(shell.driver.fleet.joined)
+    shell.driver.wait(9.0, hidden=("n1-b",))
+    assert isinstance(shell.driver.fleet.phase, Stopping)
+    for name in shell.driver.fleet.live_members:
+        shell.say(name, shell.held(name, 1))
+    assert not gone & set(shell.driver.fleet.workers)
+
+
+def test_a_worker_that_died_meanwhile_is_known_at_once(shell: Shell) -> None:
+    shell.vote(0)
+    shell.die_and_start_again()
+    shell.reunite("n0-a", shell.charge("n0-a.0"))
+    assert "n0-a.1" not in shell.driver.fleet.workers
+    dead = WorkerSnapshot(worker="n1-b.1", exited=Exited(code=-9))
+    shell.reunite("n1-b", shell.charge("n1-b.0"), dead)
+    assert "n1-b.1" not in shell.driver.fleet.workers
+
+
+def test_answers_to_a_hold_that_the_dead_manager_heard_are_heard_again(shell: Shell) -> None:
+    shell.vote(0)
+    shell.driver.kill("n1-b.1")  # a loss: everybody is told to stop
+    shell.write()
+    assert isinstance(shell.driver.fleet.phase, Stopping)
+    shell.die_and_start_again()
+    for node, names in (("n0-a", NAMES[:2]), ("n1-b", NAMES[2:3])):
+        shell.reunite(node, *(shell.charge(name, shell.held(name, 1)) for name in names))
+    assert shell.driver.fleet.generation == 1
+    assert shell.driver.fleet.record.first_step == 1
+
+
+def test_a_generation_that_nobody_was_told_of_is_given_up_and_its_number_is_not_used_again(shell: Shell) -> None:
+    shell.vote(0)
+    shell.driver.kill("n1-b.1")
+    for name in NAMES[:3]:
+        shell.say(name, shell.held(name, 1))
+    assert shell.driver.fleet.generation == 1  # written down, and then the manager dies before it tells anyone
+    shell.die_and_start_again()
+    assert shell.driver.fleet.generation == 1
+    old = replace(shell.driver.fleet, history=shell.driver.fleet.history[:1])
+    for node, names in (("n0-a", NAMES[:2]), ("n1-b", NAMES[2:3])):
+        shell.reunite(node, *(shell.charge(name, generation=0) for name in names))
+    shell.driver.wait(2)
+    assert isinstance(shell.driver.fleet.phase, Stopping)
+    for name in shell.driver.fleet.live_members:
+        shell.say(name, Held(generation=1, next_step=1, sections=_sections(old, name)))
+    assert shell.driver.fleet.generation == 2
+
+
+def _sections(fleet: Fleet, name: str) -> tuple[int, ...]:
+    plan = fleet.record.plan
+    return tuple(plan.sections_of(plan.place_of(fleet.members.index(name)).stage))
+
+
+def test_a_lost_worker_that_comes_back_is_killed(shell: Shell) -> None:
+    shell.vote(0)
+    shell.driver.kill("n1-b.1")
+    shell.write()
+    shell.die_and_start_again()
+    assert shell.reunite("n1-b", shell.charge("n1-b.0"), shell.charge("n1-b.1")) == ["n1-b.1"]
+    assert "n1-b.1" not in shell.driver.fleet.workers
+
+
+def test_before_the_first_generation_workers_are_simply_met_again(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, None)
+    journal.begin("r")
+    past = journal.read()
+    journal.close()
+    assert past is not None
+    fleet = resume(past, CONFIG, 5.0)
+    assert isinstance(fleet.phase, Idle)
+    hello = Hello(worker="n0.0", pid=1, version="1", job=make_job())
+    events, fenced = reunite(fleet, set(), Reconciliation("n0", (WorkerSnapshot(worker="n0.0", said=(hello,)),)))
+    assert events == [WorkerSpawned("n0.0", node="n0"), MessageReceived("n0.0", hello)]
+    assert not fenced
+
+
+def test_workers_of_an_agent_that_started_again_are_gone(shell: Shell) -> None:
+    events, _ = reunite(shell.driver.fleet, set(), Reconciliation("n1-b", ()))
+    assert [event.worker for event in events if isinstance(event, WorkerExited)] == ["n1-b.0", "n1-b.1"]
+
+
+def test_what_people_were_promised_is_kept_by_the_next_manager(shell: Shell) -> None:
+    shell.vote(0)
+    for wish in (DrainRequested("n1-b"), MorphRequested(), FinishRequested("enough")):
+        shell.driver.feed(wish)
+    shell.write()
+    sent = len(shell.driver.done)
+    fleet = shell.die_and_start_again()
+    assert (fleet.finish_reason, fleet.morph_asked, list(fleet.departing)) == ("enough", True, ["n1-b"])
+    shell.reunite("n0-a", shell.charge("n0-a.0"), shell.charge("n0-a.1"))
+    shell.reunite("n1-b", shell.charge("n1-b.0"), shell.charge("n1-b.1"))
+    flags = [(d.worker, d.message.flag) for d in shell.driver.done[sent:] if _is_flag(d)]  # type: ignore[union-attr]
+    assert ("n0-a.0", "stop") in flags
+    assert flags.count(("n0-a.0", "stop")) == 2  # again once it is met: nobody was there the first time
+
+
+def test_a_promise_that_was_kept_is_not_kept_again(shell: Shell) -> None:
+    shell.vote(0)
+    shell.journal.append(Asked(what="drain", node="n1-b"))
+    shell.journal.append(Asked(what="morph"))
+    shell.journal.append(Answered(what="drain", node="n1-b"))
+    shell.journal.append(Answered(what="morph"))
+    fleet = shell.die_and_start_again()
+    assert (fleet.finish_reason, fleet.morph_asked, fleet.departing) == ("", False, {})
+
+
+def _is_flag(done: Instruction) -> bool:
+    return isinstance(done, Send) and isinstance(done.message, RaiseFlag)
+
+
+def test_a_run_that_ended_is_history_and_numbers_start_again(shell: Shell) -> None:
+    shell.vote(0)
+    shell.journal.append(RunEnded(exit_code=0, text="done"))
+    assert shell.journal.read() is None
+    shell.journal.begin("next")
+    past = shell.journal.read()
+    assert past is not None
+    assert (past.run, past.job, past.events) == ("next", None, ())
+    assert isinstance(read_events(shell.folder)[-1], RunEnded)
+
+
+def test_spares_of_a_plan_that_left_somebody_out_are_planned_for_anew(shell: Shell) -> None:
+    """The plan was made for fewer workers than there were: it is not known to be the best for all of them."""
+    shell.vote(0)
+    slow = {NAMES[3]: Straggler(ratio=9.0, until_s=float("inf"))}
+    shell.driver.fleet = replace(shell.driver.fleet, slow=slow)
+    shell.driver.wait(1.0)
+    shell.vote(1)
+    for name in shell.driver.fleet.members:
+        shell.say(name, shell.held(name, 2))
+    assert shell.driver.fleet.record.plan.workers == 2
+    shell.vote(2)
+    fleet = shell.die_and_start_again()
+    charges = {name: shell.charge(name, generation=1) for name in NAMES}
+    shell.reunite("n0-a", charges[NAMES[0]], charges[NAMES[1]])
+    shell.reunite("n1-b", charges[NAMES[2]], charges[NAMES[3]])
+    for step in range(3, 7):
+        shell.driver.wait(1.0)
+        shell.vote(step)
+        if isinstance(shell.driver.fleet.phase, Stopping):
+            break
+    for rank, name in enumerate(fleet.members):
+        held = shell.held(name, step + 1) if rank < 2 else Held(generation=1, next_step=None, sections=())
+        shell.say(name, held)
+    assert shell.driver.fleet.generation == 2
+    assert shell.driver.fleet.record.plan.workers == 4

@@ -1,0 +1,128 @@
+"""What a worker cannot truthfully say, and what it may."""
+
+import pytest
+
+from tests.unit.fleet.support import Driver, make_vote, two_stages
+from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
+from varuna.core.saved import SavedShard
+from varuna.fleet.manager.validation import objection
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.inputs import WorkerDistrusted
+from varuna.fleet.state.outputs import Kill
+
+
+def running() -> Driver:
+    driver = Driver(FleetConfig(workers=4), plan=two_stages)
+    driver.gather()
+    driver.voted(0, 1)
+    driver.wait(0.4)
+    return driver
+
+
+def vote(driver: Driver, step: int, **changes: object) -> Vote:
+    return make_vote(driver.fleet.record.plan, 0, step).model_copy(update=changes)
+
+
+def shard(**changes: object) -> Saved:
+    values = {"step": 2, "section": 0, "file": "step-2/section-0.safetensors", "size_bytes": 10, "generation": 0}
+    return Saved(shard=SavedShard.model_validate({**values, **changes}))
+
+
+def test_lies_are_named() -> None:
+    driver = running()
+    w0, sections = driver.fleet.members[0], (0, 1)
+    lies: list[tuple[FromWorker, str]] = [
+        (Beat(generation=5, step=0, activity=""), "the newest is 0"),
+        (Held(generation=1, next_step=2), "the newest is 0"),
+        (Held(generation=0, next_step=2, sections=(2, 3)), "never given"),
+        (Held(generation=0, next_step=2, sections=(0, 1, 2, 3)), "never given"),
+        (Held(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
+        (Held(generation=0, next_step=None, sections=sections), "without a step"),
+        (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)), "1 numbers"),
+        (Voted(vote=vote(driver, 2, vector=(0.0,) * 3)), "3 numbers"),
+        (Voted(vote=vote(driver, 2, generation=7)), "the newest is 0"),
+        (Voted(vote=vote(driver, 10**6)), "of 100"),
+        (Voted(vote=vote(driver, 98)), "vote of step 98, but step 2 is not committed"),
+        (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 2), vote(driver, 4))), "step 3 is not"),
+        (shard(file="/etc/passwd"), "outside"),
+        (shard(file="../x"), "outside"),
+        (shard(section=4), "impossible"),
+        (shard(generation=3), "impossible"),
+    ]
+    for message, said in lies:
+        assert said in objection(driver.fleet, w0, message), message
+
+
+def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
+    driver = running()
+    w0, plan = driver.fleet.members[0], driver.fleet.record.plan
+    assert objection(driver.fleet, w0, Held(generation=0, next_step=2, sections=(0, 1))) == ""
+    ahead = Held(generation=0, next_step=3, sections=(0, 1), votes=(make_vote(plan, 0, 2),))
+    assert objection(driver.fleet, w0, ahead) == ""
+    assert objection(driver.fleet, w0, Held(generation=0, next_step=None)) == ""
+    nan = vote(driver, 2, vector=(float("nan"),) * len(make_vote(plan, 0, 2).vector))
+    assert objection(driver.fleet, w0, Voted(vote=nan)) == ""
+    assert objection(driver.fleet, w0, shard()) == ""
+    driver.kill(driver.fleet.members[3])
+    for name in driver.fleet.live_members:
+        driver.held(name, 2)
+    assert driver.fleet.generation == 1
+    for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
+        old = tuple(plan.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
+        assert objection(driver.fleet, name, Held(generation=1, next_step=2, sections=old)) == ""
+
+
+def test_a_false_vote_does_not_become_the_newest_step() -> None:
+    driver = Driver(FleetConfig(workers=5), plan=two_stages)
+    driver.gather()
+    driver.voted(0, 1)
+    spare = driver.fleet.members[4]
+    driver.wait(0.4)
+    assert "did not take part" in objection(driver.fleet, spare, Voted(vote=vote(driver, 2)))
+    w0, w1 = driver.fleet.members[:2]
+    late = Voted(vote=vote(driver, 9))  # the manager was away for long, and nobody is left who has the votes between
+    assert objection(driver.fleet, w0, late)
+    driver.say(w1, Beat(generation=0, step=9, activity=""))
+    assert objection(driver.fleet, w0, late) == ""
+
+
+def test_votes_of_a_timeline_that_a_rollback_abandoned_are_no_lies() -> None:
+    driver = Driver(FleetConfig(workers=3, replace=False), plan=two_stages)
+    driver.gather()
+    driver.voted(*range(10))
+    old = vote(driver, 10)
+    driver.kill("w1")  # the only holder of the second stage
+    driver.held("w0", 10)
+    driver.held("w2", None)
+    assert driver.fleet.record.rollback
+    assert objection(driver.fleet, "w0", Voted(vote=old)) == ""
+
+
+def test_strangers_have_nothing_to_lie_about() -> None:
+    driver = running()
+    assert objection(driver.fleet, "w9", Beat(generation=9, step=0, activity="")) == ""
+
+
+@pytest.mark.parametrize("worker", ["w1", "w9"])
+def test_who_is_distrusted_is_lost_and_killed_once(worker: str) -> None:
+    driver = running()
+    instructions = driver.feed(WorkerDistrusted(worker, "it lies"))
+    assert [each.worker for each in instructions if isinstance(each, Kill)] == (["w1"] if worker == "w1" else [])
+    assert "w1" in driver.fleet.workers or worker == "w1"
+    assert driver.feed(WorkerDistrusted(worker, "it lies")) == []
+
+
+def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
+    driver = Driver(FleetConfig(workers=6), plan=two_stages)
+    driver.job = driver.job.model_copy(update={"shard_optimizer": True})
+    driver.gather()
+    driver.voted(0, 1)
+    w0 = driver.fleet.members[0]
+    said = [
+        Held(generation=0, next_step=2, sections=(0,), lent=(1,)),
+        Held(generation=0, next_step=2, sections=(0,)),
+        Held(generation=0, next_step=2, sections=(0, 1)),
+        Held(generation=0, next_step=2, sections=(1,), lent=(0,)),
+        Held(generation=0, next_step=None, lent=(1,)),
+    ]
+    assert [bool(objection(driver.fleet, w0, held)) for held in said] == [False, False, True, True, True]

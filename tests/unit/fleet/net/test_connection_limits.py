@@ -1,0 +1,202 @@
+"""Strangers at the door, over real sockets: they have few places and little time, and bring nothing to the terminal."""
+
+import asyncio
+import http.client
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route, WebSocketRoute
+from starlette.websockets import WebSocket
+from websockets.sync.client import connect
+
+from varuna.fleet.net import serving as serving_module
+from varuna.fleet.net.ca import CertificateAuthority, open_authority
+from varuna.fleet.net.client import ManagerRemote
+from varuna.fleet.net.connection_limits import Doorkeeper, _origin
+from varuna.fleet.net.requests import read_body
+from varuna.fleet.net.serving import Serving
+
+pytestmark = pytest.mark.timeout(20)
+PATIENCE_S = 0.3
+
+
+async def hello(request: Request) -> Response:
+    return PlainTextResponse("hello")
+
+
+async def take(request: Request) -> Response:
+    return PlainTextResponse(str(len(await read_body(request, 100) or b"")))
+
+
+async def fail(request: Request) -> Response:
+    raise ZeroDivisionError
+
+
+async def echo(websocket: WebSocket) -> None:
+    await websocket.accept()
+    while True:
+        await websocket.send_text(await websocket.receive_text())
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=PATIENCE_S))
+    routes = [Route("/", hello), Route("/fail", fail), Route("/take", take, methods=["POST"])]
+    serving = Serving(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]), port=0, max_frame_bytes=1000)
+    serving.start()
+    yield serving.port
+    serving.stop()
+
+
+@pytest.fixture(params=["the fastest loop that is installed", "asyncio's own"])
+def secured(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[CertificateAuthority, int]]:
+    """8 strangers at most, 4 from one address, 3 s each."""
+    if request.param == "asyncio's own":
+        monkeypatch.setattr(serving_module, "_loop_factory", lambda: asyncio.new_event_loop)
+    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=3.0))
+    authority = open_authority(tmp_path)
+    app = Starlette(routes=[Route("/", hello)])
+    serving = Serving(app, port=0, max_frame_bytes=1000, tls=authority.server_context())
+    serving.start()
+    yield authority, serving.port
+    serving.stop()
+
+
+def get(port: int, path: str = "/") -> str:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection.request("GET", path)
+    body = connection.getresponse().read().decode()
+    connection.close()
+    return body
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\nX: ", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"])
+def test_who_brings_no_request_or_no_second_one_is_sent_away(port: int, said: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+        stranger.sendall(said)
+        heard = b""
+        while data := _read(stranger):
+            heard += data
+    assert heard.endswith(b"hello") == said.endswith(b"\r\n\r\n")
+
+
+def _read(connection: socket.socket) -> bytes:
+    try:
+        return connection.recv(1000)
+    except ConnectionResetError:
+        return b""
+
+
+def test_one_address_has_few_places_for_strangers_and_they_come_free_again(port: int) -> None:
+    strangers = [socket.create_connection(("127.0.0.1", port), 5) for _ in range(20)]
+    try:
+        refused = [_read(stranger) for stranger in strangers[4:]]  # at once, and not after a while
+        assert refused == [b""] * 16
+        for stranger in strangers[:4]:
+            assert _read(stranger) == b""
+        assert get(port) == "hello"
+    finally:
+        for stranger in strangers:
+            stranger.close()
+
+
+def stand(stack: ExitStack, port: int, address: str) -> socket.socket:
+    """A connection from there, on which nothing is said."""
+    return stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, source_address=(address, 0)))
+
+
+def test_handshakes_that_never_end_have_few_places_and_cost_nobody_elsewhere_theirs(
+    secured: tuple[CertificateAuthority, int],
+) -> None:
+    authority, port = secured
+    with ExitStack() as stack:
+        crowd = [stand(stack, port, "127.0.0.2") for _ in range(20)]
+        assert [_read(stranger) for stranger in crowd[4:]] == [b""] * 16  # at once
+        crowd += [stand(stack, port, "127.0.0.3") for _ in range(4)]
+        for stranger in crowd[:4]:
+            stranger.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                stranger.recv(1)  # they stay until their time is over
+        begin_s = time.monotonic()
+        for _ in range(3):
+            assert ManagerRemote("127.0.0.1", port, authority.certificate_pem).get("/").body == b"hello"
+        assert time.monotonic() - begin_s < 2  # no place came free by itself
+        last = crowd[-1]
+        last.settimeout(8)
+        assert _read(last) == b""
+        assert time.monotonic() - begin_s < 8
+
+
+def test_neighbours_in_one_network_of_ipv6_are_one_crowd() -> None:
+    origins = {_origin(address) for address in ("2001:db8::1", "2001:db8::2", "2001:db8:0:1::1", "::ffff:10.0.0.1")}
+    assert origins == {"2001:db8::/64", "2001:db8:0:1::/64", "10.0.0.1"}
+    assert (_origin("10.0.0.1"), _origin("fe80::1%eth0"), _origin("")) == ("10.0.0.1", "fe80::/64", "")
+
+
+def test_those_that_said_what_they_want_are_no_strangers(port: int) -> None:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(connect(f"ws://127.0.0.1:{port}/echo", proxy=None)) for _ in range(6)]
+        with pytest.raises(TimeoutError):
+            sockets[0].recv(timeout=1.5 * PATIENCE_S)
+        for websocket in sockets:
+            websocket.send("still here")
+            assert websocket.recv(timeout=5) == "still here"
+        assert get(port) == "hello"
+
+
+def test_a_server_stops_though_somebody_says_goodbye_and_reads_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    heard = threading.Event()
+
+    async def pour(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.send_text("x" * 2**25)
+        await websocket.receive()
+        heard.set()
+
+    serving = Serving(Starlette(routes=[WebSocketRoute("/pour", pour)]), port=0, max_frame_bytes=1000)
+    serving.start()
+    with socket.create_connection(("127.0.0.1", serving.port), 5) as deaf:
+        key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
+        deaf.sendall(b"GET /pour HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n" + key + b"\r\n")
+        assert deaf.recv(12) == b"HTTP/1.1 101"
+        deaf.sendall(b"\x88\x82\x00\x00\x00\x00\x03\xe8")
+        assert heard.wait(10)
+        serving.stop()  # a thread that failed would be a warning, and so an error
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_garbage_brings_nothing_to_the_terminal_and_a_mistake_of_ours_one_line(
+    port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    garbage = [
+        b"\x16\x03\x01\x00" * 20 + b"\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /take HTTP/1.1\r\nHost: h\r\nContent-Length: 99\r\n\r\nshort",
+        b"POST /take HTTP/1.1\r\nHost: h\r\nContent-Length: -5\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\nGET / HTTP/1.1\r\nbroken",
+        b"GET /echo HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
+    ]
+    for said in garbage:
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            while _read(stranger):
+                pass
+    for _ in range(3):
+        get(port, "/fail")
+    assert get(port) == "hello"
+    said_aloud = capfd.readouterr()
+    assert (said_aloud.out, said_aloud.err.splitlines()) == (
+        "",
+        ["a request failed with an unexpected error: ZeroDivisionError()"],
+    )

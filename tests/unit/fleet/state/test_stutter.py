@@ -1,0 +1,158 @@
+"""Fail-stutter: who is slow for certain is left out; noise never is."""
+
+import random
+
+import pytest
+
+from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
+from varuna.core.messages import Beat, Leaving, RaiseFlag
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.run_events import Notice
+from varuna.fleet.state.stutter import SLOW_RATIO, StutterEvidence, slower_than_peers, slower_than_predicted
+
+PLAN = make_plan(make_job(), 8, None, stages=2)
+
+
+def beats_until_evicted(slow: dict[int, float], *, replicas: int, beats: int, seed: int) -> dict[int, int]:
+    """By rank: after how many beats it was found slow. All times have 10 % of noise (one standard deviation)."""
+    plan = make_plan(make_job(), replicas * 2, None, stages=2)
+    choose = random.Random(seed)
+    evidence = {rank: StutterEvidence() for rank in range(plan.workers)}
+    compute_s = dict.fromkeys(range(plan.workers), 1.0)
+    found: dict[int, int] = {}
+    for beat in range(1, beats + 1):
+        for rank in range(plan.workers):
+            compute_s[rank] = max(0.3, choose.gauss(1.0, 0.1)) * slow.get(rank, 1.0)
+            peers = (other for other in compute_s if other != rank and (other - rank) % plan.stages == 0)
+            ratio = slower_than_peers(compute_s[rank], sorted(compute_s[other] for other in peers))
+            assert ratio is not None
+            evidence[rank] = evidence[rank].updated(ratio, SLOW_RATIO)
+            if evidence[rank].is_conclusive:
+                found.setdefault(rank, beat)
+    return found
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_noise_of_ten_percent_evicts_nobody_in_ten_thousand_beats(replicas: int) -> None:
+    assert beats_until_evicted({}, replicas=replicas, beats=10_000 // replicas, seed=replicas) == {}
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_thirty_percent_is_found_within_twenty_beats(replicas: int) -> None:
+    late = 0
+    for seed in range(200):
+        found = beats_until_evicted({3: 1.3}, replicas=replicas, beats=30, seed=seed)
+        assert list(found) == [3]
+        late += found[3] > 20
+    assert late <= (4 if replicas < 8 else 0)  # few peers are as noisy as oneself
+
+
+def test_a_whole_run_that_is_slow_has_no_stragglers() -> None:
+    assert beats_until_evicted(dict.fromkeys(range(8), 2.0), replicas=4, beats=200, seed=1) == {}
+
+
+def test_a_short_hiccup_is_forgiven() -> None:
+    evidence = StutterEvidence()
+    for ratio in (1.0, 3.0, 1.0, 1.0, 1.0, 1.0, 3.0, 1.0, 1.0, 1.0, 1.0):
+        evidence = evidence.updated(ratio, SLOW_RATIO)
+        assert not evidence.is_conclusive
+
+
+def test_with_one_replica_the_calibration_is_the_measure() -> None:
+    expected_s = (1.0, 2.0, 2.0, 4.0)
+    assert slower_than_predicted(3, {0: 0.5, 1: 1.0, 2: 1.0, 3: 2.0}, expected_s) == pytest.approx(1.0)
+    assert slower_than_predicted(3, {0: 0.5, 1: 1.0, 2: 1.0, 3: 3.0}, expected_s) == pytest.approx(1.5)
+    assert slower_than_predicted(3, {0: 0.5, 1: 1.0, 2: 1.0, 3: 3.0}, None) is None
+    assert slower_than_predicted(0, {0: 1.0}, (1.0,)) is None
+
+
+def test_without_a_peers_times_there_is_no_verdict() -> None:
+    assert slower_than_peers(1.0, []) is None
+
+
+def beat_all(driver: Driver, beats: int, **slow: float) -> None:
+    for _ in range(beats):
+        driver.now_s += 0.2
+        for name in driver.fleet.joined:
+            seconds = slow.get(name, 1.0)
+            driver.say(
+                name,
+                Beat(
+                    generation=driver.fleet.generation,
+                    step=0,
+                    activity="",
+                    forward_s=seconds / 3,
+                    backward_s=seconds * 2 / 3,
+                ),
+            )
+        driver.feed_tick()
+
+
+def slow_run(**options: object) -> Driver:
+    driver = Driver(FleetConfig(workers=9, slow_ratio=SLOW_RATIO, **options), plan=two_stages)  # type: ignore[arg-type]
+    driver.gather()
+    driver.voted(0, 1)
+    return driver
+
+
+def test_the_beat_of_a_worker_that_has_said_that_it_leaves_is_not_judged() -> None:
+    driver = slow_run()
+    beat_all(driver, 1)
+    driver.say("w3", Leaving(step=2))
+    beat = Beat(generation=driver.fleet.generation, step=2, activity="", forward_s=1.0, backward_s=2.0)
+    driver.say("w3", beat)
+    assert not driver.fleet.slow
+    driver.say("w2", beat)  # and what it said before counts for nobody
+    driver.say("w1", Leaving(step=2))
+    driver.say("w1", beat)
+
+
+def test_a_slow_worker_is_reported_left_out_and_its_seat_taken_by_the_spare() -> None:
+    driver = slow_run()
+    beat_all(driver, 20, w5=1.3)
+    [notice] = [notice for notice in driver.told(Notice) if notice.warning]
+    assert "worker w5 on node local is slow: 1.30 times" in notice.text
+    assert [message.flag for _, message in sends(driver.done, RaiseFlag)] == ["regroup"]
+    driver.voted(2)
+    for name in driver.fleet.live_members:
+        driver.held(name, 3 if driver.seat_sections(name) else None)
+    assert "worker w5 is slow" in driver.fleet.record.cause
+    assert "w5" not in driver.fleet.record.grid
+    assert driver.fleet.record.grid[5] == "w8"
+    assert driver.fleet.record.steps_redone == 0
+
+
+def test_a_slow_worker_is_taken_in_again_on_probation_and_longer_left_out_the_next_time() -> None:
+    driver = slow_run(probation_s=30.0)
+    beat_all(driver, 20, w5=2.0)
+    driver.voted(2)
+    for name in driver.fleet.live_members:
+        driver.held(name, 3 if driver.seat_sections(name) else None)
+    driver.voted(3)
+    driver.wait(35)
+    assert not driver.fleet.slow
+    assert "another chance" in driver.told(Notice)[-2].text
+    driver.kill("w8")  # now its old seat is free again
+    for name in driver.fleet.live_members:
+        driver.held(name, 4 if driver.seat_sections(name) else None)
+    driver.voted(4)
+    assert "w5" in driver.fleet.record.grid
+    beat_all(driver, 20, w5=2.0)
+    assert driver.fleet.slow["w5"].until_s > driver.now_s + 50
+
+
+def test_a_straggler_stays_where_the_run_would_be_slower_without_it() -> None:
+    driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO), plan=two_stages)
+    driver.gather()
+    driver.voted(0, 1)
+    beat_all(driver, 20, w3=1.3)
+    assert len(driver.told(Notice)) == 1  # reported, but half of the workers for 30 % is no bargain
+    assert not sends(driver.done, RaiseFlag)
+
+
+def test_without_a_threshold_nobody_is_judged() -> None:
+    driver = Driver(FleetConfig(workers=4), plan=two_stages)
+    driver.gather()
+    driver.voted(0, 1)
+    beat_all(driver, 50, w3=9.0)
+    assert not driver.told(Notice)

@@ -1,0 +1,227 @@
+"""Processes, their output, and their ends."""
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from varuna.fleet.state.inputs import WorkerExited
+from varuna.fleet.workers import launcher as module
+from varuna.fleet.workers.launcher import Launcher, tether
+
+pytestmark = pytest.mark.timeout(20)
+
+
+class Bench:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.exits: queue.SimpleQueue[WorkerExited] = queue.SimpleQueue()
+        self.lines: list[bytes] = []
+
+    def launcher(self, program: str, **environment: str) -> Launcher:
+        return Launcher(
+            ["-c", program],
+            environment=environment,
+            run_dir=self.folder,
+            on_exit=self.exits.put,
+            write=self.lines.append,
+        )
+
+    def exit(self) -> WorkerExited:
+        return self.exits.get(timeout=10)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench(tmp_path)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_names_are_never_used_twice_and_exits_are_reported(bench: Bench) -> None:
+    launcher = bench.launcher("import os, sys; print(os.environ['X'], file=sys.stderr); sys.exit(3)", X="y")
+    assert (launcher.spawn(), launcher.spawn()) == ("w0", "w1")
+    exits = sorted((bench.exit() for _ in range(2)), key=lambda event: event.worker)
+    assert exits == [WorkerExited("w0", 3, "y\n"), WorkerExited("w1", 3, "y\n")]
+    assert launcher.spawn() == "w2"
+    launcher.stop_all(5)
+
+
+def test_a_worker_takes_the_lowest_place_that_nobody_living_has(bench: Bench) -> None:
+    launcher = bench.launcher("import os, sys, time; print(os.environ['LOCAL_RANK'], file=sys.stderr); time.sleep(30)")
+
+    def place(name: str) -> str:
+        until(lambda: (bench.folder / f"{name}.log").read_text().strip() != "")
+        return (bench.folder / f"{name}.log").read_text().strip()
+
+    names = [launcher.spawn() for _ in range(3)]
+    assert [place(name) for name in names] == ["0", "1", "2"]
+    launcher.kill("w1")
+    bench.exit()
+    assert place(launcher.spawn()) == "1"
+    assert place(launcher.spawn(environment={"LOCAL_RANK": "7"})) == "7"
+    launcher.stop_all(0)
+
+
+def test_only_complete_lines_of_the_main_worker_are_passed_on_even_early_ones(bench: Bench) -> None:
+    launcher = bench.launcher("import os; print('I am', os.environ['VARUNA_WORKER']); print('half', end='')")
+    for _ in range(2):
+        launcher.spawn()
+    for _ in range(2):
+        bench.exit()
+    assert bench.lines == []
+    launcher.set_main("w1")
+    assert bench.lines == [b"I am w1\n"]
+    assert (bench.folder / "w0.log").read_bytes() == b"I am w0\nhalf"
+    launcher.stop_all(0)
+
+
+def test_a_signal_is_reported_as_a_negative_code(bench: Bench) -> None:
+    launcher = bench.launcher("import time; time.sleep(60)")
+    launcher.kill(launcher.spawn())
+    assert bench.exit() == WorkerExited("w0", -9, "")
+    launcher.kill("w0")  # long gone: nothing happens
+    launcher.kill("w9")
+
+
+def test_no_child_of_a_worker_survives_it(bench: Bench) -> None:
+    launcher = bench.launcher(
+        "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid)"
+    )
+    launcher.set_main(launcher.spawn())
+    bench.exit()
+    until(lambda: bool(bench.lines))
+    pid = int(bench.lines[0])
+    until(lambda: not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text())
+
+
+def test_a_full_disk_costs_log_lines_and_not_the_worker(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
+    (bench.folder / "w0.log").symlink_to("/dev/full")
+    launcher = bench.launcher("for number in range(3): print(number, flush=True)")
+    launcher.set_main(launcher.spawn())
+    assert bench.exit() == WorkerExited("w0", 0, "")
+    assert bench.lines == [b"0\n", b"1\n", b"2\n"]
+    assert capfd.readouterr().err.count("w0.log is missing output: No space left on device. The worker continues.") == 1
+
+
+def test_a_grandchild_may_speak_when_the_run_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_DRAIN_S", 0.05)
+    said = bench.folder / "said"
+    speaker = f"import time, pathlib; time.sleep(0.4); print('late', flush=True); pathlib.Path({str(said)!r}).touch()"
+    launcher = bench.launcher(
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {speaker!r}], start_new_session=True)"
+    )
+    launcher.spawn()
+    bench.exit()
+    assert launcher.stop_all(0.0) == ""
+    until(said.exists)
+    until(lambda: not any(each.name == "w0-stdout" for each in threading.enumerate()))  # pytest hears if it failed
+
+
+def test_stopping_waits_for_the_willing_and_kills_the_rest(bench: Bench) -> None:
+    launcher = bench.launcher("import time; time.sleep(60)")
+    pids = [launcher.pid(launcher.spawn()) for _ in range(2)]
+    assert launcher.stop_all(0.1) == ""
+    assert {bench.exit().code for _ in range(2)} == {-9}
+    for pid in pids:
+        assert pid is not None
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_stopping_has_a_bound_and_names_whom_it_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = threading.Event()
+
+    def deaf(exited: WorkerExited) -> None:
+        heard.wait(10)
+
+    launcher = Launcher(["-c", "pass"], environment={}, run_dir=bench.folder, on_exit=deaf, write=bench.lines.append)
+    monkeypatch.setattr(module, "_KILL_S", 0.05)
+    name = launcher.spawn()
+    assert launcher.stop_all(0.0).startswith(f"{name} (process {launcher.pid(name)}) did not end within")
+    heard.set()
+    monkeypatch.undo()
+    assert launcher.stop_all(0.0) == ""
+
+
+def test_workers_use_one_thread_unless_told_otherwise(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    program = "import os, sys; print(os.environ['OMP_NUM_THREADS'], file=sys.stderr)"
+    bench.launcher(program).spawn()
+    assert bench.exit().stderr_tail == "1\n"
+    monkeypatch.setenv("OMP_NUM_THREADS", "4")
+    bench.launcher(program).spawn()
+    assert bench.exit().stderr_tail == "4\n"
+
+
+def test_workers_end_with_their_launcher_whatever_they_run(tmp_path: Path) -> None:
+    """Also before, and without, any code of ours: a script may import for minutes."""
+    program = f"""
+import pathlib, time
+from varuna.fleet.workers.launcher import Launcher
+worker = "import time, sys; print(1, file=sys.stderr, flush=True); time.sleep(60)"
+launcher = Launcher(
+    ["-c", worker],
+    environment={{}}, run_dir=pathlib.Path({str(tmp_path)!r}), on_exit=print, write=print,
+)
+print(launcher.pid(launcher.spawn()), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as launching:
+        assert launching.stdout is not None
+        worker = int(launching.stdout.readline())
+        until(lambda: (tmp_path / "w0.log").exists() and (tmp_path / "w0.log").read_text() == "1\n")
+        launching.kill()
+    until(lambda: not Path(f"/proc/{worker}").exists() or ") Z" in Path(f"/proc/{worker}/stat").read_text())
+
+
+def test_a_worker_whose_launcher_died_before_it_asked_does_not_start() -> None:
+    done = subprocess.run(
+        [*tether()[:-1], "1", sys.executable, "-c", "print('alive')"], capture_output=True, check=False
+    )
+    assert (done.stdout, done.returncode) == (b"", 0)
+
+
+def test_logs_are_for_their_owner_alone(bench: Bench) -> None:
+    launcher = bench.launcher("pass")
+    launcher.spawn()
+    bench.exit()
+    assert (bench.folder / "w0.log").stat().st_mode & 0o077 == 0
+    launcher.stop_all(0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pipes have one size there")
+def test_a_launcher_that_is_stopped_does_not_hold_its_worker_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on = threading.Event()
+    read = Launcher._read
+    monkeypatch.setattr(Launcher, "_read", lambda *args: goes_on.wait(20) and read(*args))
+    launcher = bench.launcher("print('x' * 500_000)")
+    launcher.spawn()
+    assert launcher._processes["w0"].popen.wait(10) == 0
+    goes_on.set()
+    assert bench.exit().code == 0
+    assert (bench.folder / "w0.log").stat().st_size == 500_001
+    launcher.stop_all(5)
+
+
+def test_a_worker_that_writes_without_end_does_not_fill_its_machines_disk(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_LOG_BYTES", 100)
+    launcher = bench.launcher("for n in range(50): print('x' * 9, flush=True)")
+    launcher.set_main(launcher.spawn())
+    assert bench.exit().code == 0
+    until(lambda: len(bench.lines) == 50)  # who watches sees all of it
+    assert 0 < (bench.folder / "w0.log").stat().st_size <= 100
+    launcher.stop_all(5)

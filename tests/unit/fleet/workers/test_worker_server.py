@@ -1,0 +1,225 @@
+"""The door: who is let in, and what happens to those who misbehave."""
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from tests.unit.fleet.support import make_job, make_plan, make_vote
+from varuna.core.errors import FleetError
+from varuna.core.messages import Apply, Beat, Failed, Finish, Hello, Hold, Leaving, Recorded, Unsaved, Voted
+from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
+from varuna.fleet.workers import worker_server as server_module
+from varuna.fleet.workers.worker_server import WorkerServer
+from varuna.membership.managed import ManagedMembership
+
+pytestmark = pytest.mark.timeout(20)
+
+Events = queue.SimpleQueue[MessageReceived | ConnectionLost]
+
+
+@pytest.fixture
+def events() -> Events:
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def server(events: Events) -> Iterator[WorkerServer]:
+    server = WorkerServer(port=0, token="secret", on_event=events.put)
+    server.start()
+    yield server
+    server.stop()
+
+
+def knock(server: WorkerServer, worker: str = "w0", token: str = "secret") -> ClientConnection:
+    headers = {"Authorization": f"Bearer {token}"}
+    return connect(
+        f"{server.worker_url}?worker={worker}", additional_headers=headers, proxy=None, close_timeout=1, max_size=None
+    )
+
+
+def close_code(connection: ClientConnection) -> int | None:
+    with pytest.raises(ConnectionClosed):
+        connection.recv(timeout=5)
+    return connection.close_code
+
+
+def test_messages_go_both_ways_and_nan_survives(server: WorkerServer, events: Events) -> None:
+    plan = make_plan(make_job(), 1, None)
+    vote = make_vote(plan, 0, 0)
+    vote = vote.model_copy(update={"vector": (float("nan"), float("inf"), *vote.vector[2:])})
+    with knock(server) as connection:
+        connection.send(Voted(vote=vote).model_dump_json())
+        received = events.get(timeout=5)
+        assert isinstance(received, MessageReceived)
+        assert isinstance(received.message, Voted)
+        assert str(received.message.vote) == str(vote)  # NaN is not equal to itself
+        server.send("w0", Apply(generation=0, vote=vote))
+        assert "NaN" in str(connection.recv(timeout=5))
+    assert events.get(timeout=5) == ConnectionLost("w0")
+
+
+def test_a_wrong_token_is_refused(server: WorkerServer, events: Events) -> None:
+    with pytest.raises(InvalidStatus, match="HTTP 403"), knock(server, token="guess"):
+        pass
+    assert events.empty()
+
+
+def test_a_second_connection_of_a_worker_is_refused_and_the_first_lives_on(
+    server: WorkerServer, events: Events
+) -> None:
+    with knock(server) as first, knock(server) as second:
+        assert close_code(second) == 4409
+        first.send(Beat(generation=0, step=0, activity="").model_dump_json())
+        assert isinstance(events.get(timeout=5), MessageReceived)
+
+
+def test_last_words_are_heard_although_an_answer_to_the_words_before_cannot_be_sent(
+    server: WorkerServer, events: Events
+) -> None:
+    last_words = Failed(summary="last words", traceback="", exit_code=1)
+    heard: list[MessageReceived | ConnectionLost]
+    for number in range(30):  # about one in ten used to be lost
+        name = f"w{number}"
+        with knock(server, name) as connection:
+            for _ in range(4):
+                connection.send(Beat(generation=0, step=0, activity="").model_dump_json())
+            connection.send(last_words.model_dump_json())
+            answering = threading.Thread(target=hear_out, args=(server, events, name, heard := []))
+            answering.start()
+        answering.join()
+        assert heard[-2:] == [MessageReceived(name, last_words), ConnectionLost(name)]
+
+
+def hear_out(server: WorkerServer, events: Events, name: str, heard: list[MessageReceived | ConnectionLost]) -> None:
+    """Answer everything that a worker says, to its end."""
+    while not heard or not isinstance(heard[-1], ConnectionLost):
+        heard.append(events.get(timeout=5))
+        server.send(name, Recorded(step=0))
+
+
+@pytest.mark.parametrize(
+    "frame",
+    ["{", '{"kind": "fly"}', b"\x00", Hello(worker="w9", pid=1, version="", job=make_job()).model_dump_json()],
+    ids=["no JSON", "unknown", "binary", "another's name"],
+)
+def test_a_malformed_message_ends_its_connection_only(server: WorkerServer, events: Events, frame: str | bytes) -> None:
+    with knock(server, "w1") as other, knock(server) as connection:
+        connection.send(frame)
+        assert close_code(connection) == 4400
+        assert events.get(timeout=5) == ConnectionLost("w0")
+        server.send("w1", Finish())
+        assert "finish" in str(other.recv(timeout=5))
+
+
+def test_an_oversize_frame_ends_its_connection(monkeypatch: pytest.MonkeyPatch, events: Events) -> None:
+    monkeypatch.setattr(server_module, "MAX_FRAME_BYTES", 1000)
+    server = WorkerServer(port=0, token="secret", on_event=events.put)
+    server.start()
+    with knock(server) as connection:
+        connection.send("x" * 2000)
+        assert close_code(connection) == 1009
+    assert events.get(timeout=5) == ConnectionLost("w0")
+    server.stop()
+
+
+def test_a_worker_that_reads_nothing_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, server: WorkerServer, events: Events
+) -> None:
+    monkeypatch.setattr(server_module, "_QUEUE_FRAMES", 16)
+    with knock(server) as connection:
+        connection.send(Beat(generation=0, step=0, activity="").model_dump_json())
+        events.get(timeout=5)
+        big = Finish(reason="x" * 2**20)
+        for _ in range(64):  # nobody calls recv: client and kernel buffers fill up
+            server.send("w0", big)
+        lost = events.get(timeout=5)
+        assert isinstance(lost, ConnectionLost)
+        assert "does not read" in lost.reason
+        connection.socket.close()
+
+
+def test_a_taken_port_is_an_error_with_a_way_out(server: WorkerServer) -> None:
+    with pytest.raises(FleetError, match=rf"port {server.port} on 127.0.0.1 cannot be used .* --port"):
+        WorkerServer(port=server.port, token="", on_event=lambda event: None)
+
+
+# -- the client --------------------------------------------------------------------------------------------
+
+
+def join(server: WorkerServer, token: str = "secret") -> tuple[ManagedMembership, list[int], list[tuple[int, str]]]:
+    member = ManagedMembership(server.worker_url, token, "w0")
+    holds: list[int] = []
+    flags: list[tuple[int, str]] = []
+    member.join(
+        make_job(),
+        beat=lambda: Beat(generation=0, step=0, activity=""),
+        on_hold=holds.append,
+        on_flag=lambda generation, flag: flags.append((generation, flag)),
+    )
+    return member, holds, flags
+
+
+def test_a_member_says_hello_beats_complains_and_leaves(
+    server: WorkerServer, events: Events, capsys: pytest.CaptureFixture[str]
+) -> None:
+    member, _, _ = join(server)
+    hello, beat = events.get(timeout=5), events.get(timeout=5)
+    assert isinstance(hello, MessageReceived)
+    assert isinstance(hello.message, Hello)
+    assert isinstance(beat, MessageReceived)
+    assert isinstance(beat.message, Beat)
+    member.unsaved("no space")
+    assert capsys.readouterr().err == "varuna: warning: no space\n"
+    member.leaving(3)
+    member.close()
+    said = []
+    while not isinstance(event := events.get(timeout=5), ConnectionLost):
+        said.append(event.message)
+    assert Unsaved(reason="no space") in said
+    assert Leaving(step=3) in said
+
+
+def test_a_hold_is_delivered_at_once_and_directives_wait(server: WorkerServer, events: Events) -> None:
+    member, holds, _ = join(server)
+    events.get(timeout=5)
+    server.send("w0", Recorded(step=7))
+    server.send("w0", Finish(reason="enough"))
+    server.send("w0", Hold(generation=4))
+    deadline_s = time.monotonic() + 5
+    while holds != [4]:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+    assert member.recorded_step == 7
+    assert member.next_directive() == Finish(reason="enough")
+    member.close()
+
+
+def test_a_member_that_loses_the_manager_is_told_so_again_and_again(server: WorkerServer, events: Events) -> None:
+    member, _, _ = join(server)
+    events.get(timeout=5)
+    server.stop()
+    for _ in range(2):
+        with pytest.raises(FleetError, match="lost the manager"):
+            member.next_directive()
+    member.failed("late", "", 1)  # returns, although nobody listens
+
+
+def test_a_member_with_a_wrong_token_learns_why(server: WorkerServer) -> None:
+    with pytest.raises(FleetError, match=r"was refused by the manager at .*: wrong token"):
+        join(server, token="guess")
+
+
+def test_without_a_manager_a_member_cannot_join() -> None:
+    member = ManagedMembership("ws://127.0.0.1:9/worker", "", "w0")
+    with pytest.raises(FleetError, match="cannot reach the manager"):
+        member.join(
+            make_job(),
+            beat=lambda: Beat(generation=0, step=0, activity=""),
+            on_hold=lambda generation: None,
+            on_flag=lambda generation, flag: None,
+        )

@@ -1,0 +1,181 @@
+"""What can be seen to be wrong is refused before anything is built, in words that help."""
+
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+
+from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from varuna import CheckpointError, DataError, ModelError, Trainer, UsageError
+from varuna.job.arguments import choose_device
+
+
+@pytest.fixture(autouse=True)
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No launcher around us; the process is as it was afterwards."""
+    for name in ("RANK", "WORLD_SIZE", "VARUNA_MANAGER", "VARUNA_STAGES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def trainer(**changes: Any) -> Trainer:
+    given = {"model": SmallLanguage, "dataset": Tokens(), "optimizer": adamw, "global_batch": 4, "device": "cpu"}
+    return Trainer(**{**given, **changes})
+
+
+BAD = [
+    ({"global_batch": 0}, r"global_batch=0.*at least 1"),
+    ({"global_batch": -4}, r"global_batch=-4"),
+    ({"micro_batch": 0}, r"micro_batch=0 must be between 1 and global_batch=4"),
+    ({"micro_batch": 5}, r"micro_batch=5 must be between 1 and global_batch=4\. Lower it"),
+    ({"clip_grad_norm": 0.0}, r"clip_grad_norm=0\.0 must be above 0; leave it out"),
+    ({"clip_grad_norm": -1.0}, r"clip_grad_norm=-1\.0"),
+    ({"clip_grad_norm": float("nan")}, r"clip_grad_norm=nan"),
+    ({"cut_points": 0}, r"cut_points=0 must be at least 1"),
+    ({"checkpoint_every": 5}, r"checkpoint_every= needs checkpoint_dir="),
+    ({"checkpoint_every": 0, "checkpoint_dir": "x"}, r"checkpoint_every=0 must be above 0"),
+    ({"checkpoint_every": timedelta(0), "checkpoint_dir": "x"}, r"checkpoint_every=0:00:00 must be above 0"),
+    ({"checkpoint_every": timedelta(seconds=-1), "checkpoint_dir": "x"}, r"must be above 0"),
+    ({"global_batch": "8"}, r"global_batch='8' must be a whole number, but is a str"),
+    ({"global_batch": 8.0}, r"global_batch=8\.0 must be a whole number, but is a float"),
+    ({"clip_grad_norm": "1"}, r"clip_grad_norm='1' must be a number, but is a str"),
+    ({"checkpoint_every": "10", "checkpoint_dir": "x"}, r"checkpoint_every='10' must be a whole number"),
+    ({"device": "tpu"}, r"device='tpu' is not a torch device"),
+    ({"model": torch.nn.Linear(2, 2)}, r"model= must be a function that builds the module, .*it is a Linear\."),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"optimizer= must be a function, such as lambda named:.*a SGD"),
+    ({"loss": torch.nn.MSELoss()}, r"loss= must be a function of the output and the batch, .*it is a MSELoss\."),
+    ({"lr_scheduler": "cosine"}, r"lr_scheduler= must be a function, such as lambda optimizer:.*a str"),
+    ({"compile": "fast"}, r"compile='fast': torch has no such backend.*aot_eager"),
+]
+
+
+@pytest.mark.parametrize(("changes", "text"), BAD, ids=[str(changes) for changes, _ in BAD])
+def test_an_argument_out_of_range_is_refused_with_its_name_and_value(changes: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        trainer(**changes)
+
+
+def test_good_arguments_build_and_write_nothing(tmp_path: Path) -> None:
+    def refuse() -> Any:
+        pytest.fail("the model was built")
+
+    folder = tmp_path / "checkpoints"
+    trainer(model=refuse, micro_batch=4, clip_grad_norm=0.5, cut_points=1, checkpoint_dir=folder, checkpoint_every=1)
+    assert not folder.exists()
+
+
+def test_a_stream_is_refused_with_the_way_to_make_it_map_style() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(())
+
+    with pytest.raises(DataError, match=r"\(Stream\) cannot be indexed\. .*Wrap the stream map-style.*list\(stream\)"):
+        trainer(dataset=Stream())
+
+
+@pytest.mark.parametrize("dataset", [iter([1]), None, 7])
+def test_what_cannot_be_indexed_is_no_dataset(dataset: object) -> None:
+    with pytest.raises(DataError, match=rf"\({type(dataset).__name__}\) cannot be indexed"):
+        trainer(dataset=dataset)
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    with pytest.raises(DataError, match=r"is empty: len\(dataset\) is 0"):
+        trainer(dataset=[])
+
+
+@pytest.mark.parametrize(
+    ("n", "said"),
+    [(-1, r"steps\(n\): n is .* must be >= 0 \(got -1\)"), (4.5, r"n=4\.5 must be a whole number"), ("4", r"n='4'")],
+)
+def test_a_length_of_the_run_that_is_none_is_refused(n: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        next(trainer().steps(n))
+
+
+def test_a_model_that_fails_on_its_first_samples_is_no_broken_link() -> None:
+    class Halved(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.line(x.half()).sum()  # capture lets this pass
+            return out
+
+    samples = [{"x": torch.ones(2)} for _ in range(4)]
+    with pytest.raises(ModelError, match=rf"first samples at {__file__}:\d+: RuntimeError: mat1 and mat2 must have"):
+        next(trainer(model=Halved, dataset=samples).steps(1))
+
+
+def test_export_before_the_loop_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="run the loop first"):
+        trainer().export(tmp_path / "model.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_steps_can_be_taken_once_and_then_exported(tmp_path: Path) -> None:
+    mine = trainer()
+    assert [step.index for step in mine.steps(2)] == [0, 1]
+    with pytest.raises(UsageError, match="can be called once"):
+        next(mine.steps(3))
+    mine.export(tmp_path / "model.safetensors")
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_before_the_model_is_built(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    built: list[int] = []
+
+    def build() -> Any:
+        built.append(1)
+        return SmallLanguage()
+
+    with pytest.raises(CheckpointError, match="file"):
+        next(trainer(model=build, checkpoint_dir=tmp_path / "file" / "below").steps(1))
+    assert built == []
+
+
+def test_a_wrong_weight_ends_the_run_with_the_remedy_and_does_not_hang() -> None:
+    with pytest.raises(ModelError, match=r"or leave weight= out"):
+        next(trainer(weight=lambda batch: (batch["labels"] % 7).sum()).steps(1))
+
+
+def test_compiling_needs_a_compiler_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(UsageError, match=r"compile=True needs a C\+\+ compiler \(no-such-compiler.*leave compile= out"):
+        trainer(compile=True)
+    assert trainer(compile="aot_eager").compiled == "aot_eager"
+
+
+@pytest.mark.parametrize(("wished", "rank", "found"), [(None, "3", 1), ("cuda", "2", 0), ("cuda:1", "2", 1)])
+def test_workers_of_a_machine_take_its_gpus_in_turn_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch, wished: str | None, rank: str, found: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert choose_device(wished) == torch.device("cuda", found)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    for wished in ("cuda", "cuda:0"):
+        with pytest.raises(UsageError, match=rf"device='{wished}': torch sees 0 GPUs here. Leave device= out"):
+            trainer(device=wished)
+
+
+def test_nccl_between_cpus_is_refused_once_they_train_and_other_links_at_once() -> None:
+    with pytest.raises(UsageError, match=r'links="nccl" connects GPUs, .* computes on cpu\. Leave links= out'):
+        next(trainer(links="nccl").steps(1))
+    assert trainer(links="nccl").partition().sections  # as ``varuna inspect`` looks at it
+    with pytest.raises(UsageError, match=r"links='tcp' must be one of host, nccl"):
+        trainer(links="tcp")

@@ -1,0 +1,92 @@
+"""Lists of the samples' features that are put together again, as vision-language models make, are no loops."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.model import partition
+from varuna.trainer import Trainer
+
+IMAGE = 63
+
+
+class Captions:
+    """Tokens of which two stand for a picture's two patches, and the picture."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        draws = torch.Generator().manual_seed(index)
+        ids = torch.randint(0, IMAGE, (8,), generator=draws)
+        labels = ids.clone()
+        ids[1 + index % 4 : 3 + index % 4] = IMAGE
+        labels[: index % 5] = -100
+        return {"ids": ids, "patches": torch.randn(2, 6, generator=draws), "labels": labels}
+
+
+class Vision(nn.Module):
+    """The features of all pictures, one after the other, go where the tokens say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.embed = nn.Linear(6, 8), nn.Embedding(64, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def features(self, patches: Tensor) -> Any:
+        return list(torch.tanh(self.tower(patches)))
+
+    def joined(self, found: Any) -> Tensor:
+        return torch.cat(found, dim=0)
+
+    def forward(self, ids: Tensor, patches: Tensor, labels: Tensor) -> Tensor:
+        seen = self.joined(self.features(patches))
+        torch._check_tensor_all(((ids == IMAGE).sum() * 8) == seen.numel())  # type: ignore[no-untyped-call]
+        x = self.embed(ids).masked_scatter((ids == IMAGE)[..., None], seen)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return F.cross_entropy((x @ self.embed.weight.T).flatten(0, 1), labels.flatten())
+
+
+class Stacked(Vision):
+    def joined(self, found: Any) -> Tensor:
+        return torch.stack(found).flatten(0, 1)
+
+
+class EachAlone(Vision):
+    """Something is done to each sample by itself: that is a loop."""
+
+    def joined(self, found: Any) -> Tensor:
+        return torch.cat([each / each.norm() for each in found], dim=0)
+
+
+class Around(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = EachAlone()
+
+    def forward(self, ids: Tensor, patches: Tensor, labels: Tensor) -> Any:
+        return {"loss": self.inner(ids, patches, labels)}
+
+
+def test_a_list_of_samples_that_is_put_together_leaves_the_model_a_graph() -> None:
+    with single_threaded():
+        for build in (Vision, Stacked):
+            setup = Setup(build=build, dataset=Captions(), clip=None)
+            assert not setup.model.eager
+            assert len(setup.model.sections) > 3
+            one = setup.losses(1, 1, 2)
+            assert setup.losses(3, 1, 2) == one
+            assert worst(one, reference(setup, 2)) < 2e-6
+        steps = Trainer(Vision, Captions(), adamw, 8, micro_batch=2, device="cpu").steps(1)
+        assert len(list(steps)) == 1
+
+
+def test_what_is_computed_for_each_sample_by_itself_runs_as_written() -> None:
+    rows = [Captions()[index] for index in range(2)]
+    model = partition(Recipe(Around), {key: torch.stack([row[key] for row in rows]) for key in rows[0]})
+    assert list(model.eager) == ["inner"]

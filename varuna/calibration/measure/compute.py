@@ -1,0 +1,142 @@
+"""Measures F, R, B and the optimizer step on this worker's device, over a sweep of micro-batch sizes."""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from varuna.calibration.measure.window import Pass, Window
+from varuna.calibration.samples import SectionSamples, Sized
+from varuna.calibration.statistics import best_size
+from varuna.calibration.windows import window_bytes
+from varuna.core.errors import NoPlanError
+from varuna.core.units import format_bytes
+from varuna.engine.stage.job import Job
+from varuna.partition.initial.initial_values import InitialParameters
+from varuna.partition.lengths import at_longest
+
+_Made = TypeVar("_Made")
+_LEAST_ROUNDS = 5
+_MOST_ROUNDS = 30
+BUDGET_S = 2.0
+"""For the rounds of one size, beyond the least."""
+
+
+class Computed(NamedTuple):
+    """What one window gave."""
+
+    sections: tuple[SectionSamples, ...]
+    updates: tuple[Sized, ...]
+    snapshots: tuple[Sized, ...]
+
+
+def measure_window(
+    job: Job,
+    span: range,
+    sizes: Sequence[int],
+    *,
+    beginning: InitialParameters,
+    batch: Callable[[int], dict[str, Tensor]],
+    memory_bytes: int | None,
+    agree: Callable[[float], float] = lambda value: value,
+    budget_s: float = BUDGET_S,
+) -> Computed:
+    """Sweep m over whole passes through the sections ``span``.
+
+    Args:
+        job: the captured job.
+        span: its sections that are measured together.
+        sizes: of micro-batches, ascending.
+        beginning: gives parameters.
+        batch: collates that many samples.
+        memory_bytes: sizes that need more are not tried.
+        agree: the largest of all workers' values, so that all go through the same rounds at the same time.
+        budget_s: for the rounds of one size, beyond the least.
+
+    Raises:
+        NoPlanError: memory does not hold the first size.
+    """
+    need = window_bytes(job.model.facts, span, sizes[0])
+    if memory_bytes is not None and need > memory_bytes:
+        raise NoPlanError(
+            f"measuring section {span.start} takes {format_bytes(need)}, but this worker has "
+            f"{format_bytes(memory_bytes)}. Pass a larger cut_points= to Trainer, so that sections are smaller, or use "
+            "devices with more memory."
+        )
+    window = Window(job, span.start, span.stop, beginning)
+    samples: list[SectionSamples] = []
+
+    def seconds(size: int) -> float | None:
+        if memory_bytes is not None and window_bytes(job.model.facts, span, size) > memory_bytes:
+            return None
+        passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, budget_s)
+        if passes is None:
+            return None
+        samples.extend(_samples(passes, span, size))
+        return agree(median(sum(each.forward_s.values()) for each in passes))
+
+    best_size(sizes, seconds)
+    return Computed(tuple(samples), *_updates(window, span, beginning))
+
+
+def _rounds(
+    window: Window, batch: dict[str, Tensor], size: int, agree: Callable[[float], float], budget_s: float
+) -> list[Pass] | None:
+    """Rounds at one size; the first, which fills allocators, does not count. None if memory did not do for some worker.
+
+    Every worker asks ``agree`` equally often, whichever of them runs out of memory.
+    """
+
+    def everywhere(work: Callable[[], _Made]) -> _Made | None:
+        try:
+            made = work()
+        except torch.OutOfMemoryError:
+            made = None
+        return None if agree(float(made is None)) else made
+
+    def warm() -> float:
+        window.round(batch, size)
+        return _length(window.round(batch, size))
+
+    taken_s = everywhere(warm)
+    if taken_s is None:
+        return None
+    count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(budget_s / max(agree(taken_s), 1e-6))))
+    return everywhere(lambda: [window.round(batch, size) for _ in range(count)])
+
+
+def _length(each: Pass) -> float:
+    return sum(sum(times.values()) for times in each)
+
+
+def _samples(passes: Sequence[Pass], span: range, size: int) -> list[SectionSamples]:
+    return [
+        SectionSamples(
+            section=section,
+            micro_batch=size,
+            forward_s=tuple(each.forward_s[section] for each in passes),
+            recompute_s=tuple(each.recompute_s[section] for each in passes),
+            backward_s=tuple(each.backward_s[section] for each in passes),
+            input_s=tuple(each.input_s[section] for each in passes if section in each.input_s),
+            weight_s=tuple(each.weight_s[section] for each in passes if section in each.weight_s),
+        )
+        for section in span
+    ]
+
+
+def _updates(window: Window, span: range, beginning: InitialParameters) -> tuple[tuple[Sized, ...], tuple[Sized, ...]]:
+    """The optimizer step of the window and of its smallest part, for what is fixed and what is per byte."""
+    updates, snapshots = [], []
+    facts = window.job.model.facts.sections
+    smallest = min(span, key=lambda section: facts[section].trainable_bytes)
+    parts = {range(smallest, smallest + 1): None, span: window}
+    for sections, known in parts.items():
+        part = known or Window(window.job, sections.start, sections.stop, beginning)
+        state = sum(facts[i].parameter_bytes + facts[i].optimizer_bytes for i in sections)
+        gradients = sum(facts[i].trainable_bytes for i in sections)
+        part.update()  # builds the optimizer's state
+        updates += [Sized(state + gradients, part.update()) for _ in range(_LEAST_ROUNDS)]
+        snapshots += [Sized(state, part.snapshot()) for _ in range(_LEAST_ROUNDS)]
+    return tuple(updates), tuple(snapshots)

@@ -1,0 +1,159 @@
+"""Messages between neighbours and all-reduces, through the engine's own links, groups and lanes.
+
+On a GPU they begin and end in its memory, so their times are those of a link with the copies at both of its ends.
+"""
+
+import time
+from collections.abc import Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from varuna.calibration.samples import RingSamples, Sized
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.transport import Group
+from varuna.engine.base.wait_bounds import Awaited, Patience
+from varuna.engine.links.host_copies import Lane, Lanes
+from varuna.engine.links.links import Receiver, Sender
+from varuna.engine.links.message import Packed
+
+_ROUNDS = 100
+_WARM_ROUNDS = 4
+_BUDGET_S = 1.5
+"""For one size; a slow network gets fewer rounds."""
+_LEAST_ROUNDS = 6
+_WAIT_S = 60.0
+_TAG = 77
+_TIME_BYTES = 8
+
+
+class Peers:
+    """All workers that measure, in step with one another."""
+
+    def __init__(self, store: Any, rank: int, size: int, host: str) -> None:
+        self.rank, self.size = rank, size
+        self._store, self._host = store, host
+        self._group = Group(store, "calibrate/world", rank, size, host) if size > 1 else None
+
+    def meet(self) -> None:
+        """Return once everybody is here."""
+        if self._group is not None:
+            self._group.all_reduce(torch.zeros(1))
+
+    def agree(self, value: float) -> float:
+        """The largest of all workers' values."""
+        if self._group is None:
+            return value
+        table = torch.zeros(self.size, dtype=torch.float64)
+        table[self.rank] = value
+        self._group.all_reduce(table)
+        return float(table.max())
+
+    def messages(self, sizes: Sequence[int], lanes: Lanes) -> tuple[Sized, ...]:
+        """One-way times of messages from a neighbour, while as many go the other way.
+
+        Even ranks pair with the next; a last one without partner only waits. Pairs meet before each message: behind a
+        slow one, which it cannot overtake, its time would hold the delays of both. Each carries when it was sent by
+        its sender's clock; the clocks differ by half of what the fastest messages of both directions differ by.
+
+        Args:
+            sizes: in bytes, over 8; the smallest tells the clocks' difference.
+            lanes: of this worker's device.
+        """
+        if self._group is None:
+            return ()
+        self.meet()
+        peer = self.rank ^ 1
+        raw: list[Sized] = []
+        if peer < self.size:
+            raw = self._swap_all(sizes, lanes)
+        else:
+            for _ in sizes:
+                self.agree(0.0)
+        fastest = torch.zeros(self.size, dtype=torch.float64)
+        fastest[self.rank] = min((seconds for size, seconds in raw if size == min(sizes)), default=0.0)
+        self._group.all_reduce(fastest)
+        if not raw:
+            return ()
+        offset_s = float(fastest[self.rank] - fastest[peer]) / 2
+        return tuple(Sized(size, max(0.0, seconds - offset_s)) for size, seconds in raw)
+
+    def _swap_all(self, sizes: Sequence[int], lanes: Lanes) -> list[Sized]:
+        """Swap messages of every size with the neighbour; seconds from the sender's clock to ours."""
+        number, place = divmod(self.rank, 2)
+        kind = "pair" if lanes.streams is None else "staged"
+        pair = Group(self._store, f"calibrate/{kind}{number}", place, 2, self._host)
+        samples: list[Sized] = []
+        for tag, size in zip(count(_TAG, 2), sizes, strict=False):
+            begin_s = time.monotonic()
+            _swap_many(pair, 1 - place, tag, size, _WARM_ROUNDS, lanes)
+            rounds = _rounds(self.agree((time.monotonic() - begin_s) / _WARM_ROUNDS))
+            samples += [Sized(size, seconds) for seconds in _swap_many(pair, 1 - place, tag + 1, size, rounds, lanes)]
+        return samples
+
+    def rings(self, sizes: Sequence[int], lane: Lane) -> tuple[RingSamples, ...]:
+        """All-reduce over D = 2 and all workers, with one ring and with as many as there is room for; by ``lane``."""
+        if self._group is None:
+            return ()
+        shapes = {(ranks, k) for ranks in {2, self.size} for k in {1, self.size // ranks}}
+        return tuple(self._ring(ranks, in_flight, sizes, lane) for ranks, in_flight in sorted(shapes))
+
+    def _ring(self, ranks: int, in_flight: int, sizes: Sequence[int], lane: Lane) -> RingSamples:
+        number, place = divmod(self.rank, ranks)
+        takes_part = number < in_flight
+        group = None
+        if takes_part:
+            name = f"calibrate/ring{ranks}x{in_flight}/{number}"
+            group = Group(self._store, name, place, ranks, self._host)
+        samples = []
+        for size in sizes:
+            values = lane.up({"sums": torch.zeros(max(1, size // 4))})["sums"]
+            taken_s = 0.0
+            for _ in range(_WARM_ROUNDS):
+                self.meet()
+                taken_s = _reduce(group, values, lane)
+            for _ in range(_rounds(self.agree(taken_s))):
+                self.meet()
+                taken_s = _reduce(group, values, lane)
+                if group is not None:
+                    samples.append(Sized(values.numel() * 4, taken_s))
+        return RingSamples(in_flight=in_flight, ranks=ranks, samples=tuple(samples))
+
+
+def _rounds(seconds: float) -> int:
+    """How often to repeat something that takes ``seconds``."""
+    return max(_LEAST_ROUNDS, min(_ROUNDS, int(_BUDGET_S / max(seconds, 1e-6))))
+
+
+def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, lanes: Lanes) -> list[float]:
+    """Swap messages with ``peer``, one at a time; seconds that each of the peer's took, by both clocks.
+
+    The time at which it was sent is written by the host, as digests of samples are. The rest begins and ends on the
+    device, if it has a memory of its own; to pack it on a CPU is part of the action that sends it, not of the link.
+    """
+    inbox, lane = Inbox(Patience(last_s=_WAIT_S)), lanes.links
+    body = lane.up({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
+    sender = Sender(pair, peer, tag, inbox, f"with rank {peer}")
+    Receiver(pair, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], lane)
+    taken_s = []
+    for number in range(rounds):
+        pair.all_reduce(torch.zeros(1))  # both have the messages before
+        buffer = lane.room(size_bytes).zero_()
+        pairs = [(body, buffer[_TIME_BYTES:])] if lanes.streams is not None else []
+        buffer[:_TIME_BYTES].view(torch.float64)[0] = time.monotonic()
+        sender.send(Packed(buffer, lane.down(pairs)))
+        received: torch.Tensor = inbox.take(number, lambda: Awaited("a message of the calibration", (peer,)))
+        lane.up({"body": received[_TIME_BYTES:]})
+        lane.point().wait()
+        taken_s.append(time.monotonic() - float(received[:_TIME_BYTES].view(torch.float64)[0]))
+    sender.close()
+    return taken_s
+
+
+def _reduce(group: Group | None, values: torch.Tensor, lane: Lane) -> float:
+    begin_s = time.perf_counter()
+    if group is not None:
+        with lane.at_host(values, lane.point()) as summed:
+            group.all_reduce(summed)
+    return time.perf_counter() - begin_s

@@ -1,0 +1,37 @@
+"""Parameters that stand in for real ones: how long an op takes does not depend on values, and no model is built."""
+
+from collections.abc import Iterable, Mapping
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from varuna.partition.initial.constructor import Initial
+from varuna.partition.initial.initial_values import Check, InitialParameters
+
+
+class StandIns:
+    """An ``InitialParameters`` of made-up parameters; buffers (masks, rotary tables) are the model's own."""
+
+    name = "stand-ins"
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], real: InitialParameters) -> None:
+        """Take the place of ``real``, whose parameters are never asked for."""
+        self._shapes, self._real = shapes, real
+
+    def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
+        """Small random numbers; around 1 where there is one dimension, as in norms."""
+        found = {}
+        for name in names:
+            generator = torch.Generator().manual_seed(crc32(name.encode()))  # the same on all workers
+            value = torch.randn(self._shapes[name], generator=generator).mul_(0.02)
+            found[name] = value.add_(1.0) if value.dim() == 1 else value
+        return found
+
+    def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The model's own."""
+        return self._real.buffers(names)
+
+    def whole(self) -> Initial:
+        """The real model."""
+        return self._real.whole()

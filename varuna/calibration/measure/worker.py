@@ -1,0 +1,180 @@
+"""One measuring worker: ``python -m varuna.calibration.measure.worker OUTPUT SCRIPT [ARGS]``; see ``varuna calibrate``.
+
+Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from varuna.calibration.measure.compute import measure_window
+from varuna.calibration.measure.equal_sections import section_kinds
+from varuna.calibration.measure.network import Peers
+from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, run_pilot
+from varuna.calibration.measure.stand_ins import StandIns
+from varuna.calibration.samples import Measured, PilotSamples, SectionSamples
+from varuna.calibration.windows import choose_windows, sizes_to_measure, window_bytes
+from varuna.core.errors import VarunaError
+from varuna.core.model import ModelFacts
+from varuna.core.plan import Plan
+from varuna.engine.base.compute_process import settle
+from varuna.engine.base.transport import connect_store, prefixed
+from varuna.engine.device.capacity import device_bytes, hardware_name, usable_bytes
+from varuna.engine.links.host_copies import Lanes
+from varuna.engine.worker.session import Session
+from varuna.job.script_runner import take_trainer
+from varuna.membership.static import StaticMembership, World
+from varuna.partition.initial.constructor import needed_buffers
+from varuna.partition.on_device import on_device
+from varuna.process.threads import join_all
+from varuna.trainer import Trainer
+
+_HOST = "127.0.0.1"
+_MOST_MESSAGE_BYTES = 64 * 2**20
+_SMALL_BYTES = 64
+_EXIT_BOUND_S = 5.0
+
+
+def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
+    """Everything that this worker can say.
+
+    Raises:
+        VarunaError: the model cannot be captured, or a section does not fit.
+    """
+    settle(trainer.device)
+    model = trainer.partition()
+    facts, kinds = model.facts, section_kinds(model)
+    beginning = StandIns(model.shapes, trainer.beginning(model))
+    buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
+    moved = on_device(model, trainer.device)
+    job = replace(trainer.job(moved, buffers), offload=False)  # the planner adds what streaming takes
+    memory_bytes = _smallest(usable_bytes(trainer.device, peers.size), peers)
+    windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
+    whole = len(windows) == 1
+    sizes = sizes_to_measure(trainer.global_batch, trainer.micro_batch)
+    peers.meet()
+    computed = [
+        measure_window(
+            job,
+            window,
+            sizes,
+            beginning=beginning,
+            batch=trainer.batch,
+            memory_bytes=memory_bytes,
+            agree=peers.agree if whole else float,
+        )
+        for window in (windows if whole else windows[peers.rank :: peers.size])
+    ]
+    sections = [sample for each in computed for sample in each.sections]
+    peers.meet()
+    micro_batch = int(peers.agree(max((sample.micro_batch for sample in sections), default=0)))
+    sent_bytes = _message_bytes(facts, micro_batch)
+    messages = peers.messages(sent_bytes, Lanes())
+    staged = peers.messages(sent_bytes, job.lanes) if job.lanes.streams is not None else ()
+    rings = peers.rings(_gradient_bytes(facts), job.lanes.sums)
+    pilots: list[PilotSamples] = []
+    if whole:
+        times = _agreed_times(sections, micro_batch, peers)
+
+        def rehearse(world: World, plan: Plan) -> PilotSamples | None:
+            def open_session(n: int, solo: StaticMembership) -> Session:
+                return trainer.session(n, solo, model, beginning, global_batch=plan.global_batch)
+
+            return run_pilot(open_session, world, plan, facts)
+
+        pilots = _pilots(rehearse, peers, store, facts, micro_batch, times, memory_bytes)
+    return Measured(
+        worker=peers.rank,
+        hardware=hardware_name(trainer.device),
+        device_bytes=device_bytes(trainer.device, peers.size),
+        facts=facts,
+        kinds=kinds,
+        sections=tuple(sections),
+        updates=tuple(sample for each in computed for sample in each.updates),
+        snapshots=tuple(sample for each in computed for sample in each.snapshots),
+        messages=messages,
+        staged=staged,
+        rings=rings,
+        pilots=tuple(pilots),
+    )
+
+
+def _pilots(
+    rehearse: Callable[[World, Plan], PilotSamples | None],
+    peers: Peers,
+    store: Any,
+    facts: ModelFacts,
+    micro_batch: int,
+    times: Sequence[PilotTimes],
+    memory_bytes: int | None,
+) -> list[PilotSamples]:
+    """Real steps of every worker alone, all at once; then of one pipeline over all of them.
+
+    All must make the same plan: everything that it follows from has been agreed on.
+    """
+    found: list[PilotSamples] = []
+    alone = World(0, 1, prefixed(f"calibrate/alone{peers.rank}", store), _HOST, 0)
+    together = World(peers.rank, peers.size, prefixed("calibrate/together", store), _HOST, 0)
+    for world in (alone, together)[: min(2, peers.size)]:
+        plan = pilot_plan(times, workers=world.size, micro_batch=micro_batch)
+        spans = [plan.sections_of(stage) for stage in range(plan.stages)]
+        need = max(window_bytes(facts, span, micro_batch) for span in spans)
+        if memory_bytes is None or 2 * need <= memory_bytes:  # a copy in the first step
+            peers.meet()
+            pilot = rehearse(world, plan)
+            found += [pilot] if pilot is not None else []
+    return found
+
+
+def _smallest(memory_bytes: int | None, peers: Peers) -> int | None:
+    """What every worker has: what is measured follows from it, and must be the same everywhere."""
+    found = peers.agree(0.0 if memory_bytes is None else 1.0)
+    least = -peers.agree(-float("inf") if memory_bytes is None else -float(memory_bytes))
+    return int(least) if found else None
+
+
+def _agreed_times(sections: Sequence[SectionSamples], micro_batch: int, peers: Peers) -> list[PilotTimes]:
+    """Of each section at ``micro_batch``, on the worker that took longest."""
+    return [
+        PilotTimes(*(peers.agree(median(each)) for each in (sample.forward_s, sample.recompute_s, sample.backward_s)))
+        for sample in sections
+        if sample.micro_batch == micro_batch
+    ]
+
+
+def _message_bytes(facts: ModelFacts, micro_batch: int) -> list[int]:
+    """Sizes between a bare message and the largest that crosses a cut at the largest m measured."""
+    largest = max(each.boundary_bytes for each in facts.sections) * micro_batch
+    largest = min(max(largest, 2**16), _MOST_MESSAGE_BYTES)
+    return [_SMALL_BYTES, largest // 4, largest]
+
+
+def _gradient_bytes(facts: ModelFacts) -> list[int]:
+    """Sizes around those of one section's gradients, which are reduced as a whole."""
+    largest = min(max(2**16, *(each.trainable_bytes for each in facts.sections)), _MOST_MESSAGE_BYTES)
+    return [_SMALL_BYTES, largest // 4, largest]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, write a ``Measured`` to the output file, or the error instead; returns the exit code."""
+    output, script, args = Path(argv[0]), Path(argv[1]), argv[2:]
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        taken = take_trainer(script, args)
+        store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        measured = measure(taken.trainer, Peers(store, rank, size, _HOST), store)
+    except VarunaError as error:
+        output.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        return error.exit_code
+    output.write_text(measured.model_dump_json())
+    join_all(_EXIT_BOUND_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

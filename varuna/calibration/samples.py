@@ -1,0 +1,67 @@
+"""What one worker has measured: samples, not yet statistics. No torch, so that any process can put them together."""
+
+from typing import NamedTuple
+
+from pydantic import Field
+
+from varuna.core.model import ModelFacts
+from varuna.core.value import Value
+
+
+class Sized(NamedTuple):
+    """Seconds that something took, and the bytes that it was about."""
+
+    size_bytes: int
+    seconds: float
+
+
+class SectionSamples(Value):
+    """Rounds of one section at one micro-batch size; halves of B only where it can be split."""
+
+    section: int
+    micro_batch: int = Field(ge=1, description="m, examples")
+    forward_s: tuple[float, ...]
+    recompute_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    input_s: tuple[float, ...] = ()
+    weight_s: tuple[float, ...] = ()
+
+
+class RingSamples(Value):
+    """All-reduces over ``ranks`` workers while ``in_flight`` rings run at once."""
+
+    in_flight: int = Field(ge=1)
+    ranks: int = Field(ge=2)
+    samples: tuple[Sized, ...]
+
+
+class PilotSamples(Value):
+    """What a few real steps take beyond their sections: see ``varuna.calibration.measure.pilot``."""
+
+    stages: int = Field(ge=1, description="P")
+    state_bytes: int = Field(description="parameters, gradients and optimizer state of this worker's stage")
+    first: int = Field(default=0, description="lowest section of this worker's stage")
+    stop: int = Field(default=0, description="one past its highest section")
+    micro_batch: int = Field(default=1, description="m, examples")
+    whole_s: dict[str, float] = Field(default={}, description="F, R and B as they were, with all that is around them")
+    inside_s: dict[str, float] = Field(default={}, description="of that, what their sections took")
+    step_s: tuple[float, ...] = Field(
+        description="from the last action of each step to the first of the next; stage 0 only"
+    )
+
+
+class Measured(Value):
+    """All samples of one worker."""
+
+    worker: int
+    hardware: str = Field(description="name of the device")
+    device_bytes: int | None = Field(description="memory of the device; None for a CPU, which workers share")
+    facts: ModelFacts
+    kinds: tuple[int, ...] = Field(description="by section: the lowest section with the same graph")
+    sections: tuple[SectionSamples, ...]
+    updates: tuple[Sized, ...] = Field(description="optimizer step, by bytes of parameters, gradients and state")
+    snapshots: tuple[Sized, ...] = Field(description="copying state out, by its bytes")
+    messages: tuple[Sized, ...] = Field(default=(), description="between neighbours' host memories, both ways at once")
+    staged: tuple[Sized, ...] = Field(default=(), description="the same from one GPU's memory to the other's")
+    rings: tuple[RingSamples, ...] = ()
+    pilots: tuple[PilotSamples, ...] = ()

@@ -1,0 +1,186 @@
+"""Who turns shards into checkpoints: one per run, beside the manager or rank 0, on a thread of its own.
+
+Whatever goes wrong costs a checkpoint and is said aloud; neither training nor later checkpoints end with it.
+"""
+
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+
+from varuna.checkpoint.collector import Collector
+from varuna.checkpoint.lease import BEAT_S, Lease, claim
+from varuna.checkpoint.manifest import Manifest, check_compatible, commit, newest_intact, survey
+from varuna.checkpoint.model_config_file import keep_configuration
+from varuna.checkpoint.retention import Kept, prepare, retain
+from varuna.core.errors import CheckpointError
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.saved import SavedShard
+from varuna.process.threads import start
+from varuna.store.base import Store
+from varuna.store.opening import open_store
+from varuna.store.retry import writer_id
+
+SETTLE_BOUND_S = 120.0
+"""How long a question waits for the commits before it."""
+
+
+class CheckpointCommitter:
+    """Holds the lease of a checkpoint directory, finds the newest checkpoint, commits new ones and removes old ones.
+
+    ``begin`` and ``collect`` return at once. ``say`` and ``warn`` are called on the threads of the keeper too.
+    """
+
+    def __init__(
+        self, job: JobFacts, *, new: bool, overwrite: bool, say: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        """Take the directory for this run, and make room if a fresh start is asked for.
+
+        Raises:
+            CheckpointError: another run uses it, it cannot be written, or it has checkpoints and is to be new.
+            UsageError: ``overwrite`` without ``new``.
+        """
+        assert job.checkpoint_dir is not None
+        self._job, self._warn = job, warn
+        self._kept = Kept(job.keep_last, job.keep_every)
+        self._writer = writer_id()
+        self._run_id = secrets.token_hex(4)
+        self.store: Store = open_store(job.checkpoint_dir)
+        self._lease: Lease | None = claim(self.store, self._writer, say=say)
+        try:
+            prepare(self.store, new=new, overwrite=overwrite)
+        except BaseException:
+            self._lease.release()
+            raise
+        self._collector = self._new_collector()
+        self._work: queue.Queue[Callable[[], None]] = queue.Queue()
+        self._closed = threading.Event()
+        self._changed = threading.Condition()  # guards the two fields below
+        self._committed_step = -1
+        self._open = 0  # pieces of work that are not done
+        for name, target in (("commit", self._commit_all), ("lease", self._keep_lease)):
+            start(name, target)
+
+    def newest(self) -> tuple[Manifest, list[str]] | None:
+        """The newest checkpoint that can be used, and warnings about newer ones; None before the first.
+
+        Raises:
+            CheckpointError: none is intact, or the newest is of another job.
+        """
+        self.settle()
+        found = newest_intact(self.store)
+        if found is not None:
+            check_compatible(found[0], self._job)
+            if found[0].run_id != self._run_id:
+                self._run_id = found[0].run_id
+                self._collector = self._new_collector()
+            self._collector.passed(found[0].step)
+        with self._changed:
+            self._committed_step = -1 if found is None else found[0].step
+        if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
+            self._warn(warning)
+        return found
+
+    @property
+    def committed_step(self) -> int:
+        """Steps that the newest complete checkpoint contains; -1 if there is none."""
+        with self._changed:
+            return self._committed_step
+
+    def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
+        """A generation starts: see ``Collector.begin``."""
+        self._post(lambda: self._collector.begin(generation, plan, first_step=first_step, rollback=rollback))
+
+    def collect(self, shard: SavedShard) -> None:
+        """A shard is durable; commit its checkpoint if that was the last."""
+        self._post(lambda: self._collect(shard))
+
+    def wait_for(self, step: int, timeout_s: float) -> bool:
+        """Wait until a checkpoint of ``step`` or later is committed; False if ``timeout_s`` passes first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._committed_step >= step, timeout_s)
+
+    def settle(self, timeout_s: float = SETTLE_BOUND_S) -> bool:
+        """Wait until everything that was collected is dealt with; False if ``timeout_s`` passes first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._open == 0, timeout_s)
+
+    def close(self, timeout_s: float = SETTLE_BOUND_S) -> None:
+        """Finish what is under way, and give the directory free."""
+        if self._closed.is_set():
+            return
+        if not self.settle(timeout_s):
+            self._warn(f"a checkpoint was still being committed after {timeout_s:.0f} s; the previous one stays valid")
+        self._closed.set()
+        self._post(lambda: None)
+        lease, self._lease = self._lease, None
+        try:
+            if lease is not None and lease.is_held():
+                lease.release()
+        except CheckpointError as error:
+            self._warn(f"cannot release the lease of {self.store.url}: {error}")
+
+    # -- the keeper's threads ----------------------------------------------------------------------------------
+
+    def _new_collector(self) -> Collector:
+        return Collector(self._job, run_id=self._run_id, writer=self._writer)
+
+    def _post(self, work: Callable[[], None]) -> None:
+        with self._changed:
+            self._open += 1
+        self._work.put(work)
+
+    def _commit_all(self) -> None:
+        while not self._closed.is_set():
+            work = self._work.get()
+            try:
+                work()
+            except CheckpointError as error:
+                self._warn(f"a checkpoint was not committed: {error}")
+            except Exception as error:  # noqa: BLE001  a dead thread would lose every later checkpoint in silence
+                self._warn(f"a checkpoint was not committed because of an internal error (please report it): {error!r}")
+            finally:
+                with self._changed:
+                    self._open -= 1
+                    self._changed.notify_all()
+
+    def _collect(self, shard: SavedShard) -> None:
+        manifest = self._collector.add(shard)
+        if manifest is None:
+            return
+        if not self._holds():
+            raise CheckpointError(
+                f"step {shard.step} is not committed, because another run has taken over {self.store.url}. Stop "
+                "one of them: this run writes no more checkpoints."
+            )
+        standing = commit(self.store, manifest)
+        with self._changed:
+            self._committed_step = standing.step
+            self._changed.notify_all()
+        retain(self.store, standing.step, self._kept)
+
+    def _holds(self) -> bool:
+        """Whether this run may commit. A lease that somebody removed is made again, unless another run was here."""
+        lease = self._lease
+        if lease is None or not lease.is_missing():
+            return lease is not None and lease.is_held()
+        found = (folder.step for folder in survey(self.store) if folder.is_committed and not folder.is_damaged)
+        newest = max(found, default=-1)
+        if newest > self.committed_step or not lease.renew():
+            return False
+        self._warn(f"files were removed from {self.store.url} while this run is using it; claiming it again")
+        return True
+
+    def _keep_lease(self) -> None:
+        complained = False
+        while not self._closed.wait(BEAT_S):
+            lease = self._lease
+            try:
+                if lease is not None:
+                    lease.beat()
+                complained = False
+            except Exception as error:  # noqa: BLE001  the next beat may succeed
+                if not complained:
+                    self._warn(f"cannot renew this run's lease in {self.store.url}: {error}")
+                complained = True

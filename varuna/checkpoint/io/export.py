@@ -1,0 +1,119 @@
+"""A checkpoint as a Hugging Face folder: safetensors files by the model's own names, index, ``config.json``."""
+
+import json
+from collections.abc import Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from varuna.checkpoint.io.restore import read_states
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.manifest import Manifest
+from varuna.checkpoint.names import CONFIG
+from varuna.core.errors import CheckpointError, ObjectMissing
+from varuna.core.saved import ITEM_BYTES
+from varuna.store.base import Store
+from varuna.store.folder import unwritable
+
+FILE_BYTES = 5 * 10**9
+"""Most that one file of a folder holds, as Hugging Face's do."""
+_KINDS = ("parameters/", "buffers/")
+
+
+class ExportedFolder(NamedTuple):
+    """What an export wrote: number of tensors, bytes, files."""
+
+    files: int
+    tensors: int
+    size_bytes: int
+    has_config: bool
+
+
+def is_exported(name: str) -> bool:
+    """Whether an entry of a section's state is part of the model, not of its training."""
+    return name.startswith(_KINDS)
+
+
+def own_names(state: SectionState) -> dict[str, Tensor]:
+    """The model's tensors in a section, by its own names."""
+    return {name.partition("/")[2]: value for name, value in state.tensors.items() if is_exported(name)}
+
+
+def export_checkpoint(
+    store: Store, manifest: Manifest, folder: Path, *, config: str | None = None, file_bytes: int = FILE_BYTES
+) -> ExportedFolder:
+    """Write a checkpoint's model; sections are read one at a time, and only what the model has of them.
+
+    A tied parameter is written once, under its first name. ``config.json`` is ``config``, else what the run left in
+    the checkpoint directory, else it is missing.
+
+    Raises:
+        CheckpointError: the folder is not empty or cannot be written.
+        DamagedCheckpoint: the checkpoint's bytes are not those that were written.
+        StoreError: it cannot be read.
+    """
+    sizes = _sizes(manifest)
+    groups = _groups(sizes, file_bytes)
+    names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
+    if len(groups) == 1:
+        names = ["model.safetensors"]
+    homes = {name: file for file, group in zip(names, groups, strict=True) for name in group}
+    text = config if config is not None else _saved_config(store)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if any(folder.iterdir()):
+            raise CheckpointError(f"{folder} is not empty. Export into a new folder.")
+        for file, group in zip(names, _read(store, manifest, groups), strict=True):
+            save_file(group, str(folder / file), metadata={"format": "pt"})
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": homes}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        if text is not None:
+            (folder / CONFIG).write_text(text)
+    except OSError as error:
+        raise unwritable("write", folder, error) from error
+    return ExportedFolder(len(groups), len(sizes), sum(sizes.values()), text is not None)
+
+
+def _sizes(manifest: Manifest) -> dict[str, int]:
+    """Bytes of each tensor of the model, in the order of sections."""
+    found: dict[str, int] = {}
+    for shard in manifest.shards:
+        for piece in shard.pieces:
+            if is_exported(piece.name):
+                found[piece.name.partition("/")[2]] = prod(piece.shape) * ITEM_BYTES[piece.dtype]
+    return found
+
+
+def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+    """Names of each file, in order; a tensor larger than a file has one for itself."""
+    groups: list[list[str]] = [[]]
+    room = file_bytes
+    for name, size_bytes in sizes.items():
+        if groups[-1] and size_bytes > room:
+            groups.append([])
+            room = file_bytes
+        groups[-1].append(name)
+        room -= size_bytes
+    return groups
+
+
+def _read(store: Store, manifest: Manifest, groups: list[list[str]]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of each file; no more than one file and one section are in memory."""
+    waiting: dict[str, Tensor] = {}
+    section = 0
+    for group in groups:
+        while not waiting.keys() >= set(group):
+            waiting.update(own_names(read_states(store, manifest, {section: is_exported})[section]))
+            section += 1
+        yield {name: waiting.pop(name) for name in group}
+
+
+def _saved_config(store: Store) -> str | None:
+    try:
+        return store.get(CONFIG).decode()
+    except ObjectMissing:
+        return None

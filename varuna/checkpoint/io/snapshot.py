@@ -1,0 +1,132 @@
+"""Copies of what a rank saves, in one buffer of host memory that is allocated and touched before it is needed.
+
+The training thread only copies; whoever writes reads from the buffer, so there is never a second copy.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.io.section_state import DTYPE_NAMES, SectionState, scalars_as_json
+from varuna.checkpoint.names import ShardName
+from varuna.checkpoint.pieces import SMALLEST_PART_BYTES, TensorFacts, count_parts, divide, understudy_of, writer_of
+from varuna.core.errors import CheckpointError
+from varuna.core.ready import Ready
+from varuna.core.saved import Piece
+
+_ALIGNMENT = 64
+
+
+class Way(Protocol):
+    """How values get into host memory (a lane of the engine's)."""
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Host memory that values are copied into, as bytes."""
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ready:
+        """Copy values (first) into host memory (second), as they are now; they may not be written before it is done."""
+
+
+class Share(NamedTuple):
+    """A part of a section that this rank copies, and which replica should write it."""
+
+    name: ShardName
+    writer: int
+    pieces: tuple[Piece, ...]
+    """offsets count from the part's first byte"""
+    scalars: str
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.size_bytes for piece in self.pieces)
+
+
+class Copied(NamedTuple):
+    """A share whose bytes are in the buffer."""
+
+    share: Share
+    data: memoryview
+
+
+def shares_of(
+    states: Sequence[SectionState],
+    *,
+    replica: int,
+    holders: Mapping[int, Sequence[int]],
+    generation: int,
+    smallest_bytes: int = SMALLEST_PART_BYTES,
+) -> list[Share]:
+    """What one replica copies of the sections that it holds: the parts that it writes, and those it is understudy for.
+
+    Args:
+        states: of sections that ``replica`` holds.
+        replica: who copies.
+        holders: of each section: all replicas of the stage, or those who have its optimizer state.
+        generation: in which this happens.
+        smallest_bytes: of a part, if there are to be several.
+
+    Raises:
+        CheckpointError: a tensor's dtype has no place in safetensors, or a scalar none in JSON.
+    """
+    shares: list[Share] = []
+    for state in states:
+        tensors = [_facts(state, name, value) for name, value in state.tensors.items()]
+        among = holders[state.section]
+        parts = count_parts(sum(tensor.size_bytes for tensor in tensors), len(among), smallest_bytes)
+        scalars = scalars_as_json(state)
+        for part, pieces in enumerate(divide(tensors, parts)):
+            writer = writer_of(state.section, part, among)
+            if replica in (writer, understudy_of(state.section, part, among)):
+                name = ShardName(state.section, part, parts, generation)
+                shares.append(Share(name, writer, tuple(pieces), scalars if part == 0 else "{}"))
+    return sorted(shares, key=lambda share: share.writer != replica)  # what this replica writes comes first
+
+
+def _facts(state: SectionState, name: str, value: Tensor) -> TensorFacts:
+    if value.dtype not in DTYPE_NAMES:
+        raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which safetensors does not support")
+    return TensorFacts(name, DTYPE_NAMES[value.dtype], tuple(value.shape))
+
+
+class SnapshotBuffer:
+    """Host memory for one snapshot."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that the buffer can hold."""
+        return self._buffer.numel()
+
+    def reserve(self, size_bytes: int, way: Way) -> None:
+        """Allocate and touch, unless it is large enough; what it held is lost."""
+        if size_bytes > self.size_bytes:
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # never two of them
+            self._buffer = way.room(size_bytes).fill_(0)
+
+    def copy(self, shares: Sequence[Share], states: Mapping[int, SectionState], way: Way) -> tuple[list[Copied], Ready]:
+        """Copy the shares' bytes, and say when they are there; until then nobody may write to the states."""
+        self.reserve(needed_bytes(shares), way)
+        copied, start = [], 0
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for share in shares:
+            end = start + share.size_bytes
+            region = self._buffer[start:end]
+            tensors = states[share.name.section].tensors
+            for piece in share.pieces:
+                source = tensors[piece.name].detach().resolve_conj().resolve_neg().reshape(-1)
+                run = source[piece.first : piece.first + piece.count]
+                target = region[piece.offset : piece.offset + piece.size_bytes]
+                pairs.append((run, target.view(run.dtype)))
+            copied.append(Copied(share, region.numpy().data))
+            start = end + -end % _ALIGNMENT
+        return copied, way.down(pairs)
+
+
+def needed_bytes(shares: Sequence[Share]) -> int:
+    """Bytes of a buffer that holds these shares."""
+    return sum(share.size_bytes + -share.size_bytes % _ALIGNMENT for share in shares)

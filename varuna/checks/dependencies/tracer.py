@@ -1,0 +1,293 @@
+"""Hidden dependencies between sections: a dry run of a whole training step, watched (paper §"Tracking ...").
+
+All sections run in turn in one process, then the user's ``before_step``, optimizer and scheduler, as a stage
+applies a step. Every tensor is tagged with the sections that its value depends on (``tags``). Numbers that leave
+the tensors cannot be tagged: the code that takes them out is read (``user_lines``), and as a backstop the step is
+repeated with the gradients of one section changed: nothing may change in the others.
+"""
+
+import linecache
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from varuna.checks.dependencies.findings import Dependency, shared_weights
+from varuna.checks.dependencies.tags import SuspectedDependency, Tag, TagLedger, TagMode
+from varuna.core.errors import VarunaError, WorkerError
+from varuna.core.plan import Plan
+from varuna.data.randomness import generator_lock
+from varuna.engine.links.host_copies import lanes_of
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.section import Examples, Tape, backward
+from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.forming import initial_states
+from varuna.partition.batch_weight import completed
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.initial.constructor import Initial
+from varuna.partition.lengths import variant_of
+from varuna.partition.model import PartitionedModel
+from varuna.partition.watching.user_lines import UserLine, place_of
+
+_STEPS = 2
+_BLOWN_UP = 4096.0
+_SHOWN = 5
+
+Gradients = Mapping[str, Tensor]
+
+
+def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor]) -> list[Dependency]:
+    """Run two training steps on a small batch and report what crosses sections without the framework's knowledge.
+
+    Args:
+        job: the captured job with the user's factories.
+        recipe: the model, for the place where it is built.
+        initial: the materialised model; it stays as it is.
+        batch: a collated batch.
+
+    Raises:
+        WorkerError: the user's code raised an exception.
+    """
+    cpu = torch.device("cpu")
+    buffers = {name: value.to(cpu) for name, value in job.buffers.items()}
+    job = replace(job, device=cpu, lanes=lanes_of(cpu), buffers=buffers)
+    ledger = TagLedger()
+    try:
+        with generator_lock, torch.random.fork_rng(devices=[]):
+            stage, gradients = _watched_step(job, initial, batch, ledger)
+            reached = _reached(job, initial, gradients, ledger)
+    except VarunaError:
+        raise
+    except Exception as error:
+        own = "".join(traceback.format_exception(error)[-3:])
+        raise WorkerError(
+            f"the dry run of a step failed in before_step, the optimizer or the scheduler:\n{own}"
+        ) from error
+    found = [*shared_weights(job.model, recipe, initial), *_findings(job, ledger)]
+    if reached and not any(each.kind in ("mixed", "number") for each in found):
+        found += _effects(job, ledger, reached)
+    assert stage.next_step == _STEPS
+    return found
+
+
+# -- the watched step ----------------------------------------------------------------------------------------
+
+
+def _watched_step(
+    job: Job, initial: Initial, batch: Mapping[str, Tensor], ledger: TagLedger
+) -> tuple[Stage, dict[str, Tensor]]:
+    """Forward, backward and the applied steps under the tagging mode; also the gradients, as they were."""
+    size = len(next(iter(batch.values())))
+    with _whole_stage(job, initial, size, ledger) as stage:
+        for section, bucket in stage.buckets.items():
+            ledger.tag(bucket.flat, Tag(frozenset({section}), bucket.names))
+        ledger.cross((*batch.values(), *job.buffers.values(), *job.model.constants.values()))
+        variant = variant_of(job.model, batch, ())
+        with ledger.aside():
+            given = completed(job.model.graphs[variant], batch, job.buffers)
+        _forward_and_backward(stage, Examples(given, size, variant), ledger)
+        with ledger.aside():
+            gradients = _gradients(stage)
+        for step in range(_STEPS):
+            with ledger.aside():
+                fresh = _load(stage, gradients)
+            for name, value in fresh.items():
+                ledger.tag(value, _home(job, name), home=True)
+            stage.apply(step, 1.0, ledger)
+    return stage, gradients
+
+
+@contextmanager
+def _whole_stage(job: Job, initial: Initial, size: int, ledger: TagLedger) -> Iterator[Stage]:
+    """All sections in one stage, its optimizer built by the user's factory under the mode."""
+    names = dict.fromkeys(name for section in job.model.sections for name in section.parameters)
+
+    def optimizer(named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+        for name, parameter in named:
+            ledger.tag(parameter, _home(job, name), home=True)
+        ledger.otherwise = place_of(job.optimizer)
+        return job.optimizer(named)
+
+    with TagMode(ledger):
+        stage = _stage(replace(job, optimizer=optimizer), initial, size)
+        for name in names:
+            ledger.tag(stage.parameters[name], _home(job, name), home=True)
+        yield stage
+
+
+def _home(job: Job, name: str) -> Tag:
+    return Tag(frozenset({job.model.owner_of(name)}), (name,))
+
+
+def _stage(job: Job, initial: Initial, size: int) -> Stage:
+    torch.manual_seed(job.seed)
+    sections = len(job.model.sections)
+    plan = Plan(
+        stages=1, replicas=1, micro_batch=size, global_batch=size, starts=(0,), sections=sections, stash_limits=(1,)
+    )
+    states = initial_states(
+        job.model,
+        range(sections),
+        lambda names: {name: initial.parameters[name].clone() for name in names},
+        job.buffers,
+    )
+    return Stage(job, plan, 0, states, 0)
+
+
+def _forward_and_backward(stage: Stage, examples: Examples, ledger: TagLedger) -> None:
+    values: dict[str, Tensor] = {}
+    tapes: list[Tape] = []
+    for runner in stage.variants[examples.variant]:
+        section = runner.section
+        with ledger.inside(section.index, section.parameters):
+            tape = runner.record(values, examples, 0, 0)
+            values.update(zip(section.makes, (made.detach().contiguous() for made in tape.made), strict=True))
+        ledger.cross(values.values())
+        tapes.append(tape)
+    gradients = {tapes[-1].section.makes[0]: torch.ones(())}
+    for tape in reversed(tapes):
+        with ledger.inside(tape.section.index, tape.section.parameters):
+            backward(tape, gradients)
+        ledger.cross(gradients.values())
+
+
+def _gradients(stage: Stage) -> dict[str, Tensor]:
+    """What the engine hands to a step: by parameter, a tied one's summed over its sections."""
+    found: dict[str, Tensor] = {}
+    for bucket in stage.buckets.values():
+        for name, view in bucket.views.items():
+            found[name] = found[name] + view if name in found else view.clone()
+    return found
+
+
+def _load(stage: Stage, gradients: Gradients) -> dict[str, Tensor]:
+    """Fresh copies of the gradients, where a step expects them."""
+    fresh: dict[str, Tensor] = {}
+    for name, value in gradients.items():
+        if name in stage.totals:
+            fresh[name] = stage.totals[name].copy_(value)
+        else:
+            fresh[name] = stage.parameters[name].grad = value.clone()
+    return fresh
+
+
+# -- the backstop --------------------------------------------------------------------------------------------
+
+
+class _Replay:
+    """Answers ``all_reduce_shared`` as in the watched run: what goes that way may cross sections."""
+
+    def __init__(self, answers: Sequence[Tensor]) -> None:
+        self._answers = iter(answers)
+
+    def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
+        """The watched run's answer; its own part where it makes more calls."""
+        return next(self._answers, tensor).clone()
+
+    def owns(self, parameter: Tensor) -> bool:
+        """As in the watched run."""
+        return True
+
+
+def _reached(job: Job, initial: Initial, gradients: Gradients, ledger: TagLedger) -> dict[int, list[str]]:
+    """Section whose gradients were changed -> parameters of other sections that then trained differently.
+
+    Once they are blown up (clipping), once infinite (overflow). Empty where a mere repetition differs already: then
+    the user's code keeps state of its own, and nothing can be told.
+    """
+
+    def run(changed: Gradients) -> dict[str, Tensor]:
+        stage = _stage(job, initial, 1)
+        exchange = _Replay(ledger.answers)
+        for step in range(_STEPS):
+            _load(stage, changed)
+            stage.apply(step, 1.0, exchange)
+        return {name: value.detach() for name, value in stage.parameters.items()}
+
+    owners = sorted({job.model.owner_of(name) for name in gradients})
+    if len(owners) < 2:
+        return {}
+    expected, again = run(gradients), run(gradients)
+    if any(not torch.equal(expected[name], again[name]) for name in expected):
+        return {}
+    found: dict[int, list[str]] = {}
+    for section, factor in ((owners[0], _BLOWN_UP), (owners[-1], float("inf"))):
+        own = partial(_belongs, job.model, section)
+        changed = run({name: value * factor if own(name) else value for name, value in gradients.items()})
+        odd = [name for name in gradients if not own(name) and not torch.equal(changed[name], expected[name])]
+        if odd:
+            found[section] = odd
+    return found
+
+
+def _belongs(model: PartitionedModel, section: int, name: str) -> bool:
+    return model.owner_of(name) == section
+
+
+# -- findings ------------------------------------------------------------------------------------------------
+
+
+def _findings(job: Job, ledger: TagLedger) -> list[Dependency]:
+    order = {name: i for i, name in enumerate(n for section in job.model.sections for n in section.parameters)}
+    found = []
+    for each in ledger.suspicions.values():
+        is_open = each.used or not each.reduced
+        if each.kind == "untagged" or (is_open and each.kind in ("mixed", "number") and len(each.sections) > 1):
+            names = tuple(sorted(each.names, key=lambda name: order.get(name, 0)))
+            sections = tuple(sorted(each.sections))
+            found.append(
+                Dependency(each.kind, sections, names, str(each.place), each.operation, _remedy(each, job.model))
+            )
+    return found
+
+
+def _effects(job: Job, ledger: TagLedger, reached: Mapping[int, Sequence[str]]) -> list[Dependency]:
+    """The backstop's findings, at the lines that took numbers out of several sections' tensors."""
+    candidates = [each for each in ledger.suspicions.values() if each.kind == "candidate" and len(each.sections) > 1]
+    places = [each.place for each in candidates][:_SHOWN] or [place_of(job.before_step or job.optimizer)]
+    section, names = next(iter(reached.items()))
+    sections = tuple(sorted({section, *(job.model.owner_of(name) for name in names)}))
+    return [
+        Dependency(
+            "effect",
+            sections,
+            tuple(names),
+            str(place),
+            f"other gradients in section {section} change what these parameters become",
+            "Some value leaves the tensors here (float(), bool(), .numpy()) and reaches other sections. "
+            + _USE_SHARED.format(op="sum"),
+        )
+        for place in places
+    ]
+
+
+_USE_SHARED = (
+    "Compute it as a tensor over the parameters that you are given (in a sum: those with varuna.owned(p)), and use "
+    'what varuna.all_reduce_shared(value, op="{op}") returns.'
+)
+
+
+def _remedy(each: SuspectedDependency, model: PartitionedModel) -> str:
+    if each.kind == "untagged":
+        return (
+            "The tensor was created outside the step. If it is equal on all stages, nothing is wrong. If it "
+            "belongs to one parameter, keep it in the optimizer's state of that parameter; if it is computed from "
+            "several, pass it through varuna.all_reduce_shared."
+        )
+    if "clip_grad_norm" in _source(each.place):
+        return "Each stage would clip by its own norm. Remove the call and pass clip_grad_norm= to varuna.Trainer."
+    if "non_finite" in each.operation:
+        return (
+            "One stage may overflow and skip the step while others apply it. Pass the flag that says so through "
+            'varuna.all_reduce_shared(found_inf, op="max") before it is used.'
+        )
+    op = "max" if each.operation.startswith(("max", "amax", "any", "logical_or")) else "sum"
+    return f"A stage sees only its own part of the {len(model.sections)} sections. " + _USE_SHARED.format(op=op)
+
+
+def _source(place: UserLine) -> str:
+    return linecache.getline(place.file, place.line)

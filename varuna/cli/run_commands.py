@@ -1,0 +1,270 @@
+"""The verbs for a run that is under way: status, logs, stop, morph, drain, join-token."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from varuna.cli import options
+from varuna.core.errors import FleetError, UsageError
+
+if TYPE_CHECKING:
+    from varuna.fleet.net.client import ManagerRemote
+
+RunDir = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="DIR", envvar="VARUNA_RUN", help="Folder of the run. Default: your newest run."),
+]
+_WATCH_S = 1.0
+_FOLLOW_S = 0.5
+_TAIL_BYTES = 64 * 1024
+
+
+def status(
+    run: RunDir = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show the plan, steps, machines and workers of a run."""
+    from varuna.fleet.run_folder.connection_file import find
+
+    folder, _ = find(run)
+    remote = _remote(run)
+    if as_json:
+        _check(watch, "--watch")
+        print(json.dumps(_status(remote), indent=1))
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    from varuna.observe.overview import overview
+
+    console = Console()
+    if not watch or not console.is_terminal:
+        console.print(overview(_status(remote)))
+        return
+    from rich.console import Group
+    from rich.text import Text
+
+    from varuna.fleet.net.client import UnreachableError
+
+    picture = overview(_status(remote))
+    try:
+        with Live(picture, console=console, auto_refresh=False) as live:
+            while True:
+                time.sleep(_WATCH_S)
+                try:
+                    picture = overview(_status(remote))
+                    live.update(picture, refresh=True)
+                except UnreachableError as error:
+                    live.update(Group(picture, Text(_why_unreachable(folder, error), style="red")), refresh=True)
+                    if _has_ended(folder):
+                        return
+    except KeyboardInterrupt:
+        return
+
+
+def logs(
+    run: RunDir = None,
+    rank: Annotated[int | None, typer.Option(min=0, help="Rank in the newest generation. Default: 0.")] = None,
+    worker: Annotated[str, typer.Option(metavar="NAME", help="Name of a worker, also of one that is gone.")] = "",
+    first_failure: Annotated[
+        bool, typer.Option("--first-failure", help="The worker that failed or was lost first, and why.")
+    ] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Wait for more output.")] = False,
+) -> None:
+    """Print the output of a worker, even if its machine is gone."""
+    if (rank is not None) + bool(worker) + first_failure > 1:
+        raise UsageError("--rank, --worker and --first-failure each name a worker. Give one of them.")
+    from varuna.fleet.net.client import UnreachableError
+    from varuna.fleet.run_folder.connection_file import find
+
+    folder, access = find(run)
+    remote = access.remote()
+    try:
+        name = worker or _worker(_status(remote), rank, first_failure)
+        _print_log(remote, name, f"-{_TAIL_BYTES}" if first_failure else "0", follow)
+    except UnreachableError:
+        _print_kept_log(folder, worker, rank, first_failure)
+    except KeyboardInterrupt:
+        return
+
+
+def _print_log(remote: "ManagerRemote", worker: str, offset: str, follow: bool) -> None:
+    while True:
+        newest, text = _chunk(remote, worker, offset)
+        offset = str(newest)
+        sys.stdout.buffer.write(text)
+        sys.stdout.buffer.flush()
+        if not text:
+            if not follow:
+                return
+            time.sleep(_FOLLOW_S)
+
+
+def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: bool) -> None:
+    """The manager is gone; what it kept is here."""
+    from varuna.fleet.manager.status import Picture
+    from varuna.fleet.run_folder.journal import read_events
+
+    picture = Picture()
+    for event in read_events(folder):
+        picture.take(event)
+    known = {"failures": picture.failures, "members": picture.members, "generation": "the last one"}
+    name = worker or _worker(known, rank, first_failure)
+    for path in (folder / "logs" / f"{name}.log", folder / f"{name}.log"):
+        if path.is_file():
+            sys.stdout.buffer.write(path.read_bytes())
+            sys.stdout.buffer.flush()
+            return
+    raise FleetError(f"no log of worker {name} was kept in {folder}")
+
+
+def stop(run: RunDir = None) -> None:
+    """Stop a run after the current step, with a checkpoint, and release its machines."""
+    ask(_remote(run), "/stop", {})
+    typer.echo("the run will stop after the current step")
+
+
+def morph(run: RunDir = None) -> None:
+    """Switch to the best plan for the current workers, now."""
+    ask(_remote(run), "/morph", {})
+    typer.echo("requested; see `varuna status`")
+
+
+def drain(
+    node: Annotated[str, typer.Argument(help="Name of the machine in `varuna status`.")],
+    run: RunDir = None,
+    now: Annotated[
+        bool, typer.Option("--now", help="Do not trust it any more: revoke its secret and drop its workers at once.")
+    ] = False,
+) -> None:
+    """Release a machine without losing a step: its state moves, then its agent exits.
+
+    If the machine's agent is away, its secret is revoked without waiting.
+    """
+    said = ask(_remote(run), "/drain", {"node": node, "now": now})
+    typer.echo(f"node {node} {'was removed' if said['accepted'] == 'send away' else 'will be released'}")
+
+
+def join_token(
+    run: RunDir = None,
+    uses: Annotated[int, typer.Option(min=1, help="Number of machines that may join with it.")] = 1,
+    hours: Annotated[float, typer.Option(min=0.01, help="How long it is valid.")] = 24.0,
+    void: Annotated[bool, typer.Option("--void", help="Revoke all JOIN strings printed before; print none.")] = False,
+) -> None:
+    """Print another JOIN string, for more machines."""
+    if void:
+        typer.echo(
+            f"{ask(_remote(run), '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay"
+        )
+        return
+    answer = ask(_remote(run), "/tokens", {"uses": uses, "life_s": hours * 3600})
+    typer.echo(answer["join"])
+
+
+def _remote(run: Path | None) -> "ManagerRemote":
+    """The manager of a run.
+
+    Raises:
+        FleetError: the run is over.
+    """
+    from varuna.fleet.net.client import UnreachableError
+    from varuna.fleet.run_folder.connection_file import find
+
+    folder, access = find(run)
+    remote = access.remote()
+    try:
+        remote.get("/status")
+    except UnreachableError as error:
+        raise FleetError(_why_unreachable(folder, error)) from error
+    return remote
+
+
+def _why_unreachable(folder: Path, error: Exception) -> str:
+    """A run that has ended has no manager; else something is wrong."""
+    ended = _has_ended(folder)
+    if ended:
+        return f"the run in {folder} has ended with {ended}"
+    return f"{error} The run in {folder} has not ended: start the same command again to continue it."
+
+
+def _has_ended(folder: Path) -> str:
+    """Exit code and reason; empty if the run has not ended."""
+    from varuna.core.errors import VarunaError
+    from varuna.fleet.run_folder.journal import read_events
+    from varuna.fleet.state.run_events import GenerationStarted, RunEnded, StepRecorded, WorkerJoined
+
+    try:
+        events = read_events(folder)
+    except VarunaError:
+        return ""
+    signs = (RunEnded, GenerationStarted, StepRecorded, WorkerJoined)  # a folder may have seen several runs
+    last = next((event for event in reversed(events) if isinstance(event, signs)), None)
+    return f"exit code {last.exit_code}: {last.text}" if isinstance(last, RunEnded) else ""
+
+
+def _status(remote: "ManagerRemote") -> dict[str, Any]:
+    answer = remote.get("/status")
+    _accept(answer.status, answer.body)
+    status: dict[str, Any] = json.loads(answer.body)
+    return status
+
+
+def ask(remote: "ManagerRemote", path: str, body: Mapping[str, object]) -> dict[str, Any]:
+    """Ask the manager for something, and return its answer.
+
+    Raises:
+        FleetError: it refuses.
+    """
+    answer = remote.post(path, body)
+    _accept(answer.status, answer.body)
+    said: dict[str, Any] = json.loads(answer.body)
+    return said
+
+
+def _accept(status: int, body: bytes) -> None:
+    """Anything but a success is an error with the manager's own words."""
+    if status < 300:
+        return
+    from varuna.fleet.net.client import reason
+
+    if status == 401:
+        raise FleetError(
+            "the manager does not accept this run's token: it belongs to another run, or the manager was started in "
+            "another folder. Give --run that folder."
+        )
+    raise FleetError(f"the manager refused: {reason(body)}")
+
+
+def _worker(status: Mapping[str, Any], rank: int | None, first_failure: bool) -> str:
+    """Name of the worker that is meant."""
+    if first_failure:
+        if not status["failures"]:
+            raise FleetError("no worker of this run has failed or been lost")
+        first = status["failures"][0]
+        print(f"{first['worker']}: {first['cause']}", file=sys.stderr)
+        return str(first["worker"])
+    members = status["members"]
+    if not members:
+        raise FleetError("no generation has begun: there are no ranks yet. Name a worker with --worker.")
+    if rank is not None and rank >= len(members):
+        raise UsageError(
+            f"there is no rank {rank}: generation {status['generation']} has ranks 0 to {len(members) - 1}"
+        )
+    return str(members[rank or 0])
+
+
+def _chunk(remote: "ManagerRemote", worker: str, offset: str) -> tuple[int, bytes]:
+    answer = remote.get(f"/logs/{worker}?offset={offset}")
+    _accept(answer.status, answer.body)
+    return int(answer.headers["x-varuna-next-offset"]), answer.body
+
+
+def _check(given: bool, flag: str) -> None:
+    if given:
+        raise UsageError(f"{flag} and --json cannot be combined: JSON is printed once")

@@ -1,0 +1,124 @@
+"""The seam to c10d: raw Gloo groups and stores, with a bound on every operation.
+
+Typed here once, since torch's own annotations leave these calls out.
+"""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+c10d: Any = dist
+Store: Any = c10d.Store
+
+OPERATION_BOUND_S = 100_000.0
+"""Longer than any wait in the inbox (``wait_bounds``), which ends what is blocked here by abandoning the group."""
+FORMING_BOUND_S = 30.0
+"""Members of a generation look for each other at most this long."""
+
+
+class Work:
+    """A transfer under way; keeps its buffer alive."""
+
+    def __init__(self, work: Any, buffer: Tensor) -> None:
+        self._work = work
+        self.buffer = buffer
+
+    def wait(self) -> Tensor:
+        """Block until it is through.
+
+        Raises:
+            RuntimeError: the peer is gone, the group was abandoned, or the bound has passed.
+        """
+        self._work.wait(timedelta(seconds=OPERATION_BOUND_S))
+        return self.buffer
+
+
+class Group:
+    """A Gloo process group of one generation."""
+
+    def __init__(self, store: Any, name: str, rank: int, size: int, interface_host: str) -> None:
+        """Connect to all other members; blocks until they do the same.
+
+        Args:
+            store: lives outside the workers.
+            name: prefix of this group's keys in the store.
+            rank: this member.
+            size: number of members.
+            interface_host: address of the private interface to bind to.
+
+        Raises:
+            RuntimeError: a member did not come within the bound.
+        """
+        options = c10d.ProcessGroupGloo._Options()
+        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=interface_host)]
+        options._timeout = timedelta(seconds=FORMING_BOUND_S)
+        self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
+        self.size = size
+
+    def send(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        """Start to send; ``buffer`` must stay as it is until it is through."""
+        return Work(self._group.send([buffer], peer, tag), buffer)
+
+    def receive(self, buffer: Tensor, peer: int, tag: int) -> Work:
+        """Start to receive into ``buffer``."""
+        return Work(self._group.recv([buffer], peer, tag), buffer)
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Sum over all members, in place; blocks.
+
+        Raises:
+            RuntimeError: as ``Work.wait``.
+        """
+        options = c10d.AllreduceOptions()
+        options.timeout = timedelta(seconds=OPERATION_BOUND_S)
+        self._group.allreduce([values], options).wait()
+
+    def exchange(self, values: Tensor, bound_s: float = OPERATION_BOUND_S) -> Tensor:
+        """Cut ``values`` into as many equal parts as there are members; this member's part of everyone's, in order.
+
+        Raises:
+            RuntimeError: as ``Work.wait``.
+        """
+        options, theirs = c10d.AllToAllOptions(), torch.empty_like(values)
+        options.timeout = timedelta(seconds=bound_s)
+        self._group.alltoall_base(_bytes(theirs), _bytes(values), [], [], options).wait()
+        return theirs
+
+    def gather(self, part: Tensor) -> Tensor:
+        """All members' flat parts, which are of one size, in order.
+
+        Raises:
+            RuntimeError: as ``Work.wait``.
+        """
+        options = c10d.distributed_c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=OPERATION_BOUND_S)
+        whole = torch.empty(self.size * part.numel(), dtype=part.dtype, device=part.device)
+        self._group.allgather([list(_bytes(whole).chunk(self.size))], [_bytes(part)], options).wait()
+        return whole
+
+
+def _bytes(values: Tensor) -> Tensor:
+    """The same memory: gloo does not know every dtype."""
+    return values.view(torch.uint8)
+
+
+def connect_store(host: str, port: int, *, hosts: bool = False, bound_s: float = 60.0) -> Any:
+    """A client of a TCP store, or the store itself.
+
+    Raises:
+        RuntimeError: it does not answer.
+    """
+    return c10d.TCPStore(host, port, is_master=hosts, wait_for_workers=False, timeout=timedelta(seconds=bound_s))
+
+
+def local_store() -> Any:
+    """A store for a single process."""
+    return c10d.HashStore()
+
+
+def prefixed(prefix: str, store: Any) -> Any:
+    """A view on ``store`` whose keys start with ``prefix``."""
+    return c10d.PrefixStore(prefix, store)

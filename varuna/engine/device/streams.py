@@ -1,0 +1,148 @@
+"""The seam to a device that works beside the host: its streams, events and pinned host memory.
+
+Everything that decides on order lies above it (``links.host_copies``, ``pipeline.lookahead``) and runs in tests over
+streams that are as late as they may be. A CPU has none of this.
+"""
+
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from varuna.core.devices import DeviceFacts
+
+Stream = Any
+"""A queue of the device: what is put there runs in order, and unordered with other streams."""
+
+
+class Event(Protocol):
+    """A point of a stream, passed once all that was queued before it is done."""
+
+    def wait(self) -> None:
+        """Block this thread until the point is passed."""
+
+    def passed(self) -> bool:
+        """Whether the device has reached the event."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds between two timed events that have passed."""
+
+
+class Streams(Protocol):
+    """The operations on a device's streams that lanes, pace and clocks need."""
+
+    def stream(self) -> Stream:
+        """Create a stream."""
+
+    def computing(self) -> Stream:
+        """The one that this thread's computations go to."""
+
+    def mark(self, stream: Stream, *, timed: bool = False) -> Event:
+        """Return the point after everything that is queued on ``stream`` now."""
+
+    def follow(self, stream: Stream, event: Event) -> None:
+        """Let what is queued on ``stream`` from now on run after ``event``."""
+
+    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+        """Queue a copy within the device, or between pinned host memory and it; returns at once."""
+
+    def fetch(self, stream: Stream, value: Tensor) -> Tensor:
+        """Queue a copy of a host tensor into device memory that belongs to ``stream``; returns at once."""
+
+    def take(self, stream: Stream, size_bytes: int) -> Tensor:
+        """Device memory that belongs to ``stream``, as bytes."""
+
+    def keep(self, value: Tensor, stream: Stream) -> None:
+        """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Pinned host memory, as bytes."""
+
+    def memory(self) -> DeviceFacts | None:
+        """The device's own; None if nobody knows."""
+
+
+class CudaEvent:
+    """An ``Event`` of CUDA. Whoever waits for it sleeps; it does not spin."""
+
+    def __init__(self, stream: Stream, *, timed: bool) -> None:
+        self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]
+        self.event.record(stream)
+
+    def wait(self) -> None:
+        """Block this thread until the point is passed."""
+        self.event.synchronize()
+
+    def passed(self) -> bool:
+        """Whether the device has reached the event."""
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def seconds_since(self, earlier: "CudaEvent") -> float:
+        """Seconds between two timed events that have passed."""
+        return float(earlier.event.elapsed_time(self.event)) / 1e3
+
+
+class CudaStreams:
+    """``Streams`` of one GPU.
+
+    Pinned memory and streams come from torch's caches: memory that a queued copy still needs is not given out again,
+    and what was given back is reused without a call to the driver.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make ``device`` this thread's current one: seeds and whatever else names none are meant for it."""
+        torch.cuda.set_device(device)
+        self._device = device
+
+    def stream(self) -> Stream:
+        """Create a stream."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
+    def computing(self) -> Stream:
+        """The one that this thread's computations go to."""
+        return torch.cuda.current_stream(self._device)
+
+    def mark(self, stream: Stream, *, timed: bool = False) -> CudaEvent:
+        """Return the point after everything that is queued on ``stream`` now."""
+        return CudaEvent(stream, timed=timed)
+
+    def follow(self, stream: Stream, event: Event) -> None:
+        """Let what is queued on ``stream`` from now on run after ``event``."""
+        assert isinstance(event, CudaEvent)
+        stream.wait_event(event.event)
+
+    def copy(self, stream: Stream, target: Tensor, source: Tensor) -> None:
+        """Queue a copy within the device, or between pinned host memory and it; returns at once."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def fetch(self, stream: Stream, value: Tensor) -> Tensor:
+        """Queue a copy of a host tensor into device memory that belongs to ``stream``; returns at once."""
+        if not value.is_pinned():  # from pageable memory CUDA would wait for the stream first
+            value = torch.empty_like(value, pin_memory=True).copy_(value)
+        with torch.cuda.stream(stream):
+            return value.to(self._device, non_blocking=True)
+
+    def take(self, stream: Stream, size_bytes: int) -> Tensor:
+        """Device memory that belongs to ``stream``, as bytes."""
+        with torch.cuda.stream(stream):
+            return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
+
+    def keep(self, value: Tensor, stream: Stream) -> None:
+        """The memory of ``value`` is given to nobody before ``stream`` has passed what is queued on it now."""
+        if value.is_cuda:  # host memory is torch's own care, or was copied at once
+            value.record_stream(stream)
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Pinned host memory, as bytes."""
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def memory(self) -> DeviceFacts:
+        """The GPU's."""
+        found = torch.cuda.get_device_properties(self._device)
+        return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """Those of a GPU; None for the CPU, which is done when a call returns."""
+    return CudaStreams(device) if device.type == "cuda" else None

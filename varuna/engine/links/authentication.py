@@ -1,0 +1,57 @@
+"""Members of a generation prove to each other that they belong to it, before anything else goes over their links.
+
+Gloo connects whoever reaches its port. The manager gives each generation's members, and nobody else, a secret; over
+each pair's own link both send a nonce, and answer the other's with a keyed hash of it. That keeps strangers out, and
+processes of another run or another generation; it hides nothing from who listens.
+"""
+
+import hmac
+import secrets
+
+import torch
+
+from varuna.engine.base.transport import Group
+
+PROOF_BOUND_S = 30.0
+_BYTES = 32
+
+
+def prove(group: Group, *, secret: str, name: str, rank: int, bound_s: float = PROOF_BOUND_S) -> None:
+    """Blocks until all other members of a group have proven that they know the secret, as this one does.
+
+    Args:
+        group: just made.
+        secret: of the generation.
+        name: of the group, unique in the run.
+        rank: of this member in the group.
+        bound_s: for each of two exchanges.
+
+    Raises:
+        RuntimeError: somebody cannot prove it, or says nothing for so long.
+    """
+    mine = secrets.token_bytes(_BYTES * group.size)
+    theirs = _exchange(group, mine, bound_s)
+    proofs = b"".join(
+        _proof(secret, name, rank, peer, _part(theirs, peer), _part(mine, peer)) for peer in range(group.size)
+    )
+    shown = _exchange(group, proofs, bound_s)
+    for peer in range(group.size):
+        expected = _proof(secret, name, peer, rank, _part(mine, peer), _part(theirs, peer))
+        if not hmac.compare_digest(expected, _part(shown, peer)):
+            raise RuntimeError(
+                f"the process that answers as member {peer} of {name} has not proven that it belongs there: "
+                "another run, or a stranger, can reach the links between workers. Use a private --interface"
+            )
+
+
+def _proof(secret: str, name: str, prover: int, asker: int, asked: bytes, own: bytes) -> bytes:
+    text = f"{name}/{prover}/{asker}/".encode() + asked + own
+    return hmac.digest(bytes.fromhex(secret), text, "sha256")
+
+
+def _part(whole: bytes, index: int) -> bytes:
+    return whole[_BYTES * index : _BYTES * (index + 1)]
+
+
+def _exchange(group: Group, parts: bytes, bound_s: float) -> bytes:
+    return bytes(group.exchange(torch.tensor(list(parts), dtype=torch.uint8), bound_s).tolist())

@@ -1,0 +1,227 @@
+"""Links: one channel per direction per neighbour, each with a thread of its own.
+
+Gloo's point-to-point calls can be neither polled nor interrupted, and a send waits for its receive. So these waits
+are in disposable threads, and the training thread never blocks on them. Messages of a link have a fixed order, so
+receives are posted ahead.
+"""
+
+import queue
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from itertools import islice
+
+from torch import Tensor
+
+from varuna.core.errors import LinkError
+from varuna.core.ready import DONE
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.transport import Group, Work
+from varuna.engine.links.gpu_links import GpuChannel
+from varuna.engine.links.host_copies import HostLane, Lane
+from varuna.engine.links.message import DeviceMessage, Packed
+from varuna.process.threads import start
+
+_REMEMBERED = 256
+_POSTED = 2
+"""Receives that wait for their message: with one, the next message would first have to ask for a place."""
+
+
+class Sender:
+    """Sends buffers to one peer in the order given.
+
+    Every message is on its way as soon as it is ready; a thread waits for each to be through, and keeps it until
+    then. Were the next one only started after that wait, each would pay the link's latency again. Messages that a
+    GPU is still writing are waited for by a thread of their own, for the same reason.
+
+    What travels apart goes by ``channel`` once its header has been received: the peer has room for it then.
+    """
+
+    def __init__(
+        self, group: Group, peer: int, tag: int, inbox: Inbox, name: str, channel: GpuChannel | None = None
+    ) -> None:
+        self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
+        self._channel = channel
+        self._under_way: queue.SimpleQueue[tuple[Work, Packed, float] | None] = queue.SimpleQueue()
+        self._unready: queue.SimpleQueue[Packed | None] | None = None  # once there was such a message
+        self.sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        """bytes and seconds of the newest messages, until the transport was through with them"""
+        self._given = self._through = 0  # each is written by one thread
+        start(f"send-{name}", self._run)
+
+    @property
+    def waiting(self) -> int:
+        """Messages that the peer has not taken yet; the inbox is stirred when it takes one."""
+        return self._given - self._through
+
+    def send(self, message: Packed) -> None:
+        """Start to send; returns at once. The buffer must not be written any more."""
+        self._given += 1
+        if self._unready is None and message.ready is not DONE:
+            self._unready = queue.SimpleQueue()
+            start(f"ready-{self._name}", self._start_when_ready)
+        if self._unready is None:
+            self._start(message)
+        else:
+            self._unready.put(message)
+
+    def close(self) -> None:
+        """Let the threads end once everything is through or its group is abandoned."""
+        (self._under_way if self._unready is None else self._unready).put(None)
+
+    def _start(self, message: Packed) -> None:
+        try:
+            work = self._group.send(message.buffer, self._peer, self._tag)
+            self._under_way.put((work, message, time.monotonic()))
+        except RuntimeError as error:
+            self._broke(error)
+
+    def _start_when_ready(self) -> None:
+        assert self._unready is not None
+        while (message := self._unready.get()) is not None and not self._inbox.ended:
+            try:
+                message.whole()
+            except Exception as error:  # noqa: BLE001 - see _broke
+                self._broke(error)
+                break
+            self._start(message)
+            del message  # the thread that waits for it to be through keeps it as long as it must
+        self._under_way.put(None)
+
+    def _run(self) -> None:
+        try:
+            while (item := self._under_way.get()) is not None:
+                work, message, begin_s = item
+                size_bytes = work.wait().nbytes
+                if self._channel is not None and message.body is not None:
+                    self._channel.send(message.body)
+                    size_bytes += message.body.nbytes
+                self.sent.append((size_bytes, time.monotonic() - begin_s))
+                del work, message, item
+                self._through += 1
+                self._inbox.stir()
+        except Exception as error:  # noqa: BLE001 - see _broke
+            self._broke(error)
+
+    def _broke(self, error: Exception) -> None:
+        self._inbox.abort(_failure(error, f"the link {self._name} broke while sending"))
+
+
+class Receiver:
+    """Receives the messages that a peer will send, in their known order, and puts each into the inbox."""
+
+    def __init__(
+        self,
+        group: Group,
+        peer: int,
+        tag: int,
+        inbox: Inbox,
+        name: str,
+        expected: Iterable[tuple[Hashable, int] | tuple[Hashable, int, int]],
+        lane: Lane | None = None,
+        channel: GpuChannel | None = None,
+        *,
+        places: int | None = None,
+    ) -> None:
+        """Start receiving.
+
+        Args:
+            group: the generation's world group.
+            peer: rank of the sender.
+            tag: keeps directions apart.
+            inbox: where messages go.
+            name: for errors.
+            expected: key and size in bytes of every message of the generation, in order, and the size of what travels
+                apart if anything does; may be endless.
+            lane: gives the host memory that messages come into; plain by default.
+            channel: by which bodies come that travel apart. Room for one is there before its header is asked for.
+            places: most messages that may come or wait to be taken; the others stay with the peer. None: any number.
+        """
+        self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
+        self._expected, self._lane, self._channel = expected, lane or HostLane(), channel
+        self._places = places
+        self._untaken: deque[Hashable] = deque()
+        start(f"receive-{name}", self._run)
+
+    def _run(self) -> None:
+        posted: deque[tuple[Hashable, Tensor | None, Work]] = deque()
+        expected = iter(self._expected)
+        try:
+            while not self._inbox.ended:
+                for key, size_bytes, *apart_bytes in islice(expected, self._free() - len(posted)):
+                    body = self._channel.room(*apart_bytes) if self._channel is not None else None
+                    buffer = self._lane.room(size_bytes)
+                    posted.append((key, body, self._group.receive(buffer, self._peer, self._tag)))
+                if posted:
+                    key, body, work = posted.popleft()
+                    if self._places is not None:
+                        self._untaken.append(key)
+                    self._inbox.put(key, self._whole(work.wait(), body))
+                elif self._untaken:
+                    self._inbox.pause(lambda: self._free() > 0)
+                else:
+                    return
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would hang the stage
+            self._inbox.abort(_failure(error, f"the link {self._name} broke while receiving"))
+
+    def _whole(self, header: Tensor, body: Tensor | None) -> Tensor | DeviceMessage:
+        if self._channel is None or body is None:
+            return header
+        self._channel.receive(body)
+        return DeviceMessage(header, body)
+
+    def _free(self) -> int:
+        """How many receives may wait for their message."""
+        if self._places is None:
+            return _POSTED
+        while self._untaken and not self._inbox.has(self._untaken[0]):
+            self._untaken.popleft()
+        return min(_POSTED, self._places - len(self._untaken))
+
+
+class Courier:
+    """Runs blocking collectives one after another, off the training thread, and posts their results."""
+
+    def __init__(self, inbox: Inbox, name: str) -> None:
+        self._inbox, self._name = inbox, name
+        self._queue: queue.SimpleQueue[tuple[Hashable, Callable[[], object]] | None] = queue.SimpleQueue()
+        start(name, self._run)
+
+    def submit(self, key: Hashable, work: Callable[[], object]) -> None:
+        """Queue ``work``; its result, or an exception that is no link's, arrives in the inbox under ``key``."""
+        self._queue.put((key, work))
+
+    def close(self) -> None:
+        """Let the thread end once its queue is empty."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            key, work = item
+            if self._inbox.ended:
+                return
+            result: object
+            try:
+                result = work()
+            except RuntimeError as error:
+                self._inbox.abort(_failure(error, f"{self._name} failed on {self._inbox.who}"))
+                return
+            except BaseException as error:  # noqa: BLE001 - a damaged shard, a SystemExit: who takes the result gets it
+                result = error
+            self._inbox.put(key, result)
+
+
+def _failure(error: Exception, what: str) -> Exception:
+    """What the training thread raises: of a link only if the transport said so, which says ``RuntimeError``."""
+    if not isinstance(error, RuntimeError):
+        return error
+    broken = LinkError(f"{what}: {_first_line(error)}")
+    broken.__cause__ = error
+    return broken
+
+
+def _first_line(error: BaseException) -> str:
+    """Without the place in gloo's sources, and what it guesses: both hide who was not reached."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?|\. This is typically caused by.*", "", line)[:300]

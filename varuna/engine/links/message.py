@@ -1,0 +1,124 @@
+"""What crosses a link: the tensors of one cut as one contiguous message, and the digests of the samples.
+
+Both ends know the layout from the plan and the number of examples, so nothing is negotiated.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.core.ready import Ready
+from varuna.engine.links.host_copies import HostLane, Lane
+from varuna.partition.cut.split import Crossing
+
+_ALIGNMENT_BYTES = 64
+_DEVICE_ALIGNMENT_BYTES = 512
+"""That of torch's own allocations: kernels may be chosen by it, and what has arrived is computed with where it is."""
+_DIGEST_BYTES = 8
+_HOST = HostLane()
+
+
+class Packed(NamedTuple):
+    """A message that is made."""
+
+    buffer: Tensor
+    """bytes in host memory; nobody looks at them before they are ready"""
+    ready: Ready
+    body: Tensor | None = None
+    """bytes in device memory, of a message whose tensors travel apart"""
+
+    def whole(self) -> Tensor:
+        """The buffer; blocks until it is ready."""
+        self.ready.wait()
+        return self.buffer
+
+
+class DeviceMessage(NamedTuple):
+    """What has arrived of a message whose tensors travel apart."""
+
+    header: Tensor
+    """bytes in host memory: the digests"""
+    body: Tensor
+    """bytes in device memory: the tensors"""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Offsets of a message's tensors for a given number of examples."""
+
+    crossings: tuple[Crossing, ...]
+    examples: int
+    digests: bool
+    """whether one signed 64-bit digest per sample follows (activations only)"""
+    apart: bool = False
+    """the tensors travel from device to device, after a header with what the host must see"""
+
+    @cached_property
+    def offsets_bytes(self) -> list[int]:
+        """Start of each tensor, then the start of the digests, then the end."""
+        offsets, alignment = [0], _DEVICE_ALIGNMENT_BYTES if self.apart else _ALIGNMENT_BYTES
+        for crossing in self.crossings:
+            size = torch.Size(crossing.shape(self.examples)).numel() * crossing.dtype.itemsize
+            offsets.append(-(-(offsets[-1] + size) // alignment) * alignment)
+        return [*offsets, offsets[-1] + _DIGEST_BYTES * self.examples * self.digests]
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the message, or of its header; never 0, which gloo would not send."""
+        first = self.offsets_bytes[-2] if self.apart else 0
+        return max(self.offsets_bytes[-1] - first, _DIGEST_BYTES)
+
+    @property
+    def body_bytes(self) -> int:
+        """Length of what travels apart: 0, or at least 1."""
+        return max(self.offsets_bytes[-2], 1) if self.apart else 0
+
+    def pack(self, values: Mapping[str, Tensor], digests: Sequence[int] = (), lane: Lane = _HOST) -> Packed:
+        """Copy ``values`` (by crossing name) into one buffer, by ``lane``; a missing one is sent as zeros."""
+        body = lane.room(self.body_bytes or self.size_bytes)
+        buffer = torch.empty(self.size_bytes, dtype=torch.uint8) if self.apart else body
+        pairs: list[tuple[Tensor, Tensor]] = []
+        for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False):
+            target = self._view(body, crossing, start)
+            value = values.get(crossing.name)
+            if value is None and not self.apart:
+                target.zero_()
+            else:
+                value = torch.zeros_like(target) if value is None else value
+                assert value.shape == target.shape, (
+                    f"{crossing.name} must have shape {target.shape}, but has {value.shape}"
+                )
+                pairs.append((value, target))
+        if self.digests:
+            self._digest_view(buffer).copy_(torch.tensor(digests or [0] * self.examples, dtype=torch.int64))
+        return Packed(buffer, lane.down(pairs), body if self.apart else None)
+
+    def unpack(self, arrived: Tensor | DeviceMessage, lane: Lane = _HOST) -> dict[str, Tensor]:
+        """What ``lane`` makes of views into what has arrived, by crossing name: themselves, or copies on a GPU."""
+        buffer = arrived.body if isinstance(arrived, DeviceMessage) else arrived
+        return lane.up(
+            {
+                crossing.name: self._view(buffer, crossing, start)
+                for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False)
+            }
+        )
+
+    def digests_of(self, arrived: Tensor | DeviceMessage) -> list[int]:
+        """The digests that ``pack`` was given; all 0 if the sender reads no inputs."""
+        buffer = arrived.header if isinstance(arrived, DeviceMessage) else arrived
+        digests: list[int] = self._digest_view(buffer).tolist()
+        return digests
+
+    def _view(self, buffer: Tensor, crossing: Crossing, start: int) -> Tensor:
+        shape = torch.Size(crossing.shape(self.examples))
+        end = start + shape.numel() * crossing.dtype.itemsize
+        return buffer[start:end].view(crossing.dtype).view(shape)
+
+    def _digest_view(self, buffer: Tensor) -> Tensor:
+        start, end = self.offsets_bytes[-2:]
+        start, end = (0, end - start) if self.apart else (start, end)
+        return buffer[start:end].view(torch.int64)

@@ -1,0 +1,50 @@
+"""Which graph each micro-batch runs, where several lengths are declared.
+
+The length of a micro-batch follows from its samples alone, and every stage reads those: a stage that needs no input
+reads one that tells the length. So the sizes of messages need no negotiation, and receives are posted ahead as far as
+samples are read ahead.
+"""
+
+from varuna.core.errors import LinkError
+from varuna.data.samples import MicroBatch
+from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.partition.lengths import variant_of
+from varuna.partition.model import PartitionedModel
+
+
+class Variants:
+    """Of one rank's micro-batches in one generation; set by the loader's thread, read by all."""
+
+    def __init__(self, model: PartitionedModel, inbox: Inbox) -> None:
+        self._model, self._inbox = model, inbox
+        self._known: dict[tuple[int, int], int] = {}
+        self.several = bool(model.variants)
+
+    def note(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
+        """The samples are there.
+
+        Raises:
+            DataError: their length was not declared.
+        """
+        if self.several:
+            self._known[step, micro_batch] = variant_of(self._model, batch.tensors, batch.indices)
+
+    def of(self, step: int, micro_batch: int) -> int:
+        """Index into the model's graphs; the samples are there."""
+        return self._known[step, micro_batch] if self.several else 0
+
+    def wait(self, step: int, micro_batch: int) -> bool:
+        """Wait until the samples are there; False if the generation ends first."""
+        if not self.several:
+            return True
+        try:
+            self._inbox.pause(lambda: (step, micro_batch) in self._known)
+        except (GenerationEnded, LinkError):  # the training thread is told too
+            return False
+        return True
+
+    def forget(self, before: int) -> None:
+        """Steps that are over."""
+        if self.several:
+            for key in [key for key in self._known if key[0] < before]:
+                del self._known[key]

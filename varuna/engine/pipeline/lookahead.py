@@ -1,0 +1,159 @@
+"""How far the training thread may run ahead of its device, and what actions took there.
+
+A call to a GPU returns before its work is done. Were actions chosen as fast as they can be launched, the policy would
+decide long before it must, on arrivals of long ago, and every action would seem to take a moment. So the training
+thread is one action ahead: the device always has the next one, and the choice after it is made with fresh facts.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.device.streams import Event, Streams
+from varuna.engine.links.links import Courier
+from varuna.engine.pipeline.action_times import StepTimes, Took
+from varuna.schedule.actions import Action
+
+
+class Lookahead(Protocol):
+    """Told of every action and every wait of a step, in order."""
+
+    def begin(self, step: int, begin_s: float) -> None:
+        """The actions of a step begin, which itself began at ``begin_s``."""
+
+    def waited(self, awaited: Action) -> None:
+        """The training thread had nothing to do until something for ``awaited`` came."""
+
+    def acting(self) -> None:
+        """An action begins."""
+
+    def acted(self, action: Action) -> None:
+        """Its last operation is launched; returns once the device is through with the action before."""
+
+    def finish(self) -> StepTimes:
+        """Wait until the device is through with the last action; what the step took, in ``time.monotonic``."""
+
+    def close(self) -> None:
+        """Let a thread of it end."""
+
+
+class HostLookahead:
+    """The training thread computes, so it is never ahead."""
+
+    def begin(self, step: int, begin_s: float) -> None:
+        """The actions begin now."""
+        self._step, self._begin_s, self._now_s = step, begin_s, time.monotonic()
+        self._actions: list[Took] = []
+        self._waits: list[Took] = []
+
+    def waited(self, awaited: Action) -> None:
+        """The wait ends now."""
+        self._note(self._waits, awaited)
+
+    def acting(self) -> None:
+        """What choosing an action takes counts with it."""
+
+    def acted(self, action: Action) -> None:
+        """The action ends now."""
+        self._note(self._actions, action)
+
+    def _note(self, rows: list[Took], action: Action) -> None:
+        since_s, self._now_s = self._now_s, time.monotonic()
+        rows.append(Took(action, since_s, self._now_s))
+
+    def finish(self) -> StepTimes:
+        """What the step took."""
+        return StepTimes(self._step, self._begin_s, self._now_s, tuple(self._actions), tuple(self._waits))
+
+    def close(self) -> None:
+        """Do nothing: there is no thread."""
+
+
+class Noted(NamedTuple):
+    """One action on the device."""
+
+    action: Action
+    began: Event
+    ended: Event
+    waited: bool
+    """the training thread had to wait for what the action needs"""
+
+
+class DeviceLookahead:
+    """The pace of a GPU: times come from its events, and one action may be queued after the running one."""
+
+    def __init__(self, streams: Streams, inbox: Inbox) -> None:
+        self._streams, self._inbox = streams, inbox
+        self._watch = Courier(inbox, "the device")
+        self._origin: tuple[Event, float] | None = None  # a passed event, and when it was passed
+
+    def begin(self, step: int, begin_s: float) -> None:
+        """The step begins on the device once it is through with the update of the one before."""
+        self._step, self._waits = step, False
+        self._noted: list[Noted] = []
+        self._started = self._mark()
+        if self._origin is None:
+            self._watch.submit(("started", step), self._started.wait)
+            self._inbox.take(
+                ("started", step),
+                lambda: Awaited("the device to finish what came before the first step", by_device=True),
+            )
+            self._origin = self._started, time.monotonic()
+
+    def waited(self, awaited: Action) -> None:
+        """Note that the device was idle; for how long is known after the next action."""
+        self._waits = True
+
+    def acting(self) -> None:
+        """An action begins once the device is through with what is queued."""
+        self._began = self._mark()
+
+    def acted(self, action: Action) -> None:
+        """Wait until the action before is done, in the inbox, so that the end of a generation ends it."""
+        noted = Noted(action, self._began, self._mark(), self._waits)
+        self._watch.submit(("passed", self._step, len(self._noted)), noted.ended.wait)
+        if self._noted:
+            self._pass(len(self._noted) - 1)
+        self._noted.append(noted)
+        self._waits = False
+
+    def finish(self) -> StepTimes:
+        """Wait for the last action."""
+        self._pass(len(self._noted) - 1)
+        assert self._origin is not None
+        origin, origin_s = self._origin
+        start_s = origin_s + (self._started.seconds_since(origin) if origin is not self._started else 0.0)
+        self._origin = self._started, start_s  # a new one every step: seconds are exact over short times only
+        return times_of(self._step, self._noted, lambda event: start_s + event.seconds_since(self._started), start_s)
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._watch.close()
+
+    def _mark(self) -> Event:
+        return self._streams.mark(self._streams.computing(), timed=True)
+
+    def _pass(self, number: int) -> None:
+        action, step = self._noted[number].action, self._step  # other threads may ask when this wait is over
+        self._inbox.take(
+            ("passed", step, number), lambda: Awaited(f"the device to finish {action} of step {step}", by_device=True)
+        )
+
+
+def times_of(step: int, noted: Sequence[Noted], at_s: Callable[[Event], float], begin_s: float) -> StepTimes:
+    """What a step took on the device: its actions, and how long it stood still for what an action needs."""
+    actions, waits, last_s = list[Took](), list[Took](), begin_s
+    for each in noted:
+        began_s, ended_s = at_s(each.began), at_s(each.ended)
+        if each.waited and began_s > last_s:
+            waits.append(Took(each.action, last_s, began_s))
+        actions.append(Took(each.action, began_s, ended_s))
+        last_s = ended_s
+    return StepTimes(step, begin_s, last_s, tuple(actions), tuple(waits))
+
+
+def pace_of(streams: Streams | None, inbox: Inbox) -> Lookahead:
+    """Return the pace for a device with these streams."""
+    return HostLookahead() if streams is None else DeviceLookahead(streams, inbox)

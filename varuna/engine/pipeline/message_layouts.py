@@ -1,0 +1,48 @@
+"""Layouts of the messages that a stage takes and gives, by step and global micro-batch."""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from varuna.core.plan import Plan
+from varuna.engine.links.message import Layout
+from varuna.engine.pipeline.length_variants import Variants
+from varuna.partition.model import PartitionedModel
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The layouts of all messages of one stage in one generation."""
+
+    plan: Plan
+    sections: range
+    """of the stage"""
+    graphs: tuple[PartitionedModel, ...]
+    """one for each declared length"""
+    variants: Variants
+    """which of them a micro-batch is for"""
+    apart: Collection[int]
+    """sections into which values travel apart from their header"""
+
+    def activation_in(self, step: int, micro_batch: int) -> Layout:
+        """Layout of what the previous stage sends."""
+        return self._into(self.sections.start, step, micro_batch)
+
+    def activation_out(self, step: int, micro_batch: int) -> Layout:
+        """Layout of what is sent to the next stage."""
+        return self._into(self.sections.stop, step, micro_batch)
+
+    def gradient_in(self, step: int, micro_batch: int) -> Layout:
+        """Layout of what the next stage sends back."""
+        return _differentiable(self.activation_out(step, micro_batch))
+
+    def gradient_out(self, step: int, micro_batch: int) -> Layout:
+        """Layout of what is sent back to the previous stage."""
+        return _differentiable(self.activation_in(step, micro_batch))
+
+    def _into(self, section: int, step: int, micro_batch: int) -> Layout:
+        crossings = self.graphs[self.variants.of(step, micro_batch)].split.crossings[section]
+        return Layout(crossings, len(self.plan.samples_of(micro_batch)), digests=True, apart=section in self.apart)
+
+
+def _differentiable(layout: Layout) -> Layout:
+    return replace(layout, crossings=tuple(c for c in layout.crossings if c.differentiable), digests=False)

@@ -1,0 +1,241 @@
+"""End of a step: reduction over replicas per section, tied gradients in section order, and the vote."""
+
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from functools import cached_property
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from varuna.core.model import TiedParameter
+from varuna.core.plan import Plan
+from varuna.core.ready import Ready
+from varuna.core.vote import VoteLayout
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.transport import Group
+from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
+from varuna.engine.links.gpu_links import GpuChannel
+from varuna.engine.links.groups import Groups
+from varuna.engine.links.links import Courier
+from varuna.engine.stage.cross_stage import StageExchange
+from varuna.engine.stage.stage import Stage
+
+_TIED_TAG = 1000
+_REMEMBERED = 256
+
+
+class Reducer:
+    """Sums a stage's gradients in the background, section by section, while the pipeline drains."""
+
+    def __init__(self, stage: Stage, plan: Plan, rank: int, groups: Groups, inbox: Inbox) -> None:
+        self._stage = stage
+        self._plan = plan
+        self._rank = rank
+        self._groups = groups
+        self._inbox = inbox
+        self._lane = stage.job.lanes.sums
+        own = plan.place_of(rank).stage
+        self._replicas = tuple(r for r in range(own, plan.workers, plan.stages) if r != rank)
+        self._others = tuple(r for r in range(plan.workers) if r != rank)
+        self._courier = Courier(inbox, "reduction")
+        self._votes = Courier(inbox, "vote")
+        self.reductions: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
+        """bytes and seconds of the newest all-reduces, from device to device, waits for the other replicas included"""
+
+    @cached_property
+    def _sharers(self) -> tuple[int, ...]:
+        """Other ranks of this replica that hold a tied parameter of this stage."""
+        plan, replica = self._plan, self._plan.place_of(self._rank).replica
+        shared = {section for tied in self._stage.tied for section in tied.sections}
+        homes = {plan.rank_of(replica, plan.stage_of(section)) for section in shared}
+        return tuple(sorted(homes - {self._rank}))
+
+    def section_done(self, step: int, section: int) -> None:
+        """The section's last backward is through: its sums may leave."""
+        flat = self._stage.buckets[section].flat
+        group = self._groups.stage
+        if group is not None and flat.numel():
+            point = self._lane.point()  # what the device is given from now on need not be waited for
+            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, flat, point))
+        else:
+            self._inbox.put(("reduced", step, section), None)
+        if self._stage.statistics.has(section):
+            self._courier.submit(("statistics", step, section), lambda: self._gather(section))
+
+    def _reduce(self, group: Group, flat: Tensor, point: Ready) -> None:
+        rounds, direct = self._stage.job.rounds, self._groups.direct.sums
+        if direct is not None:
+            self._reduce_directly(group, direct, flat, point)
+            return
+        point.wait()
+        begin_s = time.monotonic()
+        with self._lane.at_host(flat, point) as values:
+            if rounds:
+                all_reduce_rounded(group, values)
+            else:
+                group.all_reduce(values)
+        self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, time.monotonic() - begin_s))
+
+    def _reduce_directly(self, group: Group, direct: GpuChannel, flat: Tensor, point: Ready) -> None:
+        point.wait()
+        begin_s = time.monotonic()
+        group.all_reduce(torch.zeros(1))  # the other replicas' sums are ready too: no device waits for them
+        direct.all_reduce(flat)
+        self.reductions.append((flat.nbytes, time.monotonic() - begin_s))
+
+    def finish(self, step: int) -> None:
+        """Wait until every section is reduced and tied gradients are summed."""
+        self._courier.submit(("tied", step), self._sum_tied)
+        for section in reversed(self._stage.sections):
+            self._take(("reduced", step, section), f"the sums of section {section} (step {step})", self._replicas)
+            if self._stage.statistics.has(section):
+                what = f"the batch statistics of section {section} (step {step})"
+                self._take(("statistics", step, section), what, self._replicas)
+        self._take(("tied", step), f"the gradients of tied parameters (step {step})", self._sharers)
+
+    def _take(self, key: Hashable, what: str, on: tuple[int, ...]) -> None:
+        self._inbox.take(key, lambda: Awaited(what, on))
+
+    def exchange(self, step: int) -> StageExchange:
+        """Lets the user's code combine values over the stages while ``step`` is applied tentatively."""
+        number = count()
+
+        def rows(row: Tensor) -> Tensor:
+            group, place = self._groups.vote, self._plan.place_of(self._rank)
+            assert group is not None
+            table = torch.zeros(self._plan.stages, row.numel(), dtype=torch.float64)
+            if place.replica == 0:  # one writer per row: the sum is exact, and equal on all replicas
+                table[place.stage] = row
+            key = ("shared", step, next(number))
+            self._votes.submit(key, lambda: group.all_reduce(table))
+            self._take(key, f"the other stages' part of a shared value (step {step})", self._others)
+            return table
+
+        return StageExchange(rows, self._stage.owned)
+
+    def add_up(self, step: int, table: Tensor) -> None:
+        """Start to sum what the ranks have counted of the step's samples, in place."""
+        group = self._groups.vote
+        if group is None:
+            self._inbox.put(("counted", step), None)
+        else:
+            self._votes.submit(("counted", step), lambda: group.all_reduce(table))
+
+    def added_up(self, step: int) -> None:
+        """Wait until that is done."""
+        plan, last = self._plan, self._plan.stages - 1
+        counting = (plan.rank_of(replica, last) for replica in range(plan.replicas))
+        on = tuple(rank for rank in counting if rank != self._rank)
+        self._take(("counted", step), f"what the other replicas counted (step {step})", on)
+
+    def tally(self, step: int, vector: Tensor) -> tuple[float, ...]:
+        """Sum what will be voted on: nobody may commit on it."""
+        group, known = self._groups.vote, vector.clone()
+        assert group is not None
+        self._votes.submit(("tally", step), lambda: group.all_reduce(known))
+        self._take(("tally", step), f"the totals of step {step}", self._others)
+        return tuple(known.tolist())
+
+    def vote(self, step: int, vector: Tensor) -> tuple[float, ...]:
+        """Sum the vote over the grid: whoever gets the result may apply the step."""
+        group = self._groups.vote
+        if group is None:
+            return tuple(vector.tolist())
+        self._votes.submit(("vote", step), lambda: group.all_reduce(vector))
+        self._take(("vote", step), f"the vote on step {step}", self._others)
+        return tuple(vector.tolist())
+
+    def gather(self, step: int) -> None:
+        """Wait until the parameters that other replicas have updated are here too."""
+        stage, group = self._stage, self._groups.stage
+        assert group is not None
+        values = stage.lendable()
+        self._courier.submit(("gathered", step), lambda: stage.shares.gather(values, group))
+        self._take(("gathered", step), f"new parameters (step {step})", self._replicas)
+        stage.shares.complete = True
+
+    def farewell(self) -> None:
+        """Wait until every rank of the grid has the result of its last vote."""
+        group = self._groups.vote
+        if group is not None:
+            self._votes.submit("farewell", lambda: group.all_reduce(torch.zeros(1)))
+            self._take("farewell", "the end of the last step", self._others)
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._courier.close()
+        self._votes.close()
+
+    def _gather(self, section: int) -> None:
+        """Every replica gets the statistics of all micro-batches."""
+        table = self._stage.statistics.table(section)
+        if self._groups.stage is not None:
+            self._groups.stage.all_reduce(table)
+        self._stage.statistics.complete(section, table)
+
+    def _sum_tied(self) -> None:
+        """One exchange for each tied parameter, numbered and ordered as in the job's facts, which all ranks share.
+
+        Each stage holds a selection of its own: its own counting would give one exchange two numbers.
+        """
+        for number, tied in enumerate(self._stage.job.model.facts.tied):
+            if tied.name in self._stage.totals:
+                self._sum_one(tied, _TIED_TAG + number)
+
+    def _sum_one(self, tied: TiedParameter, tag: int) -> None:
+        """Exchange the sums of all sections that use a parameter, then add them in section order.
+
+        Never an all-reduce: with more than two holders its order of additions is its own.
+        """
+        plan = self._plan
+        replica = plan.place_of(self._rank).replica
+        holders = sorted({plan.rank_of(replica, plan.stage_of(section)) for section in tied.sections})
+        parts: dict[int, Tensor] = {}
+        works = []
+        for section in tied.sections:
+            home = plan.rank_of(replica, plan.stage_of(section))
+            if home == self._rank:
+                parts[section] = self._stage.buckets[section].views[tied.name]
+                sent = parts[section].cpu()  # gloo's point-to-point takes host tensors only
+                works += [self._groups.world.send(sent, peer, tag) for peer in holders if peer != self._rank]
+            else:
+                parts[section] = torch.empty_like(self._stage.totals[tied.name], device="cpu")
+                works.append(self._groups.world.receive(parts[section], home, tag))
+        for work in works:
+            work.wait()
+        device = self._stage.job.device
+        total = parts[tied.sections[0]].to(device)
+        for section in tied.sections[1:]:
+            total = total + parts[section].to(device)
+        self._stage.totals[tied.name].copy_(total)
+
+
+def cast_vote(
+    layout: VoteLayout,
+    stage: Stage,
+    replica: int,
+    losses: Sequence[tuple[int, Sequence[float]]],
+    flags: dict[str, float],
+) -> Tensor:
+    """This rank's part of the vote: each slot is written by one rank and zero elsewhere.
+
+    Args:
+        layout: of the vote.
+        stage: with reduced gradients.
+        replica: only replica 0 writes the norms: all replicas have the same sums.
+        losses: (global micro-batch, [weighted loss, weight, metric sums...]), on the last stage.
+        flags: flags to raise, and ``lr``.
+    """
+    vector = torch.zeros(layout.size, dtype=torch.float64)
+    if replica == 0:
+        for section, norm in stage.squared_norms().items():
+            vector[layout.squared_norm(section)] = norm
+    for micro_batch, values in losses:
+        first = layout.micro_batch(micro_batch)
+        vector[first : first + len(values)] = torch.tensor(values, dtype=torch.float64)
+    for name, value in flags.items():
+        vector[layout.flag(name)] = value
+    return vector

@@ -1,0 +1,49 @@
+"""A job as the engine needs it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from varuna.engine.graphs.compiled import Compiler
+from varuna.engine.graphs.split_backward_check import Halves
+from varuna.engine.links.host_copies import Lanes
+from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.partition.model import PartitionedModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asked for, as the engine needs it: equal on all ranks and in all generations."""
+
+    model: PartitionedModel
+    optimizer: OptimizerFactory
+    scheduler: SchedulerFactory | None
+    seed: int
+    clip_grad_norm: float | None
+    before_step: Callable[[NamedParameters], None] | None
+    buffers: Mapping[str, Tensor]
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    dtype: torch.dtype = torch.float32
+    """of computation and of what crosses links; sums of gradients, optimizer state and parameters are fp32"""
+    unit: float = 1.0
+    """fp16 only: a power of two near the weight of a global batch, by which seeds of B are divided"""
+    rounds: bool = False
+    """gradients cross between replicas as bf16"""
+    halves: Halves = field(default_factory=Halves)
+    compiler: Compiler | None = None
+    """of sections in training; evaluation runs them as captured"""
+    offload: bool = False
+    """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
+    lanes: Lanes = field(default_factory=Lanes)
+    """between the device and host memory"""
+
+    share: bool = False
+    """the replicas of a stage share its optimizer state out by section, and fp32 parameters too unless sections compute
+    with them"""
+
+    @property
+    def masters_away(self) -> bool:
+        """Parameters that the optimizer updates live in host memory; copies of them are on the device."""
+        return self.offload and self.dtype is not torch.float32

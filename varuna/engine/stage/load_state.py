@@ -1,0 +1,92 @@
+"""What a stage takes over from the states of its sections: parameters, buffers, optimizer state, loss scale."""
+
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.precision import LossScale
+from varuna.engine.stage.precision import cast
+from varuna.partition.cut.split import SectionGraph
+
+LOSS_SCALE = "run/loss_scale"
+States = Mapping[int, SectionState]
+
+
+def parameters_of(
+    graphs: Sequence[SectionGraph],
+    states: States,
+    *,
+    trainable: Container[str],
+    held: Container[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    masters_at: torch.device,
+    dtypes: Mapping[str, torch.dtype],
+) -> dict[str, nn.Parameter]:
+    """One parameter per name, in the order of sections; a tied one from the lowest section that may be updated here.
+
+    Args:
+        graphs: of the stage's sections.
+        states: of them; storages are taken over where device and dtype are right.
+        trainable: names of the parameters that are trained.
+        held: sections whose optimizer state is here: their trained parameters are fp32.
+        dtype: of computation, and of all other parameters.
+        device: of all other parameters.
+        masters_at: of those that are updated here.
+        dtypes: of those that a run in fp32 keeps in others.
+    """
+    lowest: dict[str, int] = {}
+    for graph in reversed(graphs):
+        for name in graph.parameters:
+            if graph.index in held or lowest.get(name) not in held:
+                lowest[name] = graph.index
+    parameters: dict[str, nn.Parameter] = {}
+    for name in dict.fromkeys(name for graph in graphs for name in graph.parameters):
+        trained = name in trainable
+        is_updated = trained and lowest[name] in held
+        place, kept = (masters_at, torch.float32) if is_updated else (device, dtype)
+        value = states[lowest[name]].tensors[f"parameters/{name}"]
+        if dtype is torch.float32:
+            kept = dtypes.get(name, kept)
+        value = value.to(place, kept if value.is_floating_point() else value.dtype)
+        parameters[name] = nn.Parameter(value, requires_grad=trained)
+    return parameters
+
+
+def buffers_of(
+    graphs: Sequence[SectionGraph], states: States, dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Buffers that steps update; each belongs to one section."""
+    return {
+        name: cast(states[graph.index].tensors[f"buffers/{name}"].to(device), dtype)
+        for graph in graphs
+        for name in graph.updated
+    }
+
+
+def optimizer_state_of(states: States, sections: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Optimizer state by parameter: ``optimizer/<name>/<key>`` entries of ``sections``."""
+    found: dict[str, dict[str, Any]] = {}
+    for section in reversed(sections):
+        for path, value in (*states[section].tensors.items(), *states[section].scalars.items()):
+            if path.startswith("optimizer/"):
+                name, key = path.removeprefix("optimizer/").rsplit("/", 1)
+                found.setdefault(name, {})[key] = value
+    return found
+
+
+def is_lent_along(name: str) -> bool:
+    """Whether an entry of a section's state is wanted where its optimizer state is not."""
+    return not name.startswith("optimizer/")
+
+
+def loss_scale_of(states: States) -> LossScale:
+    """As the newest step left it: every section's state carries it, so that it goes wherever state goes."""
+    for state in states.values():
+        match state.scalars.get(LOSS_SCALE):
+            case [float(value), int(good_steps)]:
+                return LossScale(value, good_steps)
+    return LossScale()

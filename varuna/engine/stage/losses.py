@@ -1,0 +1,41 @@
+"""What a micro-batch says about the loss: sums, because means of micro-batches must not be averaged."""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from varuna.core.errors import DataError
+from varuna.data.samples import MicroBatch
+from varuna.engine.stage.section import Examples
+from varuna.partition.model import PartitionedModel
+
+WeightFunction = Callable[[dict[str, Tensor]], float | Tensor]
+
+
+def sums_of(
+    model: PartitionedModel,
+    weigh: WeightFunction | None,
+    micro_batch: int,
+    results: Sequence[Tensor],
+    examples: Examples,
+    batch: MicroBatch | None,
+    global_batch: int,
+) -> list[float]:
+    """[weighted loss, weight, metric sums...] from what the last section made of a micro-batch.
+
+    Where the terms of a loss count different things, it is the micro-batch's part of the loss of ``global_batch``.
+
+    Raises:
+        DataError: the user's weight is negative or not finite.
+    """
+    loss, sums = results[0].detach(), results[1 + model.counts_targets :]
+    if weigh is not None and batch is not None:
+        weight = float(weigh(batch.tensors))
+    else:
+        weight = float(results[1]) if model.counts_targets else float(examples.size)
+    if not 0 <= weight < float("inf"):
+        raise DataError(f"the weight of micro-batch {micro_batch} is {weight}: weight(batch) must be finite and >= 0")
+    if model.whole is not None:
+        return [float(loss) * global_batch, weight, *(float(value) for value in sums)]
+    weighted = float(loss) * weight if weight else 0.0  # a mean over no targets is NaN and counts nothing
+    return [weighted, weight, *(float(value) for value in sums)]

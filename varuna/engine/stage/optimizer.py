@@ -1,0 +1,199 @@
+"""The user's optimizer and scheduler on one stage, and their state by parameter name.
+
+A morph changes which parameters a rank holds, so the optimizer is built anew by the user's factory and its
+state put back by name. A scheduler is replayed: every scheduler then ends in exactly the state that an
+undisturbed run has, and nothing of it needs to be stored.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.io.section_state import JSON
+from varuna.core.errors import UsageError
+from varuna.engine.stage.parameter_groups import ParameterGroup, complete
+
+NamedParameters = Sequence[tuple[str, nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+Written = Callable[[Mapping[str, Tensor]], None]
+"""Called with parameters, by name, that have just been updated."""
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class StageOptimizer:
+    """Optimizer and scheduler of one stage; None of either where the stage has nothing to train."""
+
+    def __init__(
+        self,
+        optimizer: OptimizerFactory,
+        scheduler: SchedulerFactory | None,
+        named: NamedParameters,
+        state: Mapping[str, Mapping[str, Any]],
+        steps_done: int,
+        *,
+        home: torch.device | None = None,
+        whole: Sequence[ParameterGroup] = (),
+    ) -> None:
+        """Build both and bring them to where the run is.
+
+        Args:
+            optimizer: the user's factory.
+            scheduler: the user's factory, if any.
+            named: trainable parameters of the stage, by the model's own names.
+            state: optimizer state by parameter name, from a peer or a checkpoint; empty at the start.
+            steps_done: optimizer steps that the parameters contain.
+            home: where state lives between steps; with its parameter if None.
+            whole: parameter groups of the whole model, if they are known: the scheduler finds them all.
+
+        Raises:
+            UsageError: a factory returns something else than an optimizer or a scheduler, or the scheduler needs
+                groups that the optimizer lacks.
+        """
+        self._named = dict(named)
+        self._home = home
+        self._optimizer = _built(optimizer, named) if named else None
+        self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        if self._optimizer is None:
+            return
+        complete(self._optimizer, named, whole)
+        for name, parameter in self._named.items():
+            if state.get(name):
+                self._optimizer.state[parameter] = dict(state[name])
+        for (name, key), entries in self.slots().items():
+            entries[key] = entries[key].to(home or self._named[name].device)
+        if scheduler is not None:
+            self._scheduler = _replayed(scheduler, self._optimizer, steps_done)
+
+    @property
+    def lr(self) -> float | None:
+        """Learning rate of the first parameter group; None without an optimizer."""
+        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that the user's optimizer holds, by name."""
+        return self._named
+
+    def prepare(self) -> None:
+        """A step is about to be applied: nothing to do, with everything at hand."""
+
+    def update(self, written: Written) -> None:
+        """Apply the gradients, and show the new parameters to ``written``."""
+        if self._optimizer is not None:
+            self._optimizer.step()
+            written(self._named)
+
+    def slots(self) -> dict[tuple[str, str], dict[str, Any]]:
+        """By parameter and key, state that torch keeps with the parameter; the value is ``entries[key]``.
+
+        All tensors but the counter of steps, which stays on the host unless a fused or capturable optimizer reads it.
+        """
+        if self._optimizer is None:
+            return {}
+        found = {}
+        names = {parameter: name for name, parameter in self._named.items()}
+        for group in self._optimizer.param_groups:
+            is_counted_there = group.get("capturable") or group.get("fused")
+            for parameter in group["params"]:
+                entries = self._optimizer.state.get(parameter, {})
+                for key, value in entries.items():
+                    if isinstance(value, Tensor) and (key != "step" or is_counted_there):
+                        found[names[parameter], key] = entries
+        return found
+
+    def advance(self) -> None:
+        """Advance the scheduler by one step."""
+        if self._scheduler is not None:
+            self._scheduler.step()
+
+    def copies(self) -> Callable[[], None]:
+        """Copy parameters and optimizer state; the returned function puts them back, bit for bit.
+
+        Not of it: the scheduler, which advances only with a committed step, and whatever else the optimizer
+        keeps beside numbers, texts, ``state`` and ``param_groups``.
+        """
+        optimizer = self._optimizer
+        if optimizer is None:
+            return lambda: None
+        values = [(p, p.detach().to(self._home or p.device, copy=True)) for p in self._named.values()]
+        state = {key: copy.deepcopy(entries) for key, entries in optimizer.state.items()}
+        groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+
+        def restore() -> None:
+            with torch.no_grad():
+                for parameter, value in values:
+                    parameter.copy_(value)
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+            vars(optimizer).update(plain)
+
+        return restore
+
+    def state_of(self, name: str) -> tuple[dict[str, Tensor], dict[str, JSON]]:
+        """Return the optimizer state of a parameter: tensors, and values that are not tensors."""
+        parameter = self._named.get(name)
+        entries = (
+            self._optimizer.state.get(parameter, {}) if self._optimizer is not None and parameter is not None else {}
+        )
+        tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
+        scalars = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
+        return tensors, scalars
+
+
+def _built(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Optimizer:
+    optimizer = factory(named)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer= must return a torch optimizer, but returned {type(optimizer).__name__}. Write "
+            "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model "
+            "again. Varuna runs the model once per step: use an optimizer that needs only the gradients, such as "
+            "AdamW."
+        )
+    given = {id(parameter) for _, parameter in named}
+    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in given]
+    if foreign:
+        raise UsageError(
+            "optimizer= returned an optimizer over parameters that it was not given. It is called on every worker with "
+            "the parameters of that worker's stage: build it from its argument, not from a model of your own."
+        )
+    return optimizer
+
+
+def _replayed(
+    factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int
+) -> torch.optim.lr_scheduler.LRScheduler:
+    try:
+        scheduler = factory(optimizer)
+    except (ValueError, IndexError) as error:
+        raise UsageError(
+            f"lr_scheduler= failed for an optimizer with {len(optimizer.param_groups)} parameter groups: {error}. "
+            "optimizer= and lr_scheduler= are called on every worker, with the parameters of its stage only: keep "
+            "groups in optimizer= that are empty on a stage, so that all workers have the same groups."
+        ) from error
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or isinstance(
+        scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
+    ):
+        raise UsageError(
+            "lr_scheduler= must return a torch scheduler that steps without a metric, but returned "
+            f"{type(scheduler).__name__}. LambdaLR can express any function of the step."
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
+        for _ in range(steps_done):
+            scheduler.step()
+    return scheduler

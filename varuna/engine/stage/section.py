@@ -1,0 +1,213 @@
+"""One section at work: forward without or with a graph, and backward.
+
+Values are detached at every section boundary, also within a stage, so that a section computes the same bits
+wherever the stage boundaries lie.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from varuna.data.randomness import derive_key, generator_lock
+from varuna.engine.graphs.gradient_kernels import without_graph
+from varuna.engine.graphs.run_once import Run, Seeded
+from varuna.partition.cut.split import Crossing, SectionGraph
+from varuna.partition.cut.split_backward import PendingWeights
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """What a section is given besides its arguments: leaves, buffers, constants, in the graph's order."""
+
+    leaves: tuple[Tensor, ...]
+    """parameters; a tied one is an alias with a gradient of its own"""
+    fixed: tuple[Tensor, ...]
+    """buffers, then constants"""
+
+
+@dataclass(frozen=True)
+class Examples:
+    """One micro-batch as a section sees it."""
+
+    inputs: Mapping[str, Tensor]
+    size: int
+    variant: int = 0
+    """which of the model's graphs it is for: one for each declared length"""
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What B needs from the forward of one section."""
+
+    section: SectionGraph
+    taken: dict[str, Tensor]
+    made: tuple[Tensor, ...]
+    pending: PendingWeights | None = None
+    """where its weight gradients are left; None: they come with the input gradients"""
+
+
+Halved = Callable[[SectionGraph, list[Any], Seeded], Run | None]
+"""(section, arguments, seeded) -> its graph for a B in two halves; see ``engine.graphs.split_backward_check``"""
+Compiled = Callable[[SectionGraph, list[Any], Seeded], Run]
+"""(section, arguments, seeded) -> what runs in its graph's place; see ``engine.graphs.compiled``"""
+
+
+NoteStatistics = Callable[[int, int, Sequence[Tensor]], None]
+"""Called with section, micro-batch and what updates of buffers are computed from."""
+NoteTruths = Callable[[SectionGraph, int, Sequence[Tensor]], None]
+"""Called with section, micro-batch and whether its branches went as they were captured."""
+
+
+class SectionRunner:
+    """Runs one section on this rank's tensors."""
+
+    def __init__(
+        self,
+        section: SectionGraph,
+        tensors: Tensors,
+        crossings: Mapping[str, Crossing],
+        seed: int,
+        halved: Halved | None = None,
+        note: NoteStatistics | None = None,
+        compiled: Compiled | None = None,
+        guard: NoteTruths | None = None,
+    ) -> None:
+        self.section = section
+        self._note, self._guard = note, guard
+        self._tensors = tensors
+        self._halved = halved if compiled is None else None  # a compiled section's backward is one whole
+        self._grad_taken = tuple(crossings[name].differentiable for name in section.takes)
+        self._seed = seed
+        self._compiled = compiled
+        self._plain: GraphModule | None = None
+        self._runs: dict[int, Run] = {}  # compiled, by examples: all else that decides on kernels is fixed here
+
+    def forward(
+        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int
+    ) -> tuple[Tensor, ...]:
+        """Run without a graph; returns what the section makes."""
+        seeded = partial(self._seeded, step, micro_batch)
+        with torch.no_grad():
+            arguments = self._arguments(self._taken(values), examples)
+            run = self._run(arguments, examples, seeded) if self._compiled else self._without_graph(arguments)
+            with seeded():
+                made = self._noted(run(*arguments), micro_batch)
+            return crossing(made)
+
+    def record(
+        self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int, *, split: bool = False
+    ) -> Tape:
+        """Run with a graph, for a backward to follow; ``split``: in two halves, where the section can."""
+        taken = self._taken(values)
+        arguments = self._arguments(taken, examples)
+        seeded = partial(self._seeded, step, micro_batch)
+        run, pending = self._run(arguments, examples, seeded), None
+        if split and self._halved is not None:
+            halved = self._halved(self.section, arguments, seeded)
+            if halved is not None:
+                pending = PendingWeights()
+                run, arguments = halved, [pending, *arguments]
+        with torch.enable_grad(), seeded():
+            made = self._noted(run(*arguments), micro_batch)
+        return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending)
+
+    def _without_graph(self, arguments: list[Any]) -> Run:
+        """The section's graph for F."""
+        if self._plain is None:
+            self._plain = without_graph(self.section.module, arguments)
+        run: Run = self._plain.forward
+        return run
+
+    def _run(self, arguments: list[Any], examples: Examples, seeded: Seeded) -> Run:
+        """The section's graph, or what it was compiled to."""
+        if self._compiled is None:
+            graph: Run = self.section.module.forward
+            return graph
+        if examples.size not in self._runs:
+            self._runs[examples.size] = self._compiled(self.section, arguments, seeded)
+        return self._runs[examples.size]
+
+    def _taken(self, values: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the section takes, as leaves of its own; F and R are given the same kind."""
+        return [
+            values[name].detach().requires_grad_() if grad else values[name]
+            for name, grad in zip(self.section.takes, self._grad_taken, strict=True)
+        ]
+
+    def _noted(self, results: tuple[Tensor, ...], micro_batch: int) -> tuple[Tensor, ...]:
+        """Return what the section computes; the statistics and conditions that follow it are noted."""
+        section, count = self.section, len(self.section.makes)
+        end = count + len(section.statistics)
+        if section.updates and self._note is not None:
+            self._note(section.index, micro_batch, results[count:end])
+        if section.truths and self._guard is not None:
+            self._guard(section, micro_batch, results[end:])
+        return results[:count]
+
+    def _arguments(self, taken: list[Tensor], examples: Examples) -> list[Any]:
+        section = self.section
+        inputs = [examples.inputs[key].contiguous() for key in section.inputs]
+        size = [examples.size] if section.needs_batch_size else []
+        return [*taken, *inputs, *size, *self._tensors.leaves, *self._tensors.fixed]
+
+    def _seeded(self, step: int, micro_batch: int) -> AbstractContextManager[object]:
+        """Randomness keyed by (seed, step, global micro-batch, section): the same in F, R and any plan."""
+        return _Seeded(derive_key(self._seed, step, micro_batch, self.section.index)) if self.section.random else _QUIET
+
+
+_QUIET = nullcontext()
+
+
+class _Seeded(AbstractContextManager[object]):
+    """Holds the process-wide generator while a section draws from it."""
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+
+    def __enter__(self) -> object:
+        generator_lock.acquire()
+        torch.default_generator.manual_seed(self._key)
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # this process computes on a GPU, its current one
+            torch.cuda.manual_seed(self._key)
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        generator_lock.release()
+
+
+def crossing(made: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Values as they cross a section boundary, also within a stage: without a graph, dense, nothing left to conjugate.
+
+    A message makes them so; they must not be others where no message is sent.
+    """
+    return tuple(_dense(value.detach()) for value in made)
+
+
+def _dense(value: Tensor) -> Tensor:
+    return value.contiguous().resolve_conj().resolve_neg()
+
+
+def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
+    """Backward of one section, in place of ``gradients``: those of what it made go, those of what it took come.
+
+    ``gradients`` sums the contributions of later sections first, so the order of additions does not depend
+    on where stages begin. Gradients of parameters accumulate in the leaves.
+    """
+    pairs = [
+        (made, gradient)
+        for name, made in zip(tape.section.makes, tape.made, strict=True)
+        if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
+    ]
+    if pairs:
+        torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+    for name, taken in tape.taken.items():
+        if taken.grad is not None:
+            known = gradients.get(name)
+            gradients[name] = _dense(taken.grad) if known is None else known + taken.grad
+            taken.grad = None

@@ -1,0 +1,32 @@
+"""From a micro-batch as it was read to what the sections of a stage are given."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from varuna.data.samples import MicroBatch
+from varuna.engine.links.host_copies import Lane
+from varuna.engine.stage.section import Examples
+from varuna.partition.batch_layout import InputLayout, check_inputs
+
+
+def examples_of(
+    batch: MicroBatch | None,
+    size: int,
+    layouts: Mapping[str, InputLayout],
+    lane: Lane,
+    variant: int = 0,
+    numbers: Mapping[str, Tensor] | None = None,
+) -> Examples:
+    """The inputs of ``size`` examples and ``numbers`` of the whole batch, by ``lane``.
+
+    A stage that reads no samples has none of the former.
+
+    Raises:
+        DataError: a shape or dtype is not what the model was captured with.
+    """
+    given = dict(numbers or {})
+    if batch is not None:
+        check_inputs(layouts, batch.tensors, batch.indices)
+        given.update(batch.tensors)
+    return Examples(lane.up(given) if given else {}, size, variant)

@@ -1,0 +1,400 @@
+"""A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.model import TiedParameter
+from varuna.core.plan import Plan
+from varuna.core.ready import DONE, Ready
+from varuna.engine.device.staging import HOST, ferry_of
+from varuna.engine.graphs.compiled import Compiler
+from varuna.engine.stage.buffer_statistics import Statistics
+from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
+from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
+from varuna.engine.stage.guards import Truths
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.load_state import LOSS_SCALE, buffers_of, loss_scale_of, optimizer_state_of, parameters_of
+from varuna.engine.stage.offload import OffloadedOptimizer
+from varuna.engine.stage.optimizer import StageOptimizer
+from varuna.engine.stage.parameter_groups import ParameterGroup, whole_groups
+from varuna.engine.stage.precision import ComputeCopies, HalfGradients
+from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
+from varuna.engine.stage.sharded_optimizer import SharedOptimizerState
+from varuna.partition.cut.split import SectionGraph
+from varuna.partition.cut.split_backward import PendingWeights
+from varuna.partition.model import PartitionedModel
+
+Results = tuple[Tensor, ...]
+Left = tuple[int, PendingWeights | None]
+"""A section and the weight gradients that I left for W; None: I ran it whole."""
+
+
+class Stage:
+    """Sections ``plan.sections_of(stage)`` on this rank's device."""
+
+    def __init__(
+        self, job: Job, plan: Plan, stage: int, states: Mapping[int, SectionState], next_step: int, *, replica: int = 0
+    ) -> None:
+        """Take over the state of every section of the stage.
+
+        Args:
+            job: what the user asked for.
+            plan: the generation's plan.
+            stage: which stage of it.
+            states: at least one state for each of its sections; storages are taken over, not copied.
+            next_step: steps that the states contain.
+            replica: which replica of the stage; decides what of shared optimizer state is here.
+        """
+        self.job = job
+        self.plan, self.index = plan, stage
+        self.sections = plan.sections_of(stage)
+        self.is_last, self.next_step = stage == plan.stages - 1, next_step
+        self.shares = SharedOptimizerState(plan, job, stage, replica)
+        self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
+        """so many of its first sections have nothing to train and nobody below that has: F only, never R or B"""
+        graphs = [job.model.sections[section] for section in self.sections]
+        self.parameters = parameters_of(
+            graphs,
+            states,
+            trainable=job.model.trainable,
+            held=self.shares.held,
+            dtype=job.dtype,
+            device=job.device,
+            masters_at=HOST if job.masters_away else job.device,
+            dtypes=job.model.dtypes,
+        )
+        self.buffers = buffers_of(graphs, states, job.dtype, job.device)
+        self.statistics = Statistics(graphs, plan, job.lanes.sums)
+        self.truths = Truths()
+        self.buckets: dict[int, Bucket] = {}
+        self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
+        held: dict[int, dict[str, Tensor]] = {}
+        tied = {parameter.name for parameter in job.model.facts.tied}
+        self._compute = ComputeCopies(self.parameters, job.dtype, job.device)
+        for graph in graphs:
+            leaves = {
+                name: self._compute[name].detach().requires_grad_() if name in tied else self._compute[name]
+                for name in dict.fromkeys(graph.parameters)
+                if name in job.model.trainable
+            }
+            bucket = self.buckets[graph.index] = Bucket(leaves, job.device)
+            for name in leaves.keys() - tied:
+                self._gradients[name] = bucket.views[name]
+            held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
+        self.variants = [
+            [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]
+            for model in job.model.graphs
+        ]
+        """the sections' graphs for each declared length, the longest first"""
+        self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
+        self.totals = {p.name: self._home_of(p).views[p.name] for p in self.tied}
+        """summed gradients of tied parameters, in place of those of the first section here that uses them"""
+        self._gradients |= self.totals
+        self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
+        self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.shares.held))
+        self._show(self._gradients)
+        foreign = {p.name for p in self.tied if p.owner not in self.sections}
+        known = (*self.parameters.items(), *self.optimizer.parameters.items())
+        self.owned = frozenset(id(value) for name, value in known if name not in foreign)
+        """ids of the parameters that this stage counts in what is shared with other stages"""
+        self.loss_scale = loss_scale_of(states) if job.dtype is torch.float16 else None
+        self.witness = LocalExchange()
+        self.copied: Ready = DONE
+        """until then somebody copies the state: the next update waits for it, nothing else does"""
+        self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
+
+    def _home_of(self, tied: TiedParameter) -> Bucket:
+        return self.buckets[next(section for section in tied.sections if section in self.sections)]
+
+    def _built_optimizer(
+        self, graphs: Sequence[SectionGraph], state: Mapping[str, Mapping[str, Any]]
+    ) -> StageOptimizer | OffloadedOptimizer:
+        job, start = self.job, self.next_step
+        named = [(name, value) for name, value in self.named_parameters() if name in self.shares.updated]
+        trainable, whole = job.model.trainable, tuple[ParameterGroup, ...]()
+        if job.scheduler is not None and (job.offload or len(named) < len(trainable)):
+            shapes = {name: shape for name, shape in job.model.shapes.items() if name in trainable}
+            whole = whole_groups(job.optimizer, shapes)
+        if not job.offload:
+            return StageOptimizer(job.optimizer, job.scheduler, named, state, start, whole=whole)
+        first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
+        return OffloadedOptimizer(
+            lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, start, home=HOST, whole=whole),
+            [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
+            device=job.device,
+            ferry=ferry_of(job.device, job.lanes.streams),
+            gradients=self._gradients if job.masters_away else None,
+        )
+
+    def evaluation_runners(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> list[SectionRunner]:
+        """The sections of the same model in evaluation mode, over this stage's parameters and newest buffers.
+
+        Args:
+            model: cut as the job's model.
+            buffers: those that training has no use for, or that other stages update.
+        """
+        known = {**self.job.buffers, **buffers, **self.buffers}
+        held = {name: self._compute[name] for name in self.parameters}
+        return [self._runner(model, section, held, known, None) for section in self.sections]
+
+    def _runner(
+        self,
+        model: PartitionedModel,
+        section: int,
+        held: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        compiler: Compiler | None,
+    ) -> SectionRunner:
+        job, graph = self.job, model.sections[section]
+        fixed = [buffers[name] for name in graph.buffers]
+        fixed += [model.constants[name].to(job.device) for name in graph.constants]
+        tensors = Tensors(tuple(held[name] for name in graph.parameters), tuple(fixed))
+        crossings = {c.name: c for into in model.split.crossings for c in into}
+        return SectionRunner(
+            graph,
+            tensors,
+            crossings,
+            job.seed,
+            halved=partial(job.halves.of, model),
+            note=self.statistics.note,
+            compiled=None if compiler is None else compiler.of,
+            guard=self.truths.note,
+        )
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters by the model's own names, each once, in the order of sections."""
+        return [(name, value) for name, value in self.parameters.items() if name in self.job.model.trainable]
+
+    # -- computation -------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        keep: int = 0,
+        split: bool = False,
+    ) -> tuple[dict[str, Tensor], Results, list[Tape], dict[str, Tensor]]:
+        """F: what crosses into the next stage, or the last stage's results; what was kept; and what R begins with.
+
+        Args:
+            values: what has crossed into the stage.
+            examples: the micro-batch.
+            step: keys the randomness, with ``micro_batch``.
+            micro_batch: its global number.
+            keep: so many of the last sections keep their graph, so that R need not run them again.
+            split: the B of kept sections is to run in two halves.
+        """
+        flowing: dict[str, Tensor] = dict(values)
+        made: Results = ()
+        tapes: list[Tape] = []
+        first_kept = max(len(self.sections) - keep, self.gradient_free)
+        begin: dict[str, Tensor] = {}
+        for position, runner in enumerate(self.variants[examples.variant]):
+            if position == self.gradient_free < first_kept:
+                begin = flowing
+            if position < first_kept:
+                made = runner.forward(flowing, examples, step, micro_batch)
+            else:
+                tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
+                made = crossing(tapes[-1].made)
+            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, made)
+        return flowing, made, tapes, begin
+
+    def record(
+        self,
+        values: Mapping[str, Tensor],
+        examples: Examples,
+        step: int,
+        micro_batch: int,
+        *,
+        keep: int = 0,
+        first: int = 0,
+        split: bool = False,
+    ) -> list[Tape]:
+        """R: what B needs of all sections but the ``keep`` last, whose F kept it, and those before the ``first``."""
+        flowing: dict[str, Tensor] = dict(values)
+        tapes: list[Tape] = []
+        for runner in self.variants[examples.variant][first : len(self.sections) - keep]:
+            tapes.append(runner.record(flowing, examples, step, micro_batch, split=split))
+            flowing = flow_on(self.job.model.graphs[examples.variant], flowing, runner, crossing(tapes[-1].made))
+        return tapes
+
+    def backward(
+        self, tapes: list[Tape], gradients: dict[str, Tensor], section_done: Callable[[int], None]
+    ) -> dict[str, Tensor]:
+        """B: consume the tapes from the last section to the first; returns gradients of what was received."""
+        while tapes:
+            tape = tapes.pop()
+            backward(tape, gradients)
+            if tape.pending is not None:
+                tape.pending.flush()
+            self.buckets[tape.section.index].collect()
+            section_done(tape.section.index)
+        self._skip(section_done)
+        return gradients
+
+    def _skip(self, section_done: Callable[[int], None]) -> None:
+        for section in reversed(self.sections[: self.gradient_free]):
+            section_done(section)
+
+    def input_backward(self, tapes: list[Tape], gradients: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[Left]]:
+        """I: the gradients of what was received, and the weight gradients that are left for W.
+
+        Sections that cannot be split run whole.
+        """
+        left: list[Left] = []
+        while tapes:
+            tape = tapes.pop()
+            backward(tape, gradients)
+            self.buckets[tape.section.index].collect()
+            left.append((tape.section.index, tape.pending))
+        return gradients, left
+
+    def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
+        """W: consume what ``input_backward`` left, from the last section to the first."""
+        for section, pending in left:
+            if pending is not None:
+                pending.flush()
+                self.buckets[section].collect()
+            section_done(section)
+        self._skip(section_done)
+        left.clear()
+
+    # -- gradients -----------------------------------------------------------------------------------
+
+    def clear_gradients(self) -> None:
+        """Start a step: sums at zero."""
+        for bucket in self.buckets.values():
+            bucket.flat.zero_()
+        self._halves.hide()
+        self.statistics.clear()
+        self.truths.clear()
+
+    @property
+    def gradient_scale(self) -> float:
+        """Gradients are kept times this power of two; 1 but in fp16."""
+        return self.loss_scale.value / self.job.unit if self.loss_scale is not None else 1.0
+
+    def squared_norms(self) -> dict[int, float]:
+        """Squared L2 norm of each section's reduced gradients, float64; a tied parameter counts at its owner only."""
+        norms = squared_norms(self.buckets, self.tied, self.totals)
+        return {section: norm / self.gradient_scale**2 for section, norm in norms.items()}
+
+    def apply(self, step: int, scale: float, exchange: Exchange | None = None, *, overflowed: bool = False) -> None:
+        """Scale the reduced gradients and step the optimizer: once per step, whatever is asked again.
+
+        Args:
+            step: to be applied.
+            scale: factor of the gradients.
+            exchange: answers ``all_reduce_shared`` instead of the engine: the tracer's.
+            overflowed: some gradient of the job is not finite, in fp16: nothing is updated.
+        """
+        if step < self.next_step:
+            return
+        assert step == self.next_step, f"step {step} cannot be applied on top of {self.next_step}"
+        if overflowed:
+            self.roll_back()
+        elif self._undo is None:
+            usual = LateExchange(self.owned) if self.plan.stages > 1 else self.witness
+            with installed(exchange or usual):
+                self._update(scale)
+        self._undo = None
+        if self.loss_scale is not None:
+            self.loss_scale = self.loss_scale.after(overflowed)
+        self.statistics.apply(self.buffers)
+        self.optimizer.advance()
+        self.shares.applied(overflowed=overflowed)
+        self.next_step = step + 1
+
+    def apply_tentatively(self, scale: float, exchange: StageExchange) -> None:
+        """Apply a step before the vote on it, since the user's code talks to other stages meanwhile.
+
+        ``apply`` then commits it without talking to anyone, and ``roll_back`` undoes it. Whatever is raised, the
+        stage is as it was.
+        """
+        assert self._undo is None
+        self._undo = self.optimizer.copies()
+        try:
+            with installed(exchange):
+                self._update(scale)
+            exchange.finish()
+        except BaseException:
+            self.roll_back()
+            raise
+
+    def roll_back(self) -> None:
+        """Undo a tentative step, bit for bit; nothing to do without one."""
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+            self._compute.refresh(self.parameters)
+
+    def _update(self, scale: float) -> None:
+        self.job.lanes.saves.follow(self.copied)
+        scale /= self.gradient_scale
+        for bucket in self.buckets.values():
+            bucket.flat.mul_(scale)
+        self._show(self.totals)
+        self._halves.show()
+        if self.job.before_step is not None:
+            self.job.before_step(self.named_parameters())
+        with self.shares.alone():
+            self.optimizer.update(self._compute.refresh)
+
+    def _show(self, gradients: Mapping[str, Tensor]) -> None:
+        """Gradients where the user's code looks for them; not where a parameter is a copy, or in another memory."""
+        if not self.job.masters_away:
+            for name, gradient in gradients.items():
+                if self.parameters[name].dtype is gradient.dtype:
+                    self.parameters[name].grad = gradient
+
+    def lendable(self) -> dict[int, list[Tensor]]:
+        """By section that only some replicas update: what it computes with, and they write."""
+        sections, trainable = self.job.model.sections, self.job.model.trainable
+        return {
+            section: [self._compute[name] for name in dict.fromkeys(sections[section].parameters) if name in trainable]
+            for section in self.shares.sends
+        }
+
+    # -- state ---------------------------------------------------------------------------------------
+
+    def state_of(self, section: int, *, owned_only: bool = False) -> SectionState:
+        """A section's state as references (not copies); without optimizer state where other replicas have it.
+
+        ``owned_only`` leaves out tied copies of another section.
+        """
+        tensors: dict[str, Tensor] = {}
+        scalars: dict[str, Any] = {}
+        foreign = {p.name for p in self.job.model.facts.tied if p.owner != section} if owned_only else set()
+        for name in dict.fromkeys(self.job.model.sections[section].parameters):
+            if name in foreign:
+                continue
+            tensors[f"parameters/{name}"] = self.parameters[name].detach()
+            if section in self.shares.lent:
+                continue
+            state, rest = self.optimizer.state_of(name)
+            tensors.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
+            scalars.update({f"optimizer/{name}/{key}": value for key, value in rest.items()})
+        if self.loss_scale is not None:
+            scalars[LOSS_SCALE] = list(self.loss_scale)
+        tensors.update({f"buffers/{name}": self.buffers[name] for name in self.job.model.sections[section].updated})
+        return SectionState(section, tensors, scalars)
+
+
+def flow_on(
+    model: PartitionedModel, flowing: Mapping[str, Tensor], runner: SectionRunner, made: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return the values that cross the cut after a section; the rest is freed."""
+    behind = runner.section.index + 1
+    if behind == len(model.sections):
+        return {}
+    known = {**flowing, **dict(zip(runner.section.makes, made, strict=True))}
+    return {crossing.name: known[crossing.name] for crossing in model.split.crossings[behind]}

@@ -1,0 +1,87 @@
+"""The trained model as one safetensors file under its own names."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from varuna.checkpoint.io.export import own_names
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.names import CONFIG
+from varuna.core.errors import FleetError, LinkError
+from varuna.core.messages import Transfer
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.wait_bounds import Awaited, Patience
+from varuna.engine.links.links import Courier
+from varuna.engine.worker.generation import Generation
+from varuna.engine.worker.state_transfer import exchange
+from varuna.partition.model import PartitionedModel
+from varuna.store.folder import unwritable
+
+_BOUND_S, _LEAST_BYTES_PER_S = 600.0, 5e6
+
+
+def export_model(generation: Generation | None, model: PartitionedModel, path: Path, config: str | None = None) -> None:
+    """Gather all sections on the main rank and write them; other ranks send theirs, spares do nothing.
+
+    A tied parameter is written once, under its first name; the file's metadata maps its other names to it, as
+    ``safetensors.torch.load_model`` expects.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+        FleetError: a worker vanished meanwhile.
+    """
+    if generation is None:
+        return
+    plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
+    speakers = enumerate(stage.shares.holders)
+    homes = {section: plan.rank_of(holders[0], plan.stage_of(section)) for section, holders in speakers}
+    transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
+    states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
+    if any(rank in (t.source_rank, t.target_rank) for t in transfers):
+        # Not the generation's inbox: ranks that have nothing to export may be gone, and their links broken.
+        facts = model.facts.sections
+        size_bytes = sum(
+            facts[each.section].parameter_bytes + facts[each.section].optimizer_bytes for each in transfers
+        )
+        inbox = Inbox(Patience(last_s=_BOUND_S + size_bytes / _LEAST_BYTES_PER_S), who=f"rank {rank}", rank=rank)
+        peers = tuple(sorted({each.source_rank for each in transfers} if rank == 0 else {0}))
+        courier = Courier(inbox, "export")
+        courier.submit("exported", lambda: exchange(generation.groups.world, transfers, rank, states))
+        try:
+            states.update(inbox.take("exported", lambda: Awaited(f"the export of {len(transfers)} sections", peers)))
+        except LinkError as error:
+            raise FleetError(
+                f"a worker was lost during export: {error} If there is a checkpoint, export from it with: varuna "
+                "checkpoints export."
+            ) from error
+        finally:
+            courier.close()
+    if rank == 0:
+        _write(states.values(), model, path, config)
+
+
+def _write(states: Iterable[SectionState], model: PartitionedModel, path: Path, config: str | None) -> None:
+    tensors = {name: value.contiguous() for state in states for name, value in own_names(state).items()}
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        save_file(tensors, str(partial), metadata={"format": "pt", **model.aliases})
+        _sync(partial)
+        partial.replace(file)
+        _sync(file.parent)
+        if config is not None and file.parent == path:
+            (path / CONFIG).write_text(config)
+    except OSError as error:
+        raise unwritable("write", file, error) from error
+
+
+def _sync(path: Path) -> None:
+    """A power cut leaves the old file or the new one, whole."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,293 @@
+"""How a generation begins: groups, then state for every section of this rank, then a barrier.
+
+All of it runs on a disposable thread, since every part of it may block on a peer that has just died.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.io.restore import Wanted, everything, read_states
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.manifest import read_manifest
+from varuna.checkpoint.names import split_place
+from varuna.core.errors import DamagedCheckpoint, VarunaError
+from varuna.core.messages import Assignment
+from varuna.core.sharded_optimizer import held_by, holders_of
+from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
+from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.links.gpu_links import connect
+from varuna.engine.links.groups import Groups, form
+from varuna.engine.links.host_copies import Lanes
+from varuna.engine.stage.load_state import is_lent_along
+from varuna.engine.worker.agreement import check_agreement, share_refusal
+from varuna.engine.worker.state_transfer import exchange
+from varuna.partition.model import PartitionedModel
+from varuna.process.console import say
+from varuna.store.opening import open_store
+
+_POLL_S = 0.005
+
+
+class Formed(NamedTuple):
+    """A generation that can run."""
+
+    groups: Groups
+    states: dict[int, SectionState]
+    """state of this rank's sections; empty for a spare"""
+    shares: bool | None
+    """the job's steps call ``all_reduce_shared``; None if no member knows"""
+
+
+class InterruptibleStore(Store):  # type: ignore[misc]
+    """A store whose waits end when the generation does.
+
+    Groups look for their peers' addresses with long waits inside C++; those end up here.
+    """
+
+    def __init__(self, inner: Any, ended: Callable[[], bool], bound_s: float = FORMING_BOUND_S) -> None:
+        """Wait on ``inner``, for ``bound_s`` unless a call says otherwise."""
+        super().__init__()
+        self._inner = inner
+        self._ended = ended
+        self._bound = timedelta(seconds=bound_s)
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Pass on."""
+        self._inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key."""
+        self.wait([key])
+        value: bytes = self._inner.get(key)
+        return value
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Pass on."""
+        found: bool = self._inner.check(list(keys))
+        return found
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Poll, so that the end of the generation ends the wait.
+
+        Raises:
+            RuntimeError: the generation is over, or the time is.
+        """
+        deadline_s = time.monotonic() + (timeout or self._bound).total_seconds()
+        while not self._inner.check(list(keys)):
+            if self._ended() or time.monotonic() > deadline_s:
+                raise RuntimeError(f"a member did not arrive (it has not set {', '.join(keys)})")
+            time.sleep(_POLL_S)
+
+
+def form_generation(
+    assignment: Assignment,
+    *,
+    store: Any,
+    ended: Callable[[], bool],
+    held: dict[int, SectionState],
+    model: PartitionedModel,
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+    shares: bool | None,
+    lends: bool,
+    rounds: bool,
+    lanes: Lanes,
+    interface_host: str,
+    made: list[Groups],
+    at: Callable[[Awaited], None],
+) -> Formed:
+    """Bring this rank to the point where the first step can run; blocks until all members are there.
+
+    Groups are put into ``made`` as soon as they exist, for whoever has to abandon them; ``at`` is told of each part.
+
+    Raises:
+        RuntimeError: a peer is gone, or the generation was ended meanwhile.
+        CheckpointError: a shard cannot be read.
+        DamagedCheckpoint: a member found a shard damaged; all members raise this.
+        ModelError: holders of a section begin with different parameters, or a member refuses the job.
+    """
+    plan, rank = assignment.plan, assignment.rank
+    stage = None if assignment.is_spare else plan.place_of(rank).stage
+    peers = range(0) if stage is None else range(stage, plan.workers, plan.stages)
+    others = tuple(member for member in range(len(assignment.members)) if member != rank)
+    interruptible = InterruptibleStore(store, ended)
+    at(Awaited("connections", others))
+    groups = form(
+        interruptible,
+        generation=assignment.generation,
+        rank=rank,
+        members=len(assignment.members),
+        grid=plan.workers,
+        peers=peers,
+        interface_host=interface_host,
+        store_port=assignment.store_port,
+        secret=assignment.secret,
+    )
+    made.append(groups)
+    if ended():
+        raise RuntimeError("the generation ended while it formed")
+    if lanes.fabric is not None and lanes.streams is not None and groups.vote is not None and plan.workers > 1:
+        lanes.fabric.bind(interface_host)
+        connect(
+            groups.direct,
+            lanes.fabric,
+            lanes.streams,
+            plan=plan,
+            rank=rank,
+            group=groups.vote,
+            store=prefixed(f"g{assignment.generation}/direct", interruptible),
+            sums=not rounds,
+            ended=ended,
+        )
+    states: dict[int, SectionState] = {}
+    damage: DamagedCheckpoint | None = None
+    try:
+        states = _states(assignment, groups, held, model, initial, buffers, lends=lends, at=at)
+    except DamagedCheckpoint as error:
+        damage = error
+    at(Awaited("the end of forming", others))
+    known = torch.tensor([float(shares is True), float(shares is False), float(damage is not None)])
+    if len(assignment.members) > 1:  # nobody drops old state before everyone has its own
+        groups.world.all_reduce(known)
+    if damage is not None or known[2]:
+        raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
+    if assignment.checkpoint is not None:
+        _look_again(assignment, assignment.checkpoint, groups, model, initial, at=at)
+    return Formed(groups, states, True if known[0] else False if known[1] else None)
+
+
+def _states(
+    assignment: Assignment,
+    groups: Groups,
+    held: dict[int, SectionState],
+    model: PartitionedModel,
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+    *,
+    lends: bool,
+    at: Callable[[Awaited], None],
+) -> dict[int, SectionState]:
+    """State of this rank's sections."""
+    plan, rank = assignment.plan, assignment.rank
+    replica, stage = plan.place_of(rank)
+    wanted = range(0) if assignment.is_spare else plan.sections_of(stage)
+    sources = {each.source_rank for each in assignment.transfers if each.target_rank == rank}
+    targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
+    at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
+    received = exchange(groups.world, assignment.transfers, rank, held) if assignment.transfers else {}
+    states: dict[int, SectionState] = {}
+    refusal: VarunaError | None = None
+    at(Awaited(f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"))
+    if assignment.fresh:
+        try:
+            states = initial_states(model, wanted, initial, buffers) if wanted else {}
+        except VarunaError as error:
+            refusal = error
+    elif assignment.checkpoint is not None:
+        whole = held_by(holders_of(plan, model.facts.sections, shared=lends), wanted, replica)
+        states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole))
+    else:
+        states = {section: received[section] if section in received else held[section] for section in wanted}
+    if len(assignment.members) > 1 and assignment.fresh:
+        at(Awaited("the comparison of first values", tuple(m for m in range(len(assignment.members)) if m != rank)))
+        share_refusal(groups.world, rank, len(assignment.members), refusal)
+        check_agreement(groups.world, model, plan, rank, states)
+    elif refusal is not None:
+        raise refusal
+    return states
+
+
+def _look_again(
+    assignment: Assignment,
+    place: str,
+    groups: Groups,
+    model: PartitionedModel,
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    *,
+    at: Callable[[Awaited], None],
+) -> None:
+    """Let rank 0 check the model as before step 0, if other code than this wrote the checkpoint.
+
+    Raises:
+        ModelError: it would train another model than plain PyTorch; every rank raises it.
+    """
+    rank, members = assignment.rank, len(assignment.members)
+    refusal: VarunaError | None = None
+    if rank == 0:
+        directory, step = split_place(place)
+        if read_manifest(open_store(directory), step).code_digest != model.facts.code_digest:
+            say(f"the checkpoint of step {step} was written by other code or versions: the model is checked anew")
+            at(Awaited("the check of the model"))
+            try:
+                initial(())
+            except VarunaError as error:
+                refusal = error
+    if members > 1:
+        at(Awaited("the check of the model", (0,) if rank else tuple(range(1, members))))
+        share_refusal(groups.world, rank, members, refusal)
+    elif refusal is not None:
+        raise refusal
+
+
+def initial_states(
+    model: PartitionedModel,
+    sections: Sequence[int],
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    buffers: Mapping[str, Tensor],
+) -> dict[int, SectionState]:
+    """State of ``sections`` at step 0: parameters, and copies of the ``buffers`` that steps update."""
+    used = {section: dict.fromkeys(model.sections[section].parameters) for section in sections}
+    values = initial(list(dict.fromkeys(name for names in used.values() for name in names)))
+    return {
+        section: SectionState(
+            section,
+            {f"parameters/{name}": values[name] for name in names}
+            | {f"buffers/{name}": buffers[name].detach().clone() for name in model.sections[section].updated},
+        )
+        for section, names in used.items()
+    }
+
+
+def stored_states(
+    model: PartitionedModel, sections: Sequence[int], place: str, *, lent: Collection[int] = ()
+) -> dict[int, SectionState]:
+    """State of ``sections`` from a checkpoint; tied parameters come from their owner's shards.
+
+    Of ``lent`` ones optimizer state is left out.
+
+    Raises:
+        DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
+        StoreError: the store cannot be read.
+    """
+    directory, step = split_place(place)
+    store = open_store(directory)
+    borrowed: dict[int, list[str]] = {}  # owner -> tied parameters that our sections use
+    for tied in model.facts.tied:
+        if any(section in sections for section in tied.sections):
+            borrowed.setdefault(tied.owner, []).append(tied.name)
+    wanted: dict[int, Wanted] = {section: is_lent_along if section in lent else everything for section in sections}
+    for section, tied_names in borrowed.items():
+        wanted[section] = partial(_either, wanted.get(section), partial(_belongs, tuple(tied_names)))
+    read = read_states(store, read_manifest(store, step), wanted)
+    for tied in model.facts.tied:
+        for section in tied.sections:
+            if section in sections and section != tied.owner:
+                owner, names = read[tied.owner], (tied.name,)
+                read[section].tensors.update({k: v for k, v in owner.tensors.items() if _belongs(names, k)})
+                read[section].scalars.update({k: v for k, v in owner.scalars.items() if _belongs(names, k)})
+    return {section: read[section] for section in sections}
+
+
+def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
+    return (one is not None and one(name)) or other(name)
+
+
+def _belongs(parameters: tuple[str, ...], name: str) -> bool:
+    """Whether an entry of a section's state is of one of ``parameters``."""
+    return any(name == f"parameters/{p}" or name.startswith(f"optimizer/{p}/") for p in parameters)

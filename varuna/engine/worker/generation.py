@@ -1,0 +1,193 @@
+"""One rank's part in one generation: its groups, stage, links and reductions, from forming to the end."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.errors import ModelError
+from varuna.core.messages import Assignment
+from varuna.core.plan import Plan
+from varuna.data.samples import SampleSource
+from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.base.peer_activity import watch
+from varuna.engine.base.spans import span
+from varuna.engine.base.wait_bounds import Awaited, Doing
+from varuna.engine.links.groups import Groups
+from varuna.engine.links.links import Courier
+from varuna.engine.pipeline.reduce import Reducer
+from varuna.engine.pipeline.runtime import Runtime
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.losses import WeightFunction
+from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.forming import Formed, form_generation
+from varuna.partition.watching.explaining import user_frame
+
+
+class Setting(NamedTuple):
+    """What all generations of a worker have in common."""
+
+    job: Job
+    source: SampleSource
+    weight: WeightFunction | None
+    """the user's weight of a micro-batch, if any"""
+    steps: int
+    """length of the run"""
+    initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]]
+    """first values of named parameters, for a fresh start; checks the loss's weighing if told so"""
+    connect: Callable[[Assignment], Any]
+    """opens the store of an assignment"""
+    interface_host: str
+    """address that the data plane binds to"""
+
+
+@dataclass
+class Generation:
+    """Everything that this rank runs in one generation."""
+
+    assignment: Assignment
+    inbox: Inbox
+    groups: Groups
+    stage: Stage
+    reducer: Reducer
+    runtime: Runtime
+
+    @property
+    def plan(self) -> Plan:
+        """P, D, m and who does what."""
+        return self.assignment.plan
+
+    @property
+    def replica(self) -> int:
+        """The replica that this rank belongs to."""
+        return self.plan.place_of(self.assignment.rank).replica
+
+    @cached_property
+    def reports_lr(self) -> bool:
+        """Whether this rank says the learning rate in votes: the first whose optimizer has parameters."""
+        model = self.stage.job.model
+        trained = (s.index for s in model.sections if not model.trainable.isdisjoint(s.parameters))
+        first = next(trained, 0)
+        return self.assignment.rank == self.plan.rank_of(self.stage.shares.holders[first][0], self.plan.stage_of(first))
+
+    def span(self, name: str, step: int) -> AbstractContextManager[None]:
+        """Time a part of a step."""
+        return span(name, rank=self.assignment.rank, stage=self.stage.index, step=step)
+
+    def close(self, *, exiting: bool = False) -> None:
+        """Abandon it without waiting for anyone."""
+        self.inbox.abort(GenerationEnded(self.assignment.generation))
+        self.runtime.close()
+        self.reducer.close()
+        self.groups.abandon(exiting=exiting)
+
+
+def form(
+    setting: Setting,
+    assignment: Assignment,
+    inbox: Inbox,
+    held: dict[int, SectionState],
+    shares: bool | None,
+    doing: Callable[[int], Doing],
+    give_up: Callable[[str], None],
+) -> Formed:
+    """Groups, and the state of this rank's sections; blocks until all members are there, or the inbox is aborted.
+
+    Args:
+        setting: of the worker.
+        assignment: its part.
+        inbox: of the generation.
+        held: state that this worker has, for itself and others.
+        shares: whether the job's steps call ``all_reduce_shared``; None: unknown here.
+        doing: what this rank does, for the others: see ``base.peer_activity``.
+        give_up: ends this rank.
+
+    Raises:
+        GenerationEnded: the manager ended the generation.
+        LinkError: a member is gone.
+        CheckpointError: a shard cannot be read or is damaged.
+        ModelError: holders of a section begin with different parameters.
+    """
+    courier = Courier(inbox, f"forming generation {assignment.generation}")
+    made: list[Groups] = []
+    parts = [Awaited("the store of the generation")]
+
+    def work() -> Formed:
+        store, grid = setting.connect(assignment), range(assignment.plan.workers)
+        if len(grid) > 1:
+            watch(inbox, store, assignment.generation, assignment.rank, grid, doing, give_up)
+        return form_generation(
+            assignment,
+            store=store,
+            ended=lambda: inbox.ended,
+            held=held,
+            model=setting.job.model,
+            initial=lambda names: _first_values(setting, names, checks=assignment.rank == 0),
+            buffers=setting.job.buffers,
+            shares=shares,
+            lends=setting.job.share,
+            rounds=setting.job.rounds,
+            lanes=setting.job.lanes,
+            interface_host=setting.interface_host,
+            made=made,
+            at=parts.append,
+        )
+
+    stage = assignment.plan.place_of(assignment.rank).stage
+    with span("form", rank=assignment.rank, stage=stage, step=assignment.next_step, index=assignment.generation):
+        courier.submit("formed", work)
+        courier.close()
+        try:
+            formed: Formed = inbox.take("formed", lambda: parts[-1])
+        except BaseException:
+            for groups in made:  # frees a courier that waits for a frozen peer
+                groups.abandon()
+            raise
+    return formed
+
+
+def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
+    """The user's code builds the model here, and runs it on the first samples.
+
+    Raises:
+        ModelError: it raised what would pass for a broken link.
+    """
+    try:
+        return setting.initial(names, checks)
+    except RuntimeError as error:
+        place = f" at {where}" if (where := user_frame(error)) else ""
+        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ModelError(
+            f"the model could not be built or run on the first samples{place}: {type(error).__name__}: "
+            f"{first_line}. Try the same in plain PyTorch, in training mode, on a collated batch of dataset "
+            "samples."
+        ) from error
+
+
+def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
+    """This rank's stage with its state."""
+    plan = assignment.plan
+    place = plan.place_of(assignment.rank)
+    return Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica)
+
+
+def open_generation(setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage) -> Generation:
+    """Links, loader and reductions of a formed generation."""
+    plan, rank = assignment.plan, assignment.rank
+    reducer = Reducer(stage, plan, rank, groups, inbox)
+    runtime = Runtime(
+        stage,
+        plan,
+        rank,
+        groups=groups,
+        inbox=inbox,
+        reducer=reducer,
+        source=setting.source,
+        weight=setting.weight,
+        steps=setting.steps,
+    )
+    return Generation(assignment, inbox, groups, stage, reducer, runtime)

@@ -1,0 +1,89 @@
+"""Collects what a rank's steps took between two heartbeats."""
+
+import threading
+from collections import deque
+from collections.abc import Collection, Sequence
+from statistics import median
+
+from varuna.core.times import Carried, RankTimes, Typical
+from varuna.engine.pipeline.action_times import StepTimes
+
+WARM_STEPS = 2
+"""Of a generation, not told: the first is applied tentatively, the optimizer builds its state, caches are cold."""
+
+_STEPS_KEPT, _TRANSFERS_KEPT = 1_000, 20_000
+"""The newest ones: without a manager nobody drains, and a run must not grow."""
+
+
+class Reporter:
+    """Filled by the training thread, emptied by the heartbeat's."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._skip = WARM_STEPS
+        self._steps: deque[tuple[float, float, StepTimes]] = deque(maxlen=_STEPS_KEPT)
+        self._messages: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
+        self._reductions: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
+
+    def begin(self) -> None:
+        """A new generation: what came before was under another plan."""
+        with self._lock:
+            self._skip = WARM_STEPS
+            self._clear()
+
+    def take(
+        self,
+        times: StepTimes,
+        *,
+        step_s: float,
+        reduced_s: float,
+        messages: Sequence[tuple[int, float]],
+        reductions: Sequence[tuple[int, float]],
+    ) -> None:
+        """A step is through.
+
+        Args:
+            times: its actions and waits.
+            step_s: all of it.
+            reduced_s: from the last action until all gradients were reduced.
+            messages: bytes and seconds of what was sent.
+            reductions: bytes and seconds of every all-reduce.
+        """
+        with self._lock:
+            if self._skip:
+                self._skip -= 1
+                return
+            self._steps.append((step_s, reduced_s, times))
+            self._messages += messages
+            self._reductions += reductions
+
+    def drain(self) -> RankTimes | None:
+        """What has been since the last call; None if that was no whole step."""
+        with self._lock:
+            if not self._steps:
+                return None
+            seconds: dict[str, list[float]] = {}
+            for _, _, times in self._steps:
+                for took in times.actions:
+                    seconds.setdefault(took.action.kind.value, []).append(took.seconds)
+            told = RankTimes(
+                steps=len(self._steps),
+                step_s=median(step_s for step_s, _, _ in self._steps),
+                waited_s=median(times.waited_s for _, _, times in self._steps),
+                reduced_s=median(reduced_s for _, reduced_s, _ in self._steps),
+                actions={kind: Typical(len(values), median(values)) for kind, values in seconds.items()},
+                messages=_carried(self._messages),
+                reductions=_carried(self._reductions),
+            )
+            self._clear()
+            return told
+
+    def _clear(self) -> None:
+        for kept in (self._steps, self._messages, self._reductions):
+            kept.clear()
+
+
+def _carried(values: Collection[tuple[int, float]]) -> Carried | None:
+    if not values:
+        return None
+    return Carried(len(values), median(size for size, _ in values), median(seconds for _, seconds in values))

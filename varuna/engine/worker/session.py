@@ -1,0 +1,362 @@
+"""A worker's life: generations, one after another, and the loop over steps in between."""
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from torch import Tensor
+
+from varuna.core.errors import DamagedCheckpoint, FleetError, LinkError
+from varuna.core.membership import Membership
+from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.vote import StepTotals
+from varuna.data.samples import SampleSource
+from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.base.wait_bounds import Doing, Patience, Waiting, doing_of
+from varuna.engine.pipeline.action_times import StepTimes
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.losses import WeightFunction
+from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
+from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
+from varuna.engine.worker.reporting import Reporter
+from varuna.engine.worker.snapshotter import Snapshotter
+from varuna.engine.worker.step import overflowed, run_step
+from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
+from varuna.engine.worker.worker_state import WorkerState
+from varuna.process.console import warn
+from varuna.process.threads import join_all
+
+_EXIT_BOUND_S = 5.0
+_RECENT_STEPS = 32
+"""The median of so many tells how long a step takes: one may compile, or wait for code of the training loop."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A committed step, with its vote's totals."""
+
+    step: int
+    totals: StepTotals
+    generation: int
+    plan: Plan
+    is_main: bool
+    step_s: float
+    """from the first action to the update, on this rank"""
+
+
+class Session:
+    """Runs the steps of one job on one worker."""
+
+    def __init__(
+        self,
+        job: Job,
+        facts: JobFacts,
+        membership: Membership,
+        source: SampleSource,
+        *,
+        weight: WeightFunction | None,
+        saver: Snapshotter | None,
+        initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]],
+        connect: Callable[[Assignment], Any],
+        interface_host: str,
+        patience: Patience | None = None,
+    ) -> None:
+        """Prepare; nothing runs before ``steps``.
+
+        Args:
+            job: the captured job.
+            facts: the same for planner and manager.
+            membership: who decides on generations.
+            source: reads samples.
+            weight: the user's weight of a micro-batch, if any.
+            saver: writes checkpoints, if there is a directory.
+            initial: first values of named parameters, for a fresh start; checks the loss's weighing if told so.
+            connect: opens the store of an assignment.
+            interface_host: address that the data plane binds to.
+            patience: of waits for other ranks.
+        """
+        self._setting = Setting(job, source, weight, facts.steps, initial, connect, interface_host)
+        self._facts, self._membership, self._saver = facts, membership, saver
+        self.standing = WorkerState(membership)
+        self._stopping = False
+        self._shares = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
+        self._reporter = Reporter()
+        self._what, self._thread = "starting", threading.get_ident()
+        self._forming = ""  # what it says it does while it gets ready for a generation
+        self._is_settled = False  # a whole round of the loop was made: what is slow once only is over
+        self._told_times: StepTimes | None = None  # of the newest beat that carried any
+        self._patience, self._inbox = patience, Inbox()  # of the newest generation
+        self.current: Generation | None = None
+        self._assignment: Assignment | None = None  # of the newest stage
+
+    # -- called by the trainer -----------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Ask all ranks to leave the loop: the flag goes into the next vote."""
+        self._stopping = True
+
+    def close(self) -> None:
+        """Leave the last generation's groups, so that no thread of theirs outlives the process's main thread."""
+        if self.current is not None:
+            self.current.close(exiting=True)
+        self._inbox.abort(GenerationEnded(self.standing.generation))
+        if self._saver is not None:
+            self._saver.close()
+        self._membership.close()
+        join_all(_EXIT_BOUND_S)
+
+    def evaluate(self, work: EvaluationWork) -> EvaluationSums | None:
+        """The loss of other data, at the step that all ranks have just been given.
+
+        None if the generation ends meanwhile: training goes on, with whoever is left. The state is at rest, so the
+        manager gets its answer at once.
+
+        Raises:
+            FleetError: nothing has been trained yet.
+        """
+        generation = self.current
+        if generation is None:
+            raise FleetError("trainer.evaluate(dataset) works inside the training loop and after it: run a step first")
+        before, self._what = self._what, f"evaluates {work.examples} examples"
+        try:
+            return evaluate(generation, work)
+        except GenerationEnded:
+            return None
+        except LinkError as error:
+            self._membership.suspect(generation.assignment.generation, str(error))
+            if not self._membership.survives:
+                raise
+            return None
+        finally:
+            self._what = before
+
+    def steps(self) -> Iterator[Committed]:
+        """Join, run every generation, leave; yields each committed step once per generation that ran it.
+
+        Raises:
+            FleetError: the manager refused this worker or ended the run.
+            LinkError: a link broke and nobody can replace the generation.
+        """
+        standing, self._thread = self.standing, threading.get_ident()
+        streams = self._setting.job.lanes.streams
+        self._membership.join(
+            self._facts,
+            device=None if streams is None else streams.memory(),
+            beat=self._beat,
+            on_hold=standing.on_hold,
+            on_flag=standing.on_flag,
+        )
+        finished = False
+        while not finished:
+            self._what = "waits for an assignment"
+            directive = self._membership.next_directive()
+            if isinstance(directive, Finish):
+                if directive.reason:
+                    raise FleetError(directive.reason)
+                self._save_the_end()
+                if self._saver is not None:
+                    self._saver.flush()  # a leaving node may be the only one that has these shards
+                return
+            if isinstance(directive, Apply):
+                standing.apply_verdict(directive)
+            elif isinstance(directive, Assign):
+                finished = yield from self._run(directive.assignment)
+        self._farewell()
+        self._what = "saves the last checkpoint"
+        if self._saver is not None:
+            self._saver.flush()
+        standing.report_unrecorded()
+        self._membership.leaving(standing.next_step or 0)
+
+    def _save_the_end(self) -> None:
+        """A rank that was told the verdict on the last step has its part of the last checkpoint to write, too."""
+        stage, assignment = self.standing.stage, self._assignment
+        if stage is None or assignment is None or self._saver is None or not self.standing.is_over(self._facts.steps):
+            return
+        if self._saver.newest != (assignment.generation, stage.next_step):
+            self._what = "saves the last checkpoint"
+            self._saver.flush()
+            self._saver.save(stage, assignment)
+
+    # -- one generation ------------------------------------------------------------------------------------
+
+    def _run(self, assignment: Assignment) -> Generator[Committed, None, bool]:
+        """Form and run a generation; True (as the generator's value) if the loop is over."""
+        try:
+            generation = self._form(assignment)
+            if generation is None:
+                return False
+            return (yield from self._step_through(generation))
+        except GenerationEnded:
+            self.standing.give_up(assignment.generation)
+            self._close_current()
+        except (LinkError, DamagedCheckpoint) as error:
+            self._membership.suspect(assignment.generation, str(error))
+            if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
+                raise
+            self._what = "waits for the manager's decision about a broken link"
+            self.standing.suspend(assignment.generation)
+            self._close_current()
+        return False
+
+    def _form(self, assignment: Assignment) -> Generation | None:
+        """Groups, state, stage; None for a spare."""
+        standing, plan = self.standing, assignment.plan
+        inbox = Inbox(self._patience, who=_who(assignment), rank=assignment.rank, ranks=range(plan.workers))
+        standing.enter(assignment.generation, inbox)
+        self._what, self._inbox = f"forms generation {assignment.generation}", inbox
+        self._forming = self._what
+        try:
+            formed = form(self._setting, assignment, inbox, standing.states(), self._shares, self._doing, self._give_up)
+        except BaseException:
+            inbox.abort(GenerationEnded(assignment.generation))
+            raise
+        self._shares = formed.shares
+        if assignment.fresh or assignment.checkpoint is not None:
+            standing.forget_votes()
+        if assignment.is_spare:
+            standing.take(None)
+            formed.groups.abandon()
+            inbox.abort(GenerationEnded(assignment.generation))
+            return None
+        stage = build_stage(self._setting, assignment, formed.states)
+        standing.take(stage)
+        self._assignment = assignment
+        if self._saver is not None:
+            self._saver.begin(stage, assignment)
+        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage)
+        self._close_current()
+        self._reporter.begin()
+        inbox.pace(plan.step_s)
+        self.current = generation
+        return generation
+
+    def _step_through(self, generation: Generation) -> Generator[Committed, None, bool]:
+        """Run steps until the run, the generation or the user's patience ends; True if the run is over."""
+        stage, assignment, plan = generation.stage, generation.assignment, generation.plan
+        recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        while stage.next_step < self._facts.steps and not (plan.workers == 1 and self._stopping):
+            step = stage.next_step
+            begin_s = time.monotonic()
+            totals = self._one_step(generation, step)
+            step_s = time.monotonic() - begin_s
+            recent_s.append(step_s)
+            generation.inbox.pace(plan.step_s, median(recent_s))
+            is_over = totals.stop or stage.next_step == self._facts.steps
+            if totals.checkpoint or is_over:
+                self._save(generation, is_last=is_over)
+            self._what = f"runs the code of the training loop after step {step}"
+            with self.standing.resting(regroup=totals.regroup and not is_over):
+                yield Committed(step, totals, assignment.generation, plan, assignment.rank == 0, step_s)
+            self._is_settled = True
+            if is_over:
+                return True
+            generation.inbox.check()
+        self._save(generation, is_last=True)
+        return True
+
+    def _one_step(self, generation: Generation, step: int) -> StepTotals:
+        """Run a step; rank 0 reports it."""
+        self._what = f"runs step {step}"
+        vote, totals = run_step(
+            generation,
+            step,
+            flags=self._flags(generation, step),
+            shares=self._shares is not False,
+            remember=self.standing.remember,
+            reporter=self._reporter,
+        )
+        if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so nobody was asked
+            self._shares = self._shares or generation.stage.witness.used
+        if generation.assignment.rank == 0:
+            self._membership.voted(vote)
+        return totals
+
+    def _flags(self, generation: Generation, step: int) -> dict[str, float]:
+        """What this rank says in the vote besides norms and losses."""
+        flags = {"stop": float(self._stopping)}
+        if generation.assignment.rank == 0:
+            flags["regroup"] = float(self.standing.asked("regroup"))
+            flags["stop"] = float(self._stopping or self.standing.asked("stop"))
+            due = self._saver is not None and self._saver.is_due(step)
+            flags["checkpoint"] = float(self.standing.asked("checkpoint") or due)
+        if generation.reports_lr:
+            flags["lr"] = generation.stage.optimizer.lr or 0.0
+        return flags
+
+    def _save(self, generation: Generation, *, is_last: bool) -> None:
+        """Save the state as it is, unless that is done; the last save waits for the one before."""
+        stage, assignment = generation.stage, generation.assignment
+        trained = stage.next_step > assignment.next_step or not (assignment.fresh or assignment.checkpoint is not None)
+        if self._saver is None or not trained or self._saver.newest == (assignment.generation, stage.next_step):
+            return
+        if is_last:
+            self._saver.flush()
+        with generation.span("save", stage.next_step - 1):
+            self._saver.save(stage, assignment)
+
+    def _farewell(self) -> None:
+        """Nobody closes a link that a slower rank still needs for the last vote.
+
+        The run is complete by then: whoever is gone already is not missed.
+        """
+        generation = self.current
+        if generation is None or generation.groups.vote is None or generation.plan.workers == 1:
+            return
+        self._what = "waits for the other ranks to finish the last step"
+        with contextlib.suppress(GenerationEnded, LinkError):
+            generation.reducer.farewell()
+
+    def _close_current(self) -> None:
+        if self.current is not None:
+            self.current.close()
+            self.current = None
+
+    def _doing(self, tick: int = 0) -> Doing:
+        """What this rank does or waits for, for the manager and the other ranks."""
+        waiting, activity = self._inbox.waiting, self._what
+        is_running = activity.startswith("runs ")
+        if self.current is not None and waiting is None and activity.startswith("runs step"):
+            activity = self.current.runtime.activity
+        there, compiler = self._where(waiting), self._setting.job.compiler
+        takes_time = there.is_debugged or (compiler is not None and compiler.is_compiling) or not self._is_settled
+        return doing_of(activity, waiting, tick=tick, place=there.place, bounded=is_running and not takes_time)
+
+    def _where(self, waiting: Waiting | None) -> Whereabouts:
+        return whereabouts(self._thread, reads=waiting is not None and not waiting.awaited().on)
+
+    def _give_up(self, why: str) -> None:
+        """End this process, whose training thread cannot be made to stop: a morph goes on without it."""
+        warn(f"{why} It is here:\n{self._where(self._inbox.waiting).stack}")
+        os._exit(1)
+
+    def _beat(self) -> Beat:
+        current, standing, doing, waiting = self.current, self.standing, self._doing(), self._inbox.waiting
+        beat = Beat(
+            generation=standing.generation,
+            step=standing.next_step or 0,
+            activity=doing.text,
+            at_work=not doing.on,
+            forms=self._what == self._forming,
+            waits_s=time.monotonic() - waiting.since_s if waiting is not None and doing.on else 0.0,
+            times=self._reporter.drain(),
+        )
+        times = current.runtime.times if current is not None else None
+        if times is None or times is self._told_times:
+            return beat
+        self._told_times = times
+        forward_s, backward_s = times.per_micro_batch_s()
+        return beat.model_copy(update={"forward_s": forward_s, "backward_s": backward_s})
+
+
+def _who(assignment: Assignment) -> str:
+    rank, plan = assignment.rank, assignment.plan
+    return f"rank {rank} (a spare)" if assignment.is_spare else f"rank {rank} (stage {plan.place_of(rank).stage})"

@@ -1,0 +1,162 @@
+"""When a rank saves, and what: its share of the sections, copied at the end of a step, written in the background."""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.snapshot import Copied, Share, SnapshotBuffer, needed_bytes, shares_of
+from varuna.checkpoint.io.writer import BackgroundWriter
+from varuna.checkpoint.pieces import SMALLEST_PART_BYTES
+from varuna.core.errors import CheckpointError, StoreError
+from varuna.core.messages import Assignment
+from varuna.core.ready import DONE, Ready
+from varuna.core.saved import SavedShard
+from varuna.engine.stage.stage import Stage
+from varuna.process.console import warn
+from varuna.store.base import Store
+from varuna.store.retry import writer_id
+
+FLUSH_BOUND_S = 600.0
+"""How long the end of a run waits for the last checkpoint to be durable."""
+
+
+class _Snapshot(NamedTuple):
+    """What the buffer holds, and of which generation."""
+
+    assignment: Assignment
+    step: int
+    parts: list[Copied]
+    copied: Ready
+
+
+class Snapshotter:
+    """Decides (on rank 0) when a checkpoint is due, and copies this rank's share of it for the writer.
+
+    At most one copy of the rank's state is held, whatever happens: what is due meanwhile is skipped.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        every: int | timedelta,
+        on_saved: Callable[[SavedShard], None],
+        on_unsaved: Callable[[str], None] | None = None,
+        *,
+        smallest_part_bytes: int = SMALLEST_PART_BYTES,
+    ) -> None:
+        self._every, self._warn = every, on_unsaved or warn
+        self._last_s = time.monotonic()
+        self._asked, self._step_s = (-2, 0.0), 0.0  # newest step whose end was asked for, when, and how long one takes
+        self.newest = (-1, -1)
+        """generation of the newest save, and the steps that it contains"""
+        self._smallest_bytes = smallest_part_bytes
+        self._snapshot: _Snapshot | None = None
+        self._copied: Ready = DONE  # of the newest snapshot
+        self._buffer = SnapshotBuffer()
+        self._writer = BackgroundWriter(store, on_saved=on_saved, on_error=lambda error: self._warn(str(error)))
+
+    def is_due(self, step: int) -> bool:
+        """Whether the state after ``step`` should be saved; asked on rank 0 before it runs, told to all by the vote.
+
+        Of the ends of steps, the one that is nearest to the wished moment is taken.
+        """
+        if isinstance(self._every, int):
+            return (step + 1) % self._every == 0
+        now_s, (asked_step, asked_s) = time.monotonic(), self._asked
+        if step != asked_step:
+            self._step_s = now_s - asked_s if step == asked_step + 1 else 0.0
+            self._asked = step, now_s
+        return now_s + 1.5 * self._step_s - self._last_s >= self._every.total_seconds()
+
+    def begin(self, stage: Stage, assignment: Assignment) -> None:
+        """A generation starts: write what the dead of the one before have not, and make room for its snapshots.
+
+        Both happen in the background. Only who lives through a morph has something to write for others.
+        """
+        if self._snapshot is not None:
+            forsaken = _forsaken(self._snapshot, set(assignment.members))
+            if forsaken:
+                self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
+        self._snapshot, self._asked = None, (-2, 0.0)  # a morph is no step
+        stage.copied = self._copied  # it has taken over storages that may still be copied
+        expected = {section: _expected_state(stage, section) for section in stage.shares.held}
+        size_bytes = needed_bytes(self._shares(stage, assignment, expected))
+        lane = stage.job.lanes.saves
+        self._writer.do(lambda: self._buffer.reserve(size_bytes, lane))
+
+    def save(self, stage: Stage, assignment: Assignment) -> None:
+        """Copy the parts that fall to this replica; skipped if the last save is still being written."""
+        self._last_s, self.newest = time.monotonic(), (assignment.generation, stage.next_step)
+        if self._writer.is_saving:
+            self._warn(
+                f"the checkpoint of step {stage.next_step} is skipped, because the previous one is still being written"
+            )
+            return
+        self.flush()  # memory for it may still be made ready
+        states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
+        shares = self._shares(stage, assignment, states)
+        parts, copied = self._buffer.copy(shares, states, stage.job.lanes.saves)
+        self._copied = stage.copied = copied
+        self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
+        mine = [copied for copied in parts if copied.share.writer == stage.shares.replica]
+        if mine:
+            self._writer.submit(stage.next_step, mine, copied.wait)
+
+    def flush(self) -> None:
+        """Wait for the last save; says so if it does not end."""
+        if not self._writer.flush(FLUSH_BOUND_S):
+            self._warn(
+                f"the last checkpoint was still being written after {FLUSH_BOUND_S:.0f} s; the previous one stays valid"
+            )
+
+    def close(self) -> None:
+        """The process ends: let the writer finish what it can in a moment."""
+        self._writer.close()
+
+    def _shares(self, stage: Stage, assignment: Assignment, states: Mapping[int, SectionState]) -> list[Share]:
+        return shares_of(
+            list(states.values()),
+            replica=stage.shares.replica,
+            holders={section: stage.shares.holders[section] for section in states},
+            generation=assignment.generation,
+            smallest_bytes=self._smallest_bytes,
+        )
+
+
+def check_writable(store: Store) -> None:
+    """Find out now, not at the first save.
+
+    Raises:
+        CheckpointError: nothing can be written there.
+    """
+    probe = f"probe-{writer_id()}"
+    try:
+        store.put(probe, b"")
+        store.remove(probe)
+    except StoreError as error:
+        raise CheckpointError(str(error).replace(f"/{probe}", "")) from error
+
+
+def _forsaken(snapshot: _Snapshot, alive: set[str]) -> list[Copied]:
+    """Parts in our buffer whose writer is gone, and which fall to us."""
+    plan, members = snapshot.assignment.plan, snapshot.assignment.members
+    own = plan.place_of(snapshot.assignment.rank)
+    return [
+        copied
+        for copied in snapshot.parts
+        if copied.share.writer != own.replica and members[plan.rank_of(copied.share.writer, own.stage)] not in alive
+    ]
+
+
+def _expected_state(stage: Stage, section: int) -> SectionState:
+    """The section's state as it will be saved: before the first step the optimizer has none, so its size is guessed."""
+    state = stage.state_of(section, owned_only=True)
+    facts, own_bytes = stage.job.model.facts.sections[section], sum(value.nbytes for value in state.tensors.values())
+    guess_bytes = facts.optimizer_bytes * own_bytes // max(1, facts.parameter_bytes)  # tied ones may not be its own
+    if guess_bytes and not any(name.startswith("optimizer/") for name in state.tensors):
+        state.tensors["optimizer/"] = torch.empty(guess_bytes, dtype=torch.uint8, device="meta")
+    return state

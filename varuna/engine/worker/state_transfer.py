@@ -1,0 +1,64 @@
+"""State of sections from live holders to ranks that need it, when a generation begins."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
+from varuna.core.messages import Transfer
+from varuna.engine.base.transport import Group, Work
+from varuna.engine.stage.load_state import is_lent_along
+
+_TAG = 100_000
+
+
+def exchange(
+    group: Group, transfers: Sequence[Transfer], rank: int, held: Mapping[int, SectionState]
+) -> dict[int, SectionState]:
+    """Take part in all transfers at once; returns what this rank received.
+
+    Each is a length and then the section in the checkpoint's format, whole or without optimizer state. All sends and
+    receives are posted before any is waited for, so no order of transfers can deadlock.
+
+    Raises:
+        RuntimeError: a peer is gone (from gloo).
+    """
+    packed: dict[tuple[int, bool], Tensor] = {}
+    sends: list[Work] = []
+    receives: list[tuple[int, Transfer]] = []
+    for number, transfer in enumerate(transfers):
+        if transfer.source_rank == rank:
+            key = transfer.section, transfer.lent
+            if key not in packed:
+                state = _lent(held[transfer.section]) if transfer.lent else held[transfer.section]
+                packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
+            length = torch.tensor([packed[key].numel()], dtype=torch.int64)
+            sends.append(group.send(length, transfer.target_rank, _TAG + 2 * number))
+            sends.append(group.send(packed[key], transfer.target_rank, _TAG + 2 * number + 1))
+        elif transfer.target_rank == rank:
+            receives.append((number, transfer))
+    lengths = _receive_all(group, [(n, t, torch.zeros(1, dtype=torch.int64)) for n, t in receives], tag=_TAG)
+    empty = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
+    bodies = _receive_all(group, [(n, t, body) for (n, t), body in zip(receives, empty, strict=True)], tag=_TAG + 1)
+    for send in sends:
+        send.wait()
+    return {
+        transfer.section: from_bytes(body.numpy().tobytes())
+        for (_, transfer), body in zip(receives, bodies, strict=True)
+    }
+
+
+def _lent(state: SectionState) -> SectionState:
+    """The section for a rank that does not update it."""
+    return SectionState(
+        state.section,
+        {name: value for name, value in state.tensors.items() if is_lent_along(name)},
+        {name: value for name, value in state.scalars.items() if is_lent_along(name)},
+    )
+
+
+def _receive_all(group: Group, wanted: Sequence[tuple[int, Transfer, Tensor]], *, tag: int) -> list[Tensor]:
+    """Post all receives, then wait for each."""
+    works = [group.receive(buffer, transfer.source_rank, tag + 2 * number) for number, transfer, buffer in wanted]
+    return [work.wait() for work in works]

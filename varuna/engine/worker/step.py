@@ -1,0 +1,118 @@
+"""One step of a formed generation: F, R, B, reduce, vote, apply."""
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from varuna.core.messages import Vote
+from varuna.core.vote import StepTotals, VoteLayout
+from varuna.engine.pipeline.reduce import cast_vote
+from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.generation import Generation
+from varuna.engine.worker.reporting import Reporter
+
+
+def run_step(
+    generation: Generation,
+    step: int,
+    *,
+    flags: Mapping[str, float],
+    shares: bool,
+    remember: Callable[[Vote], None],
+    reporter: Reporter,
+) -> tuple[Vote, StepTotals]:
+    """Run and apply ``step``. Nothing may interrupt between the vote's result and the apply.
+
+    Args:
+        generation: formed.
+        step: the stage's next one.
+        flags: what this rank says in the vote besides norms and losses.
+        shares: apply before the vote, for a job whose steps talk across stages (or may: the first one finds out).
+        remember: gets the vote before it is applied.
+        reporter: hears what the step took.
+
+    Raises:
+        GenerationEnded: the manager ended the generation.
+        LinkError: a link broke, or nothing came within the bound.
+        DataError: stages disagree on a sample, or it is not what the model was captured with.
+    """
+    stage, plan = generation.stage, generation.plan
+    begin_s = time.monotonic()
+    generation.runtime.run(step)
+    stage.optimizer.prepare()  # after the last activation; gradients are still being reduced
+    with generation.span("reduce", step):
+        generation.reducer.finish(step)
+    reduced_at_s = time.monotonic()
+    vector = cast_vote(layout_of(stage), stage, generation.replica, generation.runtime.losses, dict(flags))
+    if plan.stages > 1 and shares:
+        with generation.span("share", step):
+            _apply_tentatively(generation, step, vector)
+    with generation.span("vote", step):
+        summed = generation.reducer.vote(step, vector)
+    vote = Vote(
+        generation=generation.assignment.generation,
+        step=step,
+        vector=summed,
+        wall_s=time.monotonic() - begin_s,
+        tally=layout_of(stage).tally(summed),
+    )
+    remember(vote)
+    with generation.span("apply", step):
+        totals = apply_vote(stage, step, summed)
+    if stage.shares.sends and not overflowed(stage.job.dtype, totals):
+        with generation.span("gather", step):
+            generation.reducer.gather(step)
+    _report(generation, reporter, begin_s, reduced_at_s)
+    return vote, totals
+
+
+def _report(generation: Generation, reporter: Reporter, begin_s: float, reduced_at_s: float) -> None:
+    times, reductions = generation.runtime.times, generation.reducer.reductions
+    if times is not None:
+        reporter.take(
+            times,
+            step_s=time.monotonic() - begin_s,
+            reduced_s=reduced_at_s - times.end_s,
+            messages=generation.runtime.take_sent(),
+            reductions=[reductions.popleft() for _ in range(len(reductions))],
+        )
+
+
+def apply_vote(stage: Stage, step: int, vector: Sequence[float]) -> StepTotals:
+    """Apply a step by the result of its vote, unless that is done."""
+    totals = layout_of(stage).read(vector)
+    stage.apply(step, _scale(stage, totals), overflowed=overflowed(stage.job.dtype, totals))
+    return totals
+
+
+def overflowed(dtype: torch.dtype, totals: StepTotals) -> bool:
+    """Whether an fp16 step is skipped: one decision for the job, since every rank reads the same vote."""
+    return dtype is torch.float16 and not math.isfinite(totals.grad_norm)
+
+
+def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> None:
+    stage = generation.stage
+    totals = layout_of(stage).read(generation.reducer.tally(step, vector))
+    if overflowed(stage.job.dtype, totals):
+        return
+    exchange = generation.reducer.exchange(step)
+    stage.apply_tentatively(_scale(stage, totals), exchange)
+    stage.witness.used |= exchange.used
+
+
+def layout_of(stage: Stage) -> VoteLayout:
+    """What lies where in the votes of a stage's plan."""
+    plan = stage.plan
+    return VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=stage.job.model.metrics)
+
+
+def _scale(stage: Stage, totals: StepTotals) -> float:
+    """Factor from the weighted sum of gradients to the clipped mean; 0 where no target was counted."""
+    if not totals.weight:
+        return 0.0
+    limit = stage.job.clip_grad_norm
+    clip = 1.0 if limit is None else min(1.0, limit / (totals.grad_norm + 1e-6))
+    return clip / totals.weight

@@ -1,0 +1,55 @@
+"""Which line of the user's code a thread is at, seen from another one: so that who waits for it can say where it is."""
+
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_OWN = str(Path(__file__).parents[2])
+_SKIPPED = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
+_SITE = "site-packages"
+_READS = "varuna-loader"
+_DEBUGGERS = ("pdb.py", "bdb.py", "debugpy", "pydevd", "IPython")
+"""Parts of paths: somebody looks at the process, and takes the time that it takes."""
+
+
+class Whereabouts(NamedTuple):
+    """Of a thread."""
+
+    place: str
+    """``file:line`` of the user's code that runs; empty if none does"""
+    is_debugged: bool
+    stack: str
+    """for people"""
+
+
+def whereabouts(thread: int, *, reads: bool) -> Whereabouts:
+    """Where a training thread is, or the thread that reads samples for it.
+
+    Args:
+        thread: its identifier.
+        reads: it waits for samples.
+    """
+    threads = [each.ident or 0 for each in threading.enumerate() if reads and each.name.startswith(_READS)]
+    frames = sys._current_frames()
+    found = [_of(frames[ident]) for ident in (*threads, thread) if ident in frames]
+    return next((each for each in found if each.place), found[-1] if found else Whereabouts("", False, ""))
+
+
+def _of(innermost: FrameType) -> Whereabouts:
+    place, is_open = "", True
+    is_debugged, frame = False, innermost
+    while frame is not None:
+        file = frame.f_code.co_filename
+        is_debugged |= any(part in Path(file).parts for part in _DEBUGGERS)
+        is_open &= not file.startswith(_OWN)  # what called the engine does not run
+        is_ours = file.startswith(_SKIPPED) and _SITE not in file.removeprefix(_SKIPPED[0])
+        if not place and is_open and not is_ours:
+            place = f"{file}:{frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return Whereabouts(place, is_debugged, "".join(traceback.format_stack(innermost)))

@@ -1,0 +1,188 @@
+"""Where a worker stands: its generation, the state that it holds, and what it reports when a generation ends.
+
+The training thread runs everything here but ``on_hold`` and ``on_flag``, which the membership calls on its own
+thread. Whoever finds the state at rest (between steps, or no part of a generation) may report it.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.errors import WorkerError
+from varuna.core.membership import Membership
+from varuna.core.messages import Apply, Flag, Held, Vote
+from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.step import apply_vote, layout_of
+
+_VOTES_KEPT = 256
+"""Unrecorded vote results that a rank remembers: the manager may be away that many steps."""
+
+
+class WorkerState:
+    """The state that this worker holds, guarded against the membership's thread."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._lock = threading.RLock()
+        self._inbox: Inbox | None = None
+        self._ended = -1  # newest generation that the manager has ended
+        self._reported = -1  # newest generation whose end was answered
+        self._asked: dict[Flag, int] = {}  # by flag: the generation whose next vote carries it
+        self._at_rest = True
+        self._votes: deque[Vote] = deque(maxlen=_VOTES_KEPT)
+        self.generation = -1
+        self.stage: Stage | None = None
+
+    @property
+    def next_step(self) -> int | None:
+        """Steps that the state contains; None without state."""
+        return self.stage.next_step if self.stage is not None else None
+
+    def states(self) -> dict[int, SectionState]:
+        """State of every section held, as references; of lent ones without optimizer state, unless outdated."""
+        stage = self.stage
+        if stage is None:
+            return {}
+        return {section: stage.state_of(section) for section in (*stage.shares.held, *stage.shares.at_hand)}
+
+    # -- into a generation -----------------------------------------------------------------------------------
+
+    def enter(self, generation: int, inbox: Inbox) -> None:
+        """The training thread begins to form a generation.
+
+        Raises:
+            GenerationEnded: the manager has ended it already.
+        """
+        if self.stage is not None:
+            self.stage.roll_back()  # a new generation: the verdict on a tentative step was not COMMIT
+        with self._lock:
+            self.generation, self._inbox, self._at_rest = generation, inbox, False
+            if self._ended >= generation:
+                raise GenerationEnded(generation)
+
+    def forget_votes(self) -> None:
+        """Begin anew or from a checkpoint: older votes are of steps that will be run again."""
+        self._votes.clear()
+
+    def take(self, stage: Stage | None) -> None:
+        """Hold this state from now on; None: a spare, which holds nothing and is at rest."""
+        with self._lock:
+            self.stage = stage
+            self._at_rest = stage is None
+            if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
+                self._end(self.generation)
+
+    def asked(self, flag: Flag) -> bool:
+        """Whether the manager wants ``flag`` in the next vote; a checkpoint is asked for once."""
+        with self._lock:
+            is_asked = self._asked.get(flag) == self.generation
+            if is_asked and flag == "checkpoint":
+                del self._asked[flag]
+            return is_asked
+
+    # -- votes -----------------------------------------------------------------------------------------------
+
+    def remember(self, vote: Vote) -> None:
+        """Keep the result of a vote, for whoever has not got it; of those before it what nobody has written down."""
+        with self._lock:
+            if self._votes:
+                self._votes[-1] = self._votes[-1].shortened()
+            recorded = self._membership.recorded_step
+            while self._votes and self._votes[0].step <= recorded:
+                self._votes.popleft()
+            self._votes.append(vote)
+
+    def report_unrecorded(self) -> None:
+        """Rank 0 may have died before it reported the last steps: say again what nobody has written down."""
+        for vote in self._votes:
+            if vote.step > self._membership.recorded_step:
+                self._membership.voted(vote)
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the newest vote that the state contains ended the training, after ``steps`` steps or by its flag."""
+        stage, newest = self.stage, self._votes[-1] if self._votes else None
+        if stage is None or newest is None or newest.step != stage.next_step - 1:
+            return False
+        return stage.next_step == steps or layout_of(stage).read(newest.vector).stop
+
+    def apply_verdict(self, directive: Apply) -> None:
+        """The verdict is COMMIT: some survivor held the vote's result, and here the reduced gradients wait."""
+        with self._lock:
+            if self.stage is None:
+                raise WorkerError("was told to apply a step, but holds no state")
+            self.remember(directive.vote)
+            apply_vote(self.stage, directive.vote.step, directive.vote.vector)
+            self._report(directive.generation)
+
+    # -- out of a generation ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def resting(self, *, regroup: bool) -> Iterator[None]:
+        """The user's code runs: the state is at rest, and a hold is answered at once.
+
+        A planned regroup waits for that code, which may evaluate, unless the manager loses patience.
+        """
+        with self._lock:
+            self._at_rest = True
+            if self._ended >= self.generation:
+                self._end(self.generation)
+        yield
+        with self._lock:
+            if regroup:
+                self._end(self.generation)
+            self._at_rest = False
+
+    def on_hold(self, generation: int) -> None:
+        """The manager has ended a generation."""
+        with self._lock:
+            self._ended = max(self._ended, generation)
+            if generation < self.generation and self.generation >= 0:
+                return
+            if self._at_rest:
+                self._end(generation)
+            elif self._inbox is not None:
+                self._inbox.abort(GenerationEnded(generation))
+
+    def on_flag(self, generation: int, flag: Flag) -> None:
+        """The manager wants all ranks to do the same after one step."""
+        with self._lock:
+            self._asked[flag] = generation
+
+    def give_up(self, generation: int) -> None:
+        """The training thread has stopped: report, unless that is done."""
+        with self._lock:
+            self._at_rest = True
+            self._end(max(generation, self._ended))
+
+    def suspend(self, generation: int) -> None:
+        """A link broke: the manager finds out who is gone, and ends the generation."""
+        with self._lock:
+            self._at_rest = True
+            if self._ended >= generation:
+                self._end(generation)
+
+    def _end(self, generation: int) -> None:
+        """End a generation here and report, once; the lock is held."""
+        if self._inbox is not None:
+            self._inbox.abort(GenerationEnded(generation))
+        if self._reported < generation:
+            self._reported = generation
+            self._report(generation)
+
+    def _report(self, generation: int) -> None:
+        shares = self.stage.shares if self.stage is not None else None
+        recorded = self._membership.recorded_step
+        unrecorded = [vote for vote in self._votes if vote.step > recorded]
+        votes = tuple(unrecorded or list(self._votes)[-1:])  # the newest always: it may decide the verdict
+        self._membership.held(
+            Held(
+                generation=generation,
+                next_step=self.next_step,
+                sections=shares.held if shares is not None else (),
+                lent=shares.at_hand if shares is not None else (),
+                votes=votes,
+            )
+        )

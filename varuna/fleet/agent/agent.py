@@ -1,0 +1,402 @@
+"""``varuna agent``: one machine's part in a run. It starts workers, keeps them alive, and speaks for them.
+
+Workers talk to the agent over loopback, as they talk to the manager of ``varuna run``; the agent relays. A manager
+that is away does not disturb them: what counts is remembered (``worker_record``) and told when it is back.
+"""
+
+import queue
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from varuna.core.errors import FleetError
+from varuna.core.messages import Assign, Beat, FromWorker, Leaving, Offered, Sought, ToWorker
+from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
+from varuna.fleet.agent.join import job_identity
+from varuna.fleet.agent.log_forwarder import LogForwarder
+from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, ManagerClient, Refused, Trouble, Welcomed
+from varuna.fleet.agent.slots import Slot, Slots
+from varuna.fleet.agent.worker_records import WorkerRecords
+from varuna.fleet.net.client import VoidSecretError
+from varuna.fleet.net.host_facts import HostWatch
+from varuna.fleet.net.protocol import (
+    MAX_REASON,
+    Dismiss,
+    DownBody,
+    End,
+    Exited,
+    Output,
+    Parted,
+    Printed,
+    ProcessEnded,
+    Said,
+    SpotNoticeSeen,
+    Started,
+    Tell,
+)
+from varuna.fleet.net.requests import first_problem
+from varuna.fleet.state.inputs import ConnectionLost, MessageReceived, WorkerExited
+from varuna.fleet.workers.launcher import Launcher
+from varuna.fleet.workers.worker_server import WorkerServer
+from varuna.process.signals import handled
+
+SIGTERM_NOTICE_S = 25.0
+"""What a SIGTERM leaves us: Kubernetes and Slurm kill after 30 s."""
+_TICK_S = 0.25
+_FIRST_WELCOME_S = 600.0  # a machine may boot before its manager does
+_LEAVE_S = 8.0  # for workers that were sent home; less than a manager waits for its agents
+_FLUSH_S = 5.0
+_LOGS_KEPT = 64
+_FULL_S = 30.0  # until a disk that took nothing is tried again
+_ALONE_S = 60.0  # with no worker and no manager
+_STUCK_S = 1800.0  # with neither a manager nor a step: a machine that costs money and does nothing
+
+
+@dataclass(frozen=True)
+class SpotWarning:
+    """This machine will be taken away in ``in_s`` seconds."""
+
+    in_s: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Impatience:
+    """A second signal."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class _Confirmed:
+    outputs: list[Output]
+
+
+_Input = (
+    MessageReceived | ConnectionLost | WorkerExited | FromUplink | SpotWarning | DownBody | _Impatience | _Confirmed
+)
+
+
+@dataclass(frozen=True)
+class AgentConfig:
+    """What an agent runs, and how."""
+
+    script: Path
+    args: tuple[str, ...]
+    workers: int
+    interface: str = ""
+    """Address that the workers' data plane binds to; empty: the one that leads to the manager."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Agent:
+    """One agent; ``run`` may be called once, on a thread that outlives the workers. ``notify`` is for any thread.
+
+    Args:
+        place: where the manager is.
+        home: the agent's folder.
+        card: who it is.
+        config: what it runs.
+        tell: shows a line to whoever watches.
+    """
+
+    def __init__(
+        self,
+        place: ManagerAddress,
+        home: AgentFolder,
+        card: AgentIdentity,
+        config: AgentConfig,
+        tell: Callable[[str], None],
+    ) -> None:
+        self._home, self._card, self._config, self._tell = home, card, config, tell
+        self._inputs: queue.SimpleQueue[_Input] = queue.SimpleQueue()
+        self._slots = Slots(config.workers)
+        self._roster = WorkerRecords(kept=4 * config.workers)
+        token = secrets.token_urlsafe(24)
+        self._server = WorkerServer(port=0, token=token, on_event=self._inputs.put)
+        self._local = {"VARUNA_MANAGER": self._server.worker_url, "VARUNA_TOKEN": token}
+        self._launcher = Launcher(
+            [str(config.script), *config.args],
+            environment=config.environment,
+            run_dir=home.logs_of(card),
+            on_exit=self._inputs.put,
+            write=self._print,
+        )
+        self._forwarder = LogForwarder(home.logs_of(card))
+        self._host = HostWatch(home.folder)
+        self._uplink = ManagerClient(
+            place,
+            card.identity,
+            job_identity(config.script, config.args),
+            charges=self._roster.charges,
+            beats=self._roster.beats,
+            host=lambda: self._host.newest,
+            on_event=self._inputs.put,
+            on_body=self._inputs.put,
+            on_confirmed=lambda outputs: self._inputs.put(_Confirmed(outputs)),
+        )
+        self._place, self._run, self._interface, self._main = place, "", config.interface, ""
+        self._connected = self._complained = False
+        self._notice_until_s: float | None = None
+        self._notice_reason = ""
+        self._quiet_since_s = time.monotonic()  # since when there is neither a worker nor a manager
+        self._progress_s = time.monotonic()  # newest moment at which a step was done, or the manager was there
+        self._exit: int | None = None
+
+    def notify(self, notice: SpotWarning) -> None:
+        """This machine will be taken away."""
+        self._inputs.put(notice)
+
+    def run(self) -> int:
+        """Serve the run until it is over, or this machine is; leaves no process running. Returns the exit code.
+
+        Raises:
+            FleetError: the manager refuses this agent, or cannot be reached for ten minutes at the start.
+        """
+        begin_s = time.monotonic()
+        self._server.start()
+        self._host.start()
+        self._uplink.start()
+        try:
+            with handled(self._on_signal):
+                while self._exit is None:
+                    self._take_next()
+                    self._tend(time.monotonic())
+                    if not self._run and time.monotonic() > begin_s + _FIRST_WELCOME_S:
+                        raise FleetError(f"no manager answered at {self._place} for {_FIRST_WELCOME_S:.0f} s")
+        finally:
+            if left := self._launcher.stop_all(0.0):
+                self._tell(left)
+            self._last_words()
+            self._host.stop()
+            self._uplink.stop(_FLUSH_S if self._connected else 0.0)
+            self._server.stop()
+        return self._exit
+
+    # -- what happens --------------------------------------------------------------------------------------
+
+    def _take_next(self) -> None:
+        """What happens next, if anything does soon; what cannot be said in a message is said here, and left out."""
+        try:
+            self._take(self._inputs.get(timeout=_TICK_S))
+        except queue.Empty:
+            pass
+        except ValidationError as error:
+            self._tell(
+                "a message to the manager was dropped because of an internal error (please report it): "
+                f"{first_problem(error)}"
+            )
+
+    def _take(self, event: _Input) -> None:
+        match event:
+            case MessageReceived(worker=worker, message=message):
+                self._hear(worker, message)
+            case ConnectionLost(worker=worker):
+                self._uplink.send(Parted(worker=worker))
+            case WorkerExited():
+                self._note_exit(event)
+            case SpotWarning(in_s=in_s, reason=reason):
+                self._note_notice(in_s, reason)
+            case _Impatience(number=number):
+                self._exit = 128 + number
+            case _:
+                self._take_from_manager(event)
+
+    def _take_from_manager(self, event: FromUplink | DownBody | _Confirmed) -> None:
+        match event:
+            case Welcomed():
+                self._meet(event)
+            case Trouble(reason=reason, was_welcome=was_welcome):
+                self._note_trouble(reason, was_welcome)
+            case Refused(reason=reason, is_void=is_void):
+                raise VoidSecretError(reason) if is_void else FleetError(reason)
+            case Tell(worker=worker, message=message):
+                self._pass_on(worker, message)
+            case End(worker=worker):
+                self._launcher.kill(worker)
+            case Dismiss():
+                self._leave(event)
+            case _Confirmed(outputs=outputs):
+                self._forwarder.confirmed(outputs)
+
+    def _pass_on(self, worker: str, message: ToWorker) -> None:
+        """The manager tells a worker something."""
+        self._roster.told(worker, message)
+        if isinstance(message, Assign):
+            self._note_main(worker, message)
+        self._server.send(worker, message)
+
+    def _hear(self, worker: str, message: FromWorker) -> None:
+        """A worker said something: beats wait for the next pulse, the rest goes at once."""
+        is_ours, got_on = self._roster.hear(worker, message)
+        if got_on:
+            self._progress_s = time.monotonic()
+        if isinstance(message, Offered | Sought) and not self._connected:
+            return  # it is said again for as long as somebody needs it
+        if is_ours and not isinstance(message, Beat):
+            self._uplink.send(Said(worker=worker, message=message))
+
+    def _meet(self, event: Welcomed) -> None:
+        """Greet the manager after connecting."""
+        welcome = event.welcome
+        self._connected = True
+        self._interface = self._interface or event.interface
+        if self._run and welcome.run != self._run:
+            self._tell("the manager started another run; restarting this machine's workers")
+            self._roster.clear()
+            self._slots.begin_anew()
+            for worker in self._slots.workers:
+                self._launcher.kill(worker)
+        elif not self._run:
+            self._tell(f"joined the run as {self._card.identity.node}; data plane on {self._interface}")
+        else:
+            self._tell("connected to the manager again")
+        self._run = welcome.run
+        if not welcome.resumed:
+            self._forwarder.begin(event.epoch, welcome.kept)
+            if self._notice_until_s is not None:
+                self._say_notice()
+
+    def _note_trouble(self, reason: str, was_welcome: bool) -> None:
+        """The connection broke; it is made again until somebody answers. Said once."""
+        if was_welcome:
+            self._tell(f"lost the manager at {self._place} ({reason}); workers continue to train")
+        elif not self._run and not self._complained:
+            self._tell(f"{reason} Trying again for {_FIRST_WELCOME_S / 60:.0f} minutes.")
+            self._complained = True
+        self._connected = False
+
+    def _note_exit(self, event: WorkerExited) -> None:
+        """Record that a worker's process ended."""
+        if not self._slots.ended(event.worker, event.code, time.monotonic()):
+            return
+        exited = Exited.of(event.code, event.stderr_tail)
+        if self._roster.ended(event.worker, exited):
+            self._uplink.send(ProcessEnded(worker=event.worker, exited=exited))
+
+    def _note_notice(self, in_s: float, reason: str) -> None:
+        """Record a preemption notice; of several, the earliest deadline counts."""
+        until_s = time.monotonic() + in_s
+        if self._notice_until_s is None or until_s < self._notice_until_s:
+            self._notice_until_s, self._notice_reason = until_s, reason
+            self._tell(f"this machine will leave in {in_s:.0f} s ({reason})")
+            self._say_notice()
+
+    def _say_notice(self) -> None:
+        assert self._notice_until_s is not None
+        left_s = max(0.0, self._notice_until_s - time.monotonic())
+        self._uplink.send(SpotNoticeSeen(in_s=left_s, reason=self._notice_reason[:MAX_REASON]))
+
+    def _note_main(self, worker: str, message: Assign) -> None:
+        """Only the main worker's lines are shown, wherever it runs."""
+        if message.assignment.rank == 0:
+            self._main = worker
+        elif self._main == worker:
+            self._main = ""
+        self._launcher.set_main(self._main)
+
+    def _leave(self, dismissal: Dismiss) -> None:
+        """Wait until workers that were released have ended, then exit."""
+        self._tell(dismissal.reason)
+        for ward in self._roster.all():
+            if ward.hello is None:  # it is still starting, and would wait for a part that never comes
+                self._launcher.kill(ward.name)
+        self._launcher.stop_all(_LEAVE_S)
+        if dismissal.drained:
+            self._home.forget()
+        self._exit = dismissal.exit_code
+
+    # -- time passes ---------------------------------------------------------------------------------------
+
+    def _tend(self, now_s: float) -> None:
+        """Start workers, forward logs, and see whether there is anything left to do."""
+        if self._exit is not None:
+            return
+        if self._run and self._connected and self._notice_until_s is None:
+            for slot in self._slots.due(now_s):
+                self._start(slot, now_s)
+        if self._connected:
+            for output in self._forwarder.take():
+                self._uplink.send(output, epoch=self._forwarder.epoch)
+        if self._notice_until_s is not None and now_s >= self._notice_until_s:
+            self._tell("the notice period is over")
+            self._exit = 0
+        if self._connected:
+            self._progress_s = now_s
+        elif self._run and now_s > self._progress_s + _STUCK_S:
+            self._tell(f"no manager and no step for {_STUCK_S / 60:.0f} minutes; exiting")
+            self._exit = 1
+        busy = not self._run or not self._slots.all_done
+        if busy:
+            self._quiet_since_s = now_s
+        elif now_s > self._quiet_since_s + _ALONE_S:
+            self._end_alone()
+
+    def _start(self, slot: Slot, now_s: float) -> None:
+        number = self._card.next_worker
+        card = self._card.model_copy(update={"next_worker": number + 1})
+        try:
+            self._home.write(card)  # first: after a restart no number may be used twice
+        except OSError as error:
+            slot.start_at_s = now_s + _FULL_S
+            self._tell(
+                f"cannot start a worker: {self._home.folder} is not writable ({error.strerror}). Free some space"
+            )
+            return
+        self._card = card
+        name = f"{self._card.identity.node}.{number}"
+        self._roster.add(name)
+        self._slots.started(slot, name, now_s)
+        more = {**self._local, "VARUNA_INTERFACE": self._interface, "LOCAL_RANK": str(slot.index)}
+        self._uplink.send(Started(worker=name))
+        self._launcher.spawn(name, more)
+        self._home.prune(self._card, _LOGS_KEPT + len(self._slots))
+
+    def _end_alone(self) -> None:
+        """End because all workers ended and the manager gave no instruction."""
+        wards = self._roster.all()
+        codes = [
+            ward.exited.code for ward in wards if ward.exited is not None and not isinstance(ward.leaving, Leaving)
+        ]
+        worst = max((abs(code) for code in codes), default=0)
+        text = next((w.exited.stderr_tail for w in reversed(wards) if w.exited is not None and w.exited.code), "")
+        if worst and text:
+            self._tell(text.rstrip())
+        self._tell("no workers left and no instructions from the manager; exiting")
+        self._exit = 1 if worst else 0
+
+    def _last_words(self) -> None:
+        """What happened since the last look, and the rest of the logs."""
+        while True:
+            try:
+                event = self._inputs.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(event, WorkerExited):
+                self._note_exit(event)
+        if self._connected:
+            for output in self._forwarder.take():
+                self._uplink.send(output, epoch=self._forwarder.epoch)
+
+    # -- other threads -------------------------------------------------------------------------------------
+
+    def _print(self, line: bytes) -> None:
+        self._uplink.send(Printed(worker=self._main or self._card.identity.node + ".0", data=line[: 2**15]))
+
+    def _on_signal(self, number: int) -> None:
+        """The first one is a notice; a second one means now."""
+        if self._notice_until_s is not None:
+            self._inputs.put(_Impatience(number))
+        else:
+            self._inputs.put(SpotWarning(SIGTERM_NOTICE_S, f"received {signal.Signals(number).name}"))
+
+
+def to_stderr(line: str) -> None:
+    """Print a line to standard error."""
+    print(f"varuna agent: {line}", file=sys.stderr, flush=True)

@@ -1,0 +1,61 @@
+"""Logs of an agent's workers on their way to the manager: read from files, so that nothing piles up in memory."""
+
+import contextlib
+from pathlib import Path
+
+from varuna.fleet.net.protocol import OUTPUT_CHUNK_BYTES, Output
+
+_WINDOW_BYTES = 512 * 2**10
+
+
+class LogForwarder:
+    """Knows how far each log was sent; for one thread.
+
+    Offsets count what a worker wrote; a file that somebody truncated since begins further on.
+
+    Args:
+        folder: has ``<worker>.log``, of one agent's workers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sent: dict[str, int] = {}
+        self._begins: dict[str, int] = {}  # offset of the first byte in the file
+        self._sizes: dict[str, int] = {}  # of the file, when it was looked at last
+        self._under_way = 0
+        self.epoch = 0
+        """Of the uplink: what was taken in one is worth nothing in the next."""
+
+    def begin(self, epoch: int, kept: dict[str, int]) -> None:
+        """A new epoch; ``kept`` says how much of each log the manager has."""
+        self.epoch, self._sent, self._under_way = epoch, dict(kept), 0
+
+    def confirmed(self, outputs: list[Output]) -> None:
+        """The manager has these."""
+        self._under_way = max(0, self._under_way - sum(len(output.data) for output in outputs))
+
+    def take(self) -> list[Output]:
+        """What may be sent now; a log that cannot be read, such as one that was just removed, is left alone."""
+        taken: list[Output] = []
+        for path in sorted(self._folder.glob("*.log")):
+            with contextlib.suppress(OSError):
+                self._take_from(path, taken)
+        return taken
+
+    def _take_from(self, path: Path, taken: list[Output]) -> None:
+        worker = path.stem
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size < (known := self._sizes.get(worker, 0)):
+                self._begins[worker] = self._begins.get(worker, 0) + known
+            self._sizes[worker] = size
+            begin = self._begins.get(worker, 0)
+            self._sent[worker] = max(begin, self._sent.get(worker, 0))
+            while (offset := self._sent[worker]) < begin + size and self._under_way < _WINDOW_BYTES:
+                file.seek(offset - begin)
+                data = file.read(OUTPUT_CHUNK_BYTES)
+                if not data:
+                    break
+                taken.append(Output(worker=worker, offset=offset, data=data))
+                self._sent[worker] = offset + len(data)
+                self._under_way += len(data)

@@ -1,0 +1,377 @@
+"""The agent's connection to its manager: one event loop, one TLS connection at a time, made again when it breaks."""
+
+import asyncio
+import contextlib
+import logging
+import random
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+
+from varuna.core.errors import FleetError
+from varuna.core.messages import MAX_FRAME_BYTES, Beat
+from varuna.fleet.net.ca import SERVER_NAME, client_context
+from varuna.fleet.net.channel import Channel, ChannelFullError
+from varuna.fleet.net.client import explain, reason
+from varuna.fleet.net.host_facts import HostFacts
+from varuna.fleet.net.outgoing import Outgoing
+from varuna.fleet.net.protocol import (
+    BAD_JOB,
+    BAD_MESSAGE,
+    DownBody,
+    DownItem,
+    Greet,
+    Identity,
+    JobIdentity,
+    Output,
+    Printed,
+    Pulse,
+    UpBody,
+    UpItem,
+    Welcome,
+    WorkerSnapshot,
+    down_frame,
+)
+
+_PULSE_S = 1.0
+_SILENCE_S = 8.0
+_OPEN_S = 10.0
+_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
+_START_S = 10.0
+_MOST_FAULTS = 5  # connections in a row that end with an error that nobody foresaw
+_MOST_REJECTIONS = 20  # the same with words that the manager does not take
+_ITEMS_WAITING = 8192
+_PRINTED_WAITING = 1000
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ManagerAddress:
+    """A manager's address, and the authority that vouches for it."""
+
+    host: str
+    port: int
+    certificate_pem: str
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Welcomed:
+    """The manager answered: both sides go on, or it has to be told everything anew."""
+
+    welcome: Welcome
+    epoch: int
+    """Grows whenever the manager has to be told everything anew."""
+    interface: str
+    """Own address on the way to the manager."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The manager does not want this agent, or this side cannot go on: nothing is tried any more."""
+
+    reason: str
+    is_void: bool = False
+    """Its secret: another token may help."""
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """The connection broke, or could not be made; it is tried again."""
+
+    reason: str
+    was_welcome: bool
+
+
+FromUplink = Welcomed | Refused | Trouble
+"""What the agent hears of its connection, besides what the manager says."""
+
+
+class ManagerClient:
+    """Owns a thread with an event loop; ``send``, ``start`` and ``stop`` may be called by any thread.
+
+    Args:
+        place: where the manager is.
+        identity: who we are.
+        job: what we run.
+        charges: all workers with what counts of them; called on the loop.
+        beats: new beats; called on the loop.
+        host: what is known of this machine; called on the loop.
+        on_event: hears of the connection, on the loop.
+        on_body: hears what the manager says, on the loop.
+        on_confirmed: hears of output that the manager has, on the loop.
+    """
+
+    def __init__(
+        self,
+        place: ManagerAddress,
+        identity: Identity,
+        job: JobIdentity,
+        *,
+        charges: Callable[[], tuple[WorkerSnapshot, ...]],
+        beats: Callable[[], dict[str, Beat]],
+        host: Callable[[], HostFacts | None] = lambda: None,
+        on_event: Callable[[FromUplink], None],
+        on_body: Callable[[DownBody], None],
+        on_confirmed: Callable[[list[Output]], None],
+    ) -> None:
+        self.place, self._identity, self._job = place, identity, job
+        self._charges, self._beats, self._host = charges, beats, host
+        self._on_event, self._on_body, self._on_confirmed = on_event, on_body, on_confirmed
+        self._tls = client_context(place.certificate_pem)
+        self._session = secrets.token_hex(8)
+        self._manager = self._run = ""
+        self._channel: Channel[UpBody] = Channel(_ITEMS_WAITING)
+        self._outgoing: Outgoing[UpBody] | None = None
+        self._connections = self._epoch = self._rejections = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=self._stay, name="varuna-uplink", daemon=True)
+
+    def start(self) -> None:
+        """Connect, and stay connected.
+
+        Raises:
+            FleetError: the thread's event loop did not start within 10 s.
+        """
+        self._thread.start()
+        if not self._ready.wait(_START_S):
+            raise FleetError(
+                f"the event loop of the connection to {self.place} did not start within {_START_S:.0f} s. Is this "
+                "machine short of memory, processes or open files? Look at `ulimit -a`."
+            )
+
+    def stop(self, flush_s: float) -> None:
+        """Wait at most ``flush_s`` until the manager has everything, then close."""
+        self._call(self._finish, flush_s)
+        self._thread.join(flush_s + _OPEN_S)
+
+    def send(self, body: UpBody, *, epoch: int | None = None) -> None:
+        """Queue a message; with ``epoch``, only if that is still the one that counts."""
+        self._call(self._enqueue, body, epoch)
+
+    def _call(self, work: Callable[..., object], *args: object) -> None:
+        if self._loop is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it ended just now
+                self._loop.call_soon_threadsafe(work, *args)
+
+    def _stay(self) -> None:
+        """The thread: whatever ends it, the agent hears of it, for without it nobody hears of the agent."""
+        try:
+            asyncio.run(self._main())
+        except Exception as error:  # noqa: BLE001
+            self._on_event(
+                Refused(f"the connection to {self.place} failed with an internal error (please report it): {error!r}")
+            )
+
+    # -- on the loop ---------------------------------------------------------------------------------------
+
+    async def _main(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self._ready.set()
+        delay_s, faults = _FIRST_DELAY_S, 0
+        with contextlib.suppress(asyncio.CancelledError):
+            while True:
+                before, fault = self._connections, None
+                try:
+                    trouble = await self._one_connection()
+                except InvalidStatus as error:
+                    if error.response.status_code == 403:
+                        said = reason(bytes(error.response.body or b""))
+                        self._on_event(Refused(f"the manager at {self.place} refused this agent: {said}", is_void=True))
+                        return
+                    trouble = str(explain(error, str(self.place)))
+                except (OSError, TimeoutError, InvalidHandshake) as error:  # ssl.SSLError is an OSError
+                    trouble = str(explain(error, str(self.place)))
+                except FleetError as error:
+                    self._on_event(Refused(str(error)))
+                    return
+                except Exception as error:
+                    fault, trouble = error, f"internal error (please report it): {error!r}"
+                    log.exception("the connection to %s ended with an unexpected error", self.place)
+                    self._begin_anew()  # whatever was said halfway is said again
+                faults = 0 if fault is None else faults + 1
+                if fault is not None and faults == _MOST_FAULTS:
+                    raise fault
+                if self._rejections == _MOST_REJECTIONS:
+                    text = (
+                        f"the manager at {self.place} rejected this agent's messages {_MOST_REJECTIONS} times: "
+                        f"{trouble}"
+                    )
+                    self._on_event(Refused(text))
+                    return
+                was_welcome = self._connections > before
+                is_well = was_welcome and not faults and not self._rejections
+                delay_s = _FIRST_DELAY_S if is_well else min(_LONGEST_DELAY_S, delay_s * 1.7)
+                self._on_event(Trouble(trouble, was_welcome))
+                await _pause(random.uniform(0.5, 1.0) * delay_s)
+
+    async def _one_connection(self) -> str:
+        """Connect, greet, talk until it breaks; returns why it did.
+
+        Raises:
+            FleetError: the manager refuses this agent for good.
+            OSError: it cannot be reached; also TimeoutError and InvalidHandshake.
+        """
+        async with connect(
+            f"wss://{_bracketed(self.place.host)}:{self.place.port}/agent?node={self._identity.node}",
+            ssl=self._tls,
+            server_hostname=SERVER_NAME,
+            additional_headers={"Authorization": f"Bearer {self._identity.secret}"},
+            compression=None,
+            max_size=MAX_FRAME_BYTES,
+            open_timeout=_OPEN_S,
+            close_timeout=1.0,
+            ping_interval=None,  # pulses say more
+            proxy=None,
+        ) as websocket:
+            try:
+                return await self._talk(websocket)
+            except ConnectionClosed as closed:
+                code = closed.rcvd.code if closed.rcvd is not None else None
+                why = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
+                self._rejections = self._rejections + 1 if code == BAD_MESSAGE else 0
+                if code == BAD_JOB:
+                    raise FleetError(f"the manager at {self.place} refused this agent: {why}") from closed
+                return why or "the manager closed the connection"
+            except (ValidationError, ValueError) as error:
+                self._begin_anew()
+                return f"the manager sent a message that this version does not understand: {error}"
+            finally:
+                self._outgoing = None
+
+    async def _talk(self, websocket: ClientConnection) -> str:
+        mark = self._channel.sent  # what is queued from here on is not in the charges
+        greet = Greet(
+            session=self._session,
+            manager=self._manager,
+            run=self._run,
+            job=self._job,
+            received=self._channel.received,
+            charges=self._charges(),
+        )
+        async with asyncio.timeout(_OPEN_S):  # a frozen manager does not read what exceeds the sockets' buffers
+            await websocket.send(greet.model_dump_json())
+            welcome = down_frame.validate_json(await websocket.recv())
+        if not isinstance(welcome, Welcome):
+            raise ValueError("no welcome")
+        self._meet(websocket, welcome, mark)
+        heard = [asyncio.get_running_loop().time()]
+        tasks = [
+            asyncio.create_task(self._send_all(websocket)),
+            asyncio.create_task(self._receive_all(websocket, heard)),
+            asyncio.create_task(self._beat(heard)),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return next(iter(done)).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _meet(self, websocket: ClientConnection, welcome: Welcome, mark: int) -> None:
+        """Go on where the last connection ended, or begin a new channel with what the greeting did not say."""
+        if welcome.resumed:
+            self._confirm(welcome.received)
+            cursor = welcome.received
+        else:
+            later = [body for number, body in self._channel.waiting if number > mark and not isinstance(body, Output)]
+            self._channel, cursor = Channel(_ITEMS_WAITING), 0
+            self._epoch += 1
+            for body in later:
+                self._channel.send(body)
+        self._manager, self._run = welcome.manager, welcome.run
+        self._outgoing = Outgoing(self._channel, cursor, _frame)
+        self._connections += 1
+        local = websocket.transport.get_extra_info("sockname")
+        self._on_event(Welcomed(welcome, self._epoch, local[0]))
+
+    async def _send_all(self, websocket: ClientConnection) -> str:
+        outgoing = self._outgoing
+        assert outgoing is not None
+        while (frame := await outgoing.next_frame()) is not None:
+            await websocket.send(frame)
+        return outgoing.cut
+
+    async def _receive_all(self, websocket: ClientConnection, heard: list[float]) -> str:
+        async for text in websocket:
+            heard[0] = asyncio.get_running_loop().time()
+            frame = down_frame.validate_json(text)
+            self._confirm(frame.received)
+            if isinstance(frame, DownItem) and self._channel.accept(frame.number):
+                self._on_body(frame.body)
+        return "the manager closed the connection"
+
+    async def _beat(self, heard: list[float]) -> str:
+        """A pulse a second, at a phase of its own; a manager that answers none is out of reach."""
+        await asyncio.sleep(random.uniform(0.0, _PULSE_S))
+        told: HostFacts | None = None  # on this connection
+        while asyncio.get_running_loop().time() - heard[0] < _SILENCE_S:
+            if self._outgoing is not None:
+                host = self._host()
+                news, told = host if host is not told else None, host
+                pulse = Pulse(received=self._channel.received, beats=self._beats(), clock_s=time.time(), host=news)
+                self._outgoing.say(pulse.model_dump_json())
+            await asyncio.sleep(_PULSE_S)
+        return f"the manager was silent for {_SILENCE_S:.0f} s"
+
+    def _confirm(self, number: int) -> None:
+        done = [body for body in self._channel.confirm(number) if isinstance(body, Output)]
+        if done:
+            self._on_confirmed(done)
+
+    def _enqueue(self, body: UpBody, epoch: int | None) -> None:
+        if epoch is not None and epoch != self._epoch:
+            return
+        if isinstance(body, Printed) and len(self._channel.waiting) > _PRINTED_WAITING:
+            return  # nobody listens; the log has it
+        try:
+            self._channel.send(body)
+        except ChannelFullError:
+            self._begin_anew()  # the next greeting says everything that counts
+        if self._outgoing is not None:
+            self._outgoing.wake()
+
+    def _begin_anew(self) -> None:
+        """Forget the channel; the manager will be told everything."""
+        self._session = secrets.token_hex(8)
+        self._channel = Channel(_ITEMS_WAITING)
+        if self._outgoing is not None:
+            self._outgoing.end("too many messages were not acknowledged")
+
+    def _finish(self, flush_s: float) -> None:
+        task = self._task
+        if task is None or task.done():
+            return  # the loop is about to close: what is begun now would never run
+
+        async def finish() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(flush_s):
+                    while self._channel.waiting:
+                        await asyncio.sleep(0.02)
+            task.cancel()
+
+        self._finishing = asyncio.create_task(finish())
+
+
+def _frame(number: int, received: int, body: UpBody) -> str:
+    return UpItem(number=number, received=received, body=body).model_dump_json()
+
+
+_pause = asyncio.sleep
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,112 @@
+"""What an agent remembers of a worker, so that a manager which knows nothing can be told everything that counts."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from varuna.core.messages import (
+    Assign,
+    Beat,
+    Failed,
+    FromWorker,
+    Held,
+    Hello,
+    Leaving,
+    Recorded,
+    Saved,
+    Suspect,
+    ToWorker,
+    Voted,
+)
+from varuna.core.times import merged
+from varuna.fleet.net.protocol import Exited, WorkerSnapshot
+
+_VOTES_KEPT = 16_384
+"""Steps that nobody has recorded: the manager may be away for as many. All but the newest are a few numbers each."""
+_SAVES_KEPT = 2
+"""Checkpoints whose shards are remembered: nobody says here which ones are complete, and the next may be under way."""
+
+
+@dataclass
+class WorkerRecord:
+    """One worker, from the start of its process until the manager knows of its end."""
+
+    name: str
+    generation: int = -1
+    step: int = 0
+    hello: Hello | None = None
+    beat: Beat | None = None
+    """The newest one that no pulse has carried yet: silence must look like silence."""
+    votes: deque[Voted] = field(default_factory=lambda: deque(maxlen=_VOTES_KEPT))
+    saved: tuple[Saved, ...] = ()
+    """Shards of the newest checkpoints: a manager that starts again knows of none that is not complete."""
+    suspect: Suspect | None = None
+    held: Held | None = None
+    leaving: Leaving | None = None
+    failed: Failed | None = None
+    exited: Exited | None = None
+
+    def hear(self, message: FromWorker) -> bool:
+        """The worker said something; returns whether it got on with its work."""
+        step_before = self.step
+        match message:
+            case Hello():
+                self.hello = message
+            case Beat():
+                self.beat, self.step = _joined(self.beat, message), max(self.step, message.step)
+            case Voted():
+                if self.votes:
+                    self.votes[-1] = Voted(vote=self.votes[-1].vote.shortened())
+                self.votes.append(message)
+            case Suspect():
+                self.suspect = message
+            case Held():
+                self.held, self.suspect = message, None
+            case Leaving():
+                self.leaving = message
+            case Failed():
+                self.failed = message
+            case Saved():
+                kept = sorted({message.shard.step, *(saved.shard.step for saved in self.saved)})[-_SAVES_KEPT:]
+                self.saved = tuple(saved for saved in (*self.saved, message) if saved.shard.step in kept)
+        return self.step > step_before
+
+    def told(self, message: ToWorker) -> None:
+        """The manager said something to it."""
+        match message:
+            case Assign(assignment=assignment):
+                self.generation, self.held, self.suspect = assignment.generation, None, None
+                if assignment.fresh or assignment.checkpoint is not None:
+                    self.votes.clear()
+                    self.saved = ()
+            case Recorded(step=step):
+                while self.votes and self.votes[0].vote.step <= step:
+                    self.votes.popleft()
+            case _:
+                pass
+
+    def charge(self) -> WorkerSnapshot:
+        """Everything that counts, in the order in which it has to be heard."""
+        said = (self.hello, *self.saved, *self.votes, self.suspect, self.held, self.leaving, self.failed)
+        return WorkerSnapshot(
+            worker=self.name,
+            said=tuple(message for message in said if message is not None),
+            generation=self.generation,
+            exited=self.exited,
+        )
+
+    def take_beat(self) -> Beat | None:
+        """The newest beat, once."""
+        beat, self.beat = self.beat, None
+        return beat
+
+
+def _joined(before: Beat | None, beat: Beat) -> Beat:
+    """Two beats as one: what the older one had measured travels with the newer."""
+    if before is None or before.generation != beat.generation:
+        return beat
+    changes: dict[str, object] = {}
+    if before.times is not None:
+        changes["times"] = before.times if beat.times is None else merged([before.times, beat.times])
+    if beat.forward_s is None:
+        changes |= {"forward_s": before.forward_s, "backward_s": before.backward_s}
+    return beat.model_copy(update=changes)

@@ -1,0 +1,99 @@
+"""Keeps asking a provider for the wished size, on a thread of its own: a cloud's API may take its time."""
+
+import threading
+import time
+from collections.abc import Callable
+
+from varuna.core.errors import FleetError
+from varuna.fleet.clouds.growth import Growth, GrowthConfig
+from varuna.fleet.clouds.provider import CapacityError, Provider
+
+_LOOK_S = 0.5
+
+
+class Grower:
+    """Asks until it is closed; ``want`` may be called by any thread.
+
+    Args:
+        provider: of nodes.
+        config: bounds and patience.
+        warn: gets a sentence for people when the cloud refuses, once until it grants again.
+        clock: seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        provider: Provider,
+        config: GrowthConfig,
+        *,
+        warn: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._provider, self._warn, self._clock = provider, warn, clock
+        self._lock = threading.Lock()
+        self._growth = Growth(config=config)
+        self._warned = ""
+        self._changed, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="varuna-grower", daemon=True)
+
+    @property
+    def growth(self) -> Growth:
+        """What is asked for, and when next."""
+        with self._lock:
+            return self._growth
+
+    def start(self) -> None:
+        """Ask from now on."""
+        self._thread.start()
+
+    def want(self, nodes: int) -> None:
+        """The run wants this many nodes from now on."""
+        with self._lock:
+            self._growth = self._growth.want(nodes, self._clock())
+        self._changed.set()
+
+    def close(self) -> None:
+        """Ask no more, and let go of the group; bounded by the provider's own timeouts."""
+        self._closed.set()
+        self._changed.set()
+        if self._thread.is_alive():
+            self._thread.join(30)
+        self._provider.close()
+
+    def ask(self) -> None:
+        """Ask once, if it is time."""
+        now_s, growth = self._clock(), self.growth
+        if not growth.due(now_s) or (growth.wanted == 0 and growth.asked is None):
+            return
+        try:
+            self._provider.resize(growth.wanted)
+            size = self._provider.size()
+        except CapacityError as error:
+            self._settle(growth.refused(now_s), growth)
+            self._say(f"requested {growth.wanted} nodes: {error}. Trying again.")
+        except FleetError as error:
+            self._closed.set()
+            self._say(f"no longer requesting nodes: {error}")
+        except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave the run at its size
+            self._settle(growth.refused(now_s), growth)
+            self._say(f"requested {growth.wanted} nodes: internal error: {error!r} (please report it). Trying again.")
+        else:
+            self._settle(growth.granted(size, now_s), growth)
+            self._warned = ""
+
+    def _settle(self, after: Growth, before: Growth) -> None:
+        """Keep the outcome, unless the wish has changed meanwhile."""
+        with self._lock:
+            if self._growth == before:
+                self._growth = after
+
+    def _say(self, text: str) -> None:
+        if text != self._warned:
+            self._warned = text
+            self._warn(text)
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self.ask()
+            self._changed.wait(_LOOK_S)
+            self._changed.clear()

@@ -1,0 +1,51 @@
+"""The size that a group had before a run asked for more: kept in the run's database, since managers come and go."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from varuna.core.errors import FleetError
+from varuna.fleet.run_folder.database import open_database
+
+
+class OriginalSize:
+    """One size, until it is given back; may be used by any thread, also while a manager writes its journal.
+
+    Args:
+        run_dir: an existing folder.
+        group: whose size.
+    """
+
+    def __init__(self, run_dir: Path, group: str) -> None:
+        self._run_dir, self._name = run_dir, f"size before: {group}"
+
+    def keep(self, nodes: int) -> int:
+        """Keep a size, unless one is kept already; returns the one that is kept.
+
+        Raises:
+            FleetError: the database cannot be used.
+        """
+        with self._database() as database:
+            database.execute("INSERT OR IGNORE INTO facts (name, body) VALUES (?, ?)", (self._name, str(nodes)))
+            [body] = database.execute("SELECT body FROM facts WHERE name = ?", (self._name,)).fetchone()
+        return int(body)
+
+    def drop(self) -> None:
+        """It was given back.
+
+        Raises:
+            FleetError: the database cannot be used.
+        """
+        with self._database() as database:
+            database.execute("DELETE FROM facts WHERE name = ?", (self._name,))
+
+    @contextmanager
+    def _database(self) -> Iterator[sqlite3.Connection]:
+        database = open_database(self._run_dir)
+        try:
+            yield database
+        except sqlite3.Error as error:
+            raise FleetError(f"the {self._name} cannot be stored in {self._run_dir}: {error}") from error
+        finally:
+            database.close()

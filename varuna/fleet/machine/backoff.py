@@ -1,0 +1,90 @@
+"""Generations that break before their first step although nobody dies: what to do instead of ending the run.
+
+Cables between machines may be out, and come back. So the same workers try again, after pauses that grow, and at once
+when somebody has joined. Who never trained is dropped first: it may be the one that cannot. The run ends only after a
+long time without a step, ``FleetConfig.futile_s``, in which generation after generation broke.
+"""
+
+from dataclasses import replace
+
+from varuna.core.units import format_duration
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.fleet import Fleet, Idle
+
+MANY = 3
+"""So many in a row are no coincidence."""
+_LONGEST_PAUSE_S = 30.0
+
+
+def note_broken(turn: Transition) -> None:
+    """The newest generation is over; whether it broke in vain."""
+    fleet = turn.fleet
+    if fleet.formed or any(cause.took_somebody for cause in fleet.causes):
+        return
+    since_s = fleet.listened_s if fleet.futile_since_s is None else fleet.futile_since_s
+    turn.update(futile=fleet.futile + 1, futile_since_s=since_s)
+
+
+def waits(turn: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
+    """Whether the next generation has to wait; drops newcomers, or ends the run, if it is time for that."""
+    fleet = turn.fleet
+    if fleet.futile >= MANY and _drop_newcomers(turn, live):
+        return True
+    if fleet.futile >= MANY and _left_s(fleet) <= 0:
+        turn.end(
+            1,
+            f"no step in {format_duration(fleet.config.futile_s)}: {fleet.futile} generations in a row broke before "
+            f"their first step, though no worker died. The last reason: {' and '.join(map(str, fleet.causes))}. Look "
+            f"at the workers' logs, and at the network between them.",
+        )
+        return True
+    pause_s = _pause_s(fleet.futile)
+    is_new = any(fleet.workers[name].joined_s > phase.since_s for name in live)
+    if is_new or turn.now_s >= phase.since_s + pause_s:
+        return False
+    if not phase.complaint:
+        complaint = (
+            f"generation {fleet.generation} broke before its first step, the {_nth(fleet.futile)} in a row, though no "
+            f"worker died ({' and '.join(map(str, fleet.causes))})"
+        )
+        turn.update(phase=replace(phase, complaint=complaint))
+        left = format_duration(max(0.0, _left_s(fleet)))
+        turn.notice(
+            f"{complaint}. The same workers try again in {pause_s:.0f} s, or as soon as another joins; without a step "
+            f"the run ends in {left}",
+            warning=True,
+        )
+    return True
+
+
+def _left_s(fleet: Fleet) -> float:
+    """Of the time in which a step must be done."""
+    assert fleet.futile_since_s is not None
+    return fleet.futile_since_s + fleet.config.futile_s - fleet.listened_s
+
+
+def _pause_s(futile: int) -> float:
+    """None after the first one; then 1, 2, 4, ... seconds."""
+    return 0.0 if futile < 2 else min(_LONGEST_PAUSE_S, 2.0 ** (futile - 2))
+
+
+def _nth(number: int) -> str:
+    return {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")
+
+
+def _drop_newcomers(turn: Transition, live: tuple[str, ...]) -> bool:
+    """Those who never trained, if there are others; they do not set back the time in which a step must be done."""
+    fleet = turn.fleet
+    newcomers = [name for name in live if _has_nothing(fleet, name) and fleet.record.has_seat(name)]
+    if not newcomers or len(newcomers) == len(live):
+        return False
+    since_s = fleet.futile_since_s
+    for name in newcomers:
+        turn.lose(name, "could not copy its state", kill=True)
+    turn.update(futile=0, futile_since_s=since_s)
+    return True
+
+
+def _has_nothing(fleet: Fleet, name: str) -> bool:
+    holding = fleet.workers[name].holding
+    return holding is None or holding.next_step is None

@@ -1,0 +1,343 @@
+"""A new generation: who waits for whom, where state comes from, and the assignments."""
+
+from dataclasses import dataclass, replace
+
+from varuna.core.errors import NoPlanError
+from varuna.core.messages import Assign, Assignment, Transfer
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.sharded_optimizer import holders_of
+from varuna.fleet.machine import backoff, placement
+from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.fleet import Fleet, Idle, Running
+from varuna.fleet.state.questions import (
+    Checkpoint,
+    FoundCheckpoint,
+    Planned,
+    UnansweredError,
+    Unplannable,
+    WhichCheckpoint,
+    WhichPlan,
+)
+from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
+from varuna.fleet.state.worker import Holding, Standing
+
+# A store that has not answered for so long may not answer soon.
+_STORE_PATIENCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where the state of a generation comes from: its holders, a checkpoint, or neither."""
+
+    next_step: int
+    from_holders: bool = False
+    checkpoint: Checkpoint | None = None
+
+
+def form(turn: Transition, phase: Idle) -> None:
+    """Start the next generation as soon as its workers, state and plan are there."""
+    if not _joined(turn.fleet):
+        _wait(turn, phase, "there are no workers", 1)
+    elif turn.fleet.history or not _gathering(turn, phase):
+        try:
+            _try_form(turn, phase, turn.fleet.joined)
+        except UnansweredError:
+            _wait_for_store(turn, phase)
+
+
+def _gathering(turn: Transition, phase: Idle) -> bool:
+    """Whether the first generation still waits for workers that are warming up."""
+    fleet = turn.fleet
+    enough = fleet.config.elastic and _joined(fleet) >= fleet.config.workers and not fleet.is_starting
+    if not fleet.more_to_come or enough:
+        return False
+    if turn.now_s >= phase.gathers_until_s:  # whoever joins or is lost meanwhile can only make it later
+        joined_s = [fleet.workers[name].joined_s for name in fleet.joined]
+        until_s = max(min(joined_s) + fleet.config.gather_s, max(joined_s) + fleet.config.join_grace_s)
+        turn.update(phase=replace(phase, gathers_until_s=until_s))
+        return turn.now_s < until_s
+    return True
+
+
+def _joined(fleet: Fleet) -> int:
+    return fleet.workers.count(Standing.JOINED)
+
+
+def _just_joined(fleet: Fleet, now_s: float) -> bool:
+    """Whether somebody came within the last moment."""
+    return any(now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fleet.joined)
+
+
+def _wait(turn: Transition, phase: Idle, complaint: str, exit_code: int) -> None:
+    """Go on waiting for starting workers, or end the run if there are none or they take too long."""
+    fleet = turn.fleet
+    patience_s = fleet.config.wait_s
+    if fleet.finish_reason:
+        _end_as_asked(turn, complaint)
+    elif not fleet.more_to_come:
+        causes = f" ({' and '.join(map(str, fleet.causes))})" if fleet.causes else ""
+        turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none are starting")
+    elif turn.now_s >= phase.since_s + patience_s:
+        turn.end(exit_code, f"{complaint} (waited {patience_s:.0f} s for starting workers)")
+    elif phase.complaint != complaint:
+        turn.update(phase=replace(phase, complaint=complaint))
+        if fleet.history or exit_code != 1:
+            bound = f"starting workers, at most {patience_s:.0f} s" if patience_s < float("inf") else "machines to join"
+            turn.notice(f"waiting for {bound}: {complaint}")
+
+
+def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:
+    return WhichCheckpoint(after=fleet.generation, saved_step=fleet.saved_step)
+
+
+def _wait_for_store(turn: Transition, phase: Idle) -> None:
+    """A store that does not answer for long is named, and nobody who wants the run to end waits for it."""
+    fleet = turn.fleet
+    asked = fleet.asked.get(_which_checkpoint(fleet))
+    if asked is None or turn.now_s < asked.at_s + _STORE_PATIENCE_S:
+        return
+    complaint = f"{_job(turn).checkpoint_dir} has not said for {_STORE_PATIENCE_S:.0f} s which checkpoint is its newest"
+    if fleet.finish_reason:
+        _end_as_asked(turn, complaint)
+    elif phase.complaint != complaint:
+        turn.update(phase=replace(phase, complaint=complaint))
+        turn.notice(f"waiting for the store: {complaint}", warning=True)
+
+
+def _end_as_asked(turn: Transition, complaint: str) -> None:
+    """End the run as requested, because the current step, after which it would end, cannot be finished."""
+    fleet = turn.fleet
+    text = f"{fleet.finish_reason}; no step is running, because {complaint}"
+    unsaved = fleet.recorded_step + 1 - fleet.saved_step if fleet.history else 0
+    if unsaved > 0:
+        text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
+    turn.end(int(unsaved > 0), text)
+
+
+def _try_form(turn: Transition, phase: Idle, live: tuple[str, ...]) -> None:
+    """Find state and a plan; without either, wait.
+
+    Raises:
+        UnansweredError: the checkpoint is being looked for, or the plan is being made.
+    """
+    fleet, job = turn.fleet, _job(turn)
+    if fleet.futile and backoff.waits(turn, phase, live):
+        if fleet.finish_reason and isinstance(turn.fleet.phase, Idle) and turn.fleet.futile >= backoff.MANY:
+            _end_as_asked(turn, turn.fleet.phase.complaint)
+        return
+    holdings = {name: _holding(fleet, name).sections for name in live}
+    lost = placement.uncovered(len(job.model.sections), holdings)
+    if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, turn.now_s):
+        return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too
+    if lost and waits_for_return(turn, phase):
+        return
+    if phase.rejected == live:
+        _wait(turn, phase, phase.complaint, 3)
+        return
+    origin = _restore(turn) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
+    if not fleet.history and origin.checkpoint and job.micro_batch is None:
+        turn.update(micro_batch=origin.checkpoint.micro_batch)
+    try:
+        plan, usable = _plan_and_workers(turn, live)
+    except NoPlanError as error:
+        turn.update(phase=replace(phase, rejected=live))
+        turn.ask_anew()  # until others are there, a newer checkpoint may be, too
+        _wait(turn, replace(phase, rejected=live), str(error), 3)
+        return
+    _start(turn, phase, plan, usable, origin, holdings if origin.from_holders else {})
+
+
+def _plan_and_workers(turn: Transition, live: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+    """Plan for the workers that should be used; stragglers and those about to leave only if it takes them.
+
+    Raises:
+        NoPlanError: nothing fits, whoever is used.
+    """
+    fleet = turn.fleet
+    staying = tuple(name for name in live if not fleet.is_departing(name))
+    choices = [fleet.available, staying, live]
+    for usable in choices[:-1]:
+        if usable and usable != live:
+            try:
+                return _plan_keeping(turn, len(usable)), usable
+            except NoPlanError:
+                continue
+    return _plan_keeping(turn, len(live)), live
+
+
+def _plan_keeping(turn: Transition, workers: int) -> Plan:
+    """The plan that ran last, if nothing is clearly better: then only seats change hands.
+
+    Raises:
+        NoPlanError: nothing fits.
+    """
+    if _is_best_known(turn.fleet, workers):
+        return turn.fleet.record.plan
+    known = plan_for(turn, workers)
+    turn.update(planned_for=workers)
+    return _clearly_better(turn, known, workers)
+
+
+def plan_to_come(turn: Transition, known: Planned, workers: int) -> Plan:
+    """What a morph for these workers would run, if that is the best plan that is known for them.
+
+    Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
+    """
+    return turn.fleet.record.plan if _is_best_known(turn.fleet, workers) else _clearly_better(turn, known, workers)
+
+
+def _is_best_known(fleet: Fleet, workers: int) -> bool:
+    """The plan that ran last was the best one for ``planned_for`` workers: so it is for fewer, if they are enough."""
+    return bool(fleet.history) and not fleet.replan and fleet.record.plan.workers <= workers <= fleet.planned_for
+
+
+def _clearly_better(turn: Transition, known: Planned, workers: int) -> Plan:
+    """The plan that was found, or the one that ran last if that is about as fast, by what is known now."""
+    fleet, plan = turn.fleet, known.plan
+    if not fleet.history or fleet.replan or fleet.record.plan.workers > workers:
+        return plan
+    old = fleet.record.plan
+    if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
+        return plan
+    return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
+
+
+def plan_for(turn: Transition, workers: int) -> Planned:
+    """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
+
+    Raises:
+        NoPlanError: nothing fits.
+        UnansweredError: it is being made.
+    """
+    kept, memory_bytes = turn.fleet.micro_batch, turn.fleet.memory_bytes
+    answer = turn.answer_to(WhichPlan(workers, kept, memory_bytes))
+    if isinstance(answer, Planned):
+        return answer
+    assert isinstance(answer, Unplannable)
+    if kept is not None and _job(turn).micro_batch is None:
+        other = turn.answer_to(WhichPlan(workers, None, memory_bytes))
+        if isinstance(other, Planned) and other.plan.micro_batch < kept:
+            return other
+        if isinstance(other, Unplannable):
+            raise NoPlanError(other.complaint)
+    raise NoPlanError(answer.complaint)
+
+
+def _restore(turn: Transition) -> _Origin:
+    """The newest checkpoint, else the beginning.
+
+    Raises:
+        UnansweredError: it is being looked for.
+    """
+    answer = turn.answer_to(_which_checkpoint(turn.fleet))
+    assert isinstance(answer, FoundCheckpoint)
+    checkpoint = answer.checkpoint
+    return _Origin(next_step=checkpoint.step if checkpoint else 0, checkpoint=checkpoint)
+
+
+def _tell_origin(turn: Transition, origin: _Origin) -> None:
+    """Say where the run goes on, if not where it stopped."""
+    fleet, checkpoint, next_step = turn.fleet, origin.checkpoint, origin.next_step
+    where = f"the checkpoint of step {next_step} in {checkpoint.folder}" if checkpoint else "the beginning"
+    if fleet.history and fleet.recorded_step >= next_step:
+        turn.notice(
+            f"ROLLBACK: the last holder of some state was lost; going back from step {fleet.recorded_step + 1} to "
+            f"{where}",
+            warning=True,
+        )
+    elif checkpoint and not fleet.history:
+        complete = ", the last one; nothing left to do" * (next_step >= _job(turn).steps)
+        turn.notice(f"resuming from {where}{complete}")
+
+
+def _start(
+    turn: Transition, phase: Idle, plan: Plan, usable: tuple[str, ...], origin: _Origin, holdings: placement.Holdings
+) -> None:
+    """Seat everybody, write it down, then tell them."""
+    fleet, job = turn.fleet, _job(turn)
+    weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
+    # Old ranks first, so that among equals rank 0 keeps its worker.
+    ordered = sorted(usable, key=lambda name: (not fleet.is_member(name), fleet.rank_of(name) or 0))
+    kept = fleet.record.grid if fleet.history and plan == fleet.record.plan else ()
+    holders = holders_of(plan, job.model.sections, shared=True) if job.shard_optimizer else None
+    lent = {name: _holding(fleet, name).lent for name in holdings}
+    nodes = {name: worker.node for name, worker in fleet.workers.items()}
+    seated = placement.seat(plan, ordered, holdings, weights, nodes=nodes, kept=kept, lent=lent, holders=holders)
+    # Who is left out may still be the source of somebody's state.
+    placed = frozenset(seated)
+    members = (*seated, *(name for name in fleet.joined if name not in placed))
+    moves = (
+        placement.transfers(plan, members, holdings, weights, lent=lent, holders=holders) if origin.from_holders else ()
+    )
+    rollback = not origin.from_holders
+    if rollback:
+        _tell_origin(turn, origin)
+    undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
+    record = GenerationRecord(
+        generation=fleet.generation + 1,
+        plan=plan,
+        members=members,
+        cause=" and ".join(map(str, fleet.causes)) or "start",
+        first_step=origin.next_step,
+        steps_redone=max(0, undone) + phase.in_flight,
+        moved_sections=len(moves),
+        rollback=rollback,
+        checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
+    )
+    _keep_micro_batch(turn, plan)
+    lose_aside(turn)
+    turn.update(
+        phase=Running(began_s=fleet.listened_s),
+        history=(*fleet.history, record),
+        **begin_progress(turn.fleet, frozenset(record.grid)),
+        departed=frozenset(),
+        causes=(),
+        broke_s=phase.since_s if not fleet.history else fleet.broke_s,
+        planned=fleet.planned and phase.in_flight == 0,
+        morph_asked=False,
+        replan=False,
+        asked={},
+        answers={},
+        expected_s=None,
+        recorded_step=origin.next_step - 1,
+        **({"lineage": record.generation, "votes": {}} if rollback else {}),
+    )
+    turn.publish(GenerationStarted(record=record))
+    _assign(turn, record, moves)
+
+
+def _assign(turn: Transition, record: GenerationRecord, moves: tuple[Transfer, ...]) -> None:
+    """Tell each member its rank."""
+    for rank, name in enumerate(record.members):
+        assignment = Assignment(
+            generation=record.generation,
+            plan=record.plan,
+            rank=rank,
+            members=record.members,
+            next_step=record.first_step,
+            transfers=moves,
+            checkpoint=record.checkpoint,
+            fresh=record.rollback and record.checkpoint is None,
+        )
+        turn.send(name, Assign(assignment=assignment))
+
+
+def _keep_micro_batch(turn: Transition, plan: Plan) -> None:
+    """The micro-batch size belongs to the run; say so when it has to change."""
+    kept = turn.fleet.micro_batch
+    if kept is not None and plan.micro_batch != kept:
+        turn.notice(f"no plan fits with micro-batches of {kept}; using {plan.micro_batch} from now on", warning=True)
+    turn.update(micro_batch=plan.micro_batch)
+
+
+def _holding(fleet: Fleet, name: str) -> Holding:
+    """What a worker holds; nothing, if it has just come."""
+    return fleet.workers[name].holding or Holding()
+
+
+def _job(turn: Transition) -> JobFacts:
+    """The run's job, known once a worker has joined."""
+    assert turn.fleet.job is not None
+    return turn.fleet.job

@@ -1,0 +1,89 @@
+"""Newcomers: asked for, and let in if they do the same job as everybody else."""
+
+from varuna.core.messages import Finish, Hello
+from varuna.core.model import JobFacts
+from varuna.core.value import Value
+from varuna.fleet.machine.resend import say_again
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.outputs import Spawn
+from varuna.fleet.state.run_events import WorkerJoined
+from varuna.fleet.state.worker import Holding, Standing, Worker
+
+
+def note_spawned(turn: Transition, name: str, node: str) -> None:
+    """A process was started."""
+    fleet = turn.fleet
+    replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
+    worker = Worker(name=name, node=node, spawned_s=turn.now_s, seen_s=fleet.listened_s, replacement=replacement)
+    turn.update(
+        workers=fleet.workers.with_worker(worker),
+        spawned=fleet.spawned + 1,
+        spawning=max(0, fleet.spawning - 1),
+    )
+    turn.expire_by(turn.now_s + fleet.config.start_timeout_s)
+
+
+def spawn_missing(turn: Transition) -> None:
+    """Ask for the workers that should exist, unless the last ones died at once."""
+    missing = turn.fleet.missing
+    if missing and turn.now_s >= turn.fleet.respawn_at_s:
+        turn.instructions.append(Spawn(missing))
+        turn.update(spawning=turn.fleet.spawning + missing)
+
+
+def note_hello(turn: Transition, name: str, hello: Hello) -> None:
+    """A worker is warm: all workers of a run must agree on their job."""
+    fleet = turn.fleet
+    if fleet.workers[name].standing is not Standing.STARTING:
+        turn.update_worker(name, device=hello.device)  # a manager that has started again knows of none
+        say_again(turn, name)
+        return
+    if fleet.job is None:
+        turn.update(job=hello.job, version=hello.version)
+    elif difference := _difference(hello, fleet.job, fleet.version):
+        _refuse(turn, name, difference)
+        return
+    turn.update_worker(
+        name, standing=Standing.JOINED, pid=hello.pid, joined_s=turn.now_s, holding=Holding(), device=hello.device
+    )
+    if not fleet.config.elastic:
+        turn.expire_by(turn.now_s + fleet.config.lease_s)
+    if fleet.history and hello.device is not None and (turn.fleet.memory_bytes or 0) < (fleet.memory_bytes or 0):
+        turn.ask_anew()
+        turn.update(replan=True)  # what ran in more memory may not fit any more
+    if fleet.history:
+        turn.note_change()
+    turn.publish(WorkerJoined(worker=name, pid=hello.pid))
+
+
+def _refuse(turn: Transition, name: str, difference: str) -> None:
+    """Send a worker away; another one would have the same fault, so it is not replaced."""
+    reason = f"worker {name} was refused: {difference}. Start all workers with the same script and arguments."
+    turn.send(name, Finish(reason=reason))
+    turn.notice(reason, warning=True)
+    turn.forget(name)
+    turn.update(wanted=max(0, turn.fleet.wanted - 1))
+
+
+def _difference(hello: Hello, job: JobFacts, version: str) -> str:
+    """Name the first field in which a worker differs from the run; empty if there is none."""
+    if hello.version != version:
+        return f"its version is {hello.version!r}, but the run's is {version!r}"
+    pair = hello.job.for_comparison(), job.for_comparison()
+    field, theirs, ours = _first_difference("job", *pair) or ("", None, None)
+    return f"its {field} is {theirs!r}, but the run's is {ours!r}" if field else ""
+
+
+def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:
+    """Deepest differing field of two values, with its path."""
+    if theirs == ours:
+        return None
+    if isinstance(theirs, Value) and isinstance(ours, Value):
+        for name in type(ours).model_fields:
+            if found := _first_difference(f"{path}.{name}", getattr(theirs, name), getattr(ours, name)):
+                return found
+    if isinstance(theirs, tuple) and isinstance(ours, tuple) and len(theirs) == len(ours):
+        for index, pair in enumerate(zip(theirs, ours, strict=True)):
+            if found := _first_difference(f"{path}[{index}]", *pair):
+                return found
+    return path, theirs, ours

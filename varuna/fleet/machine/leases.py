@@ -1,0 +1,354 @@
+"""Who can be heard, and what silence means. Leases judge nobody for a cable that is out.
+
+Silence is measured on a clock of its own, ``Fleet.listened_s``. It stands still while the manager could not have heard
+anybody: its process did not run, its door was not served, or, where workers are on other machines, nobody at all is
+heard, for then it is the manager that is cut off. When somebody is back in contact, all leases begin anew.
+
+- A worker is **frozen** if its own machine is heard for a lease without it.
+- A machine that is not heard for a lease is **out of sight**. A committed step proves that all its members live, so
+  while steps go on nothing follows from that.
+- Its workers are **put aside** if the members that are heard say that the step stands still. The generation ends, and
+  whoever is heard before the next one is written down is taken back as it is. Then they are lost, and fenced off.
+- State that nobody else holds is waited for, as long as doing it again would take; not, if those who have it are dead:
+  if their agent says so, or its connection was ended by its system, or a notice said that the machine goes.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from varuna.core.messages import Beat, Hold
+from varuna.core.persistent import PersistentMap
+from varuna.fleet.machine.placement import uncovered
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.causes import Ending
+from varuna.fleet.state.fleet import Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.stutter import NO_EVIDENCE
+from varuna.fleet.state.worker import Holding, Sight, Standing, Worker, changed
+from varuna.fleet.state.workers import Workers
+
+# A manager that did not run for longer than this cannot tell whether a worker was silent in the meantime.
+_STALL_S = 1.0
+# Agents send a pulse a second: who is heard at all is heard within this time, and of several machines some one is.
+_NEAR_S = 2.5
+_ALONE_S = 3.0
+# A wait is unusual if it is so many times longer than the longest that ended well.
+_UNUSUAL = 1.5
+
+
+def note_tick(turn: Transition, deaf_s: float) -> None:
+    """Time passed; it counts as silence only if the manager could have heard something."""
+    fleet = turn.fleet
+    gap_s, was_alone = turn.now_s - fleet.ticked_s, fleet.is_alone
+    deaf_s = max(deaf_s, gap_s if gap_s > _STALL_S else 0.0)
+    is_alone = fleet.config.elastic and bool(fleet.workers) and turn.now_s - fleet.heard_s > _ALONE_S
+    turn.update(ticked_s=turn.now_s, is_alone=is_alone)
+    if is_alone:
+        unheard_s = turn.now_s - fleet.heard_s
+        if not fleet.told_alone and unheard_s > fleet.config.lease_s and not deaf_s:
+            turn.update(told_alone=True)
+            turn.notice(
+                f"no machine has been heard for {unheard_s:.0f} s: either this manager is cut off, or all of them "
+                "are gone. No worker is given up before a machine is heard",
+                warning=True,
+            )
+    elif was_alone:
+        _begin_anew(turn)
+    else:
+        turn.update(listened_s=fleet.listened_s + max(0.0, gap_s - deaf_s))
+
+
+def _begin_anew(turn: Transition) -> None:
+    """Somebody is back in contact: each of the others has a whole lease to come back."""
+    fleet = turn.fleet
+    if fleet.told_alone:
+        turn.notice("machines are back in contact")
+    now_s = fleet.listened_s
+    turn.update(
+        told_alone=False,
+        regained_s=now_s,
+        nodes=PersistentMap({node: Sight(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
+        workers=Workers(changed(worker, seen_s=now_s) for worker in fleet.workers.values()),
+        hidden=frozenset(),
+        hiding_s=now_s + fleet.config.lease_s,
+    )
+
+
+def hear(turn: Transition, node: str) -> None:
+    """Something came from a machine; after a silence its workers have a whole lease to be heard, too."""
+    fleet = turn.fleet
+    if not fleet.config.elastic:
+        return
+    sight, now_s = fleet.nodes.get(node), fleet.listened_s
+    if sight is not None and sight.heard_s == now_s and sight.parted_after is None:
+        turn.update(heard_s=turn.now_s)
+        return
+    turn.update(heard_s=turn.now_s, nodes=fleet.nodes.with_item(node, Sight(heard_s=now_s)))
+    is_back = sight is not None and now_s - sight.heard_s > _NEAR_S
+    for name in fleet.workers.on(node):
+        if is_back:
+            turn.update_worker(name, seen_s=now_s)
+        elif now_s - fleet.seen_s(fleet.workers[name]) > fleet.config.suspect_lease_s:
+            turn.watch(name)
+    if sight is not None and sight.told:
+        turn.notice(f"node {node} is back in contact")
+    if node in fleet.hidden:
+        turn.update(hidden=fleet.hidden - {node})
+
+
+def note_parted(turn: Transition, node: str, *, abruptly: bool) -> None:
+    """The connection to an agent ended; when all had been silent, that is what silence does to connections."""
+    fleet = turn.fleet
+    if node in fleet.nodes and fleet.listened_s > fleet.regained_s + fleet.config.lease_s:
+        sight = replace(fleet.nodes[node], parted_after=fleet.progresses, ended=abruptly)
+        turn.update(nodes=fleet.nodes.with_item(node, sight))
+        turn.look_at_all()
+
+
+def note_beat(turn: Transition, name: str, beat: Beat) -> None:
+    """A beat says how long its rank waits, and whether a step is done."""
+    fleet, phase, before = turn.fleet, turn.fleet.phase, turn.fleet.workers[name].beat
+    if not isinstance(phase, Running) or before is None or not fleet.workers[name].seated:
+        return
+    if beat.generation != fleet.generation or before.generation != fleet.generation:
+        return
+    if fleet.formed and phase.longest_wait_s < before.waits_s > beat.waits_s:
+        turn.update(phase=replace(phase, longest_wait_s=before.waits_s))
+    if beat.step > before.step:
+        note_progress(turn)
+
+
+def note_progress(turn: Transition) -> None:
+    """A step was committed: all ranks of the grid were alive, heard or not."""
+    fleet = turn.fleet
+    if fleet.config.elastic:
+        turn.update(progressed_s=fleet.listened_s, progresses=fleet.progresses + 1)
+
+
+def begin_progress(fleet: Fleet, seated: frozenset[str]) -> dict[str, object]:
+    """Changes for a new generation with this grid: what the steps of the old one have proved is noted for each one."""
+    return {
+        "workers": Workers(
+            changed(
+                worker,
+                holding=None,
+                seated=worker.name in seated,
+                seen_s=fleet.seen_s(worker),
+                compute_s=None,
+                evidence=NO_EVIDENCE,
+            )
+            for worker in fleet.workers.values()
+        ),
+        "nodes": PersistentMap(
+            {
+                node: sight if sight.parted_after is None else _as_known(fleet, node)
+                for node, sight in fleet.nodes.items()
+            }
+        ),
+        "progressed_s": float("-inf"),
+        "compute_s": (),
+    }
+
+
+def _as_known(fleet: Fleet, node: str) -> Sight:
+    """What is known of a machine, without a look at the steps that have shown it."""
+    is_parted = fleet.is_parted(node)
+    sight = fleet.nodes[node]
+    return replace(sight, parted_after=fleet.progresses if is_parted else None, ended=is_parted and sight.ended)
+
+
+def is_gone(fleet: Fleet, worker: Worker) -> bool:
+    """Whether an agent's connection ended and a peer reports a broken link: not a cable, but a machine or an agent."""
+    phase = fleet.phase
+    suspected = isinstance(phase, Running | Stopping) and phase.suspicion is not None
+    return suspected and fleet.is_parted(worker.node)
+
+
+def look_around(turn: Transition) -> None:
+    """Say who is out of sight, and put those aside without whom the others cannot go on."""
+    _find_hidden(turn)
+    fleet = turn.fleet
+    if fleet.is_alone or not fleet.hidden:
+        return
+    if not any(fleet.unheard_s(node) <= _NEAR_S for node in fleet.nodes):
+        return  # soon it will be known that nobody is heard
+    _forget_nodes(turn)
+    away = [fleet.workers[name] for node in sorted(fleet.hidden) for name in fleet.workers.on(node)]
+    away = [worker for worker in away if worker.is_joined and _is_away(fleet, worker)]
+    match fleet.phase:
+        case Running() as phase:
+            _judge_running(turn, phase, away)
+        case Idle() | Stopping():
+            _put_aside(turn, away, "a generation has ended")
+        case _:
+            pass
+
+
+def _find_hidden(turn: Transition) -> None:
+    """Look at all machines when one of them may have got out of sight, which none can before a lease is over."""
+    fleet = turn.fleet
+    if fleet.is_alone or fleet.listened_s <= fleet.hiding_s:
+        return
+    hidden = frozenset(node for node in fleet.nodes if fleet.is_hidden(node))
+    oldest_s = min((s.heard_s for node, s in fleet.nodes.items() if node not in hidden), default=fleet.listened_s)
+    turn.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s)
+
+
+def _forget_nodes(turn: Transition) -> None:
+    """Say once who is out of sight; a machine without workers is not missed."""
+    fleet = turn.fleet
+    for node in sorted(fleet.hidden):
+        if not fleet.workers.on(node):
+            turn.update(nodes=turn.fleet.nodes.without(node), hidden=turn.fleet.hidden - {node})
+        elif not fleet.nodes[node].told:
+            turn.update(nodes=turn.fleet.nodes.with_item(node, replace(fleet.nodes[node], told=True)))
+            turn.notice(f"node {node} is out of sight: it has not been heard for {fleet.unheard_s(node):.0f} s")
+
+
+def _is_away(fleet: Fleet, worker: Worker) -> bool:
+    """Whether a lease has passed since there was a sign that this worker lives, and its machine is out of sight."""
+    return fleet.is_hidden(worker.node) and fleet.listened_s - fleet.seen_s(worker) > fleet.config.lease_s
+
+
+def _judge_running(turn: Transition, phase: Running, away: list[Worker]) -> None:
+    """While a generation runs, only who holds it up is put aside; spares are forgotten after a long time."""
+    fleet = turn.fleet
+    missed = [worker for worker in away if worker.seated or (not fleet.formed and fleet.is_member(worker.name))]
+    for worker in away:
+        if worker not in missed and fleet.unheard_s(worker.node) > fleet.config.return_s:
+            turn.lose(worker.name, f"was out of sight for {fleet.config.return_s:.0f} s", kill=True)
+    if not missed:
+        return
+    near = [w for name in fleet.record.grid if fleet.is_joined(name) and is_near(fleet, w := fleet.workers[name])]
+    if near and not fleet.is_leaving:
+        if stands_still(fleet, phase):
+            _put_aside(turn, missed, "the step stands still")
+            turn.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight, and the step stood still")
+    elif not near and min(fleet.unheard_s(worker.node) for worker in missed) > return_patience_s(fleet):
+        # Nobody is left who could say how the step fares.
+        _put_aside(turn, missed, "all other ranks have left" if fleet.is_leaving else "so are all ranks")
+        if not fleet.is_leaving:
+            turn.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight")
+
+
+def stands_still(fleet: Fleet, phase: Running) -> bool:
+    """Whether every rank that is heard says that it waits for others, for longer than is usual."""
+    patience_s, is_heard = _wait_patience_s(fleet, phase), False
+    for name in fleet.record.grid:
+        if fleet.is_joined(name) and is_near(fleet, worker := fleet.workers[name]):
+            if _waits_s(fleet, worker) < patience_s:
+                return False
+            is_heard = True
+    return is_heard
+
+
+def is_near(fleet: Fleet, worker: Worker) -> bool:
+    """Whether a worker's machine has just been heard."""
+    return fleet.unheard_s(worker.node) <= _NEAR_S
+
+
+def _waits_s(fleet: Fleet, worker: Worker) -> float:
+    """For how long a rank has waited for its peers in the newest generation, by its own word."""
+    beat = worker.beat
+    return beat.waits_s if beat is not None and beat.generation == fleet.generation else 0.0
+
+
+def _wait_patience_s(fleet: Fleet, phase: Running) -> float:
+    """A step stands still if all wait for longer than a lease, and than anybody waits as a rule."""
+    lease_s = fleet.config.lease_s
+    if fleet.formed:
+        return max(lease_s, _UNUSUAL * phase.longest_wait_s)
+    assert fleet.job is not None
+    return lease_s + 2 * fleet.experience.stall_s(fleet.job, fleet.record.plan)  # state may be on its way
+
+
+def return_patience_s(fleet: Fleet) -> float:
+    """As long as doing the steps again would take that no checkpoint has, within bounds."""
+    step_s = max(fleet.step_every_s, fleet.step_wall_s)
+    again_s = max(0, fleet.recorded_step + 1 - fleet.saved_step) * step_s
+    return max(fleet.config.lease_s, min(fleet.config.return_s, again_s))
+
+
+def _put_aside(turn: Transition, workers: Iterable[Worker], why: str) -> None:
+    workers = list(workers)
+    if not workers:
+        return
+    for worker in workers:
+        fleet = turn.fleet
+        if worker.node in fleet.nodes:
+            turn.update(nodes=fleet.nodes.with_item(worker.node, _as_known(fleet, worker.node)))
+        turn.update_worker(worker.name, standing=Standing.ASIDE, holding=None, seen_s=fleet.seen_s(worker))
+    turn.hasten()
+    named = " and ".join(worker.name for worker in workers)
+    turn.notice(f"{_nodes(workers)} out of sight and {why}: {named} will be left out unless heard first", warning=True)
+
+
+def _nodes(workers: Iterable[Worker]) -> str:
+    nodes = sorted({worker.node for worker in workers})
+    return f"node{'s' * (len(nodes) > 1)} {' and '.join(nodes)} {'are' if len(nodes) > 1 else 'is'}"
+
+
+def take_back(turn: Transition, name: str) -> None:
+    """Who was put aside is heard before anything was written down without it: it belongs to the run as before."""
+    fleet, phase = turn.fleet, turn.fleet.phase
+    holding = None if fleet.is_member(name) else Holding()
+    turn.update_worker(name, standing=Standing.JOINED, holding=holding)
+    turn.notice(f"worker {name} is back in time")
+    if isinstance(phase, Idle) and fleet.is_member(name):
+        deadline_s = fleet.listened_s + fleet.config.hold_timeout_s
+        turn.update(phase=Stopping(planned=phase.in_flight == 0, deadline_s=deadline_s))
+    if fleet.is_member(name) and not isinstance(phase, Finishing):
+        turn.send(name, Hold(generation=fleet.generation))
+
+
+def waits_for_return(turn: Transition, phase: Stopping | Idle) -> bool:
+    """Whether those who were put aside may hold the state that nobody else does, and may still come back."""
+    fleet = turn.fleet
+    if not fleet.history or fleet.job is None:
+        return False
+    aside = [worker for name in fleet.record.grid if (worker := fleet.workers.get(name)) and _is_aside(worker)]
+    aside = [worker for worker in aside if not is_dead(turn, worker)]
+    held = {name: worker.holding.sections for name, worker in fleet.workers.items() if worker.holding is not None}
+    sections = len(fleet.job.model.sections)
+    if not aside or not uncovered(sections, held):
+        return False
+    if fleet.formed and uncovered(
+        sections, {**held, **{worker.name: _seat_sections(fleet, worker.name) for worker in aside}}
+    ):
+        return False  # what the dead took with them, nobody brings back
+    left_s = return_patience_s(fleet) - min(fleet.unheard_s(worker.node) for worker in aside)
+    if left_s <= 0:
+        return False
+    if not phase.waits:
+        turn.update(phase=replace(phase, waits=True))
+        turn.notice(
+            f"waiting at most {left_s:.0f} s for state that no other worker holds: {_nodes(aside)} out of sight",
+            warning=True,
+        )
+    return True
+
+
+def is_dead(turn: Transition, worker: Worker) -> bool:
+    """Whether there is evidence, besides its silence, that a worker out of sight is no more."""
+    fleet = turn.fleet
+    notice, sight = fleet.departing.get(worker.node), fleet.nodes.get(worker.node)
+    return (sight is not None and sight.ended and fleet.is_parted(worker.node)) or (
+        notice is not None and turn.now_s >= notice.deadline_s
+    )
+
+
+def _seat_sections(fleet: Fleet, name: str) -> frozenset[int]:
+    """What a rank of the newest generation has."""
+    plan = fleet.record.plan
+    return frozenset(plan.sections_of(plan.place_of(fleet.record.ranks[name]).stage))
+
+
+def _is_aside(worker: Worker) -> bool:
+    return worker.standing is Standing.ASIDE
+
+
+def lose_aside(turn: Transition) -> None:
+    """The next generation is about to be written down: who is still out of sight has no part in it."""
+    if turn.fleet.workers.count(Standing.ASIDE):
+        for worker in list(turn.fleet.workers.values()):
+            if _is_aside(worker):
+                turn.lose(worker.name, "was out of sight when the run continued", kill=True)

@@ -1,0 +1,197 @@
+"""Who sits where in a new generation, so that as little state as possible moves. Pure."""
+
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+
+from varuna.core.messages import Transfer
+from varuna.core.plan import Plan
+from varuna.core.sharded_optimizer import Holders, held_by
+
+Holdings = Mapping[str, frozenset[int]]
+"""Sections whose state each worker has, at the common next step: whole, or (lent) without optimizer state."""
+_NOTHING: frozenset[int] = frozenset()
+
+
+def seat(
+    plan: Plan,
+    workers: Sequence[str],
+    holdings: Holdings,
+    weights: Sequence[int],
+    *,
+    nodes: Mapping[str, str] | None = None,
+    kept: Sequence[str] = (),
+    lent: Holdings | None = None,
+    holders: Holders | None = None,
+) -> tuple[str, ...]:
+    """Worker of each rank, spares after the grid.
+
+    Greedy: the pair of worker and stage that shares most bytes is seated first. Among equals, who comes
+    earlier in ``workers`` gets the lower rank, so a caller that lists the members by their old rank keeps
+    rank 0 (whose output people read) where it is. A worker that may sit in several replicas sits beside
+    one of its own node, since what neighbours say to each other then does not cross the network.
+
+    Args:
+        plan: at most as many ranks as there are workers.
+        workers: everybody who may be seated.
+        holdings: sections that each worker has whole; a worker that is missing has none.
+        weights: bytes of each section's state.
+        nodes: VM of each worker; without it, all are on VMs of their own.
+        kept: the grid that ran this same plan before: whoever still has its state keeps its seat.
+        lent: sections that each worker has without optimizer state.
+        holders: by section, the replicas that will hold it whole; None: all.
+    """
+    wanted = _Wanted(plan, holders)
+    seating = _Seating(plan, nodes or {worker: worker for worker in workers})
+    standing = dict(enumerate(workers))
+    order_of = {worker: order for order, worker in standing.items()}
+    for rank, worker in enumerate(kept):
+        if worker in order_of and holdings.get(worker, _NOTHING).issuperset(wanted.whole(rank)):
+            seating.sit(rank, standing.pop(order_of[worker]))
+    known = {worker: holdings.get(worker, _NOTHING) | (lent or {}).get(worker, _NOTHING) for worker in workers}
+    shared_bytes = {
+        (order, stage): sum(weights[section] for section in plan.sections_of(stage) if section in known[worker])
+        for order, worker in standing.items()
+        if known[worker]
+        for stage in range(plan.stages)
+    }
+    for order, stage in sorted(shared_bytes, key=lambda pair: (-shared_bytes[pair], pair)):
+        if shared_bytes[order, stage] and order in standing and seating.free[stage]:
+            worker = standing.pop(order)
+            held = holdings.get(worker, _NOTHING)
+
+            def matched(rank: int, held: frozenset[int] = held) -> int:
+                return sum(weights[section] for section in wanted.whole(rank) if section in held)
+
+            seating.sit(seating.best_rank(worker, stage, None if holders is None else matched), worker)
+    queue = _Queue(standing, seating.nodes)
+    for rank in range(plan.workers):
+        if rank not in seating.seats:
+            order = queue.take(seating.beside(rank))
+            seating.sit(rank, standing.pop(order))
+    return (*(seating.seats[rank] for rank in range(plan.workers)), *standing.values())
+
+
+class _Seating:
+    """Who sits where so far, and who would sit beside a worker of the same node."""
+
+    def __init__(self, plan: Plan, nodes: Mapping[str, str]) -> None:
+        self.plan, self.nodes = plan, nodes
+        self.seats: dict[int, str] = {}
+        self.free = [dict.fromkeys(range(stage, plan.workers, plan.stages)) for stage in range(plan.stages)]
+        """By stage: its free ranks, ascending."""
+        self._at: dict[str, list[int]] = {}  # by node: the ranks of its workers
+
+    def sit(self, rank: int, worker: str) -> None:
+        """Take a free seat."""
+        self.seats[rank] = worker
+        del self.free[self.plan.place_of(rank).stage][rank]
+        self._at.setdefault(self.nodes[worker], []).append(rank)
+
+    def best_rank(self, worker: str, stage: int, matched: Callable[[int], int] | None) -> int:
+        """Of a stage's free ranks, the one with most neighbours of the worker's node.
+
+        Among equals the one whose state the worker has most bytes of (``matched``; None: it is all the same), then the
+        lowest. Where nothing is matched, only ranks beside the worker's node and the first one have to be looked at.
+        """
+        free, node = self.free[stage], self.nodes[worker]
+        if matched is None:
+            beside = (near for rank in self._at.get(node, ()) for near in self._neighbours(rank))
+            ranks: set[int] = {next(iter(free)), *(rank for rank in beside if rank in free)}
+            return max(ranks, key=lambda rank: (self.beside(rank)[node], 0, -rank))
+        return max(free, key=lambda rank: (self.beside(rank)[node], matched(rank), -rank))
+
+    def beside(self, rank: int) -> Counter[str]:
+        """By node: how many of a rank's neighbours in the pipeline sit there."""
+        return Counter(self.nodes[self.seats[other]] for other in self._neighbours(rank) if other in self.seats)
+
+    def _neighbours(self, rank: int) -> list[int]:
+        replica, stage = self.plan.place_of(rank)
+        return [self.plan.rank_of(replica, k) for k in (stage - 1, stage + 1) if 0 <= k < self.plan.stages]
+
+
+class _Queue:
+    """Workers that hold nothing and wait for a seat, by their order."""
+
+    def __init__(self, standing: Mapping[int, str], nodes: Mapping[str, str]) -> None:
+        self._crowds: dict[str, deque[int]] = {}
+        for order, worker in standing.items():
+            self._crowds.setdefault(nodes[worker], deque()).append(order)
+        self._fullest = [(-len(crowd), crowd[0], node) for node, crowd in self._crowds.items()]
+        heapify(self._fullest)
+
+    def take(self, beside: Mapping[str, int]) -> int:
+        """The order of one whose node is beside the seat, else of one of the fullest node; among equals the first."""
+        near = [node for node in beside if self._crowds.get(node)]
+        if near:
+            crowds = self._crowds
+            node = max(near, key=lambda node: (beside[node], len(crowds[node]), -crowds[node][0]))
+        else:
+            while True:  # what was put in before somebody of that node was seated is out of date
+                size, first, node = heappop(self._fullest)
+                crowd = self._crowds[node]
+                if crowd and (-len(crowd), crowd[0]) == (size, first):
+                    break
+        order = self._crowds[node].popleft()
+        if self._crowds[node]:
+            heappush(self._fullest, (-len(self._crowds[node]), self._crowds[node][0], node))
+        return order
+
+
+class _Wanted:
+    """What the seats of a plan want."""
+
+    def __init__(self, plan: Plan, holders: Holders | None) -> None:
+        self._plan, self._holders = plan, holders
+
+    def whole(self, rank: int) -> tuple[int, ...]:
+        """Sections that a rank needs with their optimizer state."""
+        replica, stage = self._plan.place_of(rank)
+        sections = self._plan.sections_of(stage)
+        return tuple(sections) if self._holders is None else held_by(self._holders, sections, replica)
+
+
+def uncovered(sections: int, holdings: Holdings) -> tuple[int, ...]:
+    """Sections that nobody has whole."""
+    held = frozenset[int]().union(*holdings.values())
+    return tuple(section for section in range(sections) if section not in held)
+
+
+def transfers(
+    plan: Plan,
+    members: Sequence[str],
+    holdings: Holdings,
+    weights: Sequence[int],
+    *,
+    lent: Holdings | None = None,
+    holders: Holders | None = None,
+) -> tuple[Transfer, ...]:
+    """Copies that give each seat its sections, with the bytes spread evenly over the sources.
+
+    Every section must be whole with one of ``members`` (see ``uncovered``). ``lent`` and ``holders`` as for ``seat``.
+    """
+    wanted = _Wanted(plan, holders)
+    whole = [holdings.get(worker, _NOTHING) for worker in members]
+    known = [own | (lent or {}).get(worker, _NOTHING) for own, worker in zip(whole, members, strict=True)]
+    sources = {False: _ranks_by_section(plan.sections, whole), True: _ranks_by_section(plan.sections, known)}
+    sent_bytes = [0] * len(members)
+    moves = []
+    for rank in range(plan.workers):
+        updated = wanted.whole(rank)
+        for section in plan.sections_of(plan.place_of(rank).stage):
+            is_lent = section not in updated
+            had = known if is_lent else whole
+            if section not in had[rank]:
+                source = min(sources[is_lent][section], key=lambda source: (sent_bytes[source], source))
+                sent_bytes[source] += weights[section]
+                moves.append(Transfer(section=section, source_rank=source, target_rank=rank, lent=is_lent))
+    return tuple(moves)
+
+
+def _ranks_by_section(sections: int, holdings: Sequence[frozenset[int]]) -> list[list[int]]:
+    """Ranks that have each section, ascending: looked up once, since a large fleet moves thousands."""
+    ranks: list[list[int]] = [[] for _ in range(sections)]
+    for rank, held in enumerate(holdings):
+        for section in held:
+            ranks[section].append(rank)
+    return ranks

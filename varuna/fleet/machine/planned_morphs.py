@@ -1,0 +1,242 @@
+"""Planned morphs: nodes that will leave, workers that are slow, newcomers that help, and people who ask.
+
+All of them stop after the same vote, so that no step is lost: rank 0 raises the regroup flag.
+"""
+
+from contextlib import suppress
+from dataclasses import replace
+
+from varuna.core.errors import NoPlanError
+from varuna.core.messages import Flag, RaiseFlag
+from varuna.core.plan import Plan
+from varuna.core.sharded_optimizer import holders_of
+from varuna.fleet.machine.commit import stop_generation
+from varuna.fleet.machine.forming import plan_for, plan_to_come
+from varuna.fleet.machine.preemption import leavers
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.causes import EndCause, Ending
+from varuna.fleet.state.fleet import Fleet, Running
+from varuna.fleet.state.morph_gain import weigh
+from varuna.fleet.state.questions import Planned, UnansweredError, Unplannable
+from varuna.fleet.state.run_events import Answered
+
+# A regroup asked for in the last steps would meet workers that are leaving.
+_LAST_STEPS = 2
+# A node that was given notice may go early: leave it this long before the last moment, and two steps.
+_MARGIN_S = 15.0
+# How old the newest checkpoint is, on average; workers decide when they are written.
+_CHECKPOINT_AGE_S = 60.0
+# Seconds between two looks at the same newcomers: what a run knows about its stalls changes.
+_LOOK_AGAIN_S = 60.0
+
+
+def plan_ahead(turn: Transition, phase: Running) -> None:
+    """Ask for at most one planned morph, for the most pressing reason; not before the plan for it is there."""
+    _ask_to_finish(turn)
+    with suppress(UnansweredError):
+        _plan_ahead(turn, phase)
+
+
+def _plan_ahead(turn: Transition, phase: Running) -> None:
+    _answer_departures(turn)
+    if turn.fleet.phase is not phase or phase.regroup is not None or phase.suspicion or not turn.fleet.formed:
+        return
+    if _steps_left(turn.fleet) < _LAST_STEPS or _is_rank_hidden(turn.fleet):
+        return
+    if turn.fleet.morph_asked:
+        _answer_request(turn)
+    else:
+        _consider_slow(turn)
+        if turn.fleet.phase is phase:
+            _consider_newcomers(turn, phase)
+
+
+def _raise_flag(turn: Transition, flag: Flag) -> None:
+    """Ask rank 0, once in a generation."""
+    fleet = turn.fleet
+    if isinstance(fleet.phase, Running) and flag not in fleet.phase.flags:
+        turn.update(phase=replace(fleet.phase, flags=fleet.phase.flags | {flag}))
+        turn.send(fleet.members[0], RaiseFlag(generation=fleet.generation, flag=flag))
+
+
+def _regroup(turn: Transition, cause: str) -> None:
+    """All ranks stop after the next vote."""
+    phase = turn.fleet.phase
+    if isinstance(phase, Running) and phase.regroup is None:
+        turn.update(phase=replace(phase, regroup=EndCause(Ending.PLANNED, cause)))
+        _raise_flag(turn, "regroup")
+
+
+def _ask_to_finish(turn: Transition) -> None:
+    """The stop flag makes all ranks save and leave after the next vote."""
+    if turn.fleet.finish_reason:
+        _raise_flag(turn, "stop")
+
+
+# -- departures ----------------------------------------------------------------------------------------------------
+
+
+def _answer_departures(turn: Transition) -> None:
+    """Leave nodes that are about to go, after a vote if there is time for one."""
+    fleet = turn.fleet
+    going = leavers(fleet)
+    if not going or not isinstance(fleet.phase, Running):
+        return
+    if fleet.job is not None and fleet.job.checkpoint_dir is not None and _loses_last_holder(fleet, going):
+        _raise_flag(turn, "checkpoint")
+    nodes = sorted({fleet.workers[name].node for name in going})
+    cause = " and ".join(f"node {node} will leave ({fleet.departing[node].reason})" for node in nodes)
+    deadline_s = min(fleet.departing[node].deadline_s for node in nodes)
+    assert fleet.job is not None
+    latest_s = deadline_s - fleet.experience.stall_s(fleet.job, fleet.record.plan)
+    is_late = turn.now_s >= latest_s or _step_ends_s(fleet) > latest_s
+    is_time = deadline_s == float("inf") or turn.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
+    if deadline_s == float("inf") and _is_rank_hidden(fleet):
+        return
+    if not (is_late or is_time) or _plan(look_ahead(turn, len(fleet.available))) is None:
+        return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
+    if is_late:
+        turn.notice(f"{cause} before the current step is finished: the step is run again")
+        stop_generation(turn, EndCause(Ending.PLANNED, cause))
+    else:
+        _regroup(turn, cause)
+
+
+def _is_rank_hidden(fleet: Fleet) -> bool:
+    """Whether a rank could not be told of its next part."""
+    there = [fleet.workers[name] for node in fleet.hidden for name in fleet.workers.on(node)]
+    return any(worker.seated and worker.is_joined and fleet.is_hidden(worker.node) for worker in there)
+
+
+def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
+    """Whether some section is whole on no rank that stays."""
+    plan, job = fleet.record.plan, fleet.job
+    assert job is not None
+    leaving = frozenset(going)
+    staying = {rank for rank, name in enumerate(fleet.record.grid) if name in fleet.workers and name not in leaving}
+    holders = holders_of(plan, job.model.sections, shared=job.shard_optimizer)
+    return any(
+        all(plan.rank_of(replica, plan.stage_of(section)) not in staying for replica in holders[section])
+        for section in range(plan.sections)
+    )
+
+
+def _step_ends_s(fleet: Fleet) -> float:
+    """When the step in flight is expected to be committed; minus infinity if nobody knows."""
+    return fleet.recorded_s + fleet.step_wall_s if fleet.formed and fleet.step_wall_s else float("-inf")
+
+
+# -- people, stragglers, newcomers -----------------------------------------------------------------------------------
+
+
+def _answer_request(turn: Transition) -> None:
+    """Someone asked for a morph: it happens if the best plan is another one, or its workers are."""
+    fleet = turn.fleet
+    plan = _plan(look_ahead(turn, len(fleet.available)))
+    turn.update(morph_asked=False)
+    if plan is None:
+        turn.publish(Answered(what="morph"))
+        turn.notice("a morph was requested, but no plan fits the current workers", warning=True)
+    elif _same_work(plan, fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
+        turn.publish(Answered(what="morph"))
+        turn.notice(f"a morph was requested, but {plan.shape} is the best plan for {len(fleet.available)} workers")
+    else:
+        turn.update(replan=True)
+        _regroup(turn, "a morph was requested")
+
+
+def _consider_slow(turn: Transition) -> None:
+    """Leave stragglers out, if the run is faster without them."""
+    fleet = turn.fleet
+    ranks = sorted(fleet.record.ranks[name] for name in fleet.slow if _takes_part(fleet, name))
+    slow = {fleet.members[rank]: fleet.slow[fleet.members[rank]] for rank in ranks}
+    if not slow:
+        return
+    answer = look_ahead(turn, len(fleet.available))
+    worst = max(slow, key=lambda name: slow[name].ratio)
+    if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * slow[worst].ratio:
+        _regroup(turn, " and ".join(f"worker {name} is slow ({slow[name]})" for name in slow))
+
+
+def _consider_newcomers(turn: Transition, phase: Running) -> None:
+    """Take newcomers in if what they save until the next change exceeds the stall."""
+    fleet = turn.fleet
+    assert fleet.job is not None
+    unordered = {name for name in fleet.workers.newcomers if fleet.is_available(name)}
+    if not unordered or (unordered <= phase.considered and turn.now_s < phase.considered_s + _LOOK_AGAIN_S):
+        return
+    newcomers = [name for name in fleet.joined if name in unordered]
+    fresh = [name for name in newcomers if name not in phase.considered]
+    if any(turn.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
+        return
+    answer = look_ahead(turn, len(fleet.available))
+    running = fleet.record.plan.model_copy(update={"step_s": answer.running_s})
+    known = answer if isinstance(answer, Planned) else Planned(running, answer.running_s)
+    plan = plan_to_come(turn, known, len(fleet.available))
+    weighing = weigh(
+        running,
+        running if _same_work(plan, running) else plan,  # an older prediction of the same work is no gain
+        computing_s=fleet.step_wall_s * _steps_before_change(turn),
+        stall_s=fleet.experience.stall_s(fleet.job, plan),
+        exposed_s=_exposed_s(turn),
+    )
+    named = [name for name in newcomers if not fleet.is_member(name)] or newcomers
+    who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
+    if weighing.pays and (weighing.faster > fleet.config.min_gain or weighing.spared_s > 0):
+        turn.notice(f"{who} will be admitted: {weighing}")
+        _regroup(turn, f"{who} joined")
+        return
+    turn.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=turn.now_s))
+    if fresh:
+        turn.notice(f"{' and '.join(fresh)} joined as spare: {weighing}")
+
+
+def _takes_part(fleet: Fleet, name: str) -> bool:
+    worker = fleet.workers.get(name)
+    return worker is not None and worker.is_joined and worker.seated
+
+
+def _steps_before_change(turn: Transition) -> float:
+    """Steps that the run is expected to do before workers come or go again, or it ends."""
+    fleet = turn.fleet
+    every_s = max(fleet.step_every_s, fleet.step_wall_s, 1e-9)
+    return min(fleet.experience.gap_s(turn.now_s) / every_s, _steps_left(fleet))
+
+
+def _exposed_s(turn: Transition) -> float:
+    """Work that has no copy but in the workers: since the newest checkpoint, or all of it."""
+    fleet = turn.fleet
+    assert fleet.job is not None
+    since_start_s = turn.now_s - fleet.experience.began_s
+    return since_start_s if fleet.job.checkpoint_dir is None else min(since_start_s, _CHECKPOINT_AGE_S)
+
+
+def look_ahead(turn: Transition, workers: int) -> Planned | Unplannable:
+    """The plan for this many workers, if there is one; made once in a generation, since every tick may ask.
+
+    Raises:
+        UnansweredError: it is being made.
+    """
+    try:
+        if workers:
+            return plan_for(turn, workers)
+        complaint = "there are no workers"
+    except NoPlanError as error:
+        complaint = str(error)
+    return Unplannable(complaint, running_s=turn.fleet.record.plan.step_s)
+
+
+def _plan(answer: Planned | Unplannable) -> Plan | None:
+    return answer.plan if isinstance(answer, Planned) else None
+
+
+def _same_work(a: Plan, b: Plan) -> bool:
+    """Whether two plans differ in their predictions at most."""
+    unpredicted = {"step_s": 0.0, "memory_bytes": ()}
+    return a.model_copy(update=unpredicted) == b.model_copy(update=unpredicted)
+
+
+def _steps_left(fleet: Fleet) -> int:
+    """Steps that are not recorded."""
+    assert fleet.job is not None
+    return fleet.job.steps - fleet.recorded_step - 1

@@ -1,0 +1,84 @@
+"""Nodes that are about to leave: noted, left out of new plans, kept as sources of state, then let go."""
+
+from dataclasses import replace
+
+from varuna.core.messages import Finish
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.fleet import Departure, Ended, Finishing, Fleet, Running
+from varuna.fleet.state.inputs import DrainRequested, NoticeReceived
+from varuna.fleet.state.outputs import Release
+from varuna.fleet.state.run_events import Answered, Asked
+from varuna.fleet.state.worker import Standing
+
+# A node that outlives its deadline by this much has not been taken after all.
+_REPRIEVE_S = 60.0
+
+
+def note_departure(turn: Transition, event: NoticeReceived | DrainRequested) -> None:
+    """A node will leave; of several deadlines the first counts."""
+    if isinstance(event, NoticeReceived):
+        departure = Departure(deadline_s=event.deadline_s, reason=event.reason)
+        when = f"in {max(0.0, event.deadline_s - turn.now_s):.0f} s"
+    else:
+        departure = Departure(deadline_s=float("inf"), reason="drained")
+        when = "as soon as its state is elsewhere"
+    known = turn.fleet.departing.get(event.node)
+    if known is not None and known.deadline_s <= departure.deadline_s:
+        return
+    turn.update(departing={**turn.fleet.departing, event.node: departure})
+    if isinstance(event, DrainRequested):
+        turn.publish(Asked(what="drain", node=event.node))
+    turn.notice(f"node {event.node} leaves {when} ({departure.reason})")
+
+
+def leavers(fleet: Fleet) -> list[str]:
+    """Ranks of the newest grid on nodes that are about to leave."""
+    there = [name for node in fleet.departing for name in fleet.workers.on(node)]
+    going = [name for name in there if fleet.workers[name].seated and fleet.is_joined(name)]
+    return sorted(going, key=fleet.record.ranks.__getitem__)
+
+
+def release(turn: Transition) -> None:
+    """Send workers of leaving nodes home once nobody needs them: no rank of the grid, and no source of a morph."""
+    for node in turn.fleet.departing:
+        fleet = turn.fleet
+        there = [fleet.workers[name] for name in fleet.workers.on(node)]
+        if any(worker.standing is Standing.LEFT for worker in there) or not _is_free(fleet, node):
+            continue
+        for worker in there:
+            if worker.standing is Standing.JOINED:
+                turn.send(worker.name, Finish())
+                turn.update_worker(worker.name, standing=Standing.DISMISSED)
+        if not fleet.departing[node].released:
+            departing = {**turn.fleet.departing, node: replace(fleet.departing[node], released=True)}
+            turn.update(departing=departing)
+            turn.instructions.append(Release(node))
+            if departing[node].deadline_s == float("inf"):
+                turn.publish(Answered(what="drain", node=node))
+
+
+def _is_free(fleet: Fleet, node: str) -> bool:
+    """Whether the run can do without all workers of a node."""
+    match fleet.phase:
+        case Running():
+            there = [fleet.workers[name] for name in fleet.workers.on(node) if fleet.is_joined(name)]
+            return not any(w.seated or (not fleet.formed and fleet.is_member(w.name)) for w in there)
+        case Ended() | Finishing():
+            return False  # they are dismissed with all others
+        case _:
+            return not fleet.history
+
+
+def reprieve(turn: Transition) -> None:
+    """Forget departures that are over: the node is gone, or was not taken."""
+    fleet = turn.fleet
+    if not fleet.departing:
+        return
+    kept = {
+        node: departure
+        for node, departure in fleet.departing.items()
+        if turn.now_s < departure.deadline_s + _REPRIEVE_S
+        and (fleet.workers.on(node) or not departure.released or departure.deadline_s < float("inf"))
+    }
+    if kept != fleet.departing:
+        turn.update(departing=kept)

@@ -1,0 +1,172 @@
+"""One event's passage through the state machine."""
+
+from dataclasses import replace
+from typing import Any
+
+from varuna.core.messages import Finish, ToWorker
+from varuna.fleet.state.causes import EndCause, Ending
+from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Kill, Publish, Send
+from varuna.fleet.state.questions import Answer, OpenQuestion, Question, UnansweredError, Unusable
+from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLost
+from varuna.fleet.state.worker import Standing, Worker, changed
+
+_MAX_BACKOFF_S = 30.0
+
+
+class Transition:
+    """The fleet as it is so far, and what the shell must do; lives for one call of ``machine.advance``."""
+
+    def __init__(self, fleet: Fleet, now_s: float, *, is_tick: bool = False) -> None:
+        self.fleet = fleet
+        self.is_tick = is_tick
+        self.touched: set[str] = set()
+        self.now_s = now_s
+        self.instructions: list[Instruction] = []
+
+    def update(self, **changes: Any) -> None:
+        """Replace fields of the fleet."""
+        self.fleet = changed(self.fleet, **changes)
+
+    def update_worker(self, name: str, **changes: Any) -> None:
+        """Replace fields of one worker."""
+        workers = self.fleet.workers
+        self.update(workers=workers.with_worker(changed(workers[name], **changes)))
+
+    def forget(self, name: str) -> Worker:
+        """Remove a worker: whatever it says from now on is ignored."""
+        worker = self.fleet.workers[name]
+        self.update(workers=self.fleet.workers.without(name))
+        return worker
+
+    def watch(self, name: str) -> None:
+        """Look at a worker now and at each tick, until there is nothing unusual about it."""
+        self.touched.add(name)
+        if name not in self.fleet.watched:
+            self.update(watched=self.fleet.watched | {name})
+
+    def look_at_all(self) -> None:
+        """Something has made everybody's time shorter."""
+        self.update(expiring_s=float("-inf"))
+
+    def expire_by(self, due_s: float) -> None:
+        """Look at all workers then, or before."""
+        if due_s < self.fleet.expiring_s:
+            self.update(expiring_s=due_s)
+
+    def hasten(self) -> None:
+        """A member cannot stop by itself any more: the others are not waited for either, but told."""
+        phase = self.fleet.phase
+        if isinstance(phase, Stopping) and phase.hold_at_s is not None and phase.hold_at_s > self.now_s:
+            self.update(phase=replace(phase, hold_at_s=self.now_s))
+
+    def answer_to(self, question: Question) -> Answer:
+        """What was found out; otherwise it is asked for, once.
+
+        Raises:
+            UnansweredError: it is not known yet.
+        """
+        fleet = self.fleet
+        if question not in fleet.answers:
+            if question not in fleet.asked:
+                assert fleet.job is not None
+                number = fleet.questions + 1
+                self.update(questions=number, asked={**fleet.asked, question: OpenQuestion(number, self.now_s)})
+                running = fleet.record.plan if fleet.history else None
+                self.instructions.append(Ask(question, number, fleet.job, running))
+            raise UnansweredError
+        return fleet.answers[question]
+
+    def note_answer(self, question: Question, number: int, answer: Answer) -> None:
+        """Somebody found something out; if the question is not open any more, nobody needs it."""
+        fleet = self.fleet
+        asked = fleet.asked.get(question)
+        if asked is None or asked.number != number:
+            return
+        if isinstance(answer, Unusable):
+            self.end(answer.exit_code, answer.text)
+            return
+        still_open = {other: known for other, known in fleet.asked.items() if other != question}
+        self.update(asked=still_open, answers={**fleet.answers, question: answer})
+
+    def ask_anew(self) -> None:
+        """What was found out may not hold any more."""
+        self.update(asked={}, answers={})
+
+    def send(self, worker: str, message: ToWorker) -> None:
+        """Tell a worker."""
+        self.instructions.append(Send(worker, message))
+
+    def publish(self, event: RunEvent) -> None:
+        """Log and show."""
+        self.instructions.append(Publish(event))
+
+    def notice(self, text: str, *, warning: bool = False) -> None:
+        """Log and show a sentence."""
+        self.publish(Notice(text=text, warning=warning))
+
+    def kill(self, worker: str, why: str) -> None:
+        """Fence a worker off for certain."""
+        self.instructions.append(Kill(worker, why))
+
+    def lose(self, name: str, what: str, *, kill: bool = False) -> None:
+        """A worker is gone, or is made to go; ``what`` continues the sentence "worker w3 ..."."""
+        cause = f"worker {name} {what}"
+        if kill:
+            self.kill(name, cause)
+        matters = self._matters(name)
+        was_in = self.fleet.workers[name].standing in (Standing.JOINED, Standing.ASIDE)
+        worker = self.forget(name)
+        fleet = self.fleet
+        self.publish(WorkerLost(worker=name, rank=fleet.rank_of(name), cause=cause))
+        if matters:
+            self.note_cause(Ending.LOST, cause)
+            self.update(futile=0, futile_since_s=None)
+        if fleet.history and was_in:
+            self.note_change()
+        if fleet.is_member(name):
+            self.hasten()
+        if not fleet.config.replace:
+            self.update(wanted=max(0, fleet.wanted - 1))
+        elif worker.replacement:
+            failures = fleet.start_failures + 1
+            backoff_s = min(2.0 ** (failures - 1), _MAX_BACKOFF_S) if worker.standing is Standing.STARTING else 0.0
+            self.update(start_failures=failures, respawn_at_s=self.now_s + backoff_s)
+            if failures >= fleet.config.max_start_failures:
+                self.end(
+                    1,
+                    f"{failures} replacements in a row died before a step was committed. The last one: {cause}. "
+                    "Look at its log; if it ran out of memory, use fewer workers per machine.",
+                )
+
+    def note_cause(self, ending: Ending, text: str) -> None:
+        """Why the newest generation ends, or has ended."""
+        self.update(causes=(*self.fleet.causes, EndCause(ending, text)))
+
+    def note_change(self) -> None:
+        """Workers came or went: what the run learns its expectations from."""
+        experience = self.fleet.experience.changed(self.now_s, self.fleet.config.join_grace_s)
+        self.update(experience=experience)
+
+    def _matters(self, name: str) -> bool:
+        """Whether the loss of a worker ends (or ended) a generation."""
+        fleet = self.fleet
+        match fleet.phase:
+            case Running():
+                # Until the first step a spare may still be the source of somebody's state.
+                return fleet.record.has_seat(name) if fleet.formed else fleet.is_member(name)
+            case Idle() | Stopping():
+                return fleet.is_member(name)
+            case _:
+                return False
+
+    def end(self, exit_code: int, text: str) -> None:
+        """The run is over; everybody who still listens is told."""
+        if isinstance(self.fleet.phase, Ended):
+            return
+        reason = text.splitlines()[0] if exit_code else ""
+        for name in self.fleet.joined:
+            self.send(name, Finish(reason=reason))
+        self.publish(RunEnded(exit_code=exit_code, text=text))
+        self.instructions.append(EndRun(exit_code, text))
+        self.update(phase=Ended(exit_code, text))

@@ -1,0 +1,70 @@
+"""The manager's side of one agent: its channel, the connection that it has at the moment, and how it behaves."""
+
+from varuna.fleet.net.channel import Channel
+from varuna.fleet.net.host_facts import HostView
+from varuna.fleet.net.outgoing import Outgoing
+from varuna.fleet.net.protocol import DownBody, DownItem
+
+ITEMS_WAITING = 4096
+"""An agent that leaves so many messages unconfirmed is given up."""
+_BURST_FRAMES, _FRAMES_PER_S = 2000.0, 500.0
+_BURST_BYTES, _BYTES_PER_S = 64.0 * 2**20, 8.0 * 2**20
+
+
+class AgentLink:
+    """One life of one agent; used on the server's event loop only."""
+
+    def __init__(self, node: str, session: str, now_s: float) -> None:
+        self.node, self.session = node, session
+        self.channel: Channel[DownBody] = Channel(ITEMS_WAITING)
+        self.connection: Outgoing[DownBody] | None = None
+        self.workers: set[str] = set()
+        self.heard_s = now_s
+        self.host = HostView()
+        self.ended_abruptly = False
+        """Its newest connection was ended from the other side, without a goodbye."""
+        self._progress_s = now_s  # newest moment at which nothing waited, or something was confirmed
+        self._budget, self._budget_bytes, self._budget_s = _BURST_FRAMES, _BURST_BYTES, now_s
+
+    def connect(self, cursor: int) -> Outgoing[DownBody]:
+        """A new connection; the other side has everything up to ``cursor``."""
+        self.connection = Outgoing(self.channel, cursor, _frame)
+        self.ended_abruptly = False
+        return self.connection
+
+    def send(self, body: DownBody, now_s: float) -> None:
+        """Queue a message, for this connection or the next one.
+
+        Raises:
+            ChannelFullError: nothing was confirmed for too long.
+        """
+        if not self.channel.waiting:
+            self._progress_s = now_s
+        self.channel.send(body)
+        if self.connection is not None:
+            self.connection.wake()
+
+    def confirm(self, number: int, now_s: float) -> None:
+        """The agent has everything up to ``number``.
+
+        Raises:
+            ValueError: it was never sent.
+        """
+        if self.channel.confirm(number) or not self.channel.waiting:
+            self._progress_s = now_s
+
+    def is_stalled(self, now_s: float, patience_s: float) -> bool:
+        """Whether it is silent, or takes in nothing of what it is sent."""
+        deaf = bool(self.channel.waiting) and now_s - self._progress_s > patience_s
+        return deaf or now_s - self.heard_s > patience_s
+
+    def pause_s(self, now_s: float, frame_bytes: int = 0) -> float:
+        """How long to stop reading from who floods us: its own TCP window then holds it back, and nobody else."""
+        passed_s, self._budget_s = now_s - self._budget_s, now_s
+        self._budget = min(_BURST_FRAMES, self._budget + passed_s * _FRAMES_PER_S) - 1
+        self._budget_bytes = min(_BURST_BYTES, self._budget_bytes + passed_s * _BYTES_PER_S) - frame_bytes
+        return max(0.0, -self._budget / _FRAMES_PER_S, -self._budget_bytes / _BYTES_PER_S)
+
+
+def _frame(number: int, received: int, body: DownBody) -> str:
+    return DownItem(number=number, received=received, body=body).model_dump_json()

@@ -1,0 +1,391 @@
+"""The agents' door: joining by token, then one WebSocket for each machine. A thin asynchronous shell."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from varuna.core.version import __version__
+from varuna.fleet.manager.agent_link import AgentLink
+from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker
+from varuna.fleet.net.channel import ChannelFullError
+from varuna.fleet.net.outgoing import Outgoing
+from varuna.fleet.net.protocol import (
+    BAD_JOB,
+    BAD_MESSAGE,
+    BAD_TWIN,
+    MAX_JOIN_BYTES,
+    STALLED,
+    Dismiss,
+    DownBody,
+    Greet,
+    Joined,
+    JoinRequest,
+    Output,
+    Parted,
+    Printed,
+    ProcessEnded,
+    Pulse,
+    PulseAnswer,
+    Said,
+    SpotNoticeSeen,
+    Started,
+    UpBody,
+    UpItem,
+    Welcome,
+    greeting,
+    up_frame,
+)
+from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body
+from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.registry import RefusedError, Registry
+from varuna.fleet.run_folder.worker_logs import LogKeeper
+from varuna.fleet.state.inputs import (
+    ConnectionLost,
+    Event,
+    MessageReceived,
+    NodeHeard,
+    NodeParted,
+    NoticeReceived,
+    WorkerDistrusted,
+    WorkerExited,
+    WorkerSpawned,
+)
+
+PATIENCE_S = 15.0
+"""An agent that says nothing, or confirms nothing, for so long is cut; it may come back."""
+_GREET_S = 10.0
+_RETURN_S = 0.5  # a living agent is back within this time
+_GOODBYE_S = 2.0
+_NO_GOODBYE = (1005, 1006)  # agents say 1000 when they end a connection, also one that is silent
+_REVOKED_S = 10.0  # for the rest of its logs
+
+log = logging.getLogger(__name__)
+
+
+class AgentServer:
+    """Everything here runs on the server's event loop, but the constructor and ``routes``.
+
+    Args:
+        registry: who may come in.
+        certificate_pem: of the run's authority, which everybody may read.
+        manager: this life of the manager.
+        run: what is managed.
+        post: takes what happens, on any thread; returns at once.
+        logs: keeps the workers' output.
+        audit: hears of refusals.
+        write: gets the main worker's standard output.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry: Registry,
+        certificate_pem: str,
+        manager: str,
+        run: str,
+        post: Callable[[Event | Reconciliation], None],
+        logs: LogKeeper,
+        audit: Audit,
+        write: Callable[[bytes], None],
+    ) -> None:
+        self._registry, self._certificate_pem, self._post = registry, certificate_pem, post
+        self._manager, self._run, self._logs, self._audit, self._write = manager, run, logs, audit, write
+        self._links: dict[str, AgentLink] = {}
+        self._watching: asyncio.Task[None] | None = None
+        self._main = ""
+
+    def routes(self) -> list[BaseRoute]:
+        """The HTTP and WebSocket routes for agents."""
+        return [
+            Route("/ca", self._get_ca),
+            Route("/join", self._join, methods=["POST"]),
+            WebSocketRoute("/agent", self._agent),
+        ]
+
+    # -- what the manager wants --------------------------------------------------------------------------
+
+    def send(self, node: str, body: DownBody) -> None:
+        """Tell an agent, now or when it is back; one that takes nothing in is given up."""
+        link = self._links.get(node)
+        if link is None:
+            return
+        try:
+            link.send(body, time.monotonic())
+        except ChannelFullError as error:
+            self._give_up(link, f"its agent does not read its messages ({error})")
+
+    def dismiss(self, node: str | None, reason: str, exit_code: int, *, drained: bool = False) -> None:
+        """Send one agent home, or all; one that was drained, and whose secret is void, has a moment to say goodbye."""
+        if node is not None and drained:
+            asyncio.get_running_loop().call_later(_REVOKED_S, self._shut_out, node)
+        for name in [node] if node is not None else list(self._links):
+            self.send(name, Dismiss(reason=reason, exit_code=exit_code, drained=drained))
+
+    def send_away(self, node: str, why: str) -> None:
+        """Drop a machine whose secret is void, and its workers: they are not asked, nor waited for."""
+        if (link := self._links.get(node)) is not None:
+            for worker in sorted(link.workers):
+                self._post(WorkerDistrusted(worker, why))
+            self._give_up(link, why)
+
+    def _shut_out(self, node: str) -> None:
+        if (link := self._links.get(node)) is not None:
+            self._give_up(link, "its secret was revoked")
+
+    def set_main(self, worker: str) -> None:
+        """Show the output of this worker."""
+        self._main = worker
+
+    @property
+    def connected(self) -> list[str]:
+        """Nodes whose agents are there right now; any thread may ask."""
+        return [name for name, link in list(self._links.items()) if link.connection is not None]
+
+    def hosts(self) -> dict[str, object]:
+        """What connected machines have told of themselves; any thread may ask."""
+        return {name: link.host.describe() for name, link in list(self._links.items()) if link.connection is not None}
+
+    # -- joining -----------------------------------------------------------------------------------------
+
+    async def _get_ca(self, request: Request) -> Response:
+        return PlainTextResponse(self._certificate_pem)
+
+    async def _join(self, request: Request) -> Response:
+        """A token for a name and a secret."""
+        address = address_of(request)
+        body = await read_body(request, MAX_JOIN_BYTES)
+        if body is None:
+            self._audit.refused("join", address, "the request is too large")
+            return _error(413, f"the request is larger than {MAX_JOIN_BYTES} bytes")
+        try:
+            wanted = JoinRequest.model_validate_json(body)
+        except ValidationError as error:
+            self._audit.refused("join", address, "malformed request")
+            return _error(422, f"the request is invalid: {first_problem(error)}")
+        if wanted.version != __version__:
+            self._audit.refused("join", address, f"version {wanted.version}")
+            return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
+        try:
+            join = self._registry.join
+            node = await asyncio.to_thread(join, wanted.token, wanted.hostname, wanted.secret_sha256)
+        except RefusedError as error:
+            self._audit.refused("join", address, str(error))
+            return _error(403, str(error))
+        self._audit.did(f"join as {node}", address)
+        return JSONResponse(Joined(node=node).model_dump(), 201)
+
+    # -- one connection ----------------------------------------------------------------------------------
+
+    async def _agent(self, websocket: WebSocket) -> None:
+        """Serve one agent's connection, from its greeting to its end."""
+        node = websocket.query_params.get("node", "")[:64]
+        address = websocket.client.host if websocket.client else "unknown"
+        try:
+            secret = bearer(websocket.headers.get("authorization", ""))
+            await asyncio.to_thread(self._registry.check, node, secret)
+        except RefusedError as error:
+            self._audit.refused("connect an agent", address, str(error))
+            # Before it is accepted: frames of a stranger's would be read.
+            await websocket.send_denial_response(_error(403, str(error)))
+            return
+        await websocket.accept()
+        greet = await self._read_greet(websocket, node)
+        if greet is None:
+            return
+        if difference := await asyncio.to_thread(self._registry.agree, greet.job):
+            self._audit.refused(f"connect agent {node}", address, difference)
+            await websocket.close(BAD_JOB, difference[:120])
+            return
+        before = self._links.get(node)
+        if before is not None and before.connection is not None:
+            if before.session != greet.session and time.monotonic() - before.heard_s < 3.0:
+                self._audit.refused(
+                    f"connect agent {node}", address, "another agent with this identity is already connected"
+                )
+                await websocket.close(
+                    BAD_TWIN, "an agent with this identity is already connected: give each agent its own --state-dir."
+                )
+                return
+            before.connection.end("the agent has a new connection")
+        await self._converse(websocket, *self._meet(node, greet))
+
+    async def _read_greet(self, websocket: WebSocket, node: str) -> Greet | None:
+        try:
+            async with asyncio.timeout(_GREET_S):
+                frame = await websocket.receive()
+            if frame["type"] == "websocket.disconnect":
+                return None
+            greet = greeting.validate_json(frame.get("text") or "")
+            for charge in greet.charges:
+                check_belongs(node, charge.worker)
+                for message in charge.said:
+                    check_speaker(charge.worker, message)
+        except (ValueError, TimeoutError) as error:
+            await self._reject(websocket, node, error)
+            return None
+        return greet
+
+    def _meet(self, node: str, greet: Greet) -> tuple[AgentLink, Outgoing[DownBody]]:
+        """Go on where the last connection ended, or begin anew."""
+        now_s = time.monotonic()
+        link = self._links.get(node)
+        resumed = link is not None and link.session == greet.session and greet.manager == self._manager
+        if link is None or not resumed:
+            link = self._links[node] = AgentLink(node, greet.session, now_s)
+        else:
+            link.confirm(min(greet.received, link.channel.sent), now_s)
+        connection = link.connect(greet.received if resumed else 0)
+        link.heard_s = now_s
+        connection.say(
+            Welcome(
+                manager=self._manager,
+                run=self._run,
+                resumed=resumed,
+                received=link.channel.received,
+                kept=self._logs.sizes(node),
+            ).model_dump_json()
+        )
+        if not resumed:
+            # Workers of another run are killed by their agent as soon as it hears which run this is.
+            charges = greet.charges if greet.run in ("", self._run) else ()
+            link.workers = {charge.worker for charge in charges if charge.exited is None}
+            for worker in link.workers:
+                self._logs.begin(worker)
+            self._post(Reconciliation(node, charges))
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._watch())
+        return link, connection
+
+    async def _converse(self, websocket: WebSocket, link: AgentLink, connection: Outgoing[DownBody]) -> None:
+        sending = asyncio.create_task(_send_all(websocket, connection))
+        receiving = asyncio.create_task(self._receive_all(websocket, link, connection))
+        ending = asyncio.create_task(connection.ended())  # one that neither reads nor speaks holds both others up
+        try:
+            await asyncio.wait([sending, receiving, ending], return_when=asyncio.FIRST_COMPLETED)
+            if connection.cut:
+                log.warning("closing the connection of agent %s: %s", link.node, connection.cut)
+                with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
+                    async with asyncio.timeout(_GOODBYE_S):
+                        await websocket.close(STALLED, connection.cut)
+        finally:
+            for task in (sending, receiving, ending):
+                task.cancel()
+            if link.connection is connection:
+                link.connection = None
+                asyncio.get_running_loop().call_later(_RETURN_S, self._conclude, link)
+
+    def _conclude(self, link: AgentLink) -> None:
+        """An agent that has not come back by now is gone, or cannot reach us: others have to say which."""
+        if self._links.get(link.node) is link and link.connection is None:
+            self._post(NodeParted(link.node, "its agent is gone", abruptly=link.ended_abruptly))
+
+    async def _receive_all(self, websocket: WebSocket, link: AgentLink, connection: Outgoing[DownBody]) -> None:
+        try:
+            while not connection.cut:
+                frame = await websocket.receive()
+                if frame["type"] == "websocket.disconnect":
+                    link.ended_abruptly = frame.get("code") in _NO_GOODBYE and not connection.cut
+                    return
+                now_s = time.monotonic()
+                text = frame.get("text") or ""
+                self._take(link, connection, text, now_s)
+                if pause_s := link.pause_s(now_s, len(text)):
+                    await asyncio.sleep(pause_s)
+        except ValueError as error:  # a ValidationError is one
+            self._give_up(link, "its agent sent a malformed message")
+            await self._reject(websocket, link.node, error)
+
+    def _take(self, link: AgentLink, connection: Outgoing[DownBody], text: str, now_s: float) -> None:
+        """Handle one frame of an agent.
+
+        Raises:
+            ValueError: it cannot be.
+        """
+        frame = up_frame.validate_json(text)
+        link.heard_s = now_s
+        link.confirm(frame.received, now_s)
+        match frame:
+            case Pulse(beats=beats, clock_s=clock_s, host=host):
+                if clock_s is not None:
+                    link.host.take(clock_s - time.time(), host)
+                connection.say(PulseAnswer(received=link.channel.received).model_dump_json())
+                for worker, beat in beats.items():
+                    check_belongs(link.node, worker)
+                    self._post(MessageReceived(worker, beat))
+                self._post(NodeHeard(link.node))
+            case UpItem(number=number, body=body):
+                if link.channel.accept(number):
+                    self._note(link, body)
+
+    def _note(self, link: AgentLink, body: UpBody) -> None:
+        """Pass on what an agent says."""
+        if not isinstance(body, SpotNoticeSeen):
+            check_belongs(link.node, body.worker)
+        match body:
+            case Started(worker=worker):
+                link.workers.add(worker)
+                self._logs.begin(worker)
+                self._post(WorkerSpawned(worker, node=link.node))
+            case Said(worker=worker, message=message):
+                check_speaker(worker, message)
+                self._post(MessageReceived(worker, message))
+            case Parted(worker=worker):
+                self._post(ConnectionLost(worker))
+            case ProcessEnded(worker=worker, exited=exited):
+                link.workers.discard(worker)
+                self._post(WorkerExited(worker, exited.code, exited.stderr_tail))
+            case SpotNoticeSeen(in_s=in_s, reason=reason):
+                self._post(NoticeReceived(link.node, time.monotonic() + in_s, reason))
+            case Output():
+                self._logs.write(body)
+            case Printed(worker=worker, data=data):
+                if worker == self._main:
+                    self._write(data)
+
+    # -- those that misbehave ----------------------------------------------------------------------------
+
+    async def _reject(self, websocket: WebSocket, node: str, error: Exception) -> None:
+        """Say what was wrong, in the journal and to the other side, and close."""
+        why = first_problem(error) if isinstance(error, ValidationError) else str(error) or "it was silent"
+        self._audit.refused(f"speak as agent {node}", websocket.client.host if websocket.client else "unknown", why)
+        if websocket.application_state is WebSocketState.CONNECTED:
+            with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await websocket.close(BAD_MESSAGE, f"malformed: {why}"[:120])
+
+    def _give_up(self, link: AgentLink, why: str) -> None:
+        """Forget this life of an agent: its workers are lost, and killed if it comes back."""
+        if self._links.get(link.node) is link:
+            del self._links[link.node]
+        if link.connection is not None:
+            link.connection.end(why)
+        for worker in link.workers:
+            self._post(ConnectionLost(worker, why))
+
+    async def _watch(self) -> None:
+        """Cut connections that are open in name only."""
+        while True:
+            await asyncio.sleep(1.0)
+            now_s = time.monotonic()
+            for link in list(self._links.values()):
+                if link.connection is not None and link.is_stalled(now_s, PATIENCE_S):
+                    link.connection.end("it is silent, or does not read its messages")
+
+
+async def _send_all(websocket: WebSocket, connection: Outgoing[DownBody]) -> None:
+    """Send until the connection has to end; the transport's flow control holds back a slow receiver's frames here."""
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # RuntimeError: the receiving side has closed it
+        while (frame := await connection.next_frame()) is not None:
+            await websocket.send_text(frame)
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status_code=status)

@@ -1,0 +1,163 @@
+"""A run measures itself: plans come from what was seen, and what was predicted is compared with what was.
+
+The first plan of a job's first run is made from operation counts. Once its ranks have told of some seconds of
+training, their times refine that calibration, which later plans, later runs and ``varuna plan --from-run`` use.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from varuna.calibration.cache import remember, remembered
+from varuna.calibration.feedback.gap import explain_gap
+from varuna.calibration.feedback.refine import costs_of, refine
+from varuna.calibration.file import RUN_FILE
+from varuna.calibration.format import Calibration
+from varuna.calibration.nominal import nominal_calibration
+from varuna.core.errors import NoPlanError
+from varuna.core.messages import Beat
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.times import RankTimes, merged
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.inputs import MorphRequested, Recalibrated
+from varuna.fleet.state.morph_gain import weigh
+from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
+from varuna.planner.pricing.predict import predict
+
+LEAST_S = 10.0
+"""Of training in a generation: less is noise, and a run that is over by then needs no better plan."""
+LEAST_STEPS = 5
+_WORTH_A_MORPH = 0.10
+"""Share of the step time: predictions are not better than some percent."""
+
+Told = GenerationTimed | Notice | MorphRequested
+"""What follows from what ranks told: lines for the journal, and events for the state machine."""
+
+PlanWith = Callable[[JobFacts, int, int | None, Calibration | None], Plan]
+
+
+class Calibrator:
+    """Hears what ranks' steps took; for one thread, on which plans are made too."""
+
+    def __init__(
+        self, plan: PlanWith, *, run_dir: Path, cache: Callable[[JobFacts], Path] | None, least_s: float = LEAST_S
+    ) -> None:
+        """Begin without any measurement.
+
+        Args:
+            plan: plans from a calibration, or from operation counts without one.
+            run_dir: gets the refined calibration.
+            cache: where later runs of a job look for it; None: nowhere.
+            least_s: of training in a generation before it is believed.
+        """
+        self._plan, self._run_dir, self._cache, self._least_s = plan, run_dir, cache, least_s
+        self._job: JobFacts | None = None
+        self.calibration: Calibration | None = None
+        """None: nothing was measured yet"""
+        self._generation = -1
+        self._heard: dict[int, RankTimes] = {}
+        self._due_steps = LEAST_STEPS
+        self._due_beats = 0
+        self._explained = False
+
+    def plan(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        """The best plan that is known; a ``Planner``."""
+        if self._job is None:
+            self._job = job
+            self.calibration = remembered(job, self._cache(job)) if self._cache is not None else None
+        return self._plan(job, workers, micro_batch, self.calibration)
+
+    def begin(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated]:
+        """A generation begins, or more was learned: what its stages should take, if that is known."""
+        if self.calibration is None:
+            return []
+        expected_s = self.compute_s(job, record.plan)
+        return [Recalibrated(record.generation, None if expected_s is None else tuple(expected_s))]
+
+    def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
+        """By stage: calibrated compute of a micro-batch; None if nothing was measured."""
+        if self.calibration is None:
+            return None
+        costs = costs_of(self.calibration, plan)
+        last = plan.stages - 1
+        return [
+            stage.forward_s + (0.0 if k == last or stage.keeps_all else stage.recompute_s) + stage.backward_s
+            for k, stage in enumerate(costs.stages)
+        ]
+
+    def predicted_s(self, plan: Plan) -> float:
+        """Seconds of a step of ``plan``, by what is known now and not when it was made."""
+        if self.calibration is None:
+            return plan.step_s
+        return predict(costs_of(self.calibration, plan), plan).step_s
+
+    def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
+        """A worker told what its steps took; what follows from that, if anything."""
+        rank = fleet.rank_of(worker)
+        if beat.times is None or fleet.job is None or beat.generation != fleet.generation or rank is None:
+            return []
+        if self._generation != fleet.generation:
+            self._generation, self._heard, self._due_steps, self._due_beats = fleet.generation, {}, LEAST_STEPS, 0
+        known = self._heard.get(rank)
+        self._heard[rank] = beat.times if known is None else merged((known, beat.times))
+        self._due_beats -= 1
+        if self._due_beats > 0 or len(self._heard) < fleet.record.plan.workers:
+            return []
+        self._due_beats = max(1, fleet.record.plan.workers // 2)  # all ranks are looked at twice in a round of beats
+        stages = self._stages(fleet.record.plan)
+        steps = min((each.steps for each in stages), default=0)
+        if steps < self._due_steps or steps * stages[0].step_s < self._least_s:
+            return []
+        self._due_steps = 2 * steps
+        return self._learn(fleet, fleet.job, fleet.record.plan, stages, now_s)
+
+    def finish(self, plan: Plan) -> None:
+        """The run is over: a short one leaves what it has."""
+        stages = self._stages(plan)
+        if self.calibration is None and stages and self._job is not None:
+            remember(refine(nominal_calibration(self._job.model), plan, stages), self._run_dir / RUN_FILE)
+
+    def _stages(self, plan: Plan) -> list[RankTimes]:
+        """By stage; empty until every rank has told. Of its replicas, all-reduces are those that waited least."""
+        if set(self._heard) != set(range(plan.workers)):
+            return []
+        found = []
+        for stage in range(plan.stages):
+            replicas = [self._heard[plan.rank_of(replica, stage)] for replica in range(plan.replicas)]
+            reductions = [each.reductions for each in replicas if each.reductions is not None]
+            fastest = min(reductions, key=lambda each: each.seconds, default=None)
+            found.append(merged(replicas).model_copy(update={"reductions": fastest}))
+        return found
+
+    def _learn(self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float) -> list[Told]:
+        base = self.calibration or nominal_calibration(job.model)
+        told: list[Told] = [
+            GenerationTimed(generation=fleet.generation, predicted_s=self.predicted_s(plan), stages=tuple(stages))
+        ]
+        gap = explain_gap(base, plan, stages) if self.calibration is not None else None
+        if gap is not None and not self._explained:
+            self._explained = True
+            told.append(Notice(text=f"{gap}. Future plans take this into account", warning=True))
+        self.calibration = refine(base, plan, stages)
+        remember(self.calibration, self._run_dir / RUN_FILE)
+        if self._cache is not None:
+            remember(self.calibration, self._cache(job))
+        return [*told, *self._better(fleet, job, plan, now_s)]
+
+    def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
+        """A morph, if the plan that is best now saves more until the next change than the switch costs."""
+        try:
+            known = job.model_copy(update={"memory_bytes": fleet.memory_bytes})
+            best = self.plan(known, len(fleet.available), fleet.micro_batch)
+        except NoPlanError:
+            return []
+        weighing = weigh(
+            plan.model_copy(update={"step_s": self.predicted_s(plan)}),
+            best,
+            computing_s=min(fleet.experience.gap_s(now_s), (job.steps - fleet.recorded_step - 1) * fleet.step_wall_s),
+            stall_s=fleet.experience.stall_s(job, best),
+            exposed_s=0.0,  # the same workers: nobody becomes safer
+        )
+        if not weighing.pays or weighing.faster <= _WORTH_A_MORPH:
+            return []
+        return [Notice(text=f"measured times favour {best.shape} over {plan.shape}: {weighing}"), MorphRequested()]

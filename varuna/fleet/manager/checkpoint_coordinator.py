@@ -1,0 +1,113 @@
+"""The manager's part in checkpoints: it alone makes shards into a checkpoint, and says which one is the newest."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from varuna.checkpoint.committer import CheckpointCommitter
+from varuna.checkpoint.names import checkpoint_place
+from varuna.core.errors import CheckpointError
+from varuna.core.model import JobFacts
+from varuna.core.saved import SavedShard
+from varuna.fleet.state.questions import Checkpoint
+from varuna.fleet.state.run_events import GenerationRecord
+
+
+class CheckpointCoordinator:
+    """Commits, retains and finds checkpoints in the job's ``checkpoint_dir``; without one it does nothing.
+
+    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn`` is called by any. The
+    job comes from the first machine that joins: with ``allowed`` it chooses a directory there or below, or none.
+    """
+
+    def __init__(self, *, new: bool, overwrite: bool, warn: Callable[[str], None], allowed: str = "") -> None:
+        self._new, self._overwrite, self._warn, self._allowed = new, overwrite, warn, allowed
+        self._keeper: CheckpointCommitter | None = None
+        self._complained_at = -2  # newest complete step when a worker complained
+
+    def newest(self, job: JobFacts) -> Checkpoint | None:
+        """The newest checkpoint that can be used; the first call takes the directory for this run.
+
+        Raises:
+            CheckpointError: the directory cannot be used, is not allowed, or its checkpoints are damaged or of
+                another job.
+            UsageError: ``overwrite`` without ``new``.
+        """
+        if job.checkpoint_dir is None:
+            return None
+        if self._allowed and not is_within(job.checkpoint_dir, self._allowed):
+            raise CheckpointError(
+                f"the job saves its checkpoints in {job.checkpoint_dir}, but this manager only allows "
+                f"{self._allowed} (--checkpoints). Change one of them."
+            )
+        if self._keeper is None:
+            self._keeper = CheckpointCommitter(
+                job, new=self._new, overwrite=self._overwrite, say=self._warn, warn=self._warn
+            )
+        found = self._keeper.newest()
+        if found is None:
+            return None
+        manifest, warnings = found
+        for warning in warnings:
+            self._warn(warning)
+        return Checkpoint(checkpoint_place(job.checkpoint_dir, manifest.step), manifest.step, manifest.micro_batch)
+
+    def begin(self, record: GenerationRecord) -> None:
+        """A generation starts, which its manifests will name."""
+        if self._keeper is not None:
+            self._keeper.begin(record.generation, record.plan, first_step=record.first_step, rollback=record.rollback)
+
+    def resume(self, job: JobFacts, history: Sequence[GenerationRecord]) -> None:
+        """Take over from a keeper that is gone: workers say again which shards are durable.
+
+        Raises:
+            CheckpointError: the directory cannot be used.
+        """
+        self.newest(job)
+        since = max((record.generation for record in history if record.rollback), default=0)
+        for record in history[since:]:
+            if self._keeper is not None:  # what is complete is known: no rollback, which would forget it
+                self._keeper.begin(record.generation, record.plan, first_step=record.first_step, rollback=False)
+
+    def collect(self, shard: SavedShard) -> None:
+        """Note a durable shard, and commit if its checkpoint is complete; a failure costs a checkpoint, not the run."""
+        if self._keeper is not None:
+            self._keeper.collect(shard)
+
+    def complain(self, worker: str, reason: str) -> None:
+        """A checkpoint will lack a shard: said once, until another one is complete."""
+        if self._keeper is None or self._complained_at == self._keeper.committed_step:
+            return
+        self._complained_at = self._keeper.committed_step
+        self._warn(f"worker {worker} did not save its part of a checkpoint: {reason.rstrip('.')}. {self._standing()}")
+
+    def account(self, steps: int) -> str:
+        """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""
+        if self._keeper is None or max(0, self._keeper.committed_step) >= steps:
+            return ""
+        return (
+            f"the last steps were not checkpointed: the run ended after step {steps - 1}. {self._standing()} Look "
+            "at the warnings before this one, fix the cause, and rerun the same command to train the missing "
+            "steps."
+        )
+
+    def _standing(self) -> str:
+        assert self._keeper is not None
+        step = self._keeper.committed_step
+        return (
+            f"The newest complete checkpoint is that of step {step}."
+            if step >= 0
+            else "There is no complete checkpoint."
+        )
+
+    def close(self) -> None:
+        """Finish what is under way, and give the directory free."""
+        if self._keeper is not None:
+            self._keeper.close()
+
+
+def is_within(place: str, allowed: str) -> bool:
+    """Whether a directory (a path or a URL) is ``allowed``, or below it; nothing leads out of it again."""
+    if "://" in place or "://" in allowed:
+        parts, prefix = place.rstrip("/").split("/"), allowed.rstrip("/").split("/")
+        return parts[: len(prefix)] == prefix and not {"..", "."} & set(parts)
+    return Path(place).resolve().is_relative_to(Path(allowed).resolve())

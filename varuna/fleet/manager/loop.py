@@ -1,0 +1,367 @@
+"""Gives the state machine its events, and does what it says, on one thread."""
+
+import math
+import queue
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, Protocol
+
+from varuna.core.messages import Assign, Beat, Offered, Recorded, Sought, ToWorker
+from varuna.core.plan import Plan
+from varuna.fleet.machine.advance import advance
+from varuna.fleet.manager.background_work import Desk
+from varuna.fleet.manager.calibrator import Calibrator
+from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
+from varuna.fleet.manager.reconcile import Reconciliation, reunite
+from varuna.fleet.manager.rendezvous import Meeting
+from varuna.fleet.manager.resume import lost_workers, resume
+from varuna.fleet.manager.validation import objection
+from varuna.fleet.net.watchdog import STOOD_STILL_S
+from varuna.fleet.run_folder.journal import Journal, Past
+from varuna.fleet.state.fleet import Ended, Fleet, FleetConfig
+from varuna.fleet.state.inputs import AnswerReceived, Event, MessageReceived, Tick, WorkerDistrusted, WorkerSpawned
+from varuna.fleet.state.outputs import Ask, Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
+from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, checkpoint_answer, plan_answer
+from varuna.fleet.state.run_events import (
+    Audited,
+    GenerationStarted,
+    GenerationTimed,
+    Notice,
+    RunEnded,
+    RunEvent,
+    StepRecorded,
+    WorkerLost,
+)
+
+_TICK_S = 0.2
+_SYNC_S = 1.0
+_CLOSE_S = 150.0  # for the last commits, and for the lease
+_HUNG_S = 2.0
+_ASK_S = 8.0  # less than the patience of who asks
+
+Observer = Callable[[RunEvent], None]
+
+
+class Request(NamedTuple):
+    """Somebody waits until ``event`` is written down."""
+
+    event: Event
+    done: threading.Event
+
+
+class Broken(NamedTuple):
+    """The manager cannot go on."""
+
+    error: BaseException
+
+
+Posted = Event | Request | Reconciliation | Audited | Notice | GenerationTimed | Broken
+"""What may be posted: events for the state machine, an agent's return, and lines for the journal."""
+
+
+class Executor(Protocol):
+    """What the manager needs of the world of processes and connections."""
+
+    def spawn(self) -> str:
+        """Start a worker; returns its name."""
+        ...
+
+    def kill(self, name: str) -> None:
+        """End a worker for certain."""
+        ...
+
+    def set_main(self, name: str) -> None:
+        """Show the output of this worker."""
+        ...
+
+    def send(self, name: str, message: ToWorker) -> None:
+        """Send a message to a worker."""
+        ...
+
+    def release(self, node: str) -> None:
+        """The run has left a machine."""
+        ...
+
+    def heard_s(self) -> float | None:
+        """The newest moment at which workers could be heard (``time.monotonic``); None if that is not known."""
+        ...
+
+
+class Manager:
+    """Owns the fleet. ``post`` may be called by any thread and by signal handlers; the rest runs in ``run``."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        planner: Planner,
+        *,
+        hands: Executor,
+        journal: Journal,
+        keeper: CheckpointCoordinator,
+        observer: Observer,
+        past: Past | None = None,
+        calibrator: Calibrator | None = None,
+    ) -> None:
+        self._calibrator = calibrator
+        self._planner, self._hands, self._journal, self._keeper = planner, hands, journal, keeper
+        self._store, self._planning = Desk("store", self._break), Desk("planning", self._break)
+        self._secret = ""  # of the newest generation, by which its members recognise each other
+        self._observer = observer
+        self._meeting = Meeting()
+        self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
+        self._leaving, self._was_finite = False, True
+        self._owed: dict[str, Recorded] = {}  # by worker: what it may forget once the disk has it
+        self._synced_s = float("-inf")
+        self._lost = lost_workers(past) if past is not None else set()
+        now_s = time.monotonic()
+        self.fleet = resume(past, config, now_s) if past is not None else Fleet.empty(config, now_s)
+        """Replaced as a whole, so any thread may read it."""
+
+    def post(self, event: Posted) -> None:
+        """Queue an event; any thread may call this."""
+        self._queue.put(event)
+
+    def ask(self, event: Event, bound_s: float = _ASK_S) -> bool:
+        """Something that somebody wants; returns whether it is certain to be carried out, by this manager or the next.
+
+        False if it was not taken down in time: it may be, later. Waits; not for the manager's own thread.
+        """
+        request = Request(event, threading.Event())
+        self._queue.put(request)
+        return request.done.wait(bound_s)
+
+    def warn(self, text: str) -> None:
+        """Log and show a warning soon; any thread may ask for it."""
+        self._queue.put(Notice(text=text, warning=True))
+
+    def leave(self) -> None:
+        """Manage no more, while the run goes on; ``run`` returns soon."""
+        self._leaving = True
+        self._queue.put(Tick())
+
+    def run(self) -> Ended | None:
+        """Manage until the run ends; workers are told, but may still live. None if it goes on without this manager."""
+        try:
+            ended = self._run()
+        finally:
+            self._close_store()
+            self._planning.close()
+            while not self._queue.empty():  # what the keeper warned of at last
+                event = self._queue.get()
+                if isinstance(event, Notice):
+                    self._publish(event)
+        if ended is None or ended.exit_code:
+            return ended
+        if missing := self._keeper.account(self.fleet.recorded_step + 1):
+            ended = Ended(1, missing)
+            self._publish(RunEnded(exit_code=1, text=missing))
+        return ended
+
+    def _run(self) -> Ended | None:
+        self._take_up()
+        next_tick_s = last_tick_s = time.monotonic()
+        while not isinstance(self.fleet.phase, Ended):
+            if self._leaving:
+                return None
+            now_s = time.monotonic()
+            if now_s >= next_tick_s:
+                heard_s = self._hands.heard_s()
+                self._handle(Tick(0.0 if heard_s is None else deaf_s(heard_s, last_tick_s, now_s)))
+                next_tick_s, last_tick_s = now_s + _TICK_S, now_s
+                self._tell_recorded(now_s)
+                continue
+            try:
+                self._take(self._queue.get(timeout=next_tick_s - now_s))
+            except queue.Empty:
+                continue
+        return self.fleet.phase
+
+    def _tell_recorded(self, now_s: float) -> None:
+        """Workers may forget a vote once it survives a power cut: the disk is asked for that once a second."""
+        if self._owed and now_s >= self._synced_s + _SYNC_S:
+            self._synced_s = now_s
+            if self._journal.sync():
+                for name, message in self._owed.items():
+                    self._hands.send(name, message)
+                self._owed.clear()
+
+    def _take_up(self) -> None:
+        """Go on with a run that this manager did not start."""
+        if not self.fleet.history:
+            return
+        job, history = self.fleet.job, self.fleet.history
+        assert job is not None
+        self._store.do(lambda: self._keeper.resume(job, history))
+        self._hands.set_main(self.fleet.members[0])
+        self._meeting.begin(self.fleet.generation, self.fleet.members)
+        where = f"generation {self.fleet.generation}, step {self.fleet.recorded_step + 1}"
+        self._publish(Notice(text=f"the manager is back: {where}"))
+
+    def _take(self, event: Posted) -> None:
+        """What came in, as the state machine should hear it."""
+        match event:
+            case Request(event=wanted, done=done):
+                self._handle(wanted)
+                done.set()
+            case Audited() | Notice() | GenerationTimed():
+                self._publish(event)
+            case Broken(error=error):
+                raise error
+            case Reconciliation():
+                events, fenced = reunite(self.fleet, self._lost, event)
+                for name in fenced:
+                    self._hands.kill(name)
+                for each in events:
+                    self._take(each)
+            case MessageReceived(worker=name, message=Offered() | Sought() as message):
+                self._introduce(name, message)
+            case MessageReceived(worker=name, message=message) if why := objection(self.fleet, name, message):
+                self._distrust(name, why)
+            case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:
+                pass  # said twice: before and after a manager's restart
+            case MessageReceived(worker=name, message=Beat() as beat):
+                self._handle(event)
+                self._learn(name, beat)
+            case _:
+                self._handle(event)
+
+    def _introduce(self, worker: str, message: Offered | Sought) -> None:
+        """Members of the newest generation find each other."""
+        try:
+            for name, found in self._meeting.hear(worker, message):
+                self._hands.send(name, found)
+        except ValueError as error:
+            self._distrust(worker, str(error))
+
+    def _distrust(self, worker: str, why: str) -> None:
+        """It said what cannot be true."""
+        self._publish(Audited(action=f"speak as worker {worker}", address=worker, allowed=False, why=why))
+        self._handle(WorkerDistrusted(worker, why))
+
+    def _learn(self, worker: str, beat: Beat) -> None:
+        """What a heartbeat says of steps' times may change what is planned from now on."""
+        if self._calibrator is not None and beat.times is not None:
+            calibrator, fleet, now_s = self._calibrator, self.fleet, time.monotonic()
+
+            def learn() -> None:
+                told = calibrator.hear(fleet, worker, beat, now_s)
+                if told and fleet.job is not None:
+                    self._post_all(calibrator.begin(fleet.job, fleet.record))
+                self._post_all(told)
+
+            self._planning.do(learn)
+
+    def _post_all(self, events: Iterable[Posted]) -> None:
+        for event in events:
+            self.post(event)
+
+    def _find_out(self, ask: Ask) -> None:
+        """On the thread whose business it is."""
+
+        def post(answer: Answer) -> None:
+            self.post(AnswerReceived(ask.question, ask.number, answer))
+
+        question = ask.question
+        if isinstance(question, WhichCheckpoint):
+            self._store.do(lambda: post(checkpoint_answer(self._keeper.newest, ask.job)))
+        else:
+            predicted_s = self._calibrator.predicted_s if self._calibrator is not None else _as_planned_s
+            self._planning.do(lambda: post(plan_answer(self._planner, predicted_s, question, ask.job, ask.running)))
+
+    def _break(self, error: BaseException) -> None:
+        """Something that nobody foresaw ends the manager, as it would have on its own thread."""
+        self._queue.put(Broken(error))
+
+    def _close_store(self) -> None:
+        """Give the directory free; a store that does not answer is not waited for any longer than a run's last save."""
+        looks = any(isinstance(question, WhichCheckpoint) for question in self.fleet.asked)
+        if not self._store.wait_for(self._keeper.close, _HUNG_S if looks else _CLOSE_S):
+            self.warn("the store of the checkpoints does not answer: whether they are complete, the next run will see")
+        self._store.close()
+
+    def _handle(self, event: Event) -> None:
+        """One event, and those that follow from it at once: a worker must be known before it can speak."""
+        events: deque[Event] = deque([event])
+        while events:
+            self.fleet, instructions = advance(self.fleet, events.popleft(), time.monotonic())
+            for instruction in instructions:
+                events.extend(self._execute(instruction))
+
+    def _execute(self, instruction: Instruction) -> list[Event]:
+        match instruction:
+            case Send(worker=name, message=Recorded() as message):
+                self._owed[name] = message
+            case Send(worker=name, message=message):
+                if isinstance(message, Assign):
+                    self._owed.pop(name, None)  # of another timeline, it may be
+                    assignment = message.assignment.model_copy(update={"secret": self._secret})
+                    message = Assign(assignment=assignment)
+                self._hands.send(name, message)
+            case Ask():
+                self._find_out(instruction)
+            case Kill(worker=name):
+                self._hands.kill(name)
+            case Spawn(count=count):
+                # On one machine, each process stands for a VM: it can be drained, or be given notice, by itself.
+                return [WorkerSpawned(name, node=name) for name in (self._hands.spawn() for _ in range(count))]
+            case Collect(shard=shard):
+                self._store.do(lambda: self._keeper.collect(shard))
+            case Complain(worker=worker, reason=reason):
+                self._store.do(lambda: self._keeper.complain(worker, reason))
+            case Publish(event=event):
+                self._publish(event)
+            case Release(node=node):
+                self._hands.release(node)
+            case EndRun():
+                pass  # the fleet's phase says it
+        return []
+
+    def _publish(self, event: RunEvent) -> None:
+        """Disk first: nobody hears of a verdict or a generation that a crash could forget."""
+        if isinstance(event, GenerationStarted) and not event.record.generation:
+            assert self.fleet.job is not None
+            self._journal.keep_job(self.fleet.job, self.fleet.version)
+        vote = self.fleet.votes.get(event.step) if isinstance(event, StepRecorded) else None
+        self._journal.append(event, vote=vote)
+        if isinstance(event, StepRecorded):
+            self._look_at(event)
+        if isinstance(event, WorkerLost):
+            self._lost.add(event.worker)
+        if isinstance(event, GenerationStarted):
+            record = event.record
+            self._secret = secrets.token_hex(32)
+            self._store.do(lambda: self._keeper.begin(record))
+            if (calibrator := self._calibrator) is not None and (job := self.fleet.job) is not None:
+                self._planning.do(lambda: self._post_all(calibrator.begin(job, record)))
+            self._meeting.begin(event.record.generation, event.record.members)
+            self._hands.set_main(event.record.members[0])
+        self._observer(event)
+
+    def _look_at(self, step: StepRecorded) -> None:
+        """A run whose loss is no number goes on, since it may come back; a person should know before checkpoints go."""
+        is_finite = math.isfinite(step.loss)
+        if self._was_finite and not is_finite:
+            self.warn(
+                f"the loss of step {step.step} is {step.loss}. The run continues, but its parameters may also be "
+                "NaN, and new checkpoints will replace the good ones. Check the data and the learning rate."
+            )
+        self._was_finite = is_finite
+
+
+def _as_planned_s(plan: Plan) -> float:
+    """Without measurements nothing is known better than when the plan was made."""
+    return plan.step_s
+
+
+def deaf_s(heard_s: float, last_tick_s: float, now_s: float) -> float:
+    """How long before now nobody could be heard, without what the last tick has counted already.
+
+    Workers' words that have come meanwhile lie unread: who holds the server up must not pass for their silence.
+    """
+    silence_s = now_s - heard_s
+    if silence_s <= STOOD_STILL_S:
+        return 0.0
+    return silence_s if last_tick_s - heard_s <= STOOD_STILL_S else now_s - last_tick_s

@@ -1,0 +1,272 @@
+"""The door for people: status, logs and the page for readers; what changes the run for its operator alone."""
+
+import asyncio
+import base64
+import hashlib
+import math
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from varuna.core.value import Value
+from varuna.dashboard import PAGE
+from varuna.fleet.manager.logins import Logins
+from varuna.fleet.net.protocol import WORKER_NAME, WorkerName
+from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body, same
+from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.registry import TOKEN_LIFE_S
+from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
+
+_MAX_BODY_BYTES = 4096
+_LOG_CHUNK_BYTES = 2**20
+_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+class Drain(Value):
+    """Body of ``POST /drain``."""
+
+    node: WorkerName
+    now: bool = Field(default=False, description="its state is not moved first")
+
+
+class Mint(Value):
+    """Body of ``POST /tokens``."""
+
+    uses: int = Field(default=1, ge=1, le=100_000)
+    life_s: float = Field(default=TOKEN_LIFE_S, gt=0, le=365 * 24 * 3600)
+
+
+class Login(Value):
+    """Body of ``POST /login``."""
+
+    code: str = Field(max_length=64, description="of a link")
+
+
+class Nothing(Value):
+    """Body of what needs no arguments."""
+
+
+@dataclass(frozen=True)
+class OperatorApi:
+    """What the door needs to know of the run.
+
+    Raises (from ``drain_objection`` and ``mint``): nothing; a text is the reason for a refusal.
+    """
+
+    status: Callable[[], dict[str, object]]
+    logs: Path
+    ask: Callable[[Event], bool]
+    """Whether it is written down, so that it will be carried out; may wait for a few seconds."""
+    audit: Audit
+    hosts: Callable[[], dict[str, object]] = dict
+    """What other machines have told of themselves, by machine."""
+    mint: Callable[[int, float], str] | None = None
+    """A JOIN string; None for a run that nobody can join."""
+    void_tokens: Callable[[], int] | None = None
+    """Makes all JOIN strings void that were given out; returns how many."""
+    send_away: Callable[[str], bool] | None = None
+    """Voids a machine's secret and drops its workers at once; False if no such machine ever joined."""
+    operator_token: str = ""
+    logins: Logins = field(default_factory=Logins)
+    """Browsers that may read."""
+
+    def routes(self) -> list[Route]:
+        """Everything that people may ask for."""
+        return [
+            Route("/", self._page),
+            Route("/login", self._login, methods=["POST"]),
+            Route("/links", self._links, methods=["POST"]),
+            Route("/links/void", self._void_links, methods=["POST"]),
+            Route("/status", self._status),
+            Route("/hosts", self._hosts),
+            Route("/logs/{worker}", self._log),
+            Route("/stop", self._stop, methods=["POST"]),
+            Route("/morph", self._morph, methods=["POST"]),
+            Route("/drain", self._drain, methods=["POST"]),
+            Route("/tokens", self._tokens, methods=["POST"]),
+            Route("/tokens/void", self._void, methods=["POST"]),
+        ]
+
+    # -- reading -----------------------------------------------------------------------------------------
+
+    def _may_read(self, request: Request) -> bool:
+        session = bearer(request.headers.get("authorization", ""))
+        return self._may_change(request) or self.logins.admits(session)
+
+    async def _status(self, request: Request) -> Response:
+        if not self._may_read(request):
+            return self._refuse(request, "read the status")
+        return JSONResponse(finite(self.status()), headers=_HEADERS)
+
+    async def _hosts(self, request: Request) -> Response:
+        if not self._may_read(request):
+            return self._refuse(request, "read what machines tell")
+        return JSONResponse(finite(self.hosts()), headers=_HEADERS)
+
+    async def _page(self, request: Request) -> Response:
+        """The page, which says nothing of the run: its script asks for that with the session that a link gave it."""
+        if not PAGE.exists():
+            return PlainTextResponse("this installation does not include the web page; see /status\n", status_code=404)
+        text = await asyncio.to_thread(PAGE.read_text)
+        return HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": policy(text)})
+
+    async def _login(self, request: Request) -> Response:
+        """A session for a link's code, once."""
+        body = await read_body(request, _MAX_BODY_BYTES)
+        try:
+            login = Login.model_validate_json(body or b"")
+        except ValidationError as error:
+            return _error(422, f"the body is invalid: {first_problem(error)}")
+        session = self.logins.redeem(login.code)
+        if session is None:
+            self.audit.refused("open the page", address_of(request), "the link was used, has expired, or is invalid")
+            return _error(403, "this link was used already, or has expired. Run `varuna open` for a new one.")
+        self.audit.did("open the page", address_of(request))
+        return JSONResponse({"session": session}, 201, headers=_HEADERS)
+
+    async def _log(self, request: Request) -> Response:
+        """Bytes of a worker's log from ``?offset=``, at most 1 MiB; a negative offset counts from the end."""
+        if not self._may_read(request):
+            return self._refuse(request, "read a log")
+        worker, offset = request.path_params["worker"], request.query_params.get("offset", "0")
+        if not re.fullmatch(WORKER_NAME, worker) or not re.fullmatch(r"-?\d{1,15}", offset):
+            return _error(422, "pass the name of a worker, and offset= as a number of bytes")
+        path = self.logs / f"{worker}.log"
+        if not path.is_file():
+            return _error(404, f"there is no log of a worker {worker!r}")
+        start, data, size = await asyncio.to_thread(_chunk, path, int(offset))
+        headers = {**_HEADERS, "x-varuna-next-offset": str(start + len(data)), "x-varuna-size": str(size)}
+        return Response(data, media_type="application/octet-stream", headers=headers)
+
+    # -- changing ----------------------------------------------------------------------------------------
+
+    def _may_change(self, request: Request) -> bool:
+        return same(bearer(request.headers.get("authorization", "")), self.operator_token)
+
+    async def _stop(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            wanted = FinishRequested("requested with `varuna stop`")
+            return await self._accept(wanted, {"accepted": "stop"})
+
+        return await self._change(request, "stop the run", Nothing, act)
+
+    async def _morph(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            return await self._accept(MorphRequested(), {"accepted": "morph"})
+
+        return await self._change(request, "morph", Nothing, act)
+
+    async def _drain(self, request: Request) -> Response:
+        async def act(drain: Drain) -> Response:
+            nodes = self.status().get("nodes", [])
+            assert isinstance(nodes, list)
+            at_once = self.send_away if drain.now or drain.node not in nodes else None
+            if at_once is not None and await asyncio.to_thread(at_once, drain.node):
+                return JSONResponse({"accepted": "send away", "node": drain.node}, 202)
+            if drain.node not in nodes:
+                known = ", ".join(nodes) or "none"
+                return _error(404, f"there is no node {drain.node!r} in this run, which has: {known}")
+            return await self._accept(DrainRequested(drain.node), {"accepted": "drain", "node": drain.node})
+
+        return await self._change(request, "drain a node", Drain, act)
+
+    async def _accept(self, wanted: Event, answer: dict[str, str]) -> Response:
+        """Promise it once it is on disk, and not before."""
+        if await asyncio.to_thread(self.ask, wanted):
+            return JSONResponse(answer, 202)
+        return _error(
+            503, "the manager has not recorded the request in time; it may be busy, or its disk may be full. Try again."
+        )
+
+    async def _tokens(self, request: Request) -> Response:
+        async def act(mint: Mint) -> Response:
+            if self.mint is None:
+                return _error(409, "nobody can join this run: it was started by `varuna run`, not `varuna manager`")
+            return JSONResponse({"join": self.mint(mint.uses, mint.life_s)}, 201)
+
+        return await self._change(request, "mint a join token", Mint, act)
+
+    async def _links(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            return JSONResponse({"code": self.logins.invite()}, 201, headers=_HEADERS)
+
+        return await self._change(request, "make a link to the page", Nothing, act)
+
+    async def _void_links(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            return JSONResponse({"void": self.logins.void()}, 200)
+
+        return await self._change(request, "void all links to the page", Nothing, act)
+
+    async def _void(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            if self.void_tokens is None:
+                return _error(409, "nobody can join this run: there are no tokens")
+            return JSONResponse({"void": await asyncio.to_thread(self.void_tokens)}, 200)
+
+        return await self._change(request, "void all join tokens", Nothing, act)
+
+    async def _change(
+        self, request: Request, action: str, kind: type[Value], act: Callable[[Value], Awaitable[Response]] | object
+    ) -> Response:
+        """Only the operator, only small well-formed bodies; each attempt is written down."""
+        if not self._may_change(request):
+            return self._refuse(request, action)
+        body = await read_body(request, _MAX_BODY_BYTES)
+        if body is None:
+            return _error(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+        try:
+            value = kind.model_validate_json(body or b"{}")
+        except ValidationError as error:
+            return _error(422, f"the body is invalid: {first_problem(error)}")
+        assert callable(act)
+        response: Response = await act(value)
+        if response.status_code < 300:
+            self.audit.did(action, address_of(request))
+        return response
+
+    def _refuse(self, request: Request, action: str) -> Response:
+        self.audit.refused(action, address_of(request), "wrong token")
+        return _error(401, "wrong token")
+
+
+def policy(page: str) -> str:
+    """What a browser may do with the page: run the scripts in it and no others, and ask this server alone."""
+    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
+    allowed = " ".join(f"'sha256-{one}'" for one in hashes) or "'none'"
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+def _chunk(path: Path, offset: int) -> tuple[int, bytes, int]:
+    """Where a part of a log begins, the part, and how large the log is."""
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = file.seek(min(size, offset) if offset >= 0 else max(0, size + offset))
+        return start, file.read(_LOG_CHUNK_BYTES), size
+
+
+def finite(value: object) -> object:
+    """JSON has no NaN."""
+    match value:
+        case float() if not math.isfinite(value):
+            return None
+        case dict():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+        case _:
+            return value
+
+
+def _error(status: int, text: str) -> Response:
+    return JSONResponse({"error": text}, status_code=status)

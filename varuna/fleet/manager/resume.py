@@ -1,0 +1,109 @@
+"""The fleet as a manager must see it that starts again: what its journal says, until the agents say more. Pure.
+
+The newest generation is taken to run, and all its members to live: nobody expires before one lease has passed. Agents
+reconnect within it and repeat what counts (see ``reconcile``). If a verdict was on its way, or nobody was told of the
+newest generation yet, that shows in what they repeat, and the state machine goes on from there. Numbers of
+generations go on from the last one that was written down, and each is written down before anyone hears of it.
+"""
+
+from dataclasses import replace
+
+from varuna.core.persistent import PersistentMap
+from varuna.fleet.manager.reconcile import node_of
+from varuna.fleet.run_folder.journal import Past
+from varuna.fleet.state.causes import EndCause, Ending
+from varuna.fleet.state.fleet import Departure, Fleet, FleetConfig, Running
+from varuna.fleet.state.run_events import (
+    Answered,
+    Asked,
+    GenerationRecord,
+    GenerationStarted,
+    Morphed,
+    StepRecorded,
+    WorkerLost,
+)
+from varuna.fleet.state.worker import Sight, Standing, Worker
+from varuna.fleet.state.workers import Workers
+
+
+def lost_workers(past: Past) -> set[str]:
+    """Workers that the run has given up; they may not come back."""
+    return {event.worker for event in past.events if isinstance(event, WorkerLost)}
+
+
+def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
+    """The fleet of a run that did not end."""
+    fleet = _with_promises(Fleet.empty(config, now_s), past)
+    history: list[GenerationRecord] = []
+    recorded_step = -1
+    for event in past.events:
+        match event:
+            case GenerationStarted(record=record):
+                history.append(record)
+                recorded_step = record.first_step - 1
+            case Morphed(record=record):
+                history[record.generation] = record
+            case StepRecorded(step=step, generation=generation):
+                recorded_step = step
+                if history[generation].recovery_seconds is None:
+                    history[generation] = history[generation].model_copy(update={"recovery_seconds": 0.0})
+            case _:
+                pass
+    if not history or past.job is None:
+        return fleet
+    lineage = max((record.generation for record in history if record.rollback), default=0)
+    newest = past.vote
+    counts = newest is not None and newest.step == recorded_step and newest.generation >= lineage
+    lost = lost_workers(past)
+    workers = [_member(name, now_s, history[-1]) for name in history[-1].members if name not in lost]
+    return replace(
+        fleet,
+        phase=Running(began_s=now_s),
+        workers=Workers(workers),
+        nodes=PersistentMap({worker.node: Sight(heard_s=now_s) for worker in workers}),
+        job=past.job,
+        version=past.version,
+        micro_batch=history[-1].plan.micro_batch,
+        history=tuple(history),
+        broke_s=now_s,
+        planned_for=history[-1].plan.workers,  # others may have been left out as slow, or about to leave
+        recorded_step=recorded_step,
+        recorded_s=now_s,
+        lineage=lineage,
+        votes={newest.step: newest} if newest is not None and counts else {},
+        # A member that was lost before its generation ended: the morph is still to come.
+        causes=tuple(EndCause(Ending.LOST, f"worker {name} was lost") for name in history[-1].grid if name in lost),
+    )
+
+
+def _with_promises(fleet: Fleet, past: Past) -> Fleet:
+    """What people were promised and has not happened yet."""
+    finish_reason, morph, drained = "", False, dict[str, Departure]()
+    for event in past.events:
+        match event:
+            case Asked(what="stop", reason=reason):
+                finish_reason = reason
+            case Asked(what="morph"):
+                morph = True
+            case Asked(what="drain", node=node):
+                drained[node] = Departure(deadline_s=float("inf"), reason="drained")
+            case Answered(what="drain", node=node):
+                drained.pop(node, None)
+            case Answered(what="morph") | GenerationStarted():
+                morph = False
+            case _:
+                pass
+    return replace(fleet, finish_reason=finish_reason, morph_asked=morph, departing=drained)
+
+
+def _member(name: str, now_s: float, record: GenerationRecord) -> Worker:
+    return Worker(
+        name=name,
+        node=node_of(name),
+        spawned_s=now_s,
+        replacement=False,
+        standing=Standing.JOINED,
+        joined_s=now_s,
+        seen_s=now_s,
+        seated=record.has_seat(name),
+    )

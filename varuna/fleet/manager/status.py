@@ -1,0 +1,129 @@
+"""What ``GET /status`` says: the fleet and the newest losses, as plain JSON values."""
+
+import math
+import re
+from collections import deque
+
+from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.run_events import GenerationStarted, RunEnded, RunEvent, StepRecorded, WorkerLost
+
+_LOSSES_KEPT = 2000
+_FAILURES_KEPT = 20
+
+
+class LossCurve:
+    """The newest losses; steps that a rollback undid are replaced."""
+
+    def __init__(self) -> None:
+        self._steps: deque[StepRecorded] = deque(maxlen=_LOSSES_KEPT)
+
+    def take(self, event: RunEvent) -> None:
+        """Note an event."""
+        if isinstance(event, StepRecorded):
+            while self._steps and self._steps[-1].step >= event.step:
+                self._steps.pop()
+            self._steps.append(event)
+
+    def describe(self) -> dict[str, object]:
+        """Losses as pairs of step and loss (None if it is no number), and the newest speed."""
+        steps = tuple(self._steps)
+        pairs = [[event.step, event.loss if math.isfinite(event.loss) else None] for event in steps]
+        return {
+            "losses": pairs,
+            "step": steps[-1].step if steps else None,
+            "loss": pairs[-1][1] if pairs else None,
+            "examples_per_s": steps[-1].examples_per_s if steps else 0.0,
+        }
+
+
+class Picture:
+    """A run as readers see it: the fleet, the newest losses, and what went wrong first."""
+
+    def __init__(self) -> None:
+        self._losses = LossCurve()
+        self.failures: list[dict[str, str]] = []
+        """Worker and cause, the first one first."""
+        self.members: tuple[str, ...] = ()
+        """Of the newest generation, by rank."""
+        self.ended: RunEnded | None = None
+
+    def take(self, event: RunEvent) -> None:
+        """Note an event."""
+        self._losses.take(event)
+        match event:
+            case GenerationStarted(record=record):
+                self.members = record.members
+            case WorkerLost(worker=worker, cause=cause):
+                self._note(worker, cause)
+            case RunEnded(exit_code=code, text=text):
+                self.ended = event
+                if code and (found := re.match(r"worker (\S+)", text)):
+                    self._note(found[1], text)
+            case _:
+                pass
+
+    def _note(self, worker: str, cause: str) -> None:
+        if len(self.failures) < _FAILURES_KEPT:
+            self.failures.append({"worker": worker, "cause": cause})
+
+    def describe(self, fleet: Fleet, now_s: float) -> dict[str, object]:
+        """Everything, as plain JSON values; ``now_s`` by the manager's clock."""
+        return {**describe(fleet, now_s), **self._losses.describe(), "failures": self.failures}
+
+
+def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
+    """The fleet for people and tools; read-only."""
+    # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
+    deaf_s = now_s - fleet.heard_s if fleet.is_alone else 0.0
+    return {
+        "state": _state(fleet),
+        "steps": fleet.job.steps if fleet.job else 0,
+        "checkpoint_dir": fleet.job.checkpoint_dir if fleet.job else None,
+        "lease_s": fleet.config.lease_s,
+        "generation": fleet.generation,
+        "plan": fleet.record.plan.model_dump() if fleet.history else None,
+        "members": list(fleet.members),
+        "nodes": list(fleet.workers.nodes),
+        "departing": list(fleet.departing),
+        "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
+        "workers": [
+            {
+                "name": worker.name,
+                "node": worker.node,
+                "state": worker.standing.value,
+                "rank": fleet.rank_of(worker.name),
+                "pid": worker.pid,
+                "activity": worker.beat.activity if worker.beat else "",
+                "silent_s": deaf_s + fleet.listened_s - fleet.seen_s(worker) if worker.beat else None,
+            }
+            for worker in fleet.workers.values()
+        ],
+        "generations": [
+            {
+                "generation": record.generation,
+                "plan": {"stages": record.plan.stages, "replicas": record.plan.replicas},
+                "first_step": record.first_step,
+                "recovery_s": record.recovery_seconds,
+                "steps_redone": record.steps_redone,
+                "moved_sections": record.moved_sections,
+                "cause": record.cause,
+            }
+            for record in fleet.history
+        ],
+    }
+
+
+def _state(fleet: Fleet) -> str:
+    """The phase in words."""
+    match fleet.phase:
+        case Idle(complaint=complaint):
+            state = "morphing" if fleet.history else "starting"
+            return f"{state}: {complaint}" if complaint and fleet.workers else state
+        case Running():
+            return "training" if fleet.formed else "forming"
+        case Stopping():
+            return "morphing"
+        case Finishing():
+            return "finishing"
+        case Ended(exit_code=exit_code):
+            return f"ended with exit code {exit_code}"

@@ -1,0 +1,145 @@
+"""Who may stand in the server's door: strangers have few places, and little time to say what they want.
+
+A connection is a stranger's until it has brought one whole request; what it costs before that (memory, a descriptor)
+nobody has to show a secret for. Who comes from where many strangers come from cannot crowd others out.
+"""
+
+import asyncio
+import ipaddress
+import logging
+from collections import Counter
+from typing import Any
+
+import h11
+from starlette.requests import ClientDisconnect
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+log = logging.getLogger(__name__)
+
+MOST_STRANGERS, MOST_OF_ONE_ADDRESS = 1024, 256
+_REQUEST_S = 10.0
+_DENIED = "ASGI callable returned without completing handshake."  # what uvicorn says of each refused WebSocket
+
+
+class Doorkeeper:
+    """Counts strangers; for one event loop.
+
+    Args:
+        most: strangers at once.
+        most_of_one: the same, of one address.
+        patience_s: for a whole request.
+    """
+
+    def __init__(
+        self,
+        *,
+        most: int = MOST_STRANGERS,
+        most_of_one: int = MOST_OF_ONE_ADDRESS,
+        patience_s: float = _REQUEST_S,
+    ) -> None:
+        self._most, self._most_of_one, self._patience_s = most, most_of_one, patience_s
+        self._strangers: dict[object, tuple[str, asyncio.TimerHandle, asyncio.Transport]] = {}  # the first came first
+        self._origins: Counter[str] = Counter()
+
+    def meet(self, who: object, address: str, transport: asyncio.Transport) -> None:
+        """Somebody is here, or wants something else: without a whole request in time the connection is cut."""
+        self.know(who)
+        origin = _origin(address)
+        is_full = len(self._strangers) >= self._most
+        if self._origins[origin] >= self._most_of_one or (is_full and not self._make_room(origin)):
+            transport.abort()
+            return
+        timer = asyncio.get_running_loop().call_later(self._patience_s, transport.abort)
+        self._strangers[who] = origin, timer, transport
+        self._origins[origin] += 1
+
+    def know(self, who: object) -> None:
+        """It has said what it wants, or is gone."""
+        if who in self._strangers:
+            origin, timer, _ = self._strangers.pop(who)
+            timer.cancel()
+            self._origins[origin] -= 1
+            if not self._origins[origin]:
+                del self._origins[origin]
+
+    def _make_room(self, origin: str) -> bool:
+        """Cut whoever has stood there longest of where most come from; False if that is where the newcomer is from."""
+        crowded, count = self._origins.most_common(1)[0]
+        if count <= self._origins[origin] + 1:
+            return False
+        who = next(who for who, (of, _, _) in self._strangers.items() if of == crowded)
+        transport = self._strangers[who][2]
+        self.know(who)
+        transport.abort()
+        return True
+
+
+def _origin(address: str) -> str:
+    """Who gets one address of IPv6 gets 2**64 of them."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv4Address):
+        return address
+    return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+
+
+class GuardedProtocol(H11Protocol):
+    """One connection of uvicorn's; overrides internals of it, which ``tests/unit/fleet/net/test_connection_limits.py``
+    watches.
+    """
+
+    def __init__(self, *args: Any, keeper: Doorkeeper, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._keeper = keeper
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
+        """Count a new connection."""
+        super().connection_made(transport)
+        self._meet()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop counting the connection."""
+        self._keeper.know(self)
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """What it said may be a whole request."""
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._keeper.know(self)
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        """It is a whole request, for a connection that is somebody else's business."""
+        self._keeper.know(self)
+        super().handle_websocket_upgrade(event)
+
+    def on_response_complete(self) -> None:
+        """It may want something else."""
+        super().on_response_complete()
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            self._meet()
+
+    def _meet(self) -> None:
+        address = self.client[0] if self.client else ""
+        self._keeper.meet(self, address, self.transport)
+
+
+class Quiet(logging.Handler):
+    """Takes what uvicorn says: who knocks with garbage is no news; a mistake of ours is one line, once."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._told: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Say what nobody outside can bring about."""
+        error = record.exc_info[1] if record.exc_info else None
+        what = type(error).__name__ if error is not None else record.getMessage()
+        is_no_news = isinstance(error, h11.ProtocolError | ClientDisconnect | ConnectionError) or what == _DENIED
+        if is_no_news or what in self._told:
+            return
+        self._told.add(what)
+        log.warning("a request failed with an unexpected error: %r", error or record.getMessage())

@@ -1,0 +1,200 @@
+"""A web application in a thread of its own, on one port, with or without TLS."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import resource
+import socket
+import ssl
+import threading
+from collections.abc import Callable
+from functools import partial
+
+import uvicorn
+from starlette.types import ASGIApp
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from varuna.core.errors import FleetError
+from varuna.fleet.net.connection_limits import Doorkeeper, GuardedProtocol, Quiet
+from varuna.fleet.net.handshake import Handshake
+from varuna.fleet.net.watchdog import Watchdog
+
+BACKLOG = 4096
+_OPEN_FILES = 65536
+_START_S = 10.0
+_STOP_S = 5.0
+
+log = logging.getLogger(__name__)
+
+
+class Serving:
+    """Serves ``app`` on an event loop that nobody else uses; all methods may be called by any thread.
+
+    Raises:
+        FleetError: the port is taken, or the address is not one of this machine.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        port: int,
+        max_frame_bytes: int,
+        host: str = "127.0.0.1",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._socket = bind(host, port)
+        self.host: str = host
+        self.port: int = self._socket.getsockname()[1]
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._watchdog = Watchdog()
+        self._ready = threading.Event()
+        keeper = Doorkeeper()
+        config = uvicorn.Config(
+            app,
+            http=partial(GuardedProtocol, keeper=keeper),  # type: ignore[arg-type]  # it is called as a class is
+            ws="websockets-sansio",
+            ws_max_size=max_frame_bytes,
+            ws_ping_interval=None,  # leases decide who is alive
+            ws_per_message_deflate=False,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=1,
+        )
+        logger = logging.getLogger("uvicorn.error")
+        logger.setLevel(logging.ERROR)
+        logger.handlers, logger.propagate = [Quiet()], False
+        self._uvicorn = _Uvicorn(config, tls, keeper)
+        self._thread = threading.Thread(target=self._run, name="varuna-server", daemon=True)
+
+    @property
+    def ran_s(self) -> float | None:
+        """The newest moment at which it could hear anybody (``time.monotonic``); None while it does not serve."""
+        return self._watchdog.ran_s
+
+    def start(self) -> None:
+        """Serve from now on.
+
+        Raises:
+            FleetError: the thread's event loop did not start within 10 s.
+        """
+        self._thread.start()
+        if not self._ready.wait(_START_S):
+            raise FleetError(
+                f"the event loop of the server at {self.host}:{self.port} did not start within {_START_S:.0f} s. Is "
+                "this machine short of memory, processes or open files? Look at `ulimit -a`."
+            )
+
+    def stop(self) -> None:
+        """Close all connections; returns once the thread is gone, or after 5 s."""
+        self._uvicorn.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
+        self._socket.close()
+
+    def call(self, work: Callable[..., object], *args: object) -> None:
+        """Run ``work`` soon on the loop; nothing happens if it is gone."""
+        if self._loop is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it ended just now
+                self._loop.call_soon_threadsafe(work, *args)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(_log_only)
+        self._watchdog.start(self._loop)
+        self._ready.set()
+        try:
+            await self._uvicorn.serve(sockets=[self._socket])
+        finally:
+            self._watchdog.stop()
+
+
+class _Uvicorn(uvicorn.Server):
+    """With bounds on TLS handshakes, of their time and of their number: uvicorn leaves a silent client a minute.
+
+    Overrides an internal of uvicorn; ``tests/unit/fleet/net/test_tls.py`` would see it change.
+    """
+
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, keeper: Doorkeeper) -> None:
+        super().__init__(config)
+        self._tls, self._keeper = tls, keeper
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        config, loop = self.config, asyncio.get_running_loop()
+        await self.lifespan.startup()
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn calls it
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        def first() -> asyncio.Protocol:
+            return protocol() if self._tls is None else Handshake(protocol, self._tls, self._keeper)
+
+        self.servers = [await loop.create_server(first, sock=one, backlog=config.backlog) for one in sockets or []]
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close all connections; one that is half closed, by somebody who does not read, would make uvicorn fail."""
+        for connection in list(self.server_state.connections):
+            protocol = getattr(connection, "conn", None)
+            if isinstance(protocol, ServerProtocol) and protocol.state is State.CLOSING:
+                self.server_state.connections.discard(connection)
+                connection.transport.abort()
+        await super().shutdown(sockets)
+
+
+def raise_open_files() -> None:
+    """A thousand agents need more descriptors than a shell's usual limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket, so that a taken port is an error here and not in the server's thread."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)  # only now is a taken port certain to be an error
+    except OSError as error:
+        listener.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise FleetError(
+                f"port {port} on {host} cannot be used ({error.strerror}). Pass another --port, or leave it out to "
+                "use a free one."
+            ) from error
+        raise FleetError(
+            f"cannot listen on {host} ({error.strerror}). Pass an address of this machine with --host, or 0.0.0.0 "
+            "for all."
+        ) from error
+    return listener
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Of uvloop, where it is installed: a third of the memory with a thousand connections."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.new_event_loop
+    made: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return made
+
+
+def _log_only(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
+    """A connection that breaks in the middle of a goodbye is no news to whoever watches the terminal."""
+    log.debug("%s: %r", context.get("message"), context.get("exception"))

@@ -1,0 +1,86 @@
+"""Whether an event loop runs: who holds it up is named, and what was not heard meanwhile is nobody's silence."""
+
+import asyncio
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+
+STOOD_STILL_S = 1.0
+"""A loop that answers within this time is well."""
+_EVERY_S = 0.25
+_PACKAGE = str(Path(__file__).parents[2])
+
+log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Beside one event loop: ``start`` on the loop; the rest may be called by any thread.
+
+    Args:
+        say: hears who held the loop up, and for how long, on the watchdog's thread.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None] = log.warning, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._say, self._clock = say, clock
+        self._ran_s: float | None = None
+        self._loop_thread = 0
+        self._ended = threading.Event()
+        self._since_s: float | None = None  # since when the loop stands still
+        self._culprit = ""
+
+    @property
+    def ran_s(self) -> float | None:
+        """The newest moment at which the loop ran; None before its start and after its end."""
+        return None if self._ended.is_set() else self._ran_s
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Watch the loop that runs this."""
+        self._loop_thread = threading.get_ident()
+        self._tick(loop)
+        threading.Thread(target=self._watch, name="varuna-watchdog", daemon=True).start()
+
+    def stop(self) -> None:
+        """The loop ends."""
+        self._ended.set()
+
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ran_s = self._clock()
+        if not self._ended.is_set():
+            loop.call_later(_EVERY_S, self._tick, loop)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            self._look()
+
+    def _look(self) -> None:
+        """Name who holds the loop up at the second look: at the first one the whole process may just have woken up."""
+        ran_s = self._ran_s
+        assert ran_s is not None
+        if self._clock() - ran_s > STOOD_STILL_S:
+            if self._since_s is None:
+                self._since_s = ran_s
+            elif not self._culprit:
+                self._culprit = f"it was busy {whereabouts(sys._current_frames().get(self._loop_thread))}"
+        elif self._since_s is not None:
+            why = self._culprit or "its process stood still (stopped, suspended, or without a core to run on)"
+            self._say(f"the server did not respond for {ran_s - self._since_s:.1f} s: {why}")
+            self._since_s, self._culprit = None, ""
+
+
+def whereabouts(frame: FrameType | None) -> str:
+    """The innermost function of this package on a stack, and what it called: ``in store/folder.py:40, write``."""
+    if frame is None:
+        return "somewhere"
+    inner = frame
+    while frame is not None and not frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    ours = frame or inner
+    where = f"in {Path(ours.f_code.co_filename).name}:{ours.f_lineno}, {ours.f_code.co_name}"
+    return where if inner is ours else f"{where} ({Path(inner.f_code.co_filename).name}, {inner.f_code.co_name})"

@@ -1,0 +1,39 @@
+"""Who tried to do what: a line in the journal for each, and a flood of them stays a few lines."""
+
+import time
+from collections.abc import Callable
+
+from varuna.fleet.state.run_events import Audited
+
+_EVERY_S = 10.0
+_SOURCES = 1024
+
+
+class Audit:
+    """Passes on what was done, and refusals at most once in 10 s for each kind and address; for one thread.
+
+    Args:
+        publish: gets what is worth a line.
+        clock: seconds.
+    """
+
+    def __init__(self, publish: Callable[[Audited], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._publish, self._clock = publish, clock
+        self._silent: dict[tuple[str, str], tuple[float, int]] = {}  # until when, and how many were kept back
+
+    def did(self, action: str, address: str) -> None:
+        """Somebody changed something, with the right to do so."""
+        self._publish(Audited(action=action, address=address, allowed=True))
+
+    def refused(self, action: str, address: str, why: str) -> None:
+        """Somebody was not let in."""
+        key, now_s = (action, address), self._clock()
+        until_s, kept_back = self._silent.get(key, (0.0, 0))
+        if now_s < until_s:
+            self._silent[key] = (until_s, kept_back + 1)
+            return
+        if len(self._silent) >= _SOURCES:  # somebody has many addresses: what we remember of them stays bounded
+            self._silent.clear()
+        self._silent[key] = (now_s + _EVERY_S, 0)
+        more = f" ({kept_back} more times in the last {_EVERY_S:.0f} s)" if kept_back else ""
+        self._publish(Audited(action=action, address=address, allowed=False, why=why + more))

@@ -1,0 +1,271 @@
+"""The run on disk: every event in the run's database, every committed step in the user's JSON log."""
+
+import sqlite3
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from varuna.core.errors import FleetError, UsageError
+from varuna.core.messages import Vote
+from varuna.core.model import JobFacts
+from varuna.core.value import Value
+from varuna.fleet.run_folder.database import FILE, open_database
+from varuna.fleet.run_folder.step_log import StepLog
+from varuna.fleet.state.run_events import Asked, GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
+from varuna.process.console import warn
+
+_event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
+_PATIENCE_S = 60.0
+"""How long what binds the future is tried: nobody may hear of it before it is on disk."""
+_PAUSE_S = 1.0
+_MOST_WAITING = 20_000
+_STEPS_READ = 2000
+"""As many as the page draws."""
+_REMEDY = "Is the disk full, or another process using the file?"
+
+
+class Past(Value):
+    """What a restarted manager must know."""
+
+    run: str
+    job: JobFacts | None = None
+    version: str = ""
+    vote: Vote | None = None
+    events: tuple[RunEvent, ...] = ()
+
+
+class Journal:
+    """A row per event; once ``append`` returns it survives the death of this process.
+
+    What binds the future, a verdict, a promise or the number of a generation, survives a power cut too. While the disk
+    is full, anything else waits in memory for a place: a manager that is lost meanwhile hears of it from the workers
+    again.
+
+    Raises:
+        FleetError: the database cannot be used.
+        OSError: the JSON log cannot be written.
+        UsageError: another run writes it.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        json_log: Path | None,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = warn,
+    ) -> None:
+        self._steps = StepLog(json_log) if json_log is not None else None
+        self._path, self._database = run_dir / FILE, open_database(run_dir)
+        self._sleep, self._say = sleep, say
+        self._rows: deque[tuple[float, RunEvent, Vote | None]] = deque(maxlen=_MOST_WAITING)
+        self._told: set[str] = set()
+
+    def append(self, event: RunEvent, *, vote: Vote | None = None) -> None:
+        """Write one event, and the newest vote with the step that it committed.
+
+        Raises:
+            FleetError: what binds the future cannot be written, for a minute.
+        """
+        now_s = time.time()
+        self._rows.append((now_s, event, vote))
+        if isinstance(event, VerdictReached | GenerationStarted | Asked):
+            self._surely(self._insert_rows)
+        else:
+            self._tell("the run's journal", self._path, self._attempt(self._insert_rows))
+        if self._steps is not None and isinstance(event, StepRecorded):
+            self._tell("the log of steps", self._steps.path, self._steps.append(event, now_s))
+
+    def sync(self) -> bool:
+        """Whether everything that was appended survives a power cut from now on."""
+
+        def insert() -> None:
+            self._insert_rows()
+            self._keep("synced", str(time.time()))  # a transaction without a change would not reach the disk
+
+        error = self._attempt(insert, durably=True)
+        self._tell("the run's journal", self._path, error)
+        if error is None:
+            self._rows.clear()
+        return error is None
+
+    def _insert_rows(self) -> None:
+        for when, event, vote in self._rows:
+            row = when, event.kind, event.model_dump_json()
+            self._database.execute("INSERT INTO events (time, kind, body) VALUES (?, ?, ?)", row)
+            if vote is not None:
+                self._keep("vote", vote.model_dump_json())
+
+    def _attempt(self, insert: Callable[[], None], *, durably: bool = False) -> sqlite3.Error | None:
+        """Run one transaction, completely or not at all."""
+        try:
+            self._database.execute(f"PRAGMA synchronous={'FULL' if durably else 'NORMAL'}")
+            self._database.execute("BEGIN IMMEDIATE")
+            insert()
+            self._database.execute("COMMIT")
+        except sqlite3.Error as error:
+            if self._database.in_transaction:
+                self._database.execute("ROLLBACK")
+            return error
+        if insert == self._insert_rows:
+            self._rows.clear()
+        return None
+
+    def _surely(self, insert: Callable[[], None]) -> None:
+        """Try for a minute; a signal to leave waits as long.
+
+        Raises:
+            FleetError: it cannot be written.
+        """
+        for _ in range(int(_PATIENCE_S / _PAUSE_S)):
+            error = self._attempt(insert, durably=True)
+            self._tell("the run's journal", self._path, error)
+            if error is None:
+                return
+            self._sleep(_PAUSE_S)
+        raise FleetError(
+            f"{self._path} cannot be written ({error}), and decisions must be written before they are announced. "
+            f"{_REMEDY} Fix that, and start the same command again."
+        ) from error
+
+    def _tell(self, what: str, path: Path, error: Exception | None) -> None:
+        """Once when it fails, and once when it is well again."""
+        if error is not None and what not in self._told:
+            self._told.add(what)
+            self._say(f"{what} cannot be written to {path} ({error}); waiting. {_REMEDY}")
+        elif error is None and what in self._told:
+            self._told.remove(what)
+            self._say(f"{what} can be written again")
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no run was ever written down here."""
+        return self._newest() == 0 and not self._database.execute("SELECT 1 FROM facts WHERE name = 'run'").fetchone()
+
+    def begin(self, run: str) -> None:
+        """A new run starts: what came before is history."""
+
+        def insert() -> None:
+            for name in ("job", "version", "vote", "identity"):
+                self._database.execute("DELETE FROM facts WHERE name = ?", (name,))
+            self._keep("run", run)
+            self._keep("first_event", str(self._newest()))
+
+        self._surely(insert)
+
+    def keep_job(self, job: JobFacts, version: str) -> None:
+        """Record what the run trains."""
+
+        def insert() -> None:
+            self._keep("job", job.model_dump_json())
+            self._keep("version", version)
+
+        self._surely(insert)
+
+    def read(self) -> Past | None:
+        """The run that did not end; None if there is none.
+
+        Raises:
+            FleetError: the file is damaged, or an event is not of this version.
+        """
+        try:
+            past = self._read()
+            if past is not None and self._steps is not None and (count := self._steps.catch_up(self._newest_steps())):
+                self._say(f"{count} steps that {self._steps.path} lacked were added to it")
+            return past
+        except (sqlite3.Error, ValueError, KeyError) as error:
+            first_line = str(error).splitlines()[0]
+            raise FleetError(
+                f"{self._path} is damaged, or was written by another version of Varuna ({first_line}). Move "
+                f"{FILE}* out of the folder and start the same command again: machines then join again with new "
+                "tokens, and the run continues from its newest checkpoint."
+            ) from error
+
+    def _read(self) -> Past | None:
+        facts: dict[str, str] = dict(self._database.execute("SELECT name, body FROM facts"))
+        if "run" not in facts:
+            return None
+        bodies = _bodies_that_count(self._database, int(facts["first_event"]))
+        events = tuple(_event.validate_json(body) for body in bodies)
+        if any(isinstance(event, RunEnded) for event in events):
+            return None
+        return Past(
+            run=facts["run"],
+            job=JobFacts.model_validate_json(facts["job"]) if "job" in facts else None,
+            version=facts.get("version", ""),
+            vote=Vote.model_validate_json(facts["vote"]) if "vote" in facts else None,
+            events=events,
+        )
+
+    def close(self) -> None:
+        """Write what still waits for a place, if there is one now, and close the files."""
+        if self._rows:
+            self._tell("the run's journal", self._path, self._attempt(self._insert_rows, durably=True))
+        self._database.close()
+        if self._steps is not None and (left := self._steps.close()):
+            self._say(f"{left} steps could not be written into {self._steps.path}: they are in {self._path} alone")
+
+    def _newest_steps(self) -> Iterator[tuple[float, StepRecorded]]:
+        """Steps of the run, the newest first."""
+        (first,) = self._database.execute("SELECT body FROM facts WHERE name = 'first_event'").fetchone()
+        rows = self._database.execute(
+            "SELECT time, body FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC", (int(first),)
+        )
+        for time_s, body in rows:
+            yield time_s, StepRecorded.model_validate_json(body)
+
+    def _keep(self, name: str, body: str) -> None:
+        self._database.execute("INSERT OR REPLACE INTO facts (name, body) VALUES (?, ?)", (name, body))
+
+    def _newest(self) -> int:
+        newest: int = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM events").fetchone()[0]
+        return newest
+
+
+def read_events(run_dir: Path) -> list[RunEvent]:
+    """All events that a run directory has seen, the oldest first; also while a manager writes.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    path = run_dir / FILE
+    if not path.is_file():
+        raise UsageError(f"there is no run in {run_dir}: {FILE} is missing. Pass the folder of a run.")
+    try:
+        database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0)
+        try:
+            return [_event.validate_json(body) for body in _bodies(database, 0)]
+        finally:
+            database.close()
+    except (sqlite3.Error, ValueError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+
+
+def _bodies(database: sqlite3.Connection, after: int) -> list[str]:
+    return [body for (body,) in database.execute("SELECT body FROM events WHERE id > ? ORDER BY id", (after,))]
+
+
+def _bodies_that_count(database: sqlite3.Connection, after: int) -> list[str]:
+    """What a manager that starts again must know: a million steps would take it half a minute and gigabytes.
+
+    Of steps those are left out that are neither among the newest nor the first of a generation; audits altogether.
+    """
+    newest = database.execute(
+        "SELECT id FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC LIMIT 1 OFFSET ?",
+        (after, _STEPS_READ),
+    ).fetchone()
+    rows = database.execute(
+        """
+        SELECT body FROM events WHERE id > :after AND kind != 'audited' AND (
+            kind != 'step_recorded' OR id > :newest OR id IN (
+                SELECT (SELECT s.id FROM events s WHERE s.id > g.id AND s.kind = 'step_recorded' ORDER BY s.id LIMIT 1)
+                FROM events g WHERE g.id > :after AND g.kind = 'generation_started'
+            )
+        ) ORDER BY id
+        """,
+        {"after": after, "newest": newest[0] if newest is not None else after},
+    )
+    return [body for (body,) in rows]

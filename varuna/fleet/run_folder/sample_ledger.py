@@ -1,0 +1,124 @@
+"""The sample ledger: from the event log alone, which samples the committed steps of a run used, and how often.
+
+A step is committed by one vote, whose slots have one writer each: a slot per micro-batch carries its weight. So a log
+in which every step of the surviving timeline is recorded once, by the generation that ran it, with all micro-batches of
+that generation's plan, proves that each sample of each committed step was used exactly once.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pydantic import Field
+
+from varuna.core.plan import Plan
+from varuna.core.value import Value
+from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, RunEvent, StepRecorded
+
+
+class SampleLedger(Value):
+    """What the log says about the samples of a run."""
+
+    first_step: int = Field(description="where the log begins: 0, or after a checkpoint")
+    steps: int = Field(description="committed, in the timeline that survived")
+    samples: int = Field(description="positions of the sample order that they used, each once if there are no faults")
+    undone: int = Field(description="steps that a rollback took back")
+    weights: tuple[float, ...] = Field(description="weight of each step: equal in an undisturbed run")
+    faults: tuple[str, ...] = Field(description="why the log proves nothing; empty if all is well")
+
+    def against(self, undisturbed: "SampleLedger") -> tuple[str, ...]:
+        """Differences from a run that nothing happened to: a doubled or missing sample changes a step's weight."""
+        pairs = zip(self.weights, undisturbed.weights, strict=False)
+        found = [f"step {step}: weight {a!r}, undisturbed {b!r}" for step, (a, b) in enumerate(pairs) if a != b]
+        if (self.first_step, self.steps) != (undisturbed.first_step, undisturbed.steps):
+            found.append(f"{self.steps} steps, undisturbed {undisturbed.steps}")
+        return tuple(found)
+
+
+def audit(events: Iterable[RunEvent]) -> SampleLedger:
+    """Go through the log in order."""
+    book = _Book()
+    for event in events:
+        match event:
+            case GenerationStarted(record=record):
+                book.begin(record)
+            case StepRecorded():
+                book.commit(event)
+            case _:
+                pass
+    return book.close()
+
+
+class _Book:
+    """The timeline so far."""
+
+    def __init__(self) -> None:
+        self._generation: GenerationRecord | None = None
+        self._first_step = 0
+        self._steps: list[StepRecorded] = []
+        self._undone = 0
+        self._faults: list[str] = []
+
+    @property
+    def _next_step(self) -> int:
+        return self._first_step + len(self._steps)
+
+    def begin(self, record: GenerationRecord) -> None:
+        """A generation starts after the newest committed step, or falls back and takes steps with it."""
+        before, self._generation = self._generation, record
+        name = f"generation {record.generation}"
+        if before is None:
+            self._first_step = record.first_step
+        elif record.generation <= before.generation:
+            self._fault(f"{name} follows generation {before.generation}: numbers are used once")
+        if record.rollback and before is not None:
+            if record.first_step < self._first_step:
+                self._first_step, self._steps = record.first_step, []
+            self._undone += len(self._steps[record.first_step - self._first_step :])
+            del self._steps[record.first_step - self._first_step :]
+        if record.first_step != self._next_step:
+            self._fault(f"{name} begins with step {record.first_step}, but {self._next_step} is the next one")
+        for text in _share_faults(record.plan):
+            self._fault(f"{name}: {text}")
+
+    def commit(self, event: StepRecorded) -> None:
+        """A step was recorded."""
+        step = f"step {event.step}"
+        if self._generation is None or event.generation > self._generation.generation:
+            self._fault(f"{step} is of generation {event.generation}, which had not begun")
+        if event.step != self._next_step:
+            self._fault(f"{step} was recorded where {self._next_step} was the next one")
+        counted = event.counted
+        if counted is not None and counted > event.plan.micro_batches:
+            self._fault(f"{step} counts {counted} micro-batches, but its plan has {event.plan.micro_batches}")
+        self._steps.append(event)
+
+    def close(self) -> SampleLedger:
+        """Draw the line."""
+        return SampleLedger(
+            first_step=self._first_step,
+            steps=len(self._steps),
+            samples=sum(step.plan.global_batch for step in self._steps),
+            undone=self._undone,
+            weights=tuple(step.weight for step in self._steps),
+            faults=tuple(self._faults),
+        )
+
+    def _fault(self, text: str) -> None:
+        self._faults.append(text)
+
+
+def _share_faults(plan: Plan) -> list[str]:
+    """Whether the replicas share the samples of a global batch, and the stages the sections, without gap or overlap."""
+    shares = Counter(
+        sample
+        for replica in range(plan.replicas)
+        for micro_batch in plan.micro_batches_of(replica)
+        for sample in plan.samples_of(micro_batch)
+    )
+    sections = Counter(section for stage in range(plan.stages) for section in plan.sections_of(stage))
+    faults = []
+    if shares != Counter(range(plan.global_batch)):
+        faults.append(f"its replicas do not share {plan.global_batch} samples exactly once")
+    if sections != Counter(range(plan.sections)):
+        faults.append(f"its stages do not share {plan.sections} sections exactly once")
+    return faults

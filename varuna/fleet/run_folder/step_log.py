@@ -1,0 +1,111 @@
+"""The user's JSON log: a line for each committed step, and no gap, whatever happens to its disk or to the manager."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from varuna.core.errors import UsageError
+from varuna.fleet.state.run_events import StepRecorded
+from varuna.process.file_lock import locked
+
+_TAIL_BYTES = 2**20
+_BEGINNING = b'{"step": '
+
+
+class StepLog:
+    """Lines that cannot be written wait in memory; those that a manager took with it come from its journal.
+
+    Raises:
+        OSError: the file cannot be opened.
+        UsageError: another run writes it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = path.open("ab", buffering=0)
+        self._lines = bytearray()
+        if not locked(self._file):
+            self._file.close()
+            raise UsageError(f"another run writes to {path}. Pass another --json-log.")
+        self._drop_half_a_line()
+
+    def append(self, event: StepRecorded, time_s: float) -> OSError | None:
+        """Write a line, after those that wait; why that cannot be done now, if it cannot."""
+        self._lines += _line(event, time_s)
+        return self.flush()
+
+    def flush(self) -> OSError | None:
+        """Write what waits."""
+        try:
+            while self._lines:
+                del self._lines[: self._file.write(self._lines)]
+        except OSError as error:
+            return error
+        return None
+
+    def catch_up(self, newest_first: Iterable[tuple[float, StepRecorded]]) -> int:
+        """Add the steps of this run that came after the last one in the file; returns how many were missing.
+
+        A file without any step of this run is left as it is: it is a new one, or was moved away.
+        """
+        last = self._last_step()
+        missing: list[bytes] = []
+        for time_s, event in newest_first:
+            if last == (event.generation, event.step, json.dumps(event.loss)):
+                self._lines += b"".join(reversed(missing))
+                self.flush()
+                return len(missing)
+            missing.append(_line(event, time_s))
+        return 0
+
+    def close(self) -> int:
+        """Write what waits, if it can be now; returns how many lines were not."""
+        self.flush()
+        self._file.close()
+        return self._lines.count(b"\n")
+
+    def _last_step(self) -> tuple[int, int, str] | None:
+        lines = self._tail().splitlines()
+        try:
+            line = json.loads(lines[-1]) if lines else {}
+            return line["generation"], line["step"], json.dumps(line["loss"])
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def _drop_half_a_line(self) -> None:
+        """A line that was cut off with its manager, or by a full disk; another's text is only ended."""
+        rest = self._tail().rpartition(b"\n")[2]
+        if not rest:
+            return
+        if rest.startswith(_BEGINNING) or _BEGINNING.startswith(rest):
+            os.truncate(self.path, self.path.stat().st_size - len(rest))
+        else:
+            self._lines += b"\n"
+
+    def _tail(self) -> bytes:
+        if not self.path.is_file():
+            return b""  # a pipe or a terminal has nothing to look at
+        with self.path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            return file.read()
+
+
+def _line(event: StepRecorded, time_s: float) -> bytes:
+    """A loss that is no number is written as NaN."""
+    plan = event.plan
+    values = {
+        "step": event.step,
+        "loss": event.loss,
+        "generation": event.generation,
+        "plan": {
+            "stages": plan.stages,
+            "replicas": plan.replicas,
+            "micro_batch": plan.micro_batch,
+            "micro_batches": plan.micro_batches,
+        },
+        "examples_per_s": event.examples_per_s,
+        "wall_time": time_s,
+    }
+    return json.dumps(values).encode() + b"\n"

@@ -1,0 +1,397 @@
+"""What the manager knows of a run: frozen values that ``machine.advance`` replaces.
+
+The life of a generation, as phases::
+
+    Idle ──assign──> Running ──loss, suspicion, regroup──> Stopping ──verdict──> Idle
+                        └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from varuna.core.devices import worker_bytes
+from varuna.core.messages import Flag, Vote
+from varuna.core.model import JobFacts
+from varuna.core.persistent import PersistentMap
+from varuna.fleet.state.causes import EndCause
+from varuna.fleet.state.morph_gain import Experience
+from varuna.fleet.state.questions import Answer, OpenQuestion, Question
+from varuna.fleet.state.run_events import GenerationRecord
+from varuna.fleet.state.worker import Sight, Standing, Worker
+from varuna.fleet.state.workers import Workers
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetConfig:
+    """How many workers, and how patient the manager is with them."""
+
+    workers: int
+    replace: bool = True
+    """Whether a lost worker is replaced."""
+    elastic: bool = False
+    """Workers come by themselves, from machines of their own: the run never ends for want of them, and a cable can
+    come between them and the manager."""
+    lease_s: float = 6.0
+    """A worker that is silent for longer, while its machine is heard, is frozen."""
+    suspect_lease_s: float = 1.5
+    """The same while somebody reports a broken link."""
+    suspect_grace_s: float = 1.0
+    """Time to find out who died before a generation ends on evidence alone."""
+    gather_s: float = 60.0
+    """From the first Hello until the first generation starts without the rest."""
+    join_grace_s: float = 1.0
+    """Workers that join within this time are taken in together."""
+    min_gain: float = 0.01
+    """Share of the step time that a newcomer must save to be worth a morph."""
+    hold_timeout_s: float = 120.0
+    """From Hold (or Apply) until a worker that has not answered is killed."""
+    start_timeout_s: float = 300.0
+    """From a worker's start to its Hello."""
+    wait_s: float = 300.0
+    """How long a run waits for workers that it cannot do without."""
+    return_s: float = 300.0
+    """How long state that is out of sight is waited for, at most, before the run falls back to a checkpoint."""
+    futile_s: float = 60.0
+    """How long generation after generation may break before its first step, though nobody dies, until the run ends."""
+    form_timeout_s: float = 300.0
+    """From an assignment until newcomers that have not copied their state are dropped."""
+    slow_ratio: float | None = None
+    """A worker that computes this many times longer than its peers is left out; None: none ever is."""
+    probation_s: float = 300.0
+    """For how long, the first time; twice as long each time after."""
+    exit_grace_s: float = 1.0
+    """Between the end of a connection and the end of its process."""
+    leave_timeout_s: float = 30.0
+    """From rank 0's exit to the end of all others, once the steps are done."""
+    max_start_failures: int = 5
+    """Replacements that may die in a row without a step in between."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A node is about to leave."""
+
+    deadline_s: float
+    """Infinite if there is no hurry."""
+    reason: str
+    released: bool = False
+    """The run does not need it any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A slow worker, left out until ``until_s``."""
+
+    ratio: float
+    until_s: float
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f} times the compute time of its peers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idle:
+    """No generation; what every joined worker holds is known."""
+
+    since_s: float
+    in_flight: int = 0
+    """Steps that were begun and lost when the last generation ended: 0 or 1."""
+    rejected: tuple[str, ...] = ()
+    """Workers for which there is no plan."""
+    complaint: str = ""
+    """Why not."""
+    waits: bool = False
+    """People know that state is out of sight and waited for."""
+    gathers_until_s: float = float("-inf")
+    """Until then the first generation certainly waits for workers that are warming up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """A worker says that a link broke."""
+
+    at_s: float
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A generation forms or trains."""
+
+    began_s: float = 0.0
+    """On the clock for silence."""
+    suspicion: Suspicion | None = None
+    flags: frozenset[Flag] = frozenset()
+    """What rank 0 was asked to raise in the next vote."""
+    regroup: EndCause | None = None
+    """Why there will be a planned morph after the next vote, if so."""
+    considered: frozenset[str] = frozenset()
+    """Newcomers that are not worth a morph."""
+    considered_s: float = 0.0
+    stopped: str | None = None
+    """The first member that stopped by itself."""
+    longest_wait_s: float = 0.0
+    """For which a rank waited for its peers, and then went on."""
+    still_step: int = -1
+    """Newest step when it was told that training stands still."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopping:
+    """A generation is over; its members answer what they hold."""
+
+    planned: bool
+    deadline_s: float
+    """On the clock for silence."""
+    hold_at_s: float | None = None
+    """When to say Hold to those that should stop by themselves; None once it was said."""
+    applying: frozenset[str] = frozenset()
+    """Laggards that were told the verdict and have not answered."""
+    committed: bool = False
+    """The verdict was COMMIT."""
+    suspicion: Suspicion | None = None
+    """What was reported before it was over."""
+    waits: bool = False
+    """People know that state is out of sight and waited for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finishing:
+    """All steps are done; the scripts run to their ends."""
+
+    deadline_s: float | None = None
+    """Set once rank 0's process is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Nothing matters any more."""
+
+    exit_code: int
+    text: str
+
+
+Phase = Idle | Running | Stopping | Finishing | Ended
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """Everything that decisions depend on, besides the event and the time."""
+
+    config: FleetConfig
+    phase: Phase
+    ticked_s: float
+    wanted: int
+    """Workers that should exist."""
+    listened_s: float = 0.0
+    """The clock for silence: it stands still while this manager could not have heard anybody."""
+    is_alone: bool = False
+    """Nobody at all is heard, of an elastic fleet."""
+    told_alone: bool = False
+    """People know that."""
+    heard_s: float = 0.0
+    """When anybody was heard last."""
+    regained_s: float = float("-inf")
+    """When that ended for the last time, on the clock for silence."""
+    nodes: PersistentMap[Sight] = field(default_factory=PersistentMap)
+    """By machine, of an elastic fleet."""
+    hidden: frozenset[str] = frozenset()
+    """Machines that were out of sight when all were looked at, and have not been heard since."""
+    hiding_s: float = float("-inf")
+    """Until then, on the clock for silence, no other machine can get out of sight."""
+    workers: Workers = field(default_factory=Workers)
+    expiring_s: float = float("-inf")
+    """Until then no worker's time is up, but for those of ``watched``."""
+    watched: frozenset[str] = frozenset()
+    """Workers that ended, or lost their connection, or were silent while their machine was heard."""
+    progressed_s: float = float("-inf")
+    """When a step of this generation was committed, which proves that all its ranks live; on the clock for silence."""
+    progresses: int = 0
+    """How often something proved that."""
+    compute_s: tuple[tuple[float, ...], ...] = ()
+    """By stage, ascending: what its ranks told of their compute in this generation."""
+    spawned: int = 0
+    """Processes started so far."""
+    spawning: int = 0
+    """Processes asked for and not yet reported."""
+    respawn_at_s: float = 0.0
+    start_failures: int = 0
+    job: JobFacts | None = None
+    version: str = ""
+    micro_batch: int | None = None
+    """m of the run, once chosen."""
+    history: tuple[GenerationRecord, ...] = ()
+    departed: frozenset[str] = frozenset()
+    """Workers that said Leaving."""
+    causes: tuple[EndCause, ...] = ()
+    """Why the newest generation ended."""
+    broke_s: float = 0.0
+    """When the generation before the newest broke."""
+    planned: bool = False
+    """Whether it was a planned morph that ended it."""
+    planned_for: int = 0
+    """Workers that the newest plan could have used."""
+    futile: int = 0
+    """Generations in a row that broke before a step without anybody's death."""
+    futile_since_s: float | None = None
+    """When the first of them did, those before newcomers were dropped included; on the clock for silence."""
+    experience: Experience = field(default_factory=lambda: Experience(began_s=0.0))
+    departing: Mapping[str, Departure] = field(default_factory=dict)
+    """By node."""
+    slow: Mapping[str, Straggler] = field(default_factory=dict)
+    """By worker: who is left out of plans."""
+    strikes: Mapping[str, int] = field(default_factory=dict)
+    """By worker: how often it was found slow."""
+    morph_asked: bool = False
+    questions: int = 0
+    """Asked so far."""
+    asked: Mapping[Question, OpenQuestion] = field(default_factory=dict)
+    """Those that are open."""
+    answers: Mapping[Question, Answer] = field(default_factory=dict)
+    """What this generation was told."""
+    expected_s: tuple[float, ...] | None = None
+    """By stage of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
+    replan: bool = False
+    """The next generation asks the planner, whatever ran before."""
+    finish_reason: str = ""
+    """Why the run should end after the current step."""
+    recorded_step: int = -1
+    recorded_s: float = 0.0
+    saved_step: int = 0
+    """Steps in the newest checkpoint of which a shard is durable."""
+    step_wall_s: float = 0.0
+    """Seconds that the newest recorded step took."""
+    step_every_s: float = 0.0
+    """From one recorded step to the next, with what the script does in between."""
+    lineage: int = 0
+    """Oldest generation whose votes count: a rollback abandons what came before."""
+    votes: Mapping[int, Vote] = field(default_factory=dict)
+    """By step: the newest recorded one, and those that are not recorded yet."""
+
+    @staticmethod
+    def empty(config: FleetConfig, now_s: float) -> "Fleet":
+        """Before any worker exists."""
+        return Fleet(
+            config=config,
+            phase=Idle(since_s=now_s),
+            ticked_s=now_s,
+            listened_s=now_s,
+            heard_s=now_s,
+            wanted=0 if config.elastic else config.workers,
+            experience=Experience(began_s=now_s),
+        )
+
+    @property
+    def record(self) -> GenerationRecord:
+        """The newest generation; there must be one."""
+        return self.history[-1]
+
+    @property
+    def generation(self) -> int:
+        """Number of the newest generation; -1 before the first."""
+        return len(self.history) - 1
+
+    @property
+    def formed(self) -> bool:
+        """Whether the newest generation recorded a step."""
+        return self.record.recovery_seconds is not None
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """Workers of the newest generation, lost ones included."""
+        return self.record.members if self.history else ()
+
+    @property
+    def joined(self) -> tuple[str, ...]:
+        """Workers that can be given a part, in the order in which they were spawned."""
+        return tuple(name for name, worker in self.workers.items() if worker.is_joined)
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What every joined worker's device has for it; None if nobody has said."""
+        return worker_bytes(self.workers[name].device for name in self.joined)
+
+    @property
+    def live_members(self) -> tuple[str, ...]:
+        """Members of the newest generation that can still answer, by rank."""
+        return tuple(name for name in self.members if self.is_joined(name))
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether a rank of the newest generation reached the end of its loop."""
+        return any(self.record.has_seat(name) for name in self.departed)
+
+    @property
+    def missing(self) -> int:
+        """Workers that should exist and do not."""
+        staying = len(self.workers) - sum(len(self.workers.on(node)) for node in self.departing)
+        # A launcher may have nothing but a leaving node to start them on: twice as many at most.
+        room = 2 * self.wanted - len(self.workers)
+        return max(0, min(self.wanted - staying, room) - self.spawning)
+
+    @property
+    def is_starting(self) -> bool:
+        """Whether a worker is warming up."""
+        return self.workers.count(Standing.STARTING) > 0
+
+    @property
+    def more_to_come(self) -> bool:
+        """Whether a worker is starting or will be."""
+        return self.is_starting or self.spawning > 0 or self.missing > 0 or self.config.elastic
+
+    @property
+    def available(self) -> tuple[str, ...]:
+        """Joined workers that new plans should use: neither about to leave, nor slow, nor out of sight."""
+        return tuple(name for name in self.joined if self.is_available(name))
+
+    def is_available(self, name: str) -> bool:
+        """Whether new plans should use a worker that has joined."""
+        return not self.is_departing(name) and name not in self.slow and not self.is_hidden(self.workers[name].node)
+
+    def seen_s(self, worker: Worker) -> float:
+        """When a worker was last known to live: by its own word, or by a step that was committed."""
+        return max(worker.seen_s, self.progressed_s) if worker.seated and worker.is_joined else worker.seen_s
+
+    def is_parted(self, node: str) -> bool:
+        """Whether the connection to a machine ended, and nothing has shown since that its workers live."""
+        sight = self.nodes.get(node)
+        if sight is None or sight.parted_after is None:
+            return False
+        shown = sight.parted_after < self.progresses
+        return not (
+            shown and any(w.seated and w.is_joined for w in map(self.workers.__getitem__, self.workers.on(node)))
+        )
+
+    def silence_s(self, worker: Worker) -> float:
+        """For how long a worker has said nothing although it would have been heard."""
+        heard_s, seen_s = self.listened_s, self.seen_s(worker)
+        if self.config.elastic:
+            heard_s = self.nodes[worker.node].heard_s if worker.node in self.nodes else seen_s
+        return heard_s - seen_s
+
+    def unheard_s(self, node: str) -> float:
+        """For how long nothing has come from a machine, of the time in which the manager listened."""
+        if not self.config.elastic or node not in self.nodes:
+            return 0.0
+        return self.listened_s - self.nodes[node].heard_s
+
+    def is_hidden(self, node: str) -> bool:
+        """Whether a machine is out of sight."""
+        return self.unheard_s(node) > self.config.lease_s
+
+    def is_departing(self, name: str) -> bool:
+        """Whether a worker's node is about to leave."""
+        return self.workers[name].node in self.departing
+
+    def is_joined(self, name: str) -> bool:
+        """Whether ``name`` is alive and takes directives."""
+        return name in self.workers and self.workers[name].standing is Standing.JOINED
+
+    def rank_of(self, name: str) -> int | None:
+        """Rank in the newest generation."""
+        return self.record.ranks.get(name) if self.history else None
+
+    def is_member(self, name: str) -> bool:
+        """Whether a worker, lost or not, belongs to the newest generation."""
+        return bool(self.history) and name in self.record.ranks

@@ -1,0 +1,151 @@
+"""What can happen to a fleet: the inputs of ``machine.advance``."""
+
+from dataclasses import dataclass
+
+from varuna.core.messages import FromWorker
+from varuna.fleet.state.questions import Answer, Question
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpawned:
+    """A process was started for ``worker`` on ``node``, the VM that it lives and dies with."""
+
+    worker: str
+    node: str = "local"
+
+
+@dataclass(frozen=True, slots=True)
+class MessageReceived:
+    """``worker`` sent a message."""
+
+    worker: str
+    message: FromWorker
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExited:
+    """The process of ``worker`` ended; a negative ``code`` is the signal that killed it."""
+
+    worker: str
+    code: int
+    stderr_tail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    """The connection of ``worker`` ended; everything that it had sent came before this."""
+
+    worker: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeHeard:
+    """The agent of ``node`` said something, whatever its workers do."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParted:
+    """The connection to the agent of ``node`` ended, and there was no new one in a moment."""
+
+    node: str
+    reason: str = ""
+    abruptly: bool = False
+    """From its side and without a goodbye: so a system ends the connections of a process that is no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDistrusted:
+    """``worker`` said something that cannot be true."""
+
+    worker: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnRequested:
+    """Someone wants ``count`` workers more."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeReceived:
+    """``node`` will be taken away at ``deadline_s`` (on the clock of ``advance``), or soon after."""
+
+    node: str
+    deadline_s: float
+    reason: str = "preemption notice"
+
+
+@dataclass(frozen=True, slots=True)
+class DrainRequested:
+    """An operator wants ``node`` back; there is no hurry."""
+
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class MorphRequested:
+    """An operator wants the best plan for the current workers now, whatever the switch costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FinishRequested:
+    """An operator wants the run to end after the current step, with a checkpoint if it keeps any."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """Someone wants the run to end now."""
+
+    reason: str
+    exit_code: int
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReceived:
+    """Somebody found out what was asked with this ``number``."""
+
+    question: Question
+    number: int
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Recalibrated:
+    """What plans are made from has become better known while ``generation`` runs; so has what its stages take."""
+
+    generation: int
+    expected_s: tuple[float, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed; for the last ``deaf_s`` of it nobody could be heard, since the server's event loop stood still."""
+
+    deaf_s: float = 0.0
+
+
+Event = (
+    WorkerSpawned
+    | MessageReceived
+    | WorkerExited
+    | ConnectionLost
+    | NodeHeard
+    | NodeParted
+    | WorkerDistrusted
+    | SpawnRequested
+    | NoticeReceived
+    | DrainRequested
+    | MorphRequested
+    | FinishRequested
+    | StopRequested
+    | AnswerReceived
+    | Recalibrated
+    | Tick
+)

@@ -1,0 +1,116 @@
+"""What the state machine cannot know by itself, and others find out for it: it never waits for an answer.
+
+A question goes out as ``Ask``, an instruction. Whoever executes it works the answer out where nobody waits for it, and
+posts it as ``AnswerReceived``, an event. The rule that asked is tried again then, and finds the answer. It counts only
+while its question is open: when a generation begins, or something makes old answers doubtful, open questions are
+forgotten, and what still matters is asked again under a new number.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from varuna.core.errors import NoPlanError, VarunaError
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+
+Planner = Callable[[JobFacts, int, int | None], Plan]
+"""Plan for a number of workers and, if it is not None, this micro-batch; may raise ``NoPlanError``."""
+
+
+class Checkpoint(NamedTuple):
+    """A committed checkpoint: its folder, the steps that it contains, and the m that it was written with."""
+
+    folder: str
+    step: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class WhichPlan:
+    """The best plan for these workers."""
+
+    workers: int
+    micro_batch: int | None
+    memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class WhichCheckpoint:
+    """The newest committed checkpoint, now that generation ``after`` is over."""
+
+    after: int
+    saved_step: int
+    """Newest step of which a shard is known to be durable; when it rises, a newer checkpoint may be complete."""
+
+
+Question = WhichPlan | WhichCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """There is a plan."""
+
+    plan: Plan
+    running_s: float
+    """Seconds of a step of the plan that runs, by what was known when this one was made; 0 if none runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unplannable:
+    """There is none."""
+
+    complaint: str
+    running_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """The newest checkpoint; None before the first."""
+
+    checkpoint: Checkpoint | None
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """The question cannot be answered, now or later: the run ends."""
+
+    text: str
+    exit_code: int
+
+
+Answer = Planned | Unplannable | FoundCheckpoint | Unusable
+
+
+@dataclass(frozen=True, slots=True)
+class OpenQuestion:
+    """An open question."""
+
+    number: int
+    at_s: float
+
+
+class UnansweredError(Exception):
+    """A rule needs an answer that is not there yet: it changes nothing, and is tried again once it is."""
+
+
+def plan_answer(
+    planner: Planner, predicted_s: Callable[[Plan], float], question: WhichPlan, job: JobFacts, running: Plan | None
+) -> Planned | Unplannable | Unusable:
+    """Make the plan; may take seconds."""
+    known = job.model_copy(update={"memory_bytes": question.memory_bytes})
+    try:
+        running_s = predicted_s(running) if running is not None else 0.0
+        return Planned(planner(known, question.workers, question.micro_batch), running_s)
+    except NoPlanError as error:
+        return Unplannable(str(error), running_s)
+    except VarunaError as error:
+        return Unusable(str(error), error.exit_code)
+
+
+def checkpoint_answer(newest: Callable[[JobFacts], Checkpoint | None], job: JobFacts) -> FoundCheckpoint | Unusable:
+    """Look for it; may take as long as the store does not answer."""
+    try:
+        return FoundCheckpoint(newest(job))
+    except VarunaError as error:
+        return Unusable(str(error), error.exit_code)

@@ -1,0 +1,99 @@
+"""One worker, and one machine, as the manager sees them."""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from varuna.core.devices import DeviceFacts
+from varuna.core.messages import Beat
+from varuna.fleet.state.stutter import NO_EVIDENCE, StutterEvidence
+
+T = TypeVar("T")
+
+
+def changed(value: T, **changes: Any) -> T:
+    """As ``dataclasses.replace`` for a frozen dataclass without slots; each heartbeat changes a few, so it is quick."""
+    if not changes.keys() <= type(value).__dataclass_fields__.keys():  # type: ignore[attr-defined]
+        raise TypeError(f"{type(value).__name__} has none of the fields {sorted(changes)}")
+    made = object.__new__(type(value))
+    made.__dict__.update(value.__dict__, **changes)
+    return made
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """How well the manager hears a machine."""
+
+    heard_s: float
+    """When, on the clock of ``Fleet.listened_s``."""
+    parted_after: int | None = None
+    """Its connection ended when so many steps had shown that their ranks live; see ``Fleet.is_parted``."""
+    ended: bool = False
+    """So did its agent, by all that its system said; workers end with their agent."""
+    told: bool = False
+    """People know that it is out of sight."""
+
+
+class Standing(Enum):
+    """Where a worker is in its life; lost workers are forgotten."""
+
+    STARTING = "starting"
+    JOINED = "joined"
+    ASIDE = "put aside"
+    """Out of sight while the step stands still: lost once the next generation is written down without it."""
+    LEFT = "left"
+    DISMISSED = "dismissed"
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """State of a worker that stands still; ``next_step`` is None without state."""
+
+    next_step: int | None = None
+    sections: frozenset[int] = frozenset()
+    """Whole."""
+    lent: frozenset[int] = frozenset()
+    """Without optimizer state, which other replicas hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """A process that ended by itself."""
+
+    code: int
+    stderr_tail: str
+    at_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worker:
+    """One process, from its start until it is lost or gone."""
+
+    name: str
+    spawned_s: float
+    replacement: bool
+    device: DeviceFacts | None = None
+    """That it computes on, if it has memory of its own."""
+    node: str = "local"
+    """The VM: what it takes away with it when it goes."""
+    standing: Standing = Standing.STARTING
+    pid: int | None = None
+    joined_s: float = 0.0
+    seen_s: float = 0.0
+    """When it was last heard, on the clock of ``Fleet.listened_s``; see ``Fleet.seen_s``."""
+    seated: bool = False
+    """In the grid of the newest generation."""
+    holding: Holding | None = None
+    """None while the worker runs a generation, or is about to answer."""
+    beat: Beat | None = None
+    compute_s: float | None = None
+    """In this generation: the newest seconds of compute per micro-batch, forward and backward."""
+    evidence: StutterEvidence = NO_EVIDENCE
+    """In this generation: whether it is slower than its peers."""
+    disconnected_s: float | None = None
+    exit: Exit | None = None
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether it takes directives."""
+        return self.standing is Standing.JOINED

@@ -1,0 +1,268 @@
+"""Worker processes of this machine: started, watched, heard, and ended for certain."""
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import IO
+
+from varuna.fleet.net.join_string import JOIN_VARIABLE
+from varuna.fleet.state.inputs import WorkerExited
+from varuna.fleet.workers.output_lines import Lines, Tail
+
+_READ_BYTES = 64 * 2**10
+_PIPE_BYTES = 2**20
+_LOG_BYTES = 2**30
+"""More of one worker's output than this is not kept: a machine's disk is shared with what it trains."""
+_KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
+_DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
+
+logger = logging.getLogger(__name__)
+
+
+def tether() -> list[str]:
+    """What to put before a command, so that it dies with this process even if it never gets to any code of ours."""
+    if sys.platform != "linux":
+        return []  # there a worker's closed connection has to do
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py")), str(os.getpid())]
+
+
+class _Process:
+    """One worker's process, with the threads that read and await it."""
+
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], place: int) -> None:
+        self.name = name
+        self.place = place
+        self.popen = popen
+        self.stderr_tail = Tail()
+        self.readers: list[threading.Thread] = []
+        self.waiter: threading.Thread | None = None
+        self.lock = threading.Lock()  # the process group's number is ours only until the process is reaped
+        self.reaped = False
+
+    def kill(self) -> None:
+        """SIGKILL to the whole process group, so that data loaders and the like go too."""
+        with self.lock, contextlib.suppress(ProcessLookupError, PermissionError):
+            if not self.reaped:
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+class Launcher:
+    """Starts ``python SCRIPT ARGS`` per worker; unless told otherwise, names are w0, w1, ... and never used twice.
+
+    Every worker's output goes to ``<run_dir>/<worker>.log``. Of standard output, only the complete lines of the
+    main worker are passed on, as ``write`` gets them; what workers say before there is a main one is kept until then.
+
+    ``spawn`` must be called by a thread that outlives the workers: Linux sends the parent-death signal, which ties
+    workers to us, when the *thread* that started them ends.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        run_dir: Path,
+        on_exit: Callable[[WorkerExited], None],
+        write: Callable[[bytes], None],
+    ) -> None:
+        self._command = [sys.executable, *command]
+        inherited = {name: value for name, value in os.environ.items() if name != JOIN_VARIABLE}
+        self._environment = {"OMP_NUM_THREADS": "1", **inherited, **environment}
+        self._run_dir = run_dir
+        self._on_exit = on_exit
+        self._write = write
+        self._processes: dict[str, _Process] = {}
+        self._lock = threading.Lock()  # guards the fields below
+        self._names = 0
+        self._main: str | None = None
+        self._early: dict[str, deque[bytes]] = {}
+
+    def spawn(self, name: str = "", environment: Mapping[str, str] | None = None) -> str:
+        """Start one worker, with more variables if given; returns its name.
+
+        ``LOCAL_RANK``, by which it chooses its GPU, is the lowest number that no living worker has.
+        """
+        with self._lock:
+            name = name or f"w{self._names}"
+            self._names += 1
+            self._early[name] = deque(maxlen=1000)
+            taken = {process.place for process in self._processes.values() if not process.reaped}
+        place = min(set(range(len(taken) + 1)) - taken)
+        more = {"LOCAL_RANK": str(place), **(environment or {}), "VARUNA_WORKER": name}
+        popen = subprocess.Popen(
+            [*tether(), *self._command],
+            env={**self._environment, **more},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        process = _Process(name, popen, place)
+        log = _Log(self._run_dir / f"{name}.log")
+        assert popen.stdout is not None
+        assert popen.stderr is not None
+        _widen(popen.stdout)
+        _widen(popen.stderr)
+        process.readers = [
+            _start(f"{name}-stdout", self._read, popen.stdout, log, lambda line: self._stream(name, line)),
+            _start(f"{name}-stderr", self._read, popen.stderr, log, process.stderr_tail.add),
+        ]
+        with self._lock:
+            self._processes[name] = process
+        process.waiter = _start(f"{name}-waiter", self._await, process, log)
+        return name
+
+    def kill(self, name: str) -> None:
+        """SIGKILL to the worker's process group; nothing happens if it is gone. Safe from any thread."""
+        with self._lock:
+            process = self._processes.get(name)
+        if process is not None:
+            process.kill()
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a worker that was ever started."""
+        with self._lock:
+            return self._processes[name].popen.pid if name in self._processes else None
+
+    def set_main(self, name: str) -> None:
+        """From now on the lines of ``name`` are passed on; of nobody, if it is no worker of this launcher."""
+        with self._lock:
+            first = self._main is None
+            self._main = name
+            lines = self._early.pop(name, deque()) if first else deque()
+            self._early.clear()
+        for line in lines:
+            self._write(line)
+
+    def stop_all(self, grace_s: float) -> str:
+        """Wait ``grace_s`` for all workers to end, then kill the rest, and see that no process is left.
+
+        Returns a complaint that names those that do not end within 10 s of SIGKILL; empty if there are none.
+        """
+        with self._lock:
+            processes = list(self._processes.values())
+        deadline_s = time.monotonic() + grace_s
+        try:
+            for process in processes:
+                if process.waiter is not None:
+                    process.waiter.join(max(0.0, deadline_s - time.monotonic()))
+        finally:  # also when the user is impatient: a second Ctrl-C ends the grace
+            for process in processes:
+                process.kill()
+            deadline_s = time.monotonic() + _KILL_S
+            for process in processes:
+                if process.waiter is not None:
+                    process.waiter.join(max(0.0, deadline_s - time.monotonic()))
+            self._show_first()
+        left = [f"{p.name} (process {p.popen.pid})" for p in processes if p.waiter is not None and p.waiter.is_alive()]
+        if not left:
+            return ""
+        return (
+            f"{', '.join(left)} did not end within {_KILL_S:.0f} s of SIGKILL. They are stuck in the kernel, for "
+            "instance because of a failing GPU or network drive. See `ps -o pid,stat,wchan`; only a reboot ends a "
+            "process that stays in state D."
+        )
+
+    def _show_first(self) -> None:
+        """No worker became the main one: show what the first one said, such as a script's ``--help``."""
+        with self._lock:
+            lines = next(iter(self._early.values()), deque()) if self._main is None else deque()
+            self._early.clear()
+        for line in lines:
+            self._write(line)
+
+    # -- threads of a worker ---------------------------------------------------------------------------------
+
+    def _read(self, pipe: IO[bytes], log: "_Log", take: Callable[[bytes], None]) -> None:
+        """Pass on complete lines; half a line at the end goes to the log only."""
+        assert isinstance(pipe, BufferedReader)
+        lines = Lines()
+        with pipe:
+            while data := pipe.read1(_READ_BYTES):
+                log.write(data)
+                for line in lines.feed(data):
+                    take(line)
+
+    def _stream(self, name: str, line: bytes) -> None:
+        with self._lock:
+            if self._main is None and name in self._early:  # not once the run is over: a grandchild may go on
+                self._early[name].append(line)
+            is_main = self._main == name
+        if is_main:
+            self._write(line)
+
+    def _await(self, process: _Process, log: "_Log") -> None:
+        """Report the exit at once, after its last output was read; no child of it survives."""
+        os.waitid(os.P_PID, process.popen.pid, os.WEXITED | os.WNOWAIT)  # dead, but its number is still taken
+        process.kill()
+        with process.lock:
+            code = process.popen.wait()
+            process.reaped = True
+        for reader in process.readers:
+            reader.join(_DRAIN_S)
+        log.close()
+        self._on_exit(WorkerExited(process.name, code, process.stderr_tail.text()))
+
+
+class _Log:
+    """A worker's log file, written by two threads.
+
+    What a full disk does not take, or a bound, is lost, and said once: whoever read no further would stop the worker
+    at its next line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lock = path, threading.Lock()
+        # Appending, so that a log which somebody truncates, as logrotate does, has no hole after that.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+        self._file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+        self._complained = False
+        self._written_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append at once, so that a person can follow it."""
+        with self._lock:
+            if self._file.closed:
+                return
+            room_bytes = _LOG_BYTES - self._written_bytes
+            if len(data) > room_bytes:
+                self._complain(f"it has reached {_LOG_BYTES // 2**20} MiB")
+                data = data[:room_bytes]
+            try:
+                self._written_bytes += self._file.write(data)
+            except OSError as error:
+                self._complain(error.strerror)
+
+    def _complain(self, why: str | None) -> None:
+        if not self._complained:
+            logger.warning("%s is missing output: %s. The worker continues.", self._path, why)
+        self._complained = True
+
+    def close(self) -> None:
+        """Later output, by grandchildren, is dropped."""
+        with self._lock:
+            self._file.close()
+
+
+def _widen(pipe: IO[bytes]) -> None:
+    """Room for what a worker says while we are stopped: with Linux's 64 KiB it would soon wait for us."""
+    if hasattr(fcntl, "F_SETPIPE_SZ"):
+        with contextlib.suppress(OSError):  # this user's pipes have had all their room
+            fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+
+def _start(name: str, target: Callable[..., None], *args: object) -> threading.Thread:
+    """A daemon thread that runs already."""
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    thread.start()
+    return thread

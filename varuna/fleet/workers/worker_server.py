@@ -1,0 +1,133 @@
+"""The workers' door: a WebSocket per worker of this machine. A thin asynchronous shell."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import BaseRoute, WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
+
+from varuna.core.messages import MAX_FRAME_BYTES, Hello, ToWorker, from_worker
+from varuna.fleet.net.requests import bearer, same
+from varuna.fleet.net.serving import Serving
+from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
+
+_QUEUE_FRAMES = 1024  # a worker that reads nothing for so long is gone
+_LAST_WORDS_S = 5.0
+_BAD_MESSAGE, _BAD_NAME = 4400, 4409
+
+log = logging.getLogger(__name__)
+
+Outbox = asyncio.Queue[str | None]
+
+
+class WorkerServer:
+    """Serves in a thread with its own event loop; ``send`` and ``stop`` may be called by any thread.
+
+    Args:
+        port: 0 picks a free one.
+        token: what workers must know.
+        on_event: gets what workers say, on the server's thread; must return at once.
+        routes: what else this port offers.
+
+    Raises:
+        FleetError: the port is taken.
+    """
+
+    def __init__(
+        self,
+        *,
+        port: int,
+        token: str,
+        on_event: Callable[[MessageReceived | ConnectionLost], None],
+        routes: Sequence[BaseRoute] = (),
+        host: str = "127.0.0.1",
+    ) -> None:
+        self._token, self._on_event = token, on_event
+        self._outboxes: dict[str, Outbox] = {}  # touched on the server's loop only
+        app = Starlette(routes=[WebSocketRoute("/worker", self._worker), *routes])
+        self._serving = Serving(app, host=host, port=port, max_frame_bytes=MAX_FRAME_BYTES)
+        self.host, self.port = self._serving.host, self._serving.port
+        self.start, self.stop = self._serving.start, self._serving.stop
+
+    @property
+    def ran_s(self) -> float | None:
+        """The newest moment at which it could hear anybody (``time.monotonic``); None while it does not serve."""
+        return self._serving.ran_s
+
+    @property
+    def worker_url(self) -> str:
+        """Where workers connect."""
+        return f"ws://{self.host}:{self.port}/worker"
+
+    def send(self, worker: str, message: ToWorker) -> None:
+        """Queue a message; one to a worker without a connection is dropped, since its loss is known or will be."""
+        self._serving.call(self._queue, worker, message.model_dump_json())
+
+    # -- on the server's loop ----------------------------------------------------------------------------------
+
+    def _queue(self, worker: str, frame: str) -> None:
+        outbox = self._outboxes.get(worker)
+        if outbox is None:
+            return
+        if outbox.full():
+            outbox.get_nowait()  # room for the end
+            outbox.put_nowait(None)
+            del self._outboxes[worker]
+            log.warning("worker %s does not read its messages: closing its connection", worker)
+            self._on_event(ConnectionLost(worker, "it does not read its messages"))
+        else:
+            outbox.put_nowait(frame)
+
+    async def _worker(self, websocket: WebSocket) -> None:
+        """One worker's connection, from its first frame to its end."""
+        name = websocket.query_params.get("worker", "")
+        if not same(bearer(websocket.headers.get("authorization", "")), self._token):
+            log.warning("a connection from %s with a wrong token was refused", websocket.client)
+            await websocket.send_denial_response(PlainTextResponse("wrong token", 403))
+            return
+        await websocket.accept()
+        if not name or name in self._outboxes:
+            log.warning("a second connection for worker %r was refused", name)
+            await websocket.close(_BAD_NAME, f"worker {name[:64]!r} is already connected, or has no name")
+            return
+        outbox = self._outboxes[name] = asyncio.Queue(_QUEUE_FRAMES)
+        sending = asyncio.create_task(_send_all(websocket, outbox))
+        receiving = asyncio.create_task(self._receive_all(websocket, name))
+        try:
+            await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
+            if self._outboxes.get(name) is outbox:  # it is gone, but its last words may wait to be read
+                await asyncio.wait([receiving], timeout=_LAST_WORDS_S)
+        finally:
+            sending.cancel()
+            receiving.cancel()
+            if self._outboxes.get(name) is outbox:
+                del self._outboxes[name]
+                self._on_event(ConnectionLost(name))
+
+    async def _receive_all(self, websocket: WebSocket, name: str) -> None:
+        """Pass on what the worker says until it stops, or says something that cannot be."""
+        try:
+            while True:
+                frame = await websocket.receive()  # receive_text refuses to read on once a send has failed
+                if frame["type"] == "websocket.disconnect":
+                    return
+                message = from_worker.validate_json(frame.get("text") or "")
+                if isinstance(message, Hello) and message.worker != name:
+                    raise ValueError(f"worker {name} claims to be {message.worker}")
+                self._on_event(MessageReceived(name, message))
+        except ValueError as error:  # a ValidationError is one
+            log.warning("worker %s sent a malformed message: %s", name, error)
+            if websocket.application_state is WebSocketState.CONNECTED:
+                await websocket.close(_BAD_MESSAGE, "malformed message")
+
+
+async def _send_all(websocket: WebSocket, outbox: Outbox) -> None:
+    """Send until the end mark; the transport's own flow control holds back a slow receiver's frames here."""
+    try:
+        while (frame := await outbox.get()) is not None:
+            await websocket.send_text(frame)
+    except (WebSocketDisconnect, RuntimeError):  # RuntimeError: the receiving side has closed it
+        return

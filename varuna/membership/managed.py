@@ -1,0 +1,254 @@
+"""A worker's side of its connection to the manager."""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+
+from pydantic import ValidationError
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
+from websockets.sync.client import ClientConnection, connect
+
+from varuna.core.devices import DeviceFacts
+from varuna.core.errors import FleetError
+from varuna.core.membership import Directive
+from varuna.core.messages import (
+    MAX_FRAME_BYTES,
+    Apply,
+    Assign,
+    Beat,
+    Failed,
+    Finish,
+    Flag,
+    Found,
+    FromWorker,
+    Held,
+    Hello,
+    Hold,
+    Leaving,
+    RaiseFlag,
+    Recorded,
+    Saved,
+    Suspect,
+    ToWorker,
+    Unsaved,
+    Vote,
+    Voted,
+    to_worker,
+)
+from varuna.core.model import JobFacts
+from varuna.core.saved import SavedShard
+from varuna.core.version import __version__
+from varuna.membership.rendezvous import Rendezvous
+from varuna.process.console import warn
+from varuna.process.threads import start
+
+_BEAT_S = 0.5
+_FLUSH_S = 5.0
+
+
+class ManagedMembership:
+    """The manager's client, a ``core.membership.Membership``.
+
+    Three daemon threads: one reads, and runs the callbacks of ``join``; one writes what the others queue; one
+    beats. So neither a slow manager nor a busy training thread delays a heartbeat.
+
+    Losing the launcher ends a worker (see ``launcher.tether``): nobody could give it work any more.
+    """
+
+    survives = True
+
+    def __init__(self, url: str, token: str, worker: str) -> None:
+        self._url, self._token, self._worker = url, token, worker
+        self._outbox: queue.SimpleQueue[tuple[FromWorker, threading.Event] | None] = queue.SimpleQueue()
+        self._directives: queue.SimpleQueue[Directive | FleetError] = queue.SimpleQueue()
+        self._connection: ClientConnection | None = None
+        self._closing = ExitStack()
+        self._closed = threading.Event()
+        self._recorded_step = -1
+        self._rendezvous: Rendezvous | None = None
+        self._on_hold: Callable[[int], None] = lambda generation: None
+        self._on_flag: Callable[[int, Flag], None] = lambda generation, flag: None
+
+    @property
+    def worker(self) -> str:
+        """This worker's name."""
+        return self._worker
+
+    @property
+    def recorded_step(self) -> int:
+        """Newest step whose vote the manager has."""
+        return self._recorded_step
+
+    def join(
+        self,
+        job: JobFacts,
+        *,
+        device: DeviceFacts | None = None,
+        beat: Callable[[], Beat],
+        on_hold: Callable[[int], None],
+        on_flag: Callable[[int, Flag], None],
+    ) -> None:
+        """Connect and say Hello. A refusal comes later, as an error or as ``Finish`` with a reason.
+
+        Raises:
+            FleetError: the manager does not answer, or this process has joined before.
+        """
+        if self._connection is not None:
+            raise FleetError(
+                f"worker {self._worker} has already joined this run: under a manager, a script trains one job. "
+                "Start another run for the next job."
+            )
+        self._on_hold, self._on_flag = on_hold, on_flag
+        self._connect()
+        self._post(Hello(worker=self._worker, pid=os.getpid(), version=__version__, job=job, device=device))
+        start("beat", lambda: self._beat(beat))
+
+    def _connect(self) -> None:
+        try:
+            self._connection = self._closing.enter_context(
+                connect(
+                    f"{self._url}?worker={self._worker}",
+                    additional_headers={"Authorization": f"Bearer {self._token}"},
+                    compression=None,
+                    max_size=MAX_FRAME_BYTES,
+                    ping_interval=None,  # our own beats say more
+                    proxy=None,
+                )
+            )
+        except InvalidStatus as error:
+            said = bytes(error.response.body or b"").decode(errors="replace")
+            raise FleetError(
+                f"worker {self._worker} was refused by the manager at {self._url}: {said or error.response.status_code}"
+            ) from error
+        except (OSError, TimeoutError, InvalidHandshake, InvalidURI) as error:
+            raise FleetError(f"worker {self._worker} cannot reach the manager at {self._url}: {error}") from error
+        for name, target in (("reader", self._read), ("writer", self._write)):
+            start(name, target)
+
+    def next_directive(self) -> Directive:
+        """Block until there is something to do.
+
+        Raises:
+            FleetError: the manager is gone, or closed the connection.
+        """
+        directive = self._directives.get()
+        if isinstance(directive, FleetError):
+            self._directives.put(directive)  # whoever asks again gets the same answer
+            raise directive
+        return directive
+
+    def store(self, generation: int) -> Rendezvous:
+        """Return the store in which the members of a generation find each other."""
+        self._rendezvous = Rendezvous(generation, self._post)
+        return self._rendezvous
+
+    def held(self, held: Held) -> None:
+        """Answer a hold of the manager with what this worker holds."""
+        self._post(held)
+
+    def voted(self, vote: Vote) -> None:
+        """Report a committed step."""
+        self._post(Voted(vote=vote))
+
+    def suspect(self, generation: int, reason: str) -> None:
+        """Report a broken link."""
+        self._post(Suspect(generation=generation, reason=reason))
+
+    def saved(self, shard: SavedShard) -> None:
+        """Report a durable shard."""
+        self._post(Saved(shard=shard))
+
+    def unsaved(self, reason: str) -> None:
+        """Report, and print into this worker's log, that a checkpoint lacks a shard."""
+        warn(reason)
+        self._post(Unsaved(reason=reason))
+
+    def failed(self, summary: str, traceback: str, exit_code: int) -> None:
+        """Report an exception, also one from before ``join``; waits at most 5 s for it to go out."""
+        if self._connection is None:
+            try:
+                self._connect()
+            except FleetError:
+                return  # nobody to tell; Python prints it, and the launcher reads that
+        self._post(Failed(summary=summary, traceback=traceback, exit_code=exit_code)).wait(_FLUSH_S)
+
+    def leaving(self, step: int) -> None:
+        """Report the end of the loop; waits at most 5 s for it to go out."""
+        self._post(Leaving(step=step)).wait(_FLUSH_S)
+
+    def close(self) -> None:
+        """Drop the connection to the manager."""
+        self._closed.set()
+        self._outbox.put(None)
+        self._closing.close()
+
+    # -- threads ---------------------------------------------------------------------------------------------
+
+    def _post(self, message: FromWorker) -> threading.Event:
+        """Queue a message; the event is set once it is out, or can no longer be sent."""
+        sent = threading.Event()
+        if self._closed.is_set():
+            sent.set()
+        else:
+            self._outbox.put((message, sent))
+        return sent
+
+    def _write(self) -> None:
+        assert self._connection is not None
+        while (item := self._outbox.get()) is not None:
+            message, sent = item
+            try:
+                self._connection.send(message.model_dump_json())
+            except ConnectionClosed:
+                self._closed.set()  # the reader says why
+            finally:
+                sent.set()
+
+    def _read(self) -> None:
+        assert self._connection is not None
+        reason = "the connection was closed here"
+        try:
+            for frame in self._connection:
+                self._take(to_worker.validate_json(frame))
+            reason = self._connection.close_reason or "the manager closed the connection"
+        except ConnectionClosed as closed:
+            reason = closed.rcvd.reason if closed.rcvd is not None and closed.rcvd.reason else "the connection broke"
+        except ValidationError as error:
+            reason = f"the manager sent a message that this version does not understand: {error}"
+        finally:
+            self._closed.set()
+            self._outbox.put(None)
+            self._directives.put(FleetError(f"worker {self._worker} lost the manager at {self._url}: {reason}"))
+
+    def _take(self, message: ToWorker) -> None:
+        """Deliver a message; Hold and RaiseFlag at once, the rest to who asks for directives."""
+        match message:
+            case Hold(generation=generation):
+                self._on_hold(generation)
+            case RaiseFlag(generation=generation, flag=flag):
+                self._on_flag(generation, flag)
+            case Found():
+                if self._rendezvous is not None:
+                    self._rendezvous.take(message)
+            case Recorded(step=step):
+                self._recorded_step = step
+            case Assign(assignment=assignment):
+                # A rollback takes recorded steps back; in all other cases this changes nothing.
+                self._recorded_step = assignment.next_step - 1
+                self._directives.put(message)
+            case Apply() | Finish():
+                self._directives.put(message)
+
+    def _beat(self, beat: Callable[[], Beat]) -> None:
+        while not self._closed.wait(_BEAT_S):
+            self._post(beat())
+
+
+def from_environment() -> ManagedMembership | None:
+    """The member of a process that a launcher started; None in any other process."""
+    url = os.environ.get("VARUNA_MANAGER")
+    if not url:
+        return None
+    return ManagedMembership(url, os.environ.get("VARUNA_TOKEN", ""), os.environ.get("VARUNA_WORKER", ""))

@@ -1,0 +1,305 @@
+"""Membership without a manager: one process, or torchrun's fixed world.
+
+Every rank plans by itself from equal facts, so nothing needs to be agreed on but the checkpoint to resume.
+A lost peer ends the run (torchrun restarts it, and it resumes).
+"""
+
+import hashlib
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from varuna.checkpoint.committer import CheckpointCommitter
+from varuna.checkpoint.manifest import Manifest
+from varuna.checkpoint.names import checkpoint_place
+from varuna.core.devices import DeviceFacts, worker_bytes
+from varuna.core.errors import CheckpointError, FleetError, VarunaError
+from varuna.core.membership import Directive
+from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Vote
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
+from varuna.core.saved import SavedShard
+from varuna.engine.base.transport import connect_store, local_store, prefixed
+from varuna.process.console import say, warn
+from varuna.process.threads import start
+
+COMMIT_BOUND_S = 120.0
+_POLL_S, _LONGEST_POLL_S = 0.02, 0.2
+_SAID_S = 30.0
+"""A wait for other ranks says so after this long."""
+_JOIN_BOUND_S = 1800.0
+"""Between the ranks: each captures the model for itself."""
+_CHOICE_BOUND_S = 1200.0
+"""Rank 0 may wait for the directory's owner to be gone, and a quarter of an hour for a bucket that does not answer."""
+
+_jobs = itertools.count()
+"""Jobs of this process: a script may train one after another, and each needs keys of its own in torchrun's store."""
+_hosted: dict[tuple[str, int], Any] = {}
+
+PlanRun = Callable[[JobFacts, int, int | None], Plan]
+
+
+class World(NamedTuple):
+    """What torchrun says in the environment; one process without it."""
+
+    rank: int
+    size: int
+    store: Any
+    host: str
+    port: int
+
+
+def world_from_environment() -> World:
+    """Connect to torchrun's store, or make one of our own for a single process.
+
+    Raises:
+        FleetError: torchrun's variables are incomplete, or its store does not answer.
+    """
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+        return World(0, 1, local_store(), "127.0.0.1", 0)
+    try:
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    except (KeyError, ValueError) as error:
+        raise FleetError(
+            f"torchrun's environment is incomplete: {error}. Start with torchrun, or unset RANK and WORLD_SIZE."
+        ) from error
+    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = _hosted.get((host, port)) or connect_store(host, port, hosts=hosts_store)
+    except RuntimeError as error:
+        raise FleetError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
+    if hosts_store:
+        _hosted[host, port] = store
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return World(rank, size, prefixed(f"varuna/{attempt}/{next(_jobs)}", store), host, port)
+
+
+class StaticMembership:
+    """One generation, planned by each rank; implements ``Membership``.
+
+    Another one follows only if a checkpoint turns out to be damaged while it is read: from an older one.
+    """
+
+    survives = False
+
+    def __init__(self, world: World, plan_run: PlanRun, *, new: bool = False, overwrite: bool = False) -> None:
+        self.world = world
+        self.worker = f"rank{world.rank}"
+        self.recorded_step = -1
+        self._plan_run = plan_run
+        self._new, self._overwrite = new, overwrite
+        self._job: JobFacts | None = None
+        self._assigned = False
+        self._generation = -1
+        self._restored_step = 0
+        self._keeper: CheckpointCommitter | None = None  # on rank 0
+        self._closing = threading.Event()
+
+    def join(
+        self,
+        job: JobFacts,
+        *,
+        device: DeviceFacts | None = None,
+        beat: Callable[[], Beat],
+        on_hold: Callable[[int], None],
+        on_flag: Callable[[int, Flag], None],
+    ) -> None:
+        """Check that all ranks run the same job."""
+        self._job = job
+        mine = hashlib.sha256(job.for_comparison().model_dump_json().encode()).hexdigest()
+        if self.world.rank == 0:
+            self.world.store.set("job", mine)
+        elif self._told("job", "has captured the model", _JOIN_BOUND_S) != mine:
+            raise FleetError(
+                f"rank {self.world.rank} runs a different job than rank 0: model, weights, init, global_batch, "
+                "seed, steps, metrics, precision, reduction, links, compile and checkpoint_dir must be equal on "
+                "all ranks. Start the same script everywhere."
+            )
+        self.world.store.set(f"device/{self.world.rank}", "" if device is None else device.model_dump_json())
+
+    def next_directive(self) -> Directive:
+        """The one assignment, then the end."""
+        if self._assigned or self._job is None:
+            return Finish()
+        self._assigned = True
+        manifest = self._resume_from(self._job)
+        self._restored_step = manifest.step if manifest else 0
+        self._generation = max(self._generation, manifest.generation if manifest else -1) + 1
+        micro_batch = self._job.micro_batch or (manifest.micro_batch if manifest else None)
+        self._gather()
+        plan = self._plan_run(self._with_memory(self._job), self.world.size, micro_batch)
+        if self._keeper is not None:
+            self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
+        if self.world.rank == 0 and self.world.size > 1:
+            say(f"plan {plan.shape} (stages x replicas), micro-batch {plan.micro_batch} x {plan.micro_batches}")
+        directory = self._job.checkpoint_dir
+        return Assign(
+            assignment=Assignment(
+                generation=self._generation,
+                plan=plan,
+                rank=self.world.rank,
+                members=tuple(f"rank{rank}" for rank in range(self.world.size)),
+                next_step=self._restored_step,
+                checkpoint=checkpoint_place(directory, manifest.step) if directory and manifest else None,
+                fresh=manifest is None,
+                store_port=self.world.port,
+            )
+        )
+
+    def _gather(self) -> None:
+        """Wait until all ranks have joined: from then on each expects the others within moments.
+
+        Raises:
+            FleetError: a rank has not joined within the bound.
+        """
+        waited_for = {f"device/{rank}": f"rank {rank}" for rank in range(self.world.size)}
+        try:
+            self._wait(waited_for, "to capture the model", _JOIN_BOUND_S)
+        except RuntimeError as error:
+            raise FleetError(
+                f"not all of {self.world.size} ranks have captured the model within {_JOIN_BOUND_S:.0f} s "
+                f"({error}). Look at the output of the other ranks, and check that torchrun started all of them."
+            ) from error
+
+    def _with_memory(self, job: JobFacts) -> JobFacts:
+        """The job with what each rank's device has for it: who computes where decides on that."""
+        if not job.memory_apart:
+            return job
+        told = [self.world.store.get(f"device/{rank}").decode() for rank in range(self.world.size)]
+        devices = [DeviceFacts.model_validate_json(text) if text else None for text in told]
+        return job.model_copy(update={"memory_bytes": worker_bytes(devices)})
+
+    def _resume_from(self, job: JobFacts) -> Manifest | None:
+        """Rank 0 chooses the checkpoint, the others read its choice."""
+        if job.checkpoint_dir is None:
+            return None
+        key = f"checkpoint/{self._generation}"
+        if self.world.rank == 0:
+            try:
+                manifest = self._newest(job)
+            except VarunaError as error:
+                self.world.store.set(key, f"!{error}")
+                raise
+            self.world.store.set(key, manifest.model_dump_json() if manifest else "")
+        choice = self._told(key, "has chosen the checkpoint to resume", _CHOICE_BOUND_S)
+        if choice.startswith("!"):
+            raise CheckpointError(choice[1:])
+        return Manifest.model_validate_json(choice) if choice else None
+
+    def _told(self, key: str, what: str, bound_s: float) -> str:
+        """What rank 0 says; left alone, the store would wait for one minute, and name the key."""
+        try:
+            self._wait({key: "rank 0"}, f"to say that it {what}", bound_s)
+            said: str = self.world.store.get(key).decode()
+        except RuntimeError as error:
+            raise FleetError(
+                f"rank {self.world.rank} waited for rank 0, which has not said within {bound_s:.0f} s that it "
+                f"{what} ({error}). Look at the output of rank 0, then start the same command again."
+            ) from error
+        return said
+
+    def _wait(self, keys: Mapping[str, str], what: str, bound_s: float) -> None:
+        """Wait for the store's ``keys``, each of which somebody sets; says so if that lasts.
+
+        Raises:
+            RuntimeError: the bound has passed, or the store is gone.
+        """
+        begin_s, pause_s, told = time.monotonic(), _POLL_S, False
+        while not self.world.store.check(list(keys)):
+            waited_s = time.monotonic() - begin_s
+            if waited_s >= bound_s or (waited_s >= _SAID_S and not told):
+                missing = [who for key, who in keys.items() if not self.world.store.check([key])]
+                waits = f"waited {waited_s:.0f} s for {', '.join(missing)} {what}"
+                if waited_s >= bound_s:
+                    raise RuntimeError(waits)
+                say(f"rank {self.world.rank} has {waits}")
+                told = True
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)
+
+    def _newest(self, job: JobFacts) -> Manifest | None:
+        if self._keeper is None:
+            self._keeper = CheckpointCommitter(job, new=self._new, overwrite=self._overwrite, say=say, warn=warn)
+            if self.world.size > 1:
+                start("collect", self._collect_shards)
+        found = self._keeper.newest()
+        if found is None:
+            return None
+        manifest, warnings = found
+        for warning in warnings:
+            warn(warning)
+        complete = ", the last one; nothing left to do" * (manifest.step >= job.steps)
+        say(f"resuming from the checkpoint of step {manifest.step} in {job.checkpoint_dir}{complete}")
+        return manifest
+
+    # -- checkpoints -----------------------------------------------------------------------------------
+
+    def _collect_shards(self) -> None:
+        """Rank 0: pick up what other ranks report through the store, in the order of their tickets."""
+        ticket = 1
+        while not self._closing.is_set():
+            key = f"saved/{ticket}"
+            try:
+                if not self.world.store.check([key]):
+                    self._closing.wait(_POLL_S)
+                    continue
+                self.saved(SavedShard.model_validate_json(self.world.store.get(key)))
+            except RuntimeError:
+                return  # the store is gone, and the run with it
+            except ValueError as error:
+                warn(f"a report of a shard cannot be read, so its checkpoint is not committed: {error}")
+            ticket += 1
+
+    def saved(self, shard: SavedShard) -> None:
+        """Report a durable shard to rank 0."""
+        if self._keeper is not None:
+            self._keeper.collect(shard)
+        else:
+            ticket = self.world.store.add("saved", 1)
+            self.world.store.set(f"saved/{ticket}", shard.model_dump_json())
+
+    def store(self, generation: int) -> Any:
+        """The one of all generations."""
+        return self.world.store
+
+    def unsaved(self, reason: str) -> None:
+        """Print the reason."""
+        warn(reason)
+
+    def leaving(self, step: int) -> None:
+        """Rank 0 stays until the last checkpoint is committed."""
+        keeper = self._keeper
+        if keeper is None:
+            return
+        if self.world.size == 1:
+            keeper.settle()  # our own shards are all reported, or lost
+        elif step > self._restored_step and not keeper.wait_for(step, COMMIT_BOUND_S):
+            warn(f"the checkpoint of step {step} is incomplete after {COMMIT_BOUND_S:.0f} s")
+        self._closing.set()
+        keeper.close()
+
+    # -- nobody to tell ----------------------------------------------------------------------------------
+
+    def held(self, held: Held) -> None:
+        """Never asked: nothing ends a generation but the run."""
+
+    def voted(self, vote: Vote) -> None:
+        """No manager keeps a log."""
+        self.recorded_step = vote.step
+
+    def suspect(self, generation: int, reason: str) -> None:
+        """A link's error itself ends this process; after a damaged checkpoint there is another assignment."""
+        self._assigned = False
+
+    def failed(self, summary: str, traceback: str, exit_code: int) -> None:
+        """Python prints the traceback."""
+
+    def close(self) -> None:
+        """Give the checkpoint directory free."""
+        self._closing.set()
+        if self._keeper is not None:
+            self._keeper.close()

@@ -1,0 +1,342 @@
+"""Capture: an unmodified module becomes one flat graph of ATen ops.
+
+The model is built under fake tensors, so nothing is allocated, and exported once with a symbolic batch
+dimension. Only the loss (and the user's metric sums) are outputs: nothing else of the model's output
+survives.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._pytree import tree_unflatten
+
+from varuna.core.errors import ModelError
+from varuna.partition.capture.building import build_without_data, cast_fakes
+from varuna.partition.capture.construction import Construction, construct
+from varuna.partition.capture.dtypes import HALVES, check_dtypes
+from varuna.partition.capture.export import ExportedGraph, export
+from varuna.partition.capture.guards import Taken, taken_for_granted
+from varuna.partition.capture.known_inputs import Givens
+from varuna.partition.capture.parameter_limits import limits_of
+from varuna.partition.capture.real_values import Grade, RealValues
+from varuna.partition.graph.captured import Capture as Capture
+from varuna.partition.graph.inline import inline_no_grad
+from varuna.partition.opaque.eager_modules import Pieces
+from varuna.partition.watching.explaining import (
+    BUILDING,
+    ForwardFindings,
+    NotExportedError,
+    explain,
+    in_plain_words,
+    line_of,
+    of_model,
+    one_number,
+    without_value,
+)
+from varuna.partition.watching.sources import source_digest
+from varuna.process.console import say
+
+Batch = Mapping[str, Tensor]
+LossFunction = Callable[[Any, Batch], Tensor]
+MetricsFunction = Callable[[Any, Batch], Mapping[str, Tensor]]
+
+EXPORT_EXAMPLES = 3
+"""Examples in the batch that is exported: 1 would be specialised (0/1 rule), 2 is a common head count."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the user said about the model: everything that capture needs."""
+
+    build: Callable[[], nn.Module]
+    loss: LossFunction | None = None
+    metrics: MetricsFunction | None = None
+    dtype: torch.dtype = torch.float32
+    """anything else: parameters, floating buffers and floating inputs are cast to it, as ``model.to(dtype)`` does"""
+    training: bool = True
+    """False: as ``model.eval()`` makes it"""
+    eager: tuple[str, ...] = ()
+    """paths of modules that run as written, as one operation each, if that is known already"""
+
+
+class LossModule(nn.Module):
+    """The user's model with only its loss and metric sums as outputs."""
+
+    def __init__(self, model: nn.Module, recipe: Recipe) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = recipe.loss
+        self.metrics = recipe.metrics
+        self.dtype = recipe.dtype
+        self.takes = accepted_keys(model)
+
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss, and the metric sums (detached, float32)."""
+        keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
+        output = self.model(**{key: self._cast(batch[key]) for key in keys})
+        loss = self.loss(output, batch) if self.loss is not None else loss_of(output)
+        sums = dict(self.metrics(output, batch)) if self.metrics is not None else {}
+        for name, value in sums.items():
+            _check_sum(name, value)
+        return loss, {name: value.detach().to(torch.float32) for name, value in sums.items()}
+
+    def _cast(self, value: Tensor) -> Tensor:
+        is_cast = self.dtype is not torch.float32 and value.is_floating_point()
+        return value.to(self.dtype) if is_cast else value
+
+
+def _check_sum(name: str, value: object) -> None:
+    if not isinstance(value, Tensor) or tuple(map(str, value.shape)) not in ((), ("1",)):  # symbols stay unasked
+        found = f"a tensor of shape {_shape(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise ModelError(
+            f"metrics= must return a dict of scalar tensors, sums over the batch, but {name!r} is {found}. Sum it, "
+            "such as with (predicted == labels).sum()."
+        )
+
+
+def accepted_keys(model: nn.Module) -> frozenset[str] | None:
+    """Names that ``forward`` takes; None if it takes any (``**kwargs``)."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)
+
+
+def loss_of(output: object) -> Tensor:
+    """The loss in a model's output.
+
+    Raises:
+        ModelError: the output is not a scalar tensor and has no ``.loss``.
+    """
+    loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if loss is None and isinstance(output, Mapping):
+        loss = output.get("loss")
+    if loss is None and isinstance(output, list | tuple):
+        scalars = [value for value in output if _is_scalar(value)]
+        loss = scalars[0] if len(scalars) == 1 else None
+    if isinstance(loss, Tensor) and tuple(loss.shape) == (1,):
+        loss = loss[0]
+    if not isinstance(loss, Tensor) or loss.dim() != 0:
+        found = f"a tensor of shape {_shape(loss)}" if isinstance(loss, Tensor) else type(output).__name__
+        raise ModelError(
+            "the model must return a scalar loss, or an object, dict or tuple that contains it, when it is called "
+            f"with a sample's keys; found {found}. Put the labels into dataset[i], or pass loss=fn(output, batch) "
+            "to Trainer."
+        )
+    return loss
+
+
+def _shape(value: Tensor) -> str:
+    return in_plain_words(str(tuple(value.shape)))
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def capture(recipe: Recipe, batch: Batch) -> Capture:
+    """Export the model on fake tensors shaped like ``batch``.
+
+    Args:
+        recipe: the model and how its loss is found.
+        batch: a collated batch; only shapes and dtypes matter. The first dimension is the batch.
+
+    Raises:
+        ModelError: the model cannot be built or exported; names the user's file and line.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    try:
+        model, buffers = build_without_data(recipe.build, mode)
+        check_dtypes(model, recipe.dtype)
+        if recipe.dtype is not torch.float32:
+            cast_fakes(model, mode, recipe.dtype)
+        model.train(recipe.training)
+        with mode:
+            fake = {
+                key: torch.zeros((EXPORT_EXAMPLES, *value.shape[1:]), dtype=value.dtype) for key, value in batch.items()
+            }
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(explain("cannot be built without allocating it", error, BUILDING)) from error
+    _check_keys(model, batch)
+    module = LossModule(model, recipe)
+    rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
+    samples = {key: value.detach().cpu()[rows] for key, value in batch.items()}
+
+    givens = Givens(recipe.build, model, fake, samples, buffers)
+    taken = Taken(None, ())
+
+    def accept(program: torch.export.ExportedProgram, values: RealValues, noticed: ForwardFindings) -> bool:
+        nonlocal taken
+        inputs, buffers = _inputs(program, list(fake)), _buffers(program, _first_names(model))
+        inline_no_grad(program.graph, program.graph_module, buffers)
+        found = taken_for_granted(
+            program.graph,
+            program.graph_module,
+            inputs,
+            buffers,
+            _constants(program, noticed),
+            places=values.places,
+            decided=values.decided,
+            of_activations=values.most is Grade.PARAMETERS,
+            is_certain=values.most is Grade.CODE,
+        )
+        taken = found or taken
+        return found is not None
+
+    try:
+        with givens.open():
+            exported = export(module, fake, givens.of, accept, _pieces(module, recipe))
+    except ModelError:
+        raise
+    except NotExportedError as refused:
+        cause = refused.__cause__ or refused
+        said = explain("cannot be captured", cause, noticed=refused.noticed)
+        raise ModelError(of_model(said, model, cause, is_small=givens.is_small)) from cause
+    except Exception as error:
+        said = explain("cannot be captured", error)
+        raise ModelError(of_model(said, model, error, is_small=givens.is_small)) from error
+    sources = source_digest(model, recipe.build, recipe.loss, recipe.metrics)
+    return _describe(exported, model, list(fake), taken, sources)
+
+
+def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
+    """What of the model may have to run as written, with initial values for runs that show what it makes."""
+    first_name = _first_names(module.model)
+
+    @cache
+    def construction() -> Construction | None:
+        try:
+            return construct(recipe.build, 0)
+        except ModelError:
+            return None
+
+    def initial(name: str) -> Tensor | None:
+        made, name = construction(), first_name[name]
+        if made is None:
+            return None
+        try:
+            return made.parameter(name, 0) if name in made.parameters else made.buffer(name, 0)
+        except (ModelError, KeyError):
+            return None
+
+    known = dict.fromkeys(recipe.eager, "it does so in training")
+    return Pieces(module, module.model, recipe.build, initial, known)
+
+
+def _check_keys(model: nn.Module, batch: Batch) -> None:
+    takes = accepted_keys(model)
+    needed = [
+        parameter.name
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind in (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    ]
+    missing = [name for name in needed if name not in batch]
+    if missing or (takes is not None and not takes.intersection(batch)):
+        raise ModelError(
+            f"{type(model).__name__}.forward needs {', '.join(missing or sorted(takes or ()))}, but a sample has "
+            f"{', '.join(batch)}. Name the keys of dataset[i] after the arguments of forward."
+        )
+
+
+def _inputs(program: torch.export.ExportedProgram, keys: list[str]) -> dict[str, str]:
+    names = dict(zip(program.graph_signature.user_inputs, keys, strict=True))
+    if any(not isinstance(name, str) for name in names):
+        raise ModelError("the model ignores every tensor of a sample: nothing can be trained on it")
+    return {str(placeholder): key for placeholder, key in names.items()}
+
+
+def _buffers(program: torch.export.ExportedProgram, first_name: Mapping[str, str]) -> dict[str, str]:
+    found = program.graph_signature.inputs_to_buffers
+    return {placeholder: first_name[name.removeprefix("model.")] for placeholder, name in found.items()}
+
+
+def _constants(program: torch.export.ExportedProgram, noticed: ForwardFindings) -> dict[str, Tensor]:
+    """Values by placeholder.
+
+    Raises:
+        ModelError: one has none.
+    """
+    found: dict[str, Tensor] = {}
+    for placeholder, name in program.graph_signature.inputs_to_lifted_tensor_constants.items():
+        value = program.constants[name]
+        if not isinstance(value, Tensor) or isinstance(value, torch._subclasses.FakeTensor):
+            users = next(node for node in program.graph.nodes if node.name == placeholder).users
+            lines = [line for node in users if (line := line_of(node)) is not None]
+            raise ModelError(without_value(name, lines[0] if lines else None, noticed))
+        found[placeholder] = value
+    return found
+
+
+def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken: Taken, sources: str) -> Capture:
+    program = exported.program
+    first_name = _first_names(model)
+    parameters = {
+        placeholder: first_name[name.removeprefix("model.")]
+        for placeholder, name in program.graph_signature.inputs_to_parameters.items()
+    }
+    inputs = _inputs(program, keys)
+    named = dict(model.named_parameters())
+    graph, buffers = program.graph, _buffers(program, first_name)
+    inline_no_grad(graph, program.graph_module, buffers)
+    limits = limits_of(graph)
+    if len(limits) < exported.limits:  # some are in a region of the graph, out of which nothing can be returned
+        raise ModelError(without_value("lifted_tensor_0", None, exported.noticed))
+    if taken.unseen:
+        say(f"forward() asserts something at {', '.join(taken.unseen)} that a captured graph cannot: it is left out")
+    return Capture(
+        graph=graph,
+        owner=program.graph_module,
+        parameters=parameters,
+        trainable=frozenset(name for name, value in named.items() if value.requires_grad),
+        aliases={name: first for name, first in first_name.items() if name != first},
+        buffers=buffers,
+        constants=_constants(program, exported.noticed),
+        inputs=inputs,
+        batch_symbol=_batch_symbol(graph, inputs, exported.noticed),
+        metrics=_metric_names(program),
+        shapes={name: tuple(value.shape) for name, value in named.items()},
+        pairs=frozenset(name for name, value in named.items() if value.is_complex()),
+        dtypes={name: value.dtype for name, value in named.items() if value.dtype in HALVES},
+        visits_all=exported.visits_all,
+        conditions=taken.conditions,
+        truths=(*taken.truths, *limits),
+        eager=exported.eager,
+        sources=sources,
+    )
+
+
+def _metric_names(program: torch.export.ExportedProgram) -> tuple[str, ...]:
+    """Names of the metric sums, in the order in which they were flattened."""
+    _, sums = tree_unflatten(list(range(len(program.graph_signature.user_outputs))), program.call_spec.out_spec)
+    return tuple(sorted(sums, key=sums.__getitem__))
+
+
+def _first_names(model: nn.Module) -> dict[str, str]:
+    """Every name of every parameter and buffer -> the first name of the same tensor: by identity, never by name."""
+    first: dict[int, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: first.setdefault(id(value), name) for name, value in named}
+
+
+def _batch_symbol(graph: torch.fx.Graph, inputs: Mapping[Any, str], noticed: ForwardFindings) -> Any:
+    """The symbol of dimension 0 of the inputs.
+
+    Raises:
+        ModelError: none has one: forward() works for one number of examples only.
+    """
+    for node in graph.nodes:
+        if node.op == "placeholder" and node.name in inputs:
+            size = node.meta["val"].shape[0]
+            if isinstance(size, torch.SymInt):
+                return size.node.expr
+    raise ModelError(one_number(noticed))

@@ -1,0 +1,263 @@
+"""torch.export, helped over what it cannot follow by itself.
+
+Models ask whether they are being compiled, and then take other paths. Export tries that path first, since it avoids
+branches on data; then the path of plain eager. In both it knows what follows from the code alone (``values.py``). Then
+it tries both with the first samples at hand, and goes as they do where ``forward`` branches on them; last with first
+parameters, too. Such branches are kept, and every batch must go the same way (``conditions.py``, ``truths.py``).
+Where no way leads to a graph, submodules that stand in the way become operations that run them as written (``opaque``).
+"""
+
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import UserError, UserErrorType
+from torch.export import _trace as _torch_trace
+from torch.fx.proxy import TracerBase
+
+from varuna.core.errors import ModelError
+from varuna.partition.capture.branches import Comparing, general_lengths, general_sizes, hashed_sizes
+from varuna.partition.capture.loops import EveryPlace
+from varuna.partition.capture.parameter_limits import Limits
+from varuna.partition.capture.real_values import Given, Grade, RealValues
+from varuna.partition.capture.sample_lists import ListedSamples
+from varuna.partition.opaque.autograd_functions import kept_functions
+from varuna.partition.opaque.calls import WritesError
+from varuna.partition.opaque.ctc_loss import Alignments
+from varuna.partition.opaque.eager_modules import Pieces, check_followed
+from varuna.partition.watching.explaining import ForwardFindings, NotExportedError
+from varuna.partition.watching.noticing import Noticing
+
+_trace: Any = _torch_trace
+
+
+class ExportedGraph(NamedTuple):
+    """A program, and what export relied on."""
+
+    program: torch.export.ExportedProgram
+    visits_all: bool
+    """loops over the places where a mask is true run for every place"""
+    limits: int
+    """writes that limit a parameter, each an assertion of the graph"""
+    noticed: ForwardFindings
+    eager: Mapping[str, str]
+    """path of a module that runs as written, as one operation -> why"""
+
+
+def export(
+    module: nn.Module,
+    fake: Mapping[str, Tensor],
+    given: Callable[[Grade], Given | None],
+    accept: Callable[[torch.export.ExportedProgram, RealValues, ForwardFindings], bool],
+    pieces: Pieces,
+) -> ExportedGraph:
+    """Export for any batch size.
+
+    Args:
+        module: called with one dict of tensors.
+        fake: a batch without data.
+        given: values of what the module is given, up to a grade; None if there are none of that grade.
+        accept: looks at what a program asserts; whether the branches of one that followed values can be checked.
+        pieces: of the model; those found already run as written in any case.
+
+    Raises:
+        WritesError: what would have to run as written keeps something between calls.
+        NotExportedError: no way leads to a graph; its cause is the error of the last way that raised one.
+        Exception: of what stands in the way of all else.
+    """
+    failure: Exception | None = None
+    if not pieces.found:
+        try:
+            return _some_way(module, fake, given, accept, pieces)
+        except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+            failure = error
+    values = RealValues(Grade.SAMPLES, given(Grade.SAMPLES) or {})
+    helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), _idle_moves())
+    try:
+        with _as_eager(), _all(helped), _silent():
+            found = pieces.find(lambda: _attempt(module, fake), values.real)
+        if found or failure is None:
+            return _some_way(module, fake, given, accept, pieces)
+    except WritesError:
+        raise
+    except Exception:
+        if failure is None or pieces.found:  # what stands in the way of all else
+            raise
+    raise failure
+
+
+def _some_way(
+    module: nn.Module,
+    fake: Mapping[str, Tensor],
+    given: Callable[[Grade], Given | None],
+    accept: Callable[[torch.export.ExportedProgram, RealValues, ForwardFindings], bool],
+    pieces: Pieces,
+) -> ExportedGraph:
+    last: Exception | None = None
+    noticed = ForwardFindings()
+    asks_for_data = False
+    for most in Grade:
+        for compiling in (asked := _Asked(), _as_eager()):
+            known = given(most) if most is not Grade.PARAMETERS or asks_for_data else None
+            if known is None or (compiling is not asked and not asked.at_all):  # eager would take the same path
+                continue
+            way = _Way(RealValues(most, known), EveryPlace(), Limits(), Noticing())
+            try:
+                with compiling, pieces.in_place():
+                    program = way.attempt(module, fake)
+            except ModelError:
+                raise
+            except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
+                last, noticed = error, way.noticing.noticed
+                asks_for_data |= type(error).__module__.startswith("torch")
+                continue
+            if accept(program, way.values, way.noticing.noticed) or most is Grade.CODE:
+                visited, count = way.places.visited, way.limits.count
+                return ExportedGraph(program, visited, count, way.noticing.noticed, dict(pieces.found))
+            asks_for_data = True
+    raise NotExportedError(noticed) from last
+
+
+class _Way(NamedTuple):
+    values: RealValues
+    places: EveryPlace
+    limits: Limits
+    noticing: Noticing
+
+    def attempt(self, module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
+        """Export, with lists of the samples where they are put together again."""
+        listed = ListedSamples()
+        try:
+            return self._attempt(module, fake, listed)
+        except Exception:
+            if not listed.used:
+                raise
+            self.limits.count = 0
+            return self._attempt(module, fake, nullcontext())  # what stands for all was not enough
+
+    def _attempt(
+        self, module: nn.Module, fake: Mapping[str, Tensor], listed: AbstractContextManager[Any]
+    ) -> torch.export.ExportedProgram:
+        modes = (self.noticing.watch(), self.places, Alignments(), self.limits, listed, Comparing())
+        with _all((self.values.watch(), *modes, _idle_moves())), _silent():
+            program = _attempt(module, fake)
+            self.values.fill(program.constants)
+            check_followed(program)
+            return program
+
+
+def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
+    def attempt(batch: Any) -> torch.export.ExportedProgram:
+        dynamic = ({key: {0: batch} for key in fake},)
+        with kept_functions(), general_sizes(), general_lengths(), hashed_sizes(), _lines_of_functions():
+            return torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic)
+
+    try:
+        return attempt(torch.export.Dim("batch", min=1))
+    except UserError as error:
+        if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+            raise
+        # true for any batch size, but more than export can prove (min(32, 512 * batch) == 32): let it not ask
+        return attempt(torch.export.Dim.DYNAMIC)
+
+
+@contextmanager
+def _all(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Export prints whole graphs of what it cannot follow; the error itself says which line."""
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    _trace.print = lambda *_, **__: None  # a name of that module only, in front of the built-in one
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"(?s)The tensor attributes? .*_flat_weights")  # every LSTM's own list
+            warnings.filterwarnings(
+                "ignore", r"The \.grad attribute of a Tensor that is not a leaf"
+            )  # export's own look
+            yield
+    finally:
+        del _trace.print
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _lines_of_functions() -> Iterator[None]:
+    """Operations remember the lines of all of the user's functions, such as ``loss=``; export keeps forward() only."""
+    original = TracerBase._filter_traceback_frames
+    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+    def frames(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
+        begin = next((i for i, frame in enumerate(stack) if frame.name == "forward"), len(stack))
+        kept = [each for each in stack[begin:] if each.name == "forward" or not each.filename.startswith(skipped)]
+        return traceback.StackSummary.from_list(kept)
+
+    TracerBase._filter_traceback_frames = frames  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _idle_moves() -> Iterator[None]:
+    """``module.to(dtype)`` within forward() leaves a module alone whose tensors have that dtype."""
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all((moved := move(each)).dtype == each.dtype and moved.device == each.device for each in tensors):
+            return self
+        return original(self, move, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+@contextmanager
+def _as_eager() -> Iterator[None]:
+    """Models that ask are told that nothing is being compiled."""
+    asked = torch.compiler.is_compiling
+    torch.compiler.is_compiling = lambda: False
+    try:
+        yield
+    finally:
+        torch.compiler.is_compiling = asked
+
+
+class _Asked:
+    """Notes whether anybody asks if the model is being compiled."""
+
+    def __init__(self) -> None:
+        self.at_all = False
+
+    def __enter__(self) -> None:
+        self._answer = torch.compiler.is_compiling
+        torch.compiler.is_compiling = self._heard
+
+    def __exit__(self, *_: object) -> None:
+        torch.compiler.is_compiling = self._answer
+
+    def _heard(self) -> bool:
+        self.at_all = True
+        return self._answer()

@@ -1,0 +1,170 @@
+"""Buffers that forward() writes: taken out of the graph, to be updated at commit in micro-batch order.
+
+A section returns what its updates are computed from (the batch's own statistics); the update itself is a small
+graph of its own, from old buffers and statistics to new buffers. Running statistics then depend on neither P nor
+D: every micro-batch's statistics come from its F alone, and one order applies them.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from varuna.core.errors import ModelError
+from varuna.partition.graph.captured import Capture
+from varuna.partition.graph.flow import written_storage
+from varuna.partition.graph.simplify import NORMS_WITH_STATISTICS, op_name, written_arguments
+from varuna.partition.watching.explaining import line_of
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class BufferWrite:
+    """How one micro-batch changes some buffers."""
+
+    buffers: tuple[str, ...]
+    """the model's own names"""
+    statistics: tuple[Node, ...]
+    """nodes of the captured graph that it is computed from"""
+    module: GraphModule
+    """``(*buffers, *statistics) -> new buffers``; writes nothing that it is given"""
+
+
+def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferWrite, ...]:
+    """Take every write to a buffer out of ``capture.graph``.
+
+    Raises:
+        ModelError: forward() writes a parameter or a constant, or its result depends on a buffer that it writes.
+    """
+    _take_statistics(capture)
+    _copy_written_inputs(capture)
+    storage = written_storage(capture.graph)
+    placeholders = [node for node in capture.graph.nodes if node.op == "placeholder" and node in storage]
+    for node in placeholders:
+        if node.name not in capture.buffers:
+            writer = next(each for each in capture.graph.nodes if storage.intersection(written_arguments(each)))
+            place = f" at {line}" if (line := line_of(writer)) else ""
+            what = capture.parameters.get(node.name, "a tensor that the model keeps as a plain attribute")
+            raise ModelError(
+                f"forward() writes {what} in place{place}. Register what a step changes as a buffer "
+                "(register_buffer), or write to a clone."
+            )
+    dependent = _dependent(capture, placeholders)
+    _check_apart(capture, dependent, placeholders, results)
+    updates = tuple(_update(capture, part, placeholders) for part in _components(dependent, placeholders))
+    for node in reversed(dependent):
+        capture.graph.erase_node(node)
+    return updates
+
+
+def batch_statistics(graph: Graph) -> list[Node]:
+    """Ops that normalise over the examples of a micro-batch."""
+    return [node for node in graph.nodes if op_name(node) == "aten::batch_norm" and node.args[5] is True]
+
+
+def _take_statistics(capture: Capture) -> None:
+    """Let each normalisation write its batch's own statistics (momentum 1), and update the buffers apart."""
+    graph = capture.graph
+    for node in list(graph.nodes):
+        written = written_arguments(node) if op_name(node) in NORMS_WITH_STATISTICS else []
+        momentum = node.args[6] if written else 0.0
+        for position, buffer in zip((3, 4), written, strict=False):
+            value = buffer.meta["val"]
+            with graph.inserting_before(node):
+                fresh = graph.call_function(
+                    aten.new_zeros.default, (node.args[0], list(value.shape)), {"dtype": value.dtype}
+                )
+            fresh.meta = {**node.meta, "val": value}
+            node.update_arg(position, fresh)
+            with graph.inserting_after(node):
+                kept = graph.call_function(aten.mul_.Tensor, (buffer, 1 - momentum))
+            with graph.inserting_after(kept):
+                added = graph.call_function(aten.add_.Tensor, (kept, fresh), {"alpha": momentum})
+            kept.meta = added.meta = {"val": value}
+        if written:
+            node.update_arg(6, 1.0)
+
+
+def _copy_written_inputs(capture: Capture) -> None:
+    """Samples belong to all sections, and what forward() makes of numbers is new each time: it writes to a copy."""
+    storage = written_storage(capture.graph)
+    for node in list(capture.graph.nodes):
+        if node.op == "placeholder" and node in storage and _is_fresh(capture, node):
+            with capture.graph.inserting_after(node):
+                copy = capture.graph.call_function(aten.clone.default, (node,))
+            copy.meta = dict(node.meta)
+            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def _is_fresh(capture: Capture, node: Node) -> bool:
+    return node.name in capture.inputs or (node.name in capture.constants and "lifted_tensor" in node.name)
+
+
+def _dependent(capture: Capture, placeholders: Iterable[Node]) -> list[Node]:
+    """Ops that read a written buffer, in order."""
+    found = set(placeholders)
+    order = []
+    for node in capture.graph.nodes:
+        if node.op not in ("placeholder", "output") and any(source in found for source in node.all_input_nodes):
+            found.add(node)
+            order.append(node)
+    return order
+
+
+def _check_apart(
+    capture: Capture, dependent: Sequence[Node], placeholders: Sequence[Node], results: Sequence[Node]
+) -> None:
+    inside = {*dependent, *placeholders}
+    for node in dependent:
+        outside = [target for target in written_arguments(node) if target not in inside]
+        used = any(user not in inside for user in node.users)
+        sizes = [s for s in node.all_input_nodes if s not in inside and not isinstance(s.meta.get("val"), Tensor)]
+        if outside or used or sizes or node in results:
+            name = next(capture.buffers[each.name] for each in _ancestors(node) if each in placeholders)
+            raise ModelError(
+                f"forward() updates {name} and also computes with it. Varuna can keep updates independent of P and "
+                "D only if the loss does not depend on them, as in batch normalisation in training mode."
+            )
+
+
+def _ancestors(node: Node) -> Iterable[Node]:
+    stack, seen = [node], {node}
+    while stack:
+        current = stack.pop()
+        yield current
+        new = [source for source in current.all_input_nodes if source not in seen]
+        seen.update(new)
+        stack.extend(new)
+
+
+def _components(dependent: Sequence[Node], placeholders: Sequence[Node]) -> list[list[Node]]:
+    """Groups of ops that share no buffer, each in order."""
+    group = {node: [node] for node in placeholders}
+    for node in dependent:
+        merged: list[Node] = []
+        for source in node.all_input_nodes:
+            if source in group and group[source] is not merged:
+                merged.extend(each for each in group[source] if each not in merged)
+        merged.append(node)
+        for each in merged:
+            group[each] = merged
+    return list({id(group[node]): group[node] for node in placeholders}.values())
+
+
+def _update(capture: Capture, part: Sequence[Node], placeholders: Sequence[Node]) -> BufferWrite:
+    order = [node for node in capture.graph.nodes if node in set(part)]
+    buffers = [node for node in order if node in placeholders]
+    ops = [node for node in order if node not in buffers]
+    statistics = list(dict.fromkeys(s for node in ops for s in node.all_input_nodes if s not in order))
+    graph = Graph()
+    copies = {node: graph.placeholder(node.name) for node in (*buffers, *statistics)}
+    for node in buffers:
+        copies[node] = graph.call_function(aten.clone.default, (copies[node],))
+    for node in ops:
+        copies[node] = graph.node_copy(node, lambda source: copies[source])
+    graph.output(tuple(copies[node] for node in buffers))
+    module = GraphModule(capture.owner, graph, class_name="Update")
+    return BufferWrite(tuple(capture.buffers[node.name] for node in buffers), tuple(statistics), module)

@@ -1,0 +1,64 @@
+"""What capture makes of a model: one flat graph, with the names of everything that flows into it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.partition.graph.sample_guards import Conditions
+
+
+class Truth(NamedTuple):
+    """What a branch of forward() on activations took for granted."""
+
+    node: torch.fx.Node
+    """true where it goes as it was captured: a tensor of one element, which no other node uses"""
+    place: str
+    """file and line of the branch"""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A flat training graph with the names of everything that flows into it.
+
+    ``graph`` returns ``(loss, *metric sums)``. Placeholders are keyed by node name.
+    """
+
+    graph: torch.fx.Graph
+    owner: torch.fx.GraphModule
+    parameters: dict[str, str]
+    """placeholder -> the model's own name of the parameter (the first, for a tied one)"""
+    trainable: frozenset[str]
+    aliases: dict[str, str]
+    """every further name of a tied parameter or buffer -> its first name"""
+    buffers: dict[str, str]
+    """placeholder -> the model's own name of the buffer (the first, for one that modules share)"""
+    constants: dict[str, Tensor]
+    inputs: dict[str, str]
+    """placeholder -> key of the batch"""
+    batch_symbol: Any
+    """sympy symbol of the batch dimension"""
+    metrics: tuple[str, ...]
+    shapes: dict[str, tuple[int, ...]]
+    """parameter -> shape"""
+    pairs: frozenset[str]
+    """complex parameters"""
+    dtypes: dict[str, torch.dtype]
+    """parameter -> dtype, where that is bf16 or fp16"""
+    visits_all: bool
+    """loops over the places where a mask is true were captured for every place"""
+    conditions: Conditions | None
+    """what the branches of forward() on samples took for granted"""
+    truths: tuple[Truth, ...]
+    """what those on activations did"""
+    eager: Mapping[str, str]
+    """path of a module that runs as written, as one operation -> why"""
+    sources: str
+    """hash of the code that it was captured from"""
+
+    @property
+    def condition_inputs(self) -> tuple[str, ...]:
+        """Keys of the batch that the conditions read."""
+        return () if self.conditions is None else self.conditions.inputs

@@ -1,0 +1,174 @@
+"""What depends on what in a flat graph: which ops are rebuilt anywhere, and where it can be cut."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from varuna.partition.graph.captured import Capture
+from varuna.partition.graph.costs import Sizes, is_view, tensors_of
+from varuna.partition.graph.simplify import op_name, written_arguments
+from varuna.partition.opaque.autograd_functions import NAMESPACE as FUNCTIONS
+from varuna.partition.opaque.calls import NAMESPACE as MODULES
+
+
+@dataclass
+class Flow:
+    """The graph's ops in order and what depends on what: shared by the choice of cuts and by the split."""
+
+    capture: Capture
+    sizes: Sizes
+    ops: list[Node] = field(default_factory=list)
+    """ops that belong to exactly one section"""
+    rebuilt: set[Node] = field(default_factory=set)
+    """ops that depend on inputs and constants only"""
+    differentiable: set[Node] = field(default_factory=set)
+    """values through which a gradient can reach a trainable parameter"""
+
+    def __post_init__(self) -> None:
+        written = written_storage(self.capture.graph)
+        for node in self.capture.graph.nodes:
+            if node.op in ("placeholder", "output"):
+                if self.capture.parameters.get(node.name) in self.capture.trainable:
+                    self.differentiable.add(node)
+                continue
+            if node not in written and self._is_rebuilt(node):
+                self.rebuilt.add(node)
+                continue
+            self.ops.append(node)
+            carries = any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
+            if carries and any(source in self.differentiable for source in node.all_input_nodes):
+                self.differentiable.add(node)
+
+    def _is_rebuilt(self, node: Node) -> bool:
+        if self.size_of(node) is not None:
+            return True
+        if is_random(node) or written_arguments(node):
+            return False
+        sources = node.all_input_nodes
+        if any(source.name in self.capture.parameters for source in sources):
+            return False
+        return all(source.op in ("placeholder", "get_attr") or source in self.rebuilt for source in sources)
+
+    def size_of(self, node: Node) -> tuple[int, int] | None:
+        """``(fixed, per_example)`` of a size that follows from the number of examples, whatever it is read from."""
+        value = node.meta.get("val")
+        if not isinstance(value, torch.SymInt) or self.capture.batch_symbol is None:
+            return None
+        if not value.node.expr.free_symbols <= {self.capture.batch_symbol}:
+            return None
+        return linear(value, self.sizes)
+
+    def last_use(self) -> dict[Node, int]:
+        """Op -> position (in ``ops``) of its last user; through rebuilt values nothing stays alive."""
+        position = {node: i for i, node in enumerate(self.ops)}
+        end = len(self.ops)
+        return {
+            node: max((position.get(user, end if user.op == "output" else -1) for user in node.users), default=-1)
+            for node in self.ops
+        }
+
+    def live_bytes(self) -> list[float | None]:
+        """Bytes per example that cross a cut after each op; None where cutting is impossible.
+
+        Not possible: between a tensor and a later in-place write to it or a view of it, or a view with strides of
+        its own (``as_strided``); where something other than a tensor crosses; where a shape is no linear function of
+        the batch.
+        """
+        last = self.last_use()
+        change = [0.0] * (len(self.ops) + 1)
+        forbidden = [0] * (len(self.ops) + 1)
+        for i, node in enumerate(self.ops):
+            if last[node] <= i:
+                continue
+            value = node.meta.get("val")
+            if isinstance(value, Tensor) and linear_shape(value, self.sizes) is not None:
+                change[i] += self.sizes.size_bytes(value, 1)
+                change[last[node]] -= self.sizes.size_bytes(value, 1)
+            else:
+                forbidden[i] += 1
+                forbidden[last[node]] -= 1
+        for start, end in self._spans_in_memory():
+            forbidden[start] += 1
+            forbidden[end] -= 1
+        return _curve(change[:-1], forbidden[:-1])
+
+    def _spans_in_memory(self) -> Iterable[tuple[int, int]]:
+        """Spans of ops within which a tensor's memory itself is used: written in place, or viewed by its strides."""
+        position = {node: i for i, node in enumerate(self.ops)}
+        for i, node in enumerate(self.ops):
+            viewed = node.all_input_nodes[:1] if op_name(node) == "aten::as_strided" else []
+            for used in (*written_arguments(node), *viewed):
+                if used in position:
+                    yield min(position[each] for each in views_of(used) if each in position), i
+
+
+def views_of(node: Node) -> list[Node]:
+    """``node``, what it is a view of, and so on to the op or placeholder that made its memory."""
+    found = [node]
+    while is_view(found[-1]) and found[-1].all_input_nodes:
+        found.append(found[-1].all_input_nodes[0])
+    return found
+
+
+def written_storage(graph: Graph) -> set[Node]:
+    """Nodes whose storage is written in place later: rebuilding them elsewhere would miss the write."""
+    written: set[Node] = set()
+    for node in graph.nodes:
+        stack = written_arguments(node)
+        while stack:
+            target = stack.pop()
+            written.add(target)
+            if is_view(target):  # of its tensor; sizes that it is given share nothing with it
+                stack.extend(s for s in target.all_input_nodes if not isinstance(s.meta.get("val"), torch.SymInt))
+    return written
+
+
+def _curve(change: Sequence[float], forbidden: Sequence[int]) -> list[float | None]:
+    live, blocked = 0.0, 0
+    curve: list[float | None] = []
+    for step, block in zip(change, forbidden, strict=True):
+        live += step
+        blocked += block
+        curve.append(None if blocked else live)
+    return curve
+
+
+def _bodies(node: Node) -> list[GraphModule]:
+    """Sub-graphs that a higher-order op is given."""
+    owner = node.graph.owning_module
+    found = [getattr(owner, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
+    return [body for body in found if isinstance(body, GraphModule)]
+
+
+def is_random(node: Node) -> bool:
+    """The op, or a sub-graph that it runs, draws from the default generator."""
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return any(is_random(inner) for body in _bodies(node) for inner in body.graph.nodes)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if op_name(node) == "aten::scaled_dot_product_attention":
+        drop = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+        return bool(drop != 0.0)
+    if node.target.namespace in (FUNCTIONS, MODULES):
+        return True  # an autograd Function may draw, and so may a module that runs eagerly
+    return bool(torch.Tag.nondeterministic_seeded in node.target.tags)
+
+
+def linear(size: object, sizes: Sizes) -> tuple[int, int] | None:
+    """``(fixed, per_example)`` of one dimension; None if it is not linear in the batch."""
+    one, two, four = (sizes.dimension(size, batch) for batch in (1, 2, 4))
+    return (2 * one - two, two - one) if four - two == 2 * (two - one) else None
+
+
+def linear_shape(value: Tensor, sizes: Sizes) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """``(fixed, per_example)`` of each dimension; None if a dimension is not linear in the batch."""
+    if sizes.depends_on_data(value):
+        return None
+    found = [linear(size, sizes) for size in value.shape]
+    known = [each for each in found if each is not None]
+    if len(known) < len(found):
+        return None
+    return tuple(fixed for fixed, _ in known), tuple(slope for _, slope in known)

@@ -1,0 +1,169 @@
+"""Remove what capture leaves over: asserts, no-op casts, empty cache tensors.
+
+Each of these would count as work, keep a second name of a tensor alive across a cut, or drag constants
+into sections. Values do not change.
+"""
+
+import operator
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from varuna.partition.graph.captured import Capture
+
+aten = torch.ops.aten
+_ASSERTS = {
+    "aten::_assert_tensor_metadata",
+    "aten::_assert_scalar",
+    "aten::_assert_async",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+}
+
+NORMS_WITH_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
+"""Write their running statistics (arguments 3 and 4) where argument 5 is true: no schema says so."""
+
+
+def simplify(capture: Capture) -> None:
+    """Rewrite ``capture.graph`` in place; afterwards every node is needed by the outputs or a truth."""
+    graph = capture.graph
+    _complete_users(graph)
+    constants = {*capture.constants, *capture.buffers, *capture.inputs}
+    for node in list(graph.nodes):
+        if op_name(node) in _ASSERTS:
+            graph.erase_node(node)
+            continue
+        same = _same_value(node)
+        if same is None or _is_written(node) or _is_written(same):
+            continue
+        if op_name(node) == "aten::detach_" and same.name not in constants:
+            continue
+        node.replace_all_uses_with(same)
+        if op_name(node) == "aten::detach_":
+            graph.erase_node(node)
+    _drop_dead(graph, {truth.node for truth in capture.truths})
+    graph.lint()
+
+
+def _complete_users(graph: Graph) -> None:
+    """Put back users of nodes in front of ``no_grad`` regions: torch 2.13 forgets some, and cannot erase them then."""
+    for node in graph.nodes:
+        for source in node.all_input_nodes:
+            source.users.setdefault(node)
+
+
+def op_name(node: Node) -> str:
+    """``"aten::linear"`` for an ATen call, else ``""``."""
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def written_arguments(node: Node) -> list[Node]:
+    """Arguments that the op writes in place: by its schema, or as normalisations write running statistics."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if op_name(node) in NORMS_WITH_STATISTICS:
+        return [source for source in node.args[3:5] if isinstance(source, Node)] if node.args[5] is True else []
+    written = []
+    for position, argument in enumerate(node.target._schema.arguments):
+        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
+            written.append(value)
+    return written
+
+
+def _is_written(node: Node) -> bool:
+    return any(node in written_arguments(user) for user in node.users if op_name(user) != "aten::detach_")
+
+
+def _same_value(node: Node) -> Node | None:
+    """The argument that ``node`` merely renames, if it does."""
+    rule = _broadcast if node.target is operator.getitem else _RULES.get(op_name(node))
+    source = rule(node) if rule is not None else None
+    return source if isinstance(source, Node) else None
+
+
+def _cast(node: Node) -> Node | None:
+    source, after = node.args[0], node.meta.get("val")
+    before = source.meta.get("val") if isinstance(source, Node) else None
+    if not (isinstance(before, Tensor) and isinstance(after, Tensor)):
+        return None
+    copies = node.kwargs.get("copy", False) or True in node.args[2:]
+    same = before.dtype == after.dtype and before.device == after.device and before.layout == after.layout
+    return source if same and not copies and isinstance(source, Node) else None
+
+
+def _dropout(node: Node) -> object:
+    return node.args[0] if node.args[1] == 0 or node.args[2] is False else None
+
+
+def _detach_of_constant(node: Node) -> object:
+    """``lift_fresh_copy`` of a constant has become the constant itself: it needs no detaching."""
+    source = node.args[0]
+    return source if isinstance(source, Node) and source.op == "placeholder" else None
+
+
+def _fresh_copy(node: Node) -> object:
+    """A copy of a constant that nobody writes (``detach_`` only touches autograd) is the constant."""
+    return node.args[0]
+
+
+def _full_slice(node: Node) -> object:
+    source = node.args[0]
+    if not isinstance(source, Node):
+        return None
+    before, after = source.meta.get("val"), node.meta.get("val")
+    step = node.args[4] if len(node.args) > 4 else 1
+    start = node.args[2] if len(node.args) > 2 else 0
+    same = isinstance(before, Tensor) and isinstance(after, Tensor) and _sizes(before) == _sizes(after)
+    return source if same and step == 1 and start in (0, None) else None
+
+
+def _sizes(value: Tensor) -> list[str]:
+    """As text: sizes that depend on data cannot be asked whether they are equal."""
+    return [str(size) for size in value.shape]
+
+
+def _broadcast(node: Node) -> object:
+    """One of several tensors broadcast to one shape, which it has already (losses do that)."""
+    several, place = node.args
+    if not isinstance(several, Node) or op_name(several) != "aten::broadcast_tensors":
+        return None
+    source = several.args[0][place]  # type: ignore[index]
+    before = source.meta.get("val") if isinstance(source, Node) else None
+    after = node.meta.get("val")
+    same = isinstance(before, Tensor) and isinstance(after, Tensor) and _sizes(before) == _sizes(after)
+    return source if same else None
+
+
+def _cat_with_empty(node: Node) -> object:
+    """``cat([empty, x])`` is what an unused key/value cache leaves in every layer."""
+    parts = node.args[0]
+    if not isinstance(parts, list | tuple):
+        return None
+    full = [part for part in parts if isinstance(part, Node) and not _is_empty(part)]
+    return full[0] if len(full) == 1 and len(parts) > 1 else None
+
+
+def _is_empty(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.dim() == 1 and value.shape[0] == 0
+
+
+_RULES: dict[str, Callable[[Node], object]] = {
+    "aten::to": _cast,
+    "aten::alias": lambda node: node.args[0],
+    "aten::dropout": _dropout,
+    "aten::detach_": _detach_of_constant,
+    "aten::lift_fresh_copy": _fresh_copy,
+    "aten::slice": _full_slice,
+    "aten::cat": _cat_with_empty,
+}
+
+
+def _drop_dead(graph: Graph, kept: set[Node]) -> None:
+    for node in reversed(list(graph.nodes)):
+        is_dead = node not in kept and not node.users and not written_arguments(node)
+        if is_dead and node.op in ("call_function", "get_attr"):
+            graph.erase_node(node)

@@ -1,0 +1,224 @@
+"""What a run starts from: the constructor's values, each parameter's own draws, or a checkpoint's tensors.
+
+All three are the same for every P and D. Only the first needs the memory of a whole model, for a moment.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from varuna.core.errors import ModelError, UsageError
+from varuna.partition.capture.capture import Recipe
+from varuna.partition.capture.construction import Construction, construct
+from varuna.partition.initial.constructor import Initial, check_shapes, materialise, select
+from varuna.partition.initial.pretrained import Fit, TensorEntry, fingerprint, fit, list_entries, read_tensors, some
+from varuna.process.console import warn
+from varuna.process.host_lock import turn
+
+Init = Literal["constructor", "per_parameter"]
+Shapes = Mapping[str, tuple[int, ...]]
+Check = Callable[[Initial | None], None]
+"""Looks at the whole model: what it does to it stays without consequence. None: it is too large to be built here."""
+
+_WORTH_COLLECTING_BYTES = 64 * 2**20
+"""A collection takes some tenths of a second, however small the model."""
+CHECKED_BELOW_BYTES = 2**30
+"""A model that need not be materialised is so for the check of its weighing only if it is smaller than this."""
+
+
+class InitialParameters(Protocol):
+    """Where first values come from."""
+
+    @property
+    def name(self) -> str:
+        """For the run's facts: all workers must agree on it."""
+
+    def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
+        """Values of some parameters, which the caller may change; ``check`` sees the whole model, if any may."""
+
+    def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Values of some buffers."""
+
+    def whole(self) -> Initial:
+        """The whole model, for tools that look at it."""
+
+
+def begin_with(
+    recipe: Recipe, shapes: Shapes, *, seed: int, init: Init, weights: Path | None, digest: str
+) -> InitialParameters:
+    """The beginning that the user asked for.
+
+    Args:
+        recipe: the model.
+        shapes: parameter -> shape, as captured.
+        seed: of initialisation.
+        init: how parameters are drawn, without ``weights``.
+        weights: a safetensors file or folder.
+        digest: of the job: its workers on one host build the model in turn.
+
+    Raises:
+        ModelError: the constructor cannot be replayed for one parameter at a time.
+        CheckpointError: the weights cannot be read, or are of another model.
+    """
+    if weights is not None:
+        return Pretrained(recipe, shapes, seed, weights, digest)
+    return (
+        PerParameter(recipe, shapes, seed, digest)
+        if init == "per_parameter"
+        else Constructor(recipe, shapes, seed, digest)
+    )
+
+
+def check_beginning(init: str, weights: object) -> None:
+    """Refuse what can be seen to be wrong before anything is built.
+
+    Raises:
+        UsageError: an unknown ``init``, both arguments, or no such path.
+    """
+    if init not in ("constructor", "per_parameter"):
+        raise UsageError(f'init={init!r} must be "constructor" or "per_parameter"')
+    if weights is None:
+        return
+    if init != "constructor":
+        raise UsageError(f"weights= sets every parameter: leave out either init={init!r} or weights=")
+    if not isinstance(weights, (str, Path)) and not hasattr(weights, "__fspath__"):
+        raise UsageError(f"weights= is the path of a safetensors file or folder, not a {type(weights).__name__}")
+    if not Path(weights).exists():
+        raise UsageError(
+            f"weights={str(weights)!r} does not exist on this machine. Save a folder with "
+            "model.save_pretrained(folder), or download one; every machine needs it."
+        )
+
+
+class Constructor:
+    """The model's own initialisation, as ``torch.manual_seed(seed); build()``."""
+
+    name = "constructor"
+
+    def __init__(self, recipe: Recipe, shapes: Shapes, seed: int, digest: str) -> None:
+        self._recipe, self._shapes, self._seed, self._digest = recipe, shapes, seed, digest
+
+    def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
+        """Build the model when it is this worker's turn, keep some of it, free the rest."""
+        with turn(self._digest):
+            kept = self._kept(names, check)
+            if sum(4 * torch.Size(shape).numel() for shape in self._shapes.values()) > _WORTH_COLLECTING_BYTES:
+                gc.collect()  # modules that refer to each other would keep the rest alive
+        return kept
+
+    def _kept(self, names: Iterable[str], check: Check | None) -> dict[str, Tensor]:
+        initial = self.whole()
+        kept = select(initial, names)  # first: whatever a check does to the model, the run begins as it was built
+        if check is not None:
+            check(initial)
+        return kept
+
+    def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Values of some buffers, without the memory of the parameters where that is possible."""
+        wanted = list(names)
+        try:
+            construction = construct(self._recipe.build, self._seed)
+            if not any(construction.is_random(name) for name in wanted):
+                return {name: construction.buffer(name, self._seed) for name in wanted}
+        except (ModelError, KeyError):  # then the model itself says
+            pass
+        with turn(self._digest):
+            initial = self.whole()
+            return {name: initial.buffers[name].clone() for name in wanted}
+
+    def whole(self) -> Initial:
+        """The whole model."""
+        initial = materialise(self._recipe, self._seed)
+        check_shapes(self._shapes, {name: tuple(value.shape) for name, value in initial.parameters.items()})
+        return initial
+
+
+class PerParameter:
+    """Every parameter drawn by itself, from a generator keyed by (seed, name)."""
+
+    name = "per_parameter"
+
+    def __init__(self, recipe: Recipe, shapes: Shapes, seed: int, digest: str) -> None:
+        self._recipe, self._shapes, self._seed, self._digest = recipe, shapes, seed, digest
+        self.construction.check_independent()
+
+    @cached_property
+    def construction(self) -> Construction:
+        """The recorded constructor."""
+        found = construct(self._recipe.build, self._seed)
+        check_shapes(self._shapes, found.shapes)
+        return found
+
+    def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
+        """Replay what the constructor does to each."""
+        _check_small(self._recipe, self._shapes, self._seed, self._digest, check)
+        return {name: self.construction.parameter(name, self._seed) for name in names}
+
+    def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Replay what the constructor does to each."""
+        return {name: self.construction.buffer(name, self._seed) for name in names}
+
+    def whole(self) -> Initial:
+        """The whole model with these values in place of the constructor's."""
+        return _filled(materialise(self._recipe, self._seed), self)
+
+
+class Pretrained:
+    """A checkpoint's parameters and saved buffers; all other buffers as the constructor makes them."""
+
+    def __init__(self, recipe: Recipe, shapes: Shapes, seed: int, path: Path, digest: str) -> None:
+        self._recipe, self._shapes, self._seed, self._digest = recipe, shapes, seed, digest
+        self.construction = construct(recipe.build, seed)
+        check_shapes(shapes, self.construction.shapes)
+        entries = list_entries(path)
+        self._fit: Fit = fit(entries, shapes, self.construction.aliases, str(path))
+        saved = self.construction.saved_buffers
+        self._buffers: dict[str, TensorEntry] = {name: entry for name, entry in entries.items() if name in saved}
+        self._path = path
+        self.name = f"weights:{fingerprint(entries)}"
+
+    def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
+        """Read these tensors and no others."""
+        unexpected = [name for name in self._fit.unexpected if name not in self.construction.buffers]
+        if check is not None and unexpected:  # said once, by the rank that checks
+            warn(f"the model has no place for {some(unexpected)} of {self._path}")
+        _check_small(self._recipe, self._shapes, self._seed, self._digest, check)
+        return read_tensors({name: self._fit.entries[name] for name in names})
+
+    def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """From the file if the model saves them, else as the constructor makes them."""
+        made = {name: self.construction.buffer(name, self._seed) for name in names}
+        read = read_tensors({name: entry for name, entry in self._buffers.items() if name in made})
+        for name, value in read.items():
+            if value.shape == made[name].shape:
+                made[name] = value.to(made[name].dtype)
+        return made
+
+    def whole(self) -> Initial:
+        """The whole model with these values in place of the constructor's."""
+        return _filled(materialise(self._recipe, self._seed), self)
+
+
+def _check_small(recipe: Recipe, shapes: Shapes, seed: int, digest: str, check: Check | None) -> None:
+    """Run a check that needs the whole model, with the constructor's values, unless that takes too much memory."""
+    if check is None:
+        return
+    size = 4 * sum(torch.Size(shape).numel() for shape in shapes.values())
+    if size < CHECKED_BELOW_BYTES:
+        with turn(digest):
+            check(materialise(recipe, seed))
+    else:
+        check(None)
+
+
+def _filled(initial: Initial, beginning: InitialParameters) -> Initial:
+    for name, value in beginning.parameters(initial.parameters).items():
+        initial.parameters[name].copy_(value)
+    for name, value in beginning.buffers(initial.buffers).items():
+        initial.buffers[name].copy_(value)
+    return initial

@@ -1,0 +1,185 @@
+"""A safetensors checkpoint in Hugging Face's layout, read tensor by tensor."""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from varuna.core.errors import CheckpointError
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_NAMED = 5
+"""Names that a message lists."""
+
+Shape = tuple[int, ...]
+
+
+class TensorEntry(NamedTuple):
+    """Where a tensor lies, by the file's own name."""
+
+    file: Path
+    name: str
+    shape: Shape
+    dtype: str
+
+
+class Fit(NamedTuple):
+    """The files against a model: what goes where, and what is left over."""
+
+    entries: dict[str, TensorEntry]
+    unexpected: tuple[str, ...]
+
+
+def list_entries(path: Path) -> dict[str, TensorEntry]:
+    """Every tensor of a file, of a folder with ``model.safetensors``, or of one with an index; reads headers only.
+
+    Raises:
+        CheckpointError: there is no such file, or it is damaged.
+    """
+    entries: dict[str, TensorEntry] = {}
+    for file in _files(path):
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a dict
+                    found = opened.get_slice(name)
+                    entries[name] = TensorEntry(file, name, tuple(found.get_shape()), str(found.get_dtype()))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"weights={str(path)!r}: {file} cannot be read ({error}). Download or save it again."
+            ) from error
+    return entries
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if (path / INDEX).is_file():
+        try:
+            names = json.loads((path / INDEX).read_text())["weight_map"].values()
+            return [path / name for name in sorted(set(names))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise CheckpointError(
+                f"{path / INDEX} is not an index of safetensors files: {error!r}. Save it again."
+            ) from error
+    if (path / SINGLE).is_file():
+        return [path / SINGLE]
+    found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    if len(found) == 1:
+        return found
+    held = f"{len(found)} safetensors files without an index" if found else "no safetensors file"
+    raise CheckpointError(
+        f"weights={str(path)!r} must be a safetensors file, or a folder with {SINGLE} or {INDEX}; found "
+        f"{held if path.is_dir() else 'nothing'} there. Save one with model.save_pretrained(folder)."
+    )
+
+
+def fit(entries: Mapping[str, TensorEntry], shapes: Mapping[str, Shape], aliases: Mapping[str, str], where: str) -> Fit:
+    """Find the entry of every parameter, under any of its names, and with or without the prefix of a base model.
+
+    Args:
+        entries: by the file's names.
+        shapes: parameter (first name) -> shape.
+        aliases: further name of a tied parameter -> its first name.
+        where: the path, for messages.
+
+    Raises:
+        CheckpointError: parameters are missing or of another shape; names them.
+    """
+    names = {name: [name, *(alias for alias, first in aliases.items() if first == name)] for name in shapes}
+    exact = {name: match for name, known in names.items() if (match := _first(known, entries))}
+    prefix, added = _prefix([known for name, known in names.items() if name not in exact], entries)
+    found = dict(exact)
+    for name in shapes.keys() - exact.keys():
+        candidates = [_renamed(known, prefix, added) for known in names[name]]
+        if match := _first(candidates, entries):
+            found[name] = match
+    missing = [name for name in shapes if name not in found]
+    odd = [
+        f"{name} is {list(found[name].shape)} in the file but {list(shape)} in the model"
+        for name, shape in shapes.items()
+        if name in found and found[name].shape != shape
+    ]
+    used = {entry.name for entry in found.values()}
+    known_names = {_renamed(name, prefix, added) for name in aliases} | aliases.keys()
+    unexpected = tuple(name for name in entries if name not in used and name not in known_names)
+    if missing or odd:
+        parts = [f"{some(missing)} missing"] if missing else []
+        parts += [f"{some(odd)}"] if odd else []
+        parts += [f"{some(unexpected)} unexpected"] if unexpected else []
+        raise CheckpointError(
+            f"the weights in {where} do not fit the model: {'; '.join(parts)}. Build the model with the "
+            "configuration and class that the weights were saved from, or leave weights= out."
+        )
+    return Fit(found, unexpected)
+
+
+def read_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:
+    """Read some tensors, floating ones as fp32, each file opened once.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for key, entry in entries.items():
+        by_file.setdefault(entry.file, []).append(key)
+    tensors: dict[str, Tensor] = {}
+    for file, keys in by_file.items():
+        try:
+            with safe_open(str(file), framework="pt") as opened:
+                for key in keys:
+                    value: Tensor = opened.get_tensor(entries[key].name)
+                    # copied: what safetensors returns is mapped from the file, which may change
+                    tensors[key] = value.to(torch.float32 if value.is_floating_point() else value.dtype, copy=True)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"the weights in {file} cannot be read: {error}. Save them again.") from error
+    return {key: tensors[key] for key in entries}
+
+
+def fingerprint(entries: Mapping[str, TensorEntry]) -> str:
+    """Hash of names, shapes, dtypes and file sizes: not of the values, which would take a full read."""
+    digest = hashlib.sha256()
+    for file in sorted({entry.file for entry in entries.values()}):
+        digest.update(repr((file.name, file.stat().st_size)).encode())
+    digest.update(repr(sorted((e.name, e.shape, e.dtype) for e in entries.values())).encode())
+    return digest.hexdigest()[:16]
+
+
+def some(names: Iterable[str]) -> str:
+    """The first few names, and how many more."""
+    listed = list(names)
+    more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
+    return ", ".join(listed[:_NAMED]) + more
+
+
+def _first(names: Iterable[str], entries: Mapping[str, TensorEntry]) -> TensorEntry | None:
+    return next((entries[name] for name in names if name in entries), None)
+
+
+def _renamed(name: str, prefix: str, added: bool) -> str:
+    """The file's name for the model's: ``prefix`` is what the file adds, or what it lacks."""
+    return prefix + name if added else name.removeprefix(prefix)
+
+
+def _prefix(unmatched: list[list[str]], entries: Mapping[str, TensorEntry]) -> tuple[str, bool]:
+    """The one prefix that gives most parameters their entry: (prefix, whether the file adds it)."""
+    by_ending: dict[str, set[str]] = {}
+    for name in entries:
+        for start in _starts(name):
+            by_ending.setdefault(name[start:], set()).add(name[:start])
+    votes: Counter[tuple[str, bool]] = Counter()
+    for known in unmatched:
+        found = {(prefix, True) for name in known for prefix in by_ending.get(name, ())}
+        found |= {(name[:start], False) for name in known for start in _starts(name) if name[start:] in entries}
+        votes.update(found)
+    return max(votes, key=lambda vote: (votes[vote], vote), default=("", True))
+
+
+def _starts(name: str) -> list[int]:
+    """Where a shorter name could begin: after each dot."""
+    return [position + 1 for position, letter in enumerate(name) if letter == "."]

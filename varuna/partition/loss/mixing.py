@@ -1,0 +1,321 @@
+"""Which operations of a graph mix the examples of a batch: found in the graph, whatever the numbers are.
+
+Every value is followed from the inputs: along which dimension the examples lie, also where it was flattened or put in
+another order; and once there is none any more, whether it is a sum over the examples, a mean, or something that no sum
+of parts gives. An operation that is not known may mix: what it makes is doubted, and running it decides.
+"""
+
+import operator
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from varuna.partition.graph.captured import Capture
+from varuna.partition.graph.costs import is_view
+from varuna.partition.graph.flow import is_random, written_storage
+from varuna.partition.graph.simplify import op_name, written_arguments
+from varuna.partition.loss.batch_dimension import (
+    EXAMPLES,
+    IN_TURN,
+    ONE,
+    Blame,
+    Blames,
+    Count,
+    Fact,
+    Fixed,
+    Level,
+    Order,
+    Rows,
+    State,
+    Total,
+    carriers,
+    joined,
+    multiple_of,
+)
+
+Found = State | tuple[State, ...]
+Rule = Callable[["Tracking", Node], Found]
+
+FOR_EACH = "uses a sum or mean over the batch for each example"
+COMPARES = "compares the examples of a batch with each other"
+PLACES = "takes examples by their place in the batch"
+NO_SUM = "computes something from sums or means over the batch that is not itself a sum over examples"
+PRODUCT = "multiplies sums or means over the batch with each other"
+DIVIDES = "divides by a sum over the batch that depends on activations"
+DRAWN = "divides by a sum over the batch that is drawn at random"
+CHOOSES = "chooses among all examples of the batch"
+UNKNOWN = "may mix the examples of a batch"
+
+
+class Tracking:
+    """States of all values that a result of the graph follows from."""
+
+    def __init__(self, capture: Capture, result: Node, rules: dict[str, Rule]) -> None:
+        self.batch = capture.batch_symbol
+        self._capture, self._rules = capture, rules
+        self._written = written_storage(capture.graph)
+        self.states: dict[Node, Found] = {}
+        self.fact_users: set[Node] = set()
+        """operations that have one value for each example, and use a fact of the batch for it"""
+        self.operands: dict[Node, Rows] = {}
+        """what is added up over the batch although its examples may have been mixed before"""
+        self.divisors: set[Node] = set()
+        """drawn at random"""
+        self.undecided: set[Blame] = set()
+        """no value for each example comes after them, which could tell whether examples have been mixed"""
+        needed = needed_by(capture.graph, [result])
+        for node in capture.graph.nodes:
+            if node in needed:
+                self.states[node] = self._follow(node)
+                self._write(node)
+
+    def of(self, argument: object) -> State:
+        """Of an argument; a Python number is fixed."""
+        found = self.states.get(argument, Fixed(given=True)) if isinstance(argument, Node) else Fixed(given=True)
+        return found[0] if isinstance(found, tuple) else found
+
+    def blame(self, node: Node, what: str, *states: State, certain: bool = True) -> Blames:
+        """Those of the states, or a new one."""
+        return joined(*states) or (Blame(node, what, certain),)
+
+    def is_drawn(self, node: Node) -> bool:
+        """Whether no parameter goes in: only inputs and random numbers."""
+        return not any(each.name in self._capture.parameters for each in needed_by(self._capture.graph, [node]))
+
+    def _follow(self, node: Node) -> Found:
+        if node.op == "placeholder":
+            return self._placeholder(node)
+        if node.op == "get_attr":
+            return Fixed(given=True)
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            return Fact() if value.node.expr.free_symbols <= {self.batch} else Level(self.blame(node, UNKNOWN))
+        if node.target is operator.getitem:
+            found = self.states[node.args[0]]  # type: ignore[index]
+            return found[node.args[1]] if isinstance(found, tuple) else found  # type: ignore[index]
+        found = self._rule(node)(self, node)
+        if isinstance(found, Rows) and isinstance(value, Tensor) and found.dim not in carriers(value):
+            found = Level(self.blame(node, UNKNOWN, found, certain=False))  # the examples lie nowhere any more
+        if is_random(node) or node in self._written:
+            found = _ungiven(found)
+        return found
+
+    def _rule(self, node: Node) -> Rule:
+        name = op_name(node).removeprefix("aten::")
+        rule = self._rules.get(name) or self._rules.get(name.removesuffix("_"))
+        if rule is not None:
+            return rule
+        tags = getattr(node.target, "tags", ())
+        return pointwise if torch.Tag.pointwise in tags else unknown
+
+    def _placeholder(self, node: Node) -> State:
+        if node.name in self._capture.inputs:
+            return Rows(-node.meta["val"].dim(), IN_TURN, given=True)
+        return Fixed(given=node.name not in self._capture.parameters and node not in self._written)
+
+    def _write(self, node: Node) -> None:
+        """What an operation writes in place has its state from then on, and so has what that is a view of."""
+        for target in written_arguments(node):
+            found = self.states[node]
+            state = found[0] if isinstance(found, tuple) else found
+            if target.op == "placeholder":
+                continue  # running statistics
+            if not is_view(target) and all(user is node or user in self.states for user in target.users):
+                continue  # whoever comes later uses what the operation returns
+            self.states[target] = state
+            while is_view(target) and target.all_input_nodes:
+                target = target.all_input_nodes[0]
+                self.states[target] = self._partly(target, state)
+
+    def _partly(self, base: Node, state: State) -> State:
+        """Of a value, a part of which has become ``state``."""
+        before, value = self.of(base), base.meta.get("val")
+        dims = carriers(value)
+        if isinstance(before, Rows) and isinstance(state, Rows | Fixed):
+            order = before.order or (state.order if isinstance(state, Rows) else None)
+            return Rows(before.dim, order, False, joined(before, state), before.by_fact)
+        if isinstance(before, Fixed) and isinstance(state, Fixed):
+            return Fixed(before.given and state.given)
+        if dims and isinstance(state, Rows):
+            return Rows(dims[0], state.order, False, joined(before, state), state.by_fact)
+        blames = self.blame(base, UNKNOWN, before, state, certain=False)
+        return Rows(dims[0], IN_TURN, False, blames) if dims else Level(blames)
+
+
+def needed_by(graph: Graph, results: Iterable[Node]) -> set[Node]:
+    """What the results follow from, and what writes into that."""
+    writers: dict[Node, list[Node]] = {}
+    for node in graph.nodes:
+        for target in written_arguments(node):
+            writers.setdefault(target, []).append(node)
+            while is_view(target) and target.all_input_nodes:
+                target = target.all_input_nodes[0]
+                writers.setdefault(target, []).append(node)
+    needed: set[Node] = set()
+    stack = list(results)
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack.extend(node.all_input_nodes)
+            stack.extend(writers.get(node, ()))
+    return needed
+
+
+def _ungiven(found: Found) -> Found:
+    if isinstance(found, tuple):
+        return tuple(_ungiven(each) for each in found)  # type: ignore[misc]
+    if isinstance(found, Rows):
+        return Rows(found.dim, found.order, False, found.blames, found.by_fact)
+    if isinstance(found, Fixed):
+        return Fixed(given=False)
+    return Total(frozenset({ONE})) if isinstance(found, Fact) else found
+
+
+def flat(arguments: Iterable[object]) -> list[Node]:
+    """Nodes among arguments, those in lists too."""
+    found: list[Node] = []
+    for argument in arguments:
+        if isinstance(argument, Node):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found.extend(flat(argument))
+    return found
+
+
+def operands(node: Node) -> list[Node]:
+    """Tensors among the arguments; not sizes."""
+    found = flat((*node.args, *node.kwargs.values()))
+    return [each for each in found if not isinstance(each.meta.get("val"), torch.SymInt)]
+
+
+def meet(t: Tracking, node: Node, sources: Iterable[Node], *, dim: int | None = None) -> Rows:
+    """One value for each example from several, some of which have one for each.
+
+    Args:
+        t: knows their states.
+        node: the operation.
+        sources: its operands, aligned from the last dimension, or along ``dim``.
+        dim: of the result, if it is not that of the operands.
+    """
+    given = list(sources)
+    states = [t.of(source) for source in given]
+    rows = [state for state in states if isinstance(state, Rows)]
+    blames = joined(*states)
+    if any(isinstance(state, Total) for state in states):
+        blames = (*blames, Blame(node, FOR_EACH, True))
+    orders = {row.order for row in rows if row.order is not None}
+    if (len({row.dim for row in rows}) > 1 and dim is None) or len(orders) > 1:
+        blames = (*blames, Blame(node, COMPARES, True))
+    if any(row.number for row in rows):
+        blames = (*blames, Blame(node, PLACES, False))
+    if any(isinstance(state, Fact) for state in states):
+        t.fact_users.add(node)
+    ordered = next((row for row in rows if row.order is not None), rows[0])
+    return Rows(
+        ordered.dim if dim is None else dim,
+        ordered.order,
+        all(isinstance(s, Fact) or getattr(s, "given", False) for s in states),
+        tuple(dict.fromkeys(blames)),
+        any(isinstance(state, Fact) or getattr(state, "by_fact", False) for state in states),
+    )
+
+
+def pointwise(t: Tracking, node: Node) -> Found:
+    """Element by element, with broadcasting; sizes are numbers here."""
+    sources = flat((*node.args, *node.kwargs.values()))
+    states = [t.of(source) for source in sources]
+    if any(isinstance(state, Rows) for state in states):
+        return meet(t, node, sources)
+    if any(isinstance(state, Total | Level) for state in states):
+        return _linear(t, node, states)
+    if any(isinstance(state, Fact) for state in states):
+        given = all(isinstance(state, Fact) or (isinstance(state, Fixed) and state.given) for state in states)
+        return Fact() if given else Level(t.blame(node, NO_SUM))
+    return Fixed(given=all(getattr(state, "given", False) for state in states))
+
+
+ADDITIONS = ("aten::add", "aten::sub", "aten::rsub", "aten::add_", "aten::sub_")
+PRODUCTS = ("aten::mul", "aten::mul_")
+QUOTIENTS = ("aten::div", "aten::div_", "aten::true_divide")
+
+
+def _linear(t: Tracking, node: Node, states: list[State]) -> State:
+    """Sums over the batch under an operation that keeps sums, or not."""
+    name, totals = op_name(node), [state for state in states if isinstance(state, Total)]
+    counts = frozenset[Count]().union(*(total.counts for total in totals))
+    other = frozenset({Count("other", (node,))})
+    t.undecided.update(blame for state in states if isinstance(state, Level) for blame in state.blames)
+    if name in ADDITIONS:
+        return Total(counts, joined(*states)) if totals else Level(joined(*states))
+    if name == "aten::neg":
+        return states[0]
+    if not totals:
+        return Level(joined(*states))
+    if name in PRODUCTS and len(totals) == 1 and not any(isinstance(state, Level) for state in states):
+        return Total(other if any(isinstance(s, Fact) for s in states) else counts, joined(*states))
+    if name in QUOTIENTS and not node.kwargs.get("rounding_mode"):
+        divisor = t.of(node.args[1])
+        if isinstance(divisor, Fixed):
+            return Total(counts, joined(*states))
+        if isinstance(divisor, Fact):
+            by_size = multiple_of(getattr(node.args[1], "meta", {}).get("val"), t.batch) is not None
+            return Total(frozenset({EXAMPLES}) if by_size and counts == {ONE} else other, joined(*states))
+        if counts == {ONE} and isinstance(divisor, Total) and t.is_drawn(node.args[1]):  # type: ignore[arg-type]
+            t.divisors.add(node.args[1])  # type: ignore[arg-type]
+            return Total(frozenset({EXAMPLES}), (*joined(*states), Blame(node, DRAWN, False)))
+        return Level((*joined(*states), Blame(node, DIVIDES, True)))
+    if name == "aten::where" and isinstance(states[0], Fact) and not any(isinstance(s, Level) for s in states):
+        return Total(other, joined(*states))
+    what = PRODUCT if name in PRODUCTS else NO_SUM
+    return Level((*joined(*states), Blame(node, what, True)))
+
+
+def unknown(t: Tracking, node: Node) -> Found:
+    """An operation without a rule: what it makes is doubted as soon as examples go in."""
+    return doubted(t, node, UNKNOWN, certain=False)
+
+
+def doubted(t: Tracking, node: Node, what: str, *, certain: bool) -> Found:
+    """What an operation makes that mixes examples, or may."""
+    states = [t.of(source) for source in operands(node)]
+    moved = [state for state in states if not isinstance(state, Fixed)]
+    value = node.meta.get("val")
+    given = all(getattr(state, "given", True) for state in states)
+
+    def one(made: object) -> State:
+        dims = carriers(made)
+        if not moved and not dims:
+            return Fixed(given)
+        new = (Blame(node, what, certain),) if (moved and not joined(*states)) or certain else ()
+        blames = tuple(dict.fromkeys((*joined(*states), *new))) or (Blame(node, what, certain),)
+        return guessed(t, made, blames) if dims else Level(blames)
+
+    return tuple(map(one, value)) if isinstance(value, list | tuple) else one(value)
+
+
+def guessed(t: Tracking, value: object, blames: Blames) -> Rows:
+    """Of a value whose examples seem to lie along its first dimension of no fixed size."""
+    assert isinstance(value, Tensor)
+    dim = carriers(value)[0]
+    times = multiple_of(value.shape[dim], t.batch)
+    return Rows(dim, Order(1, times or 1), False, blames)
+
+
+def argument(node: Node, name: str, default: Any = None) -> Any:
+    """An argument by its name in the operation's schema."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, each in enumerate(node.target._schema.arguments):
+        if each.name == name:
+            if position < len(node.args) and not each.kwarg_only:
+                return node.args[position]
+            return node.kwargs.get(name, each.default_value if each.has_default_value() else default)
+    return default
+
+
+def negative(dim: int, value: Tensor) -> int:
+    """A dimension counted from the last."""
+    return dim if dim < 0 else dim - value.dim()

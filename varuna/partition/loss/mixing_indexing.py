@@ -1,0 +1,201 @@
+"""Where the examples lie after indexing: by numbers, masks, and the places where a mask is true."""
+
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from varuna.partition.graph.simplify import op_name, written_arguments
+from varuna.partition.loss.batch_dimension import IN_TURN, ONE, Fact, Fixed, Order, Rows, carriers
+from varuna.partition.loss.mixing import (
+    COMPARES,
+    PLACES,
+    Found,
+    Rule,
+    Tracking,
+    argument,
+    doubted,
+    flat,
+    meet,
+    negative,
+    operands,
+    pointwise,
+)
+from varuna.partition.loss.mixing_shapes import at, unsure, value_of
+from varuna.partition.loss.mixing_sums import total
+
+
+def index(t: Tracking, node: Node) -> Found:
+    """Indexing by tensors."""
+    source: Any = node.args[0]
+    places: Any = node.args[1]
+    state, value = t.of(source), value_of(source)
+    indices = [(place, each) for place, each in enumerate(places) if isinstance(each, Node)]
+    found = {place: t.of(each) for place, each in indices}
+    dims = carriers(value_of(node))
+    moving = [each for each in found.values() if isinstance(each, Rows)]
+    nodes = [source, *(each for _, each in indices)]
+    if any(not isinstance(each, Rows | Fixed) for each in (state, *found.values())):
+        return unsure(t, node)
+    own = value.dim() + state.dim if isinstance(state, Rows) else None
+    if not moving:
+        if own is None:
+            return Fixed(getattr(state, "given", False))
+        if own in found:
+            return doubted(t, node, PLACES, certain=True)
+        return at(state, dims[0]) if len(dims) == 1 and isinstance(state, Rows) else unsure(t, node)
+    if len(indices) == 1 and value_of(indices[0][1]).dtype is torch.bool:
+        return _picked(t, node, indices[0])
+    if len(dims) != 1:
+        return doubted(t, node, COMPARES, certain=len(dims) > 1)
+    if own is None:
+        return meet(t, node, nodes, dim=dims[0])
+    picks = {each.order.picked for each in moving if each.order is not None and each.order.picked is not None}
+    if own in found and len(picks) == 1:
+        return _along_picks(t, node, next(iter(picks)), moving, dims[0])
+    number = found.get(own)
+    if isinstance(number, Rows) and number.number and state.order in (IN_TURN, None):  # type: ignore[union-attr]
+        others = [each for place, each in indices if place != own]
+        return meet(t, node, [source, *others], dim=dims[0])
+    return doubted(t, node, PLACES if own in found else COMPARES, certain=False)
+
+
+def _picked(t: Tracking, node: Node, chosen: tuple[int, Node]) -> Found:
+    """Elements where a mask is true, as many as there are."""
+    place, mask = chosen
+    source = node.args[0]
+    state, which, value = t.of(source), t.of(mask), value_of(source)
+    dims = carriers(value_of(node))
+    if not isinstance(which, Rows) or len(dims) != 1:
+        return unsure(t, node)
+    left = value_of(mask).dim() + which.dim + place
+    if isinstance(state, Rows) and (value.dim() + state.dim != left or _unlike(state.order, which.order)):
+        return doubted(t, node, COMPARES, certain=True)
+    return meet(t, node, [source, mask], dim=dims[0]).__class__(  # type: ignore[list-item]
+        dims[0],
+        Order(1, 1, mask),
+        getattr(state, "given", False) and which.given,
+        tuple(dict.fromkeys((*getattr(state, "blames", ()), *which.blames))),
+        getattr(state, "by_fact", False) or which.by_fact,
+    )
+
+
+def _unlike(one: Order | None, two: Order | None) -> bool:
+    return one is not None and two is not None and one != two
+
+
+def _along_picks(t: Tracking, node: Node, mask: Node, moving: list[Rows], dim: int) -> Found:
+    state, which = t.of(node.args[0]), t.of(mask)
+    if not isinstance(state, Rows) or not isinstance(which, Rows) or _unlike(state.order, which.order):
+        return unsure(t, node)
+    given = state.given and all(each.given for each in moving)
+    blames = tuple(dict.fromkeys(blame for each in (state, *moving) for blame in each.blames))
+    return Rows(dim, Order(1, 1, mask), given, blames, state.by_fact)
+
+
+def put(t: Tracking, node: Node) -> Found:
+    """``x[mask] = y``, where ``y`` is the same for all or what the mask picks.
+
+    Labels that are written in place are left alone: a count would be read from them, and what counts must be computed
+    again from the inputs, as values that are written in place never are.
+    """
+    source, places, given = node.args[:3]
+    if written_arguments(node) and not value_of(source).is_floating_point():
+        return unsure(t, node)
+    indices = [(place, each) for place, each in enumerate(places) if isinstance(each, Node)]  # type: ignore[arg-type]
+    if len(indices) != 1 or value_of(indices[0][1]).dtype is not torch.bool or argument(node, "accumulate", False):
+        return unsure(t, node)
+    ((place, mask),) = indices
+    state, which, new = t.of(source), t.of(mask), t.of(given)
+    picked = isinstance(new, Rows) and new.order is not None and new.order.picked is mask
+    if not isinstance(which, Rows) or not isinstance(state, Rows | Fixed) or not (picked or isinstance(new, Fixed)):
+        return unsure(t, node)
+    dim = value_of(mask).dim() + which.dim + place - value_of(source).dim()
+    if isinstance(state, Rows) and (state.dim != dim or _unlike(state.order, which.order)):
+        return doubted(t, node, COMPARES, certain=False)
+    return meet(t, node, flat([source, mask] if picked else [source, mask, given]), dim=dim)
+
+
+def masked(t: Tracking, node: Node) -> Found:
+    """``masked_select``, as indexing by a mask; both may be broadcast."""
+    source, mask = operands(node)
+    alike = value_of(source).dim() == value_of(mask).dim()
+    return _picked(t, node, (0, mask)) if alike else unsure(t, node)
+
+
+def nonzero(t: Tracking, node: Node) -> Found:
+    """Where a mask is true."""
+    source = node.args[0]
+    state = t.of(source)
+    if not isinstance(state, Rows) or not isinstance(source, Node) or "nonzero.default" in str(node.target):
+        return unsure(t, node)
+    one = Rows(-1, Order(1, 1, source), state.given, state.blames, state.by_fact)
+    return tuple(one for _ in node.meta["val"])
+
+
+def gather(t: Tracking, node: Node) -> Found:
+    """Along one dimension, by an index of the same shape in the others."""
+    sources = operands(node)
+    states = [t.of(source) for source in sources]
+    dim = negative(int(argument(node, "dim", 0)), value_of(sources[0]))
+    own = states[0]
+    if isinstance(own, Fixed) and any(isinstance(state, Rows) and state.dim == dim for state in states[1:]):
+        return scattered(t, node)
+    if not any(isinstance(state, Rows) for state in states):
+        return own if all(isinstance(state, Fixed) for state in states) else unsure(t, node)
+    if isinstance(own, Rows) and own.dim == dim:
+        return doubted(t, node, PLACES, certain=False)
+    return meet(t, node, sources)
+
+
+def scattered(t: Tracking, node: Node) -> Found:
+    """Elements added up by a number of each: a sum over the examples, where they go into zeros."""
+    name, sources = op_name(node).removeprefix("aten::").removesuffix("_"), operands(node)
+    into = name == "bincount" or op_name(sources[0]).removeprefix("aten::") in ZEROS
+    rows = [state for source in sources if isinstance(state := t.of(source), Rows)]
+    if not rows or not into or name not in ADDING or carriers(node.meta["val"]):
+        return unsure(t, node)
+    met = meet(t, node, [source for source in sources if isinstance(t.of(source), Rows)])
+    return total(t, node, met, ONE) if not met.given or met.blames or met.by_fact else Fact()
+
+
+ADDING = ("scatter_add", "index_add", "bincount")
+ZEROS = ("zeros", "new_zeros", "zeros_like")
+
+
+def select(t: Tracking, node: Node) -> Found:
+    """Rows or columns by a list of their numbers."""
+    source, where = t.of(node.args[0]), t.of(node.args[2])
+    dim = negative(int(argument(node, "dim")), value_of(node.args[0]))
+    if isinstance(source, Fixed) and isinstance(where, Rows):
+        return Rows(dim, where.order, source.given and where.given, where.blames, where.by_fact)
+    if isinstance(source, Rows) and isinstance(where, Fixed) and source.dim != dim:
+        return source
+    return Fixed(False) if isinstance(source, Fixed) and isinstance(where, Fixed) else unsure(t, node)
+
+
+def embedding(t: Tracking, node: Node) -> Found:
+    """Rows of a table."""
+    table, where = t.of(node.args[0]), t.of(node.args[1])
+    if isinstance(where, Rows) and isinstance(table, Fixed):
+        return Rows(where.dim - 1, where.order, where.given and table.given, where.blames, where.by_fact)
+    return Fixed(False) if isinstance(where, Fixed) and isinstance(table, Fixed) else unsure(t, node)
+
+
+def where(t: Tracking, node: Node) -> Found:
+    """A choice, or the places where a mask is true."""
+    return nonzero(t, node) if str(node.target).endswith(".default") else pointwise(t, node)
+
+
+INDEXING: dict[str, Rule] = {
+    "where": where,
+    **dict.fromkeys(("index", "_unsafe_index"), index),
+    "index_put": put,
+    "masked_select": masked,
+    **dict.fromkeys(("nonzero_numpy", "nonzero"), nonzero),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "take_along_dim", "scatter_reduce"), gather),
+    **dict.fromkeys(("index_add", "bincount"), scattered),
+    "embedding": embedding,
+    "index_select": select,
+}
+"""By the operation's name, without ``aten::``."""

@@ -1,0 +1,122 @@
+"""What the user's optimizer needs, tried on fake tensors: bytes of its state, and of a step while it runs."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import optimizer as _torch_optimizer
+
+from varuna.partition.watching.live_bytes import Allocated
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+_SUM, _MOST = 0.9, 1.2
+"""A step that needs nearly what its sections need together, and plainly more than one of them, updates all at once."""
+
+
+class OptimizerNeeds(NamedTuple):
+    """The optimizer step of a model."""
+
+    state_bytes: Mapping[str, int]
+    """by parameter"""
+    step_bytes: tuple[int, ...]
+    """by section: intermediate results of a step of its parameters alone"""
+    together: bool
+    """those of a stage's sections add up; else one parameter is updated after the other"""
+    combines: bool
+    """the optimizer may ask other stages, with ``all_reduce_shared``: it is not torch's own"""
+
+
+class _Trial(NamedTuple):
+    state_bytes: Mapping[str, int]
+    step_bytes: int
+    is_torchs: bool
+
+
+def try_update(
+    factory: OptimizerFactory,
+    shapes: Mapping[str, tuple[int, ...]],
+    sections: Sequence[Collection[str]],
+    *,
+    on_cpu: bool,
+) -> OptimizerNeeds:
+    """Step the user's optimizer on fake parameters; where that fails, assume two fp32 copies and two results.
+
+    Args:
+        factory: the user's.
+        shapes: of the trainable parameters.
+        sections: names of those that each section uses.
+        on_cpu: where updates will run: torch's own optimizers take parameters one by one there, and else together.
+    """
+    whole = _try(factory, tuple(sorted(shapes.items())), on_cpu=on_cpu)
+    if whole is None:
+        sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+        largest = tuple(8 * max((sizes[name] for name in names if name in sizes), default=0) for names in sections)
+        return OptimizerNeeds({name: 8 * size for name, size in sizes.items()}, largest, together=False, combines=True)
+    known: dict[tuple[tuple[int, ...], ...], int] = {}
+    step_bytes = []
+    for names in sections:
+        own = tuple((name, shapes[name]) for name in sorted(names) if name in shapes)
+        key = tuple(shape for _, shape in own)
+        if key not in known:
+            alone = _try(factory, own, on_cpu=on_cpu)
+            known[key] = whole.step_bytes if alone is None else alone.step_bytes
+        step_bytes.append(known[key])
+    most = max(step_bytes, default=0)
+    together = whole.step_bytes > max(_SUM * sum(step_bytes), _MOST * most)
+    if most and not together:  # the results of one parameter may live until the next one's take their place
+        step_bytes = [-(-each * max(most, whole.step_bytes) // most) for each in step_bytes]
+    return OptimizerNeeds(whole.state_bytes, tuple(step_bytes), together, combines=not whole.is_torchs)
+
+
+def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial | None:
+    """Two steps, of which the second finds state; None if the optimizer refuses fake tensors."""
+    if not shapes:
+        return _Trial({}, 0, is_torchs=True)
+    counted = Allocated()
+    with FakeTensorMode():
+        named = [(name, torch.nn.Parameter(torch.empty(shape))) for name, shape in shapes]
+        for _, parameter in named:
+            parameter.grad = torch.empty_like(parameter)
+        try:
+            built = factory(named)
+            if not on_cpu:
+                _take_together(built)
+            built.step()
+            state = [value for entries in built.state.values() for value in entries.values()]
+            known = (each for _, parameter in named for each in (parameter, parameter.grad))
+            for tensor in (*known, *state):
+                if isinstance(tensor, Tensor):
+                    counted.add(tensor)
+            before_bytes = counted.now_bytes
+            with counted.watch():
+                built.step()
+        except Exception:  # noqa: BLE001 - any optimizer may refuse fake tensors; only an estimate is at stake
+            return None
+        state_bytes = {
+            name: sum(v.numel() * v.element_size() for v in built.state[p].values() if isinstance(v, Tensor))
+            for name, p in named
+            if p in built.state
+        }
+    return _Trial(state_bytes, counted.peak_bytes - before_bytes, _is_torchs(built))
+
+
+def _take_together(built: torch.optim.Optimizer) -> None:
+    """What torch's optimizers choose by themselves for parameters on a GPU, which fake ones are not seen to be."""
+    for group in built.param_groups:
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _is_torchs(built: torch.optim.Optimizer) -> bool:
+    """Whether a step runs no code but torch's."""
+    hooks = (
+        _torch_optimizer._global_optimizer_pre_hooks,
+        _torch_optimizer._global_optimizer_post_hooks,
+        built._optimizer_step_pre_hooks,
+        built._optimizer_step_post_hooks,
+    )
+    return type(built).__module__.startswith("torch.optim.") and "step" not in vars(built) and not any(hooks)

@@ -1,0 +1,47 @@
+"""What ``forward`` does, seen while it is exported, that explains why it cannot be."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+from varuna.partition.watching.explaining import ForwardFindings, user_line
+
+_DATA = Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+class Noticing(TorchFunctionMode):
+    """Fills ``noticed`` during one attempt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noticed = ForwardFindings()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """One call of torch."""
+        if func == _DATA and args[0].is_leaf and args[0].requires_grad:
+            self.noticed.data_at = user_line()
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Within, also what is no call of a tensor operation is noticed."""
+        environments: Any = ShapeEnv
+        fix = environments._set_replacement
+
+        def fixing(environment: ShapeEnv, symbol: Any, value: Any, *rest: Any, **how: Any) -> Any:
+            if value.is_number and symbol in environment.backed_var_to_val:
+                self.noticed.fixed_at = self.noticed.fixed_at or user_line()
+            return fix(environment, symbol, value, *rest, **how)
+
+        environments._set_replacement = fixing
+        try:
+            with self:
+                yield
+        finally:
+            environments._set_replacement = fix

@@ -1,0 +1,67 @@
+"""Which code a model is made of, so that a run that goes on notices that it was changed.
+
+A captured graph does not show everything: hooks on gradients, draws from Python's generator and writes to attributes
+leave no trace in it. The check before step 0 finds them, and looks again when the code is another one.
+"""
+
+import functools
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_OF_FILES = ("varuna", "torch")
+"""Their files are not read: their versions tell."""
+
+
+def source_digest(model: nn.Module, *functions: object) -> str:
+    """Hash of the files that hold the classes of a model's modules, and ``functions``; and of the versions used.
+
+    Args:
+        model: of any device.
+        functions: the user's, such as ``model=`` and ``loss=``; others are left out.
+    """
+    digest = hashlib.sha256(repr([(name, _version(name)) for name in _OF_FILES]).encode())
+    files = {file for each in model.modules() for kind in type(each).__mro__ if (file := _file_of_class(kind))}
+    files.update(file for function in functions for file in _files_of(function))
+    for file in sorted(files):
+        if not file.startswith(_OWN):
+            digest.update(_content(file))
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _file_of_class(kind: type) -> str | None:
+    return getattr(sys.modules.get(kind.__module__), "__file__", None)
+
+
+def _files_of(function: object) -> Iterator[str]:
+    """Where a function is defined: a partial's own, a callable object's class."""
+    if callable(function):
+        function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = function.func
+    code: Any = getattr(function, "__code__", None)
+    file = code.co_filename if code is not None else _file_of_class(type(function))
+    if function is not None and file:
+        yield file
+
+
+def _content(file: str) -> bytes:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).digest()
+    except OSError:
+        return b""

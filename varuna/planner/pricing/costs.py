@@ -1,0 +1,229 @@
+"""What the simulator is told about a plan: seconds and bytes of its stages and links."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from operator import sub
+from typing import NamedTuple
+
+from varuna.core.plan import Plan
+from varuna.planner.pricing.network import crossings, exchange_s, link_of, reduce_s
+from varuna.planner.pricing.profile import Profile
+from varuna.planner.pricing.sharded_optimizer import shared_out
+from varuna.planner.pricing.stage_size import Size, crossing_time_s
+from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
+
+
+def pipeline_costs(profile: Profile, plan: Plan, *, gpus_per_vm: int) -> PipelineCosts:
+    """Costs of one replica of ``plan``, whose micro-batches have the profile's size."""
+    limits, none = plan.stash_limits, (0,) * plan.stages
+    sizes = map(Size, limits, plan.kept or none, map(sub, limits, plan.stash_on_device or limits))
+    return Pricer(profile, gpus_per_vm=gpus_per_vm).costs(
+        plan.starts,
+        tuple(sizes),
+        replicas=plan.replicas,
+        micro_batches=plan.micro_batches,
+        splits=plan.split_last > 0,
+    )
+
+
+class Around(NamedTuple):
+    """Seconds that a stage's actions take beyond the times of their sections."""
+
+    plain_s: float
+    """R and W"""
+    moved_s: float
+    """B and I, which take or give messages where there are several stages"""
+    forward_s: float
+    """F, which may read samples besides"""
+
+
+def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: bool) -> Around:
+    """Of a stage, alone or in a pipeline of several."""
+    known = profile.calibration
+    moved_s = known.action_s + (known.hand_over_s if is_one_of_many else 0.0)
+    reads = profile.input_bytes.before[stop] > profile.input_bytes.before[start]
+    return Around(known.action_s, moved_s, moved_s + (known.samples_s if reads else 0.0))
+
+
+_Rings = tuple[float, ...]
+"""Seconds of an all-reduce, by size of what is reduced; () where there is one replica."""
+
+_Span = tuple[int, int, Size]
+"""Sections of a stage, and what it does with its memory."""
+
+
+class _Setting(NamedTuple):
+    """Everything else that the costs of a stage depend on."""
+
+    rings_s: _Rings
+    is_one_of_many: bool
+    splits: bool
+
+
+class Pricer:
+    """Costs of many plans of one profile: what they share is looked up once."""
+
+    def __init__(self, profile: Profile, *, gpus_per_vm: int) -> None:
+        self._profile, self._gpus_per_vm = profile, gpus_per_vm
+        self._forward, self._record = profile.forward_s.before, profile.record_s.before
+        self._recompute, self._backward = profile.recompute_s.before, profile.backward_s.before
+        self._input, self._weight = profile.input_s.before, profile.weight_s.before
+        self._activations = profile.activation_bytes.before
+        self._links: dict[tuple[int, bool], LinkCosts] = {}
+        self._reduced = sorted(set(profile.reduced_bytes.values))
+        self._stages: dict[_Setting, dict[_Span, StageCosts]] = {}
+        self._rings: dict[_Rings, list[float]] = {}
+
+    def costs(
+        self, starts: Sequence[int], sizes: Sequence[Size], *, replicas: int, micro_batches: int, splits: bool
+    ) -> PipelineCosts:
+        """Costs of one replica.
+
+        Args:
+            starts: first section of each stage.
+            sizes: of each stage.
+            replicas: D.
+            micro_batches: of a step over all replicas.
+            splits: some backwards run as I and W.
+        """
+        profile, stages = self._profile, len(starts)
+        ends = (*starts[1:], profile.sections)
+        setting = _Setting(self._rings_s(stages, replicas), stages > 1, splits)
+        known = self._stages.setdefault(setting, {})
+        crossed = crossings(stages, replicas, self._gpus_per_vm)
+        return PipelineCosts(
+            stages=tuple(
+                known.get(span) or known.setdefault(span, self._stage(*span, setting))
+                for span in zip(starts, ends, sizes, strict=True)
+            ),
+            links=tuple(self._link(start - 1, crosses) for start, crosses in zip(starts[1:], crossed, strict=True)),
+            tied=self._tied(starts, replicas),
+            optimizer_s=self._optimizer_s(starts, ends, replicas) + self._vote_s(stages, replicas, micro_batches),
+        )
+
+    def _stage(self, start: int, stop: int, size: Size, setting: _Setting) -> StageCosts:
+        profile = self._profile
+        around = around_sections(profile, start, stop, is_one_of_many=setting.is_one_of_many)
+        forward, record, activations = self._forward, self._record, self._activations
+        first_kept = stop - size.kept
+        forward_s = (forward[first_kept] - forward[start]) + (record[stop] - record[first_kept]) + around.forward_s
+        recompute_s = self._recompute[first_kept] - self._recompute[start] + around.plain_s
+        backward_s = self._backward[stop] - self._backward[start] + around.moved_s
+        if size.moved:  # copies hide behind computation; where they take longer, R waits for its input
+            crossing_s = crossing_time_s(profile, range(start, stop), moved=size.moved, depth=size.depth)
+            recompute_s += max(0.0, crossing_s - forward_s - recompute_s - backward_s)
+        return StageCosts(
+            forward_s=forward_s,
+            recompute_s=recompute_s,
+            backward_s=backward_s,
+            input_s=self._input[stop] - self._input[start] + around.moved_s,
+            weight_s=self._weight[stop] - self._weight[start] + around.plain_s,
+            record_s=record[stop] - record[start] + around.forward_s,
+            allreduce_s=self._exposed_reduce_s(start, stop, setting) if setting.rings_s else 0.0,
+            keeps_all=first_kept == start,
+            stash_bytes=int(activations[stop] - activations[first_kept])
+            + (profile.boundary_bytes[start - 1] if start else 0),
+            live_bytes=int(activations[first_kept] - activations[start]),
+        )
+
+    def _exposed_reduce_s(self, start: int, stop: int, setting: _Setting) -> float:
+        """From the end of the stage's last backward to the end of its last all-reduce.
+
+        Sections are reduced one after another, the last one first, each as soon as its last backward is through.
+        """
+        backward = (self._profile.weight_s if setting.splits else self._profile.backward_s).values
+        rings_s = self._of_sections(setting.rings_s)
+        done_s = reduced_s = 0.0
+        for section in range(stop - 1, start - 1, -1):
+            done_s += backward[section]
+            reduced_s = (done_s if done_s > reduced_s else reduced_s) + rings_s[section]
+        return reduced_s - done_s
+
+    def _rings_s(self, stages: int, replicas: int) -> _Rings:
+        if replicas == 1:
+            return ()
+        return tuple(self._reduce_s(size, stages, replicas, members=replicas) for size in self._reduced)
+
+    def _of_sections(self, rings_s: _Rings) -> list[float]:
+        known = self._rings.get(rings_s)
+        if known is None:
+            by_size = dict(zip(self._reduced, rings_s, strict=True))
+            known = self._rings[rings_s] = [by_size[size] for size in self._profile.reduced_bytes.values]
+        return known
+
+    def _vote_s(self, stages: int, replicas: int, micro_batches: int) -> float:
+        """The all-reduce over all ranks that ends a step: norms by section, loss and weight by micro-batch."""
+        size_bytes = 8 * (self._profile.sections + 2 * micro_batches)
+        return self._reduce_s(size_bytes, stages, replicas, members=stages * replicas)
+
+    def _reduce_s(self, size_bytes: float, stages: int, replicas: int, *, members: int) -> float:
+        return reduce_s(
+            self._profile.calibration,
+            size_bytes,
+            stages=stages,
+            replicas=replicas,
+            gpus_per_vm=self._gpus_per_vm,
+            members=members,
+        )
+
+    def _link(self, section: int, crosses: bool) -> LinkCosts:
+        """Return the costs of the link after ``section``."""
+        known = self._links.get((section, crosses))
+        if known is None:
+            profile = self._profile
+            link = link_of(profile.calibration, crosses=crosses)
+            there, back = profile.boundary_bytes[section], profile.gradient_boundary_bytes[section]
+            known = self._links[section, crosses] = LinkCosts(
+                latency_s=link.latency_of(max(there, back)),
+                activation_s=there / link.bytes_per_s,
+                gradient_s=back / link.bytes_per_s,
+                jitter=link.jitter,
+            )
+        return known
+
+    def _optimizer_s(self, starts: Sequence[int], ends: Sequence[int], replicas: int) -> float:
+        """Of the slowest stage; where replicas share it out, until all have the new parameters."""
+        if self._profile.calibration.optimizer.shared_out:
+            return max(self._shared_s(*span, len(starts), replicas) for span in zip(starts, ends, strict=True))
+        optimizer, profile = self._profile.calibration.optimizer, self._profile
+        state, gradients, parameters = (
+            sums.before for sums in (profile.state_bytes, profile.gradient_bytes, profile.parameter_bytes)
+        )
+        spans = list(zip(starts, ends, strict=True))
+        here_s, streamed_s = [0.0] * len(spans), [0.0] * len(spans)
+        if optimizer.bytes_per_s is not None:
+            rate = optimizer.bytes_per_s
+            here_s = [(state[b] - state[a] + (gradients[b] - gradients[a])) / rate for a, b in spans]
+        if optimizer.host_bytes_per_s is not None:
+            rate = optimizer.host_bytes_per_s
+            streamed_s = [2 * (state[b] - state[a] - (parameters[b] - parameters[a])) / rate for a, b in spans]
+        return max(optimizer.fixed_s + here + streamed for here, streamed in zip(here_s, streamed_s, strict=True))
+
+    def _shared_s(self, start: int, stop: int, stages: int, replicas: int) -> float:
+        """The fullest replica's update, and the gather: half an all-reduce of the parameters."""
+        profile, span = self._profile, range(start, stop)
+        optimizer, shared = profile.calibration.optimizer, shared_out(profile, start, stop, replicas)
+        state, parameters = profile.state_bytes.over(span) - shared.lent_state, profile.parameter_bytes.over(span)
+        seconds = optimizer.fixed_s
+        if optimizer.bytes_per_s is not None:
+            seconds += (state + profile.gradient_bytes.over(span)) / optimizer.bytes_per_s
+        if optimizer.host_bytes_per_s is not None:
+            seconds += 2 * (state - parameters) / optimizer.host_bytes_per_s
+        if shared.gathered:
+            seconds += 0.5 * self._reduce_s(parameters, stages, replicas, members=replicas)
+        return seconds
+
+    def _tied(self, starts: Sequence[int], replicas: int) -> tuple[TiedCosts, ...]:
+        """Exchanges of the gradients of tied parameters between the stages that hold them."""
+        found = []
+        for tied in self._profile.calibration.tied:
+            holders = tuple(sorted({bisect_right(starts, section) - 1 for section in tied.sections}))
+            if len(holders) > 1:
+                seconds = exchange_s(
+                    self._profile.calibration,
+                    tied.size_bytes,
+                    crosses=len(starts) * replicas > self._gpus_per_vm,
+                    members=len(holders),
+                )
+                found.append(TiedCosts(stages=holders, exchange_s=seconds))
+        return tuple(found)

@@ -1,0 +1,203 @@
+"""What consecutive sections need on any stage: a balance asks a hundred thousand times for a few hundred of them."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from varuna.core.plan import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
+from varuna.planner.pricing.profile import Profile
+from varuna.planner.pricing.sharded_optimizer import UNSHARED, Shared, shared_out
+
+
+class Room(NamedTuple):
+    """The memory that sections [start, stop) leave for micro-batches in flight."""
+
+    free_bytes: float
+    """Beside its state, messages, live activations and the samples that are read ahead; negative: it does not fit."""
+    incoming_bytes: int
+    """Of a micro-batch that waits in front of it."""
+    each_bytes: float
+    """Of a micro-batch in flight: what came in, and its samples."""
+
+
+_NONE = Room(-1.0, 0, 0)
+
+
+class Spans:
+    """Bytes of sections [start, stop) at one micro-batch size, within the memory of one worker."""
+
+    def __init__(
+        self,
+        profile: Profile,
+        *,
+        limit_bytes: int | None = None,
+        host_limit_bytes: int | None = None,
+        replicas: int = 1,
+        splits: bool = False,
+    ) -> None:
+        """Prepare prefix sums.
+
+        Args:
+            profile: of the sections.
+            limit_bytes: of a worker; None: unlimited, and unknown, so that nothing is kept.
+            host_limit_bytes: of a worker's share of host memory; None: unlimited.
+            replicas: D, if the job shares optimizer state out.
+            splits: backwards may run as I and W, on all stages but the first.
+        """
+        self.profile, self.limit_bytes, self.host_limit_bytes = profile, limit_bytes, host_limit_bytes
+        self.reserved = profile.calibration.hardware.reserved_bytes
+        self._streamed_bytes = profile.calibration.optimizer.streamed_bytes
+        self._together = profile.calibration.optimizer.together
+        self._tied = profile.calibration.tied
+        gaps = [b - a for tied in self._tied for a, b in pairwise(tied.sections)]
+        self._tied_span = min(gaps, default=profile.sections)  # shorter stages hold no parameter twice
+        self._resident, self._activations = profile.resident_bytes.before, profile.activation_bytes.before
+        self._own, self._inputs = profile.own_bytes.before, profile.input_bytes.before
+        self._working, self._forward = profile.working_bytes.over, profile.forward_bytes.over
+        self._splitting, self._weighing = profile.splitting_bytes.over, profile.weighing_bytes.over
+        self._queued = profile.queued_bytes.before
+        self._splits = splits and self._queued[-1] > 0
+        self.incoming = (0, *profile.boundary_bytes[: profile.sections - 1])
+        """By first section."""
+        self._kept_from = _keeping(self._activations, self.incoming)
+        behind = (*profile.boundary_bytes[: profile.sections - 1], 0)
+        back = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
+        self._front = [there + ACTIVATIONS_COMING * into for there, into in zip(back, self.incoming, strict=False)]
+        self._rear = [0, *(MESSAGES_LEAVING * a + GRADIENTS_COMING * b for a, b in zip(behind, back[1:], strict=True))]
+        self._replicas = replicas if profile.calibration.optimizer.shared_out else 1
+        self._has_host_bytes = bool(profile.host_bytes.before[-1])
+        self._has_updates = bool(profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1)
+        self._shared: dict[tuple[int, int], Shared] = {}
+        self._rooms: dict[tuple[int, int, bool, bool], Room] = {}
+        self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
+
+    def known_s(self, role: tuple[int, ...]) -> dict[tuple[int, int], float]:
+        """Where seconds of spans may be noted, for all stages of whatever depth P whose role is the same."""
+        return self._known_s.setdefault(role, {})
+
+    def room(self, start: int, stop: int, recomputes: bool, copies: bool) -> Room:
+        """Return the memory that sections [start, stop) leave for micro-batches in flight."""
+        key = (start, stop, recomputes, copies)
+        known = self._rooms.get(key)
+        if known is None:
+            known = self._rooms[key] = self._room(*key)
+        return known
+
+    def _room(self, start: int, stop: int, recomputes: bool, copies: bool) -> Room:
+        limit = float("inf") if self.limit_bytes is None else self.limit_bytes
+        host_limit = float("inf") if self.host_limit_bytes is None else self.host_limit_bytes
+        state = self._resident[stop] - self._resident[start] + self.reserved
+        if stop - start > self._tied_span:
+            state -= sum(self.counted_twice(start, stop))
+        state -= self.lent(start, stop)
+        free = limit - state - self.messages(start, stop) - self.live(start, stop, recomputes)
+        is_over = free < 0 or state + self.update(start, stop, copies) > limit
+        if is_over or self.host_bytes(start, stop, copies) > host_limit:
+            return _NONE
+        read, incoming = self._inputs[stop] - self._inputs[start], self.incoming[start]
+        ahead = SAMPLES_AHEAD * read
+        return Room(free - ahead, incoming, incoming + read)
+
+    def first_kept(self, start: int, stop: int, room_bytes: float) -> int:
+        """First section of a stage from which activations are kept, within the room of a micro-batch in flight."""
+        if self.held(start, start, stop) <= room_bytes:
+            return start
+        return bisect_left(self._kept_from, self._activations[stop] - room_bytes, start + 1, stop)
+
+    def held(self, start: int, first_kept: int, stop: int) -> float:
+        """What a micro-batch in flight holds beside its input: kept activations, and what the first of them began with.
+
+        The input of the stage is in the stash; of any other section the one before has made it, and has not kept it.
+        Where all is kept, W's wait for idle time: what they wait with may be more, but the input is through.
+        """
+        activations = self._activations[stop] - self._activations[first_kept]
+        if start < first_kept:
+            return activations + self.incoming[first_kept] if first_kept < stop else activations
+        if not self._splits or not start:
+            return activations
+        each = self.incoming[start] + self._inputs[stop] - self._inputs[start]
+        return max(activations, self._queued[stop] - self._queued[start] - each)
+
+    def messages(self, start: int, stop: int) -> int:
+        """At each end messages that leave, and places for the next ones that come.
+
+        Inputs that have come, and gradients that the stage before has not taken, count in the stash: of a micro-batch
+        that is in flight there, this stage has one or the other.
+        """
+        return self._front[start] + self._rear[stop]
+
+    def live(self, start: int, stop: int, recomputes: bool) -> float:
+        """Activations of a micro-batch and what a section at work needs; another's F may run beside an R.
+
+        Between I and W of a section, what its linears took and the gradients of what they made take their place.
+        """
+        activations = self._activations
+        working = self._working(start, stop) - activations[start]
+        if self._splits and start:
+            queued = self._queued
+            splitting = self._splitting(start, stop) + queued[stop] - activations[start]
+            working = max(working, splitting, self._weighing(start, stop) - queued[start])
+        if not recomputes:
+            return working
+        return max(working, activations[stop] - activations[start] + self._forward(start, stop))
+
+    def update(self, start: int, stop: int, copies: bool) -> float:
+        """Bytes that the optimizer needs while it steps, with streamed state and the copies of a tentative step."""
+        if not copies and not self._has_updates:
+            return 0.0
+        profile, span, shared = self.profile, range(start, stop), self.shared(start, stop)
+        needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
+        if self._streamed_bytes:
+            needed += min(self._streamed_bytes, profile.state_bytes.over(span))
+        own = self._own[stop] - self._own[start]
+        if not copies or not own:
+            return max(needed, shared.gathered)
+        own -= shared.lent_state + shared.lent_parameters
+        if stop - start > self._tied_span:
+            own -= sum(self.counted_twice(start, stop))
+        return max(needed + own, shared.gathered)
+
+    def host_bytes(self, start: int, stop: int, copies: bool) -> int:
+        """Offloaded state, and the copy that a tentative step makes of it."""
+        if not self._has_host_bytes:
+            return 0
+        profile, span = self.profile, range(start, stop)
+        held = profile.host_bytes.over(span)
+        shared = self.shared(start, stop)
+        copied = profile.host_copy_bytes.over(span) - shared.lent_state - shared.lent_parameters if copies else 0
+        return int(held - shared.lent_state + copied)
+
+    def shared(self, start: int, stop: int) -> Shared:
+        """What sharing optimizer state out changes; nothing where everybody holds everything."""
+        if self._replicas == 1:
+            return UNSHARED
+        known = self._shared.get((start, stop))
+        if known is None:
+            known = self._shared[start, stop] = shared_out(self.profile, start, stop, self._replicas)
+        return known
+
+    def lent(self, start: int, stop: int) -> int:
+        """Optimizer state that would be on the device, and is with other replicas."""
+        on_host = self.profile.calibration.optimizer.host_bytes_per_s is not None
+        return 0 if on_host else self.shared(start, stop).lent_state
+
+    def counted_twice(self, start: int, stop: int) -> tuple[int, int]:
+        """Parameter and optimizer bytes of tied parameters beyond their first section in the span."""
+        parameters = optimizer = 0
+        profile = self.profile
+        for tied in self._tied:
+            for index in [section for section in tied.sections if start <= section < stop][1:]:
+                parameters += tied.size_bytes
+                if (
+                    profile.trainable_bytes[index] and not self.shared(start, stop).lent_state
+                ):  # its share of the section's optimizer state
+                    state = int(profile.optimizer_bytes.values[index])
+                    optimizer += state * tied.size_bytes // profile.trainable_bytes[index]
+        return parameters, optimizer
+
+
+def _keeping(activations: Sequence[float], incoming: Sequence[int]) -> list[float]:
+    """By first kept section: activations in front of it, less what it takes; ascending, for a bisection."""
+    kept = [before - taken for before, taken in zip(activations, incoming, strict=False)]
+    return list(accumulate(reversed(kept), min))[::-1]

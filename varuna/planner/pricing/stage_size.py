@@ -1,0 +1,251 @@
+"""How deep, and keeping which activations, a stage runs within its memory: in-flight depth first, then keeping.
+
+Depth beats keeping on slow links, and each kept section costs its activations once
+per micro-batch in flight. So later stages, which hold fewer in flight, keep more, and get more sections.
+
+Where the stash may move to host memory, activations are kept first, and entries of the stash stay in what is left.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from varuna.core.plan import SAMPLES_AHEAD, STASH_IN_TRANSIT
+from varuna.planner.pricing.profile import Profile
+from varuna.planner.pricing.spans import Spans
+
+
+class Size(NamedTuple):
+    """How a stage uses its memory."""
+
+    depth: int
+    """n_k, micro-batches in flight."""
+    kept: int
+    """Its last sections that keep their activations."""
+    moved: int = 0
+    """Of the inputs in flight, those that wait in host memory."""
+
+    @property
+    def on_device(self) -> int:
+        """Inputs that are on the device at once."""
+        return self.depth - self.moved + (STASH_IN_TRANSIT if self.moved else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageBytes:
+    """The parts of a stage's memory at its peak, in bytes."""
+
+    parameters: int
+    gradients: int
+    """One accumulator per section, also for tied parameters: a morph may part the sections."""
+    optimizer: int
+    reserved: int
+    """What the job never gets."""
+    stash: int
+    """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait.
+
+    Of those in host memory, the few that are on their way.
+    """
+    kept: int
+    """Activations of kept sections, of all micro-batches in flight, and what the first of them began with.
+
+    Where all is kept and W's wait, what they wait with instead, if that is more.
+    """
+    live: int
+    """Activations of the other sections, of one micro-batch, and what its section at work needs beside them."""
+    messages: int
+    """At each end messages that leave, and places for the next ones that come."""
+    update: int
+    """When nothing is in flight: what the optimizer needs, and of offloaded state what is on its way through the GPU.
+
+    Where a step may be applied before the vote, parameters and state as they were too, unless host memory has them.
+    """
+    host: int = 0
+    """Offloaded optimizer state, its copy, and inputs that wait there: in host memory, no part of ``total``."""
+
+    @property
+    def state(self) -> int:
+        """Bytes that are in use all the time."""
+        return self.parameters + self.gradients + self.optimizer + self.reserved
+
+    @property
+    def total(self) -> int:
+        """Bytes in use at the peak."""
+        return self.state + max(self.stash + self.kept + self.live + self.messages, self.update)
+
+
+class Sizer:
+    """Memory of the stages of one depth P, at one micro-batch size."""
+
+    def __init__(
+        self,
+        spans: Spans,
+        *,
+        wanted: Sequence[int],
+        least: Sequence[int],
+        may_keep: bool,
+        stash_moves: bool = False,
+        tentative: bool = False,
+    ) -> None:
+        """Prepare for the probes of a balancing.
+
+        Args:
+            spans: what sections need whatever the stage.
+            wanted: in-flight depth of each stage where memory allows.
+            least: depth below which a stage does not fit.
+            may_keep: whether activations of some sections may be kept, and others not.
+            stash_moves: inputs in flight may wait in host memory.
+            tentative: steps may be applied before the vote, on copies; a lone stage applies none so.
+        """
+        self._spans = spans
+        self._profile = profile = spans.profile
+        self._is_limited = spans.limit_bytes is not None or spans.host_limit_bytes is not None
+        self._wanted = wanted
+        self._least = least
+        self._adaptive = may_keep
+        self._may_keep = may_keep and spans.limit_bytes is not None
+        self._last = len(wanted) - 1
+        self._stash_moves = stash_moves
+        self._copies = tentative and self._last > 0
+        self._recomputes = [k < self._last and depth > 1 for k, depth in enumerate(wanted)]
+        # What the stage before has sent and this one has not run yet waits here.
+        self.waiting = (0, *(max(0, before - own) for before, own in pairwise(wanted)))
+        self._activations = profile.activation_bytes.before
+        self._work, self._recompute = profile.work_s.before, profile.recompute_s.before
+        roles = zip(wanted, self.waiting, least, self._recomputes, strict=True)
+        shared = (may_keep, stash_moves, self._copies)
+        self._known_s = [spans.known_s((*role, k == self._last, *shared)) for k, role in enumerate(roles)]
+
+    def seconds(self, stage: int, start: int, stop: int) -> float:
+        """Work for one micro-batch on a stage of sections [start, stop); infinite if they do not fit."""
+        known_s = self._known_s[stage]
+        try:
+            return known_s[start, stop]
+        except KeyError:
+            seconds = known_s[start, stop] = self._seconds(stage, start, stop)
+            return seconds
+
+    def _seconds(self, stage: int, start: int, stop: int) -> float:
+        first_kept, depth, moved = stop, 0, 0
+        if self._is_limited:
+            depth, first_kept, moved = self._fit(stage, start, stop, self._wanted[stage])
+            if not depth:
+                return float("inf")
+        work = self._work
+        whole_s = work[stop] - work[start]
+        if not self._recomputes[stage]:
+            return whole_s
+        whole_s += self._recompute[first_kept] - self._recompute[start]
+        return max(whole_s, self._crossing_s(start, stop, moved, depth)) if moved else whole_s
+
+    def _crossing_s(self, start: int, stop: int, moved: int, depth: int) -> float:
+        return crossing_time_s(self._profile, range(start, stop), moved=moved, depth=depth)
+
+    def size(self, stage: int, start: int, stop: int, *, most: int | None = None) -> Size | None:
+        """Depth, at most ``most``, and kept sections; None if not even the least depth fits without keeping."""
+        wanted = self._wanted[stage]
+        if most is not None and most < wanted:
+            wanted = most
+        depth, first_kept, moved = self._fit(stage, start, stop, wanted)
+        return Size(depth, stop - first_kept, moved) if depth else None
+
+    def _fit(self, stage: int, start: int, stop: int, wanted: int) -> tuple[int, int, int]:
+        """Depth, at most ``wanted``, first section that is kept, and inputs moved; depth 0 if it does not fit."""
+        activations = self._activations
+        free, incoming, each = self._spans.room(start, stop, self._recomputes[stage], self._copies)
+        if free < 0:
+            return 0, stop, 0
+        if self._spans.limit_bytes is None:
+            if not self._adaptive or stage == self._last:
+                return wanted, stop, 0
+            # Sections without activations count as kept: a stage without gradients then needs no R at all.
+            return wanted, bisect_left(activations, activations[stop], start, stop), 0
+        depth, most_moved = wanted, 0
+        if each:
+            free -= self.waiting[stage] * incoming
+            places = int(free // each)
+            if self._stash_moves and places >= STASH_IN_TRANSIT:
+                most_moved = self._most_moved(stage, start, stop, each)
+            if places < wanted:
+                depth = min(wanted, max(places, places - STASH_IN_TRANSIT + most_moved))
+                if depth < min(wanted, self._least[stage]):
+                    return 0, stop, 0
+            if most_moved:
+                return self._fit_moving(stage, start, stop, depth, most_moved, free, each)
+            free -= depth * each
+        return depth, self._first_kept(stage, start, stop, depth, free), 0
+
+    def _first_kept(self, stage: int, start: int, stop: int, depth: int, free: float) -> int:
+        """First section whose activations there is room for."""
+        if not self._may_keep or stage == self._last or depth == 1:
+            return stop
+        return self._spans.first_kept(start, stop, free / (depth - 1))
+
+    def _fit_moving(
+        self, stage: int, start: int, stop: int, depth: int, most_moved: int, free: float, each: float
+    ) -> tuple[int, int, int]:
+        """Where inputs may wait in host memory: activations are kept first, and inputs stay in what is left."""
+        moved = min(depth, most_moved)
+        moved = moved if moved > STASH_IN_TRANSIT else 0
+        free -= Size(depth, 0, moved).on_device * each
+        first_kept = self._first_kept(stage, start, stop, depth, free)
+        if moved:
+            first_kept = max(first_kept, start + 1)  # a stage without R has nothing that waits for it
+            free -= self._spans.held(start, first_kept, stop) * (depth - 1)
+            moved = max(0, moved - int(free // each))
+            moved = moved if moved > STASH_IN_TRANSIT else 0
+        return depth, first_kept, moved
+
+    def _most_moved(self, stage: int, start: int, stop: int, each: float) -> int:
+        """Inputs of a stage that host memory has room for."""
+        if stage == self._last:
+            return 0
+        limit = self._spans.host_limit_bytes
+        if limit is None:
+            return self._wanted[stage]
+        return int((limit - self.host_bytes(start, stop)) // each)
+
+    def detail(self, stage: int, start: int, stop: int, size: Size) -> StageBytes:
+        """Return the parts of the memory of stage ``stage`` with sections [start, stop)."""
+        profile, spans, span = self._profile, self._spans, range(start, stop)
+        twice_parameters, twice_optimizer = spans.counted_twice(start, stop)
+        parameters = int(profile.parameter_bytes.over(span)) - twice_parameters
+        optimizer = int(profile.optimizer_bytes.over(span)) - twice_optimizer - spans.lent(start, stop)
+        kept = int(profile.activation_bytes.over(range(stop - size.kept, stop)))
+        held = int(spans.held(start, stop - size.kept, stop))
+        return StageBytes(
+            parameters=parameters,
+            gradients=int(profile.gradient_bytes.over(span)),
+            optimizer=optimizer,
+            reserved=spans.reserved,
+            stash=(size.on_device + self.waiting[stage]) * spans.incoming[start]
+            + (size.on_device + SAMPLES_AHEAD) * int(profile.input_bytes.over(span)),
+            kept=kept + (size.depth - 1) * held,
+            live=int(spans.live(start, stop, self._recomputes[stage])) - kept,
+            messages=spans.messages(start, stop),
+            update=int(spans.update(start, stop, self._copies)),
+            host=self.host_bytes(start, stop) + size.moved * entry_bytes(profile, span),
+        )
+
+    def least_bytes(self, stage: int, start: int, stop: int) -> int:
+        """Peak at the least depth, keeping nothing."""
+        least = self._least[stage]
+        moves = self._stash_moves and stage < self._last and least > STASH_IN_TRANSIT
+        return self.detail(stage, start, stop, Size(least, 0, least if moves else 0)).total
+
+    def host_bytes(self, start: int, stop: int) -> int:
+        """Offloaded state of sections [start, stop), and the copy that a tentative step makes of it."""
+        return self._spans.host_bytes(start, stop, self._copies)
+
+
+def entry_bytes(profile: Profile, span: range) -> int:
+    """One input of a stage: what crosses into it, and the samples that it reads."""
+    incoming = profile.boundary_bytes[span.start - 1] if span.start else 0
+    return incoming + int(profile.input_bytes.over(span))
+
+
+def crossing_time_s(profile: Profile, span: range, *, moved: int, depth: int) -> float:
+    """Seconds per micro-batch of copying inputs to host memory and back, if ``moved`` of ``depth`` inputs move."""
+    return 2 * entry_bytes(profile, span) * moved / depth / profile.calibration.crossing_bytes_per_s

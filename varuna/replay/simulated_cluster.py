@@ -1,0 +1,310 @@
+"""Simulated workers around the real state machine, in virtual time.
+
+A generation's ranks move in step, so one clock serves all of them: it forms, runs steps of the planned length, and is
+stuck from the moment when a member of it is gone until the machine has noticed and said Hold.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from varuna.core.messages import Assign, Assignment, Finish, FromWorker, Held, Hello, Hold, RaiseFlag, Vote, Voted
+from varuna.core.model import JobFacts
+from varuna.core.vote import VoteLayout
+from varuna.fleet.machine.advance import advance
+from varuna.fleet.state.fleet import Fleet, FleetConfig, Idle, Running
+from varuna.fleet.state.inputs import (
+    AnswerReceived,
+    Event,
+    MessageReceived,
+    NoticeReceived,
+    Tick,
+    WorkerExited,
+    WorkerSpawned,
+)
+from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
+from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
+from varuna.fleet.state.run_events import RunEvent
+from varuna.replay.costs import MorphCosts, checkpoint_every_s
+from varuna.replay.job import state_bytes
+
+_QUICK_S, _SLOW_S = 0.5, 30.0  # between ticks: while something is under way, and else
+_VERSION = "replay"
+
+
+@dataclass(slots=True)
+class SimulatedWorker:
+    """What a simulated worker holds."""
+
+    name: str
+    alive: bool = True
+    next_step: int | None = None
+    sections: frozenset[int] = frozenset()
+    assignment: Assignment | None = None
+
+
+@dataclass(slots=True)
+class _Life:
+    """The newest generation, as its ranks see it."""
+
+    generation: int = -1
+    waiting: set[str] = field(default_factory=set)
+    over: bool = False
+    regroup: bool = False
+    save: bool = False
+    began_s: float = 0.0
+
+
+class SimulatedCluster:
+    """A job on a cluster whose nodes come and go; ``on_event`` sees the machine's story with its time."""
+
+    def __init__(
+        self,
+        job: JobFacts,
+        planner: Planner,
+        costs: MorphCosts,
+        *,
+        most_workers: int,
+        link_bytes_per_s: float,
+        on_event: Callable[[float, RunEvent], None],
+    ) -> None:
+        self._job, self._costs, self._on_event = job, costs, on_event
+        self._link_bytes_per_s = link_bytes_per_s
+        self._bytes = state_bytes(job)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._workers: dict[str, SimulatedWorker] = {}
+        self._nodes: dict[str, list[str]] = {}
+        self._numbers = itertools.count()
+        self._life = _Life()
+        self._checkpoint: Checkpoint | None = None
+        self._saved_s = 0.0
+        self._joined_s = float("-inf")
+        self.now_s = 0.0
+        self.training_s = 0.0
+        self.checkpoints_s: list[float] = []
+        self._planner = planner
+        config = FleetConfig(
+            workers=most_workers,
+            lease_s=float("inf"),
+            wait_s=float("inf"),
+            start_timeout_s=float("inf"),
+            max_start_failures=10**9,
+        )
+        self.fleet = Fleet.empty(config, 0.0)
+        self._schedule(0.0, self._tick)
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def run_until(self, end_s: float) -> None:
+        """Let everything happen that is due by then."""
+        while self._heap and self._heap[0][0] <= end_s:
+            self.now_s, _, act = heapq.heappop(self._heap)
+            act()
+        self.now_s = end_s
+
+    def _schedule(self, at_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._heap, (at_s, next(self._order), act))
+
+    def _tick(self) -> None:
+        """Quiet times need few ticks."""
+        self._feed(Tick())
+        self._schedule(self.now_s + (_QUICK_S if self._is_busy() else _SLOW_S), self._tick)
+
+    def _is_busy(self) -> bool:
+        """Whether a deadline of the machine may be near."""
+        fleet = self.fleet
+        if not isinstance(fleet.phase, Running | Idle) or (isinstance(fleet.phase, Running) and not fleet.formed):
+            return True
+        return bool(fleet.departing) or self.now_s < self._joined_s + 2
+
+    # -- the cloud -------------------------------------------------------------------------------------------
+
+    def add(self, node: str, gpus: int) -> None:
+        """A VM appears; its workers join once they are warm."""
+        names = [f"w{next(self._numbers)}" for _ in range(gpus)]
+        self._nodes[node] = names
+        for name in names:
+            self._workers[name] = SimulatedWorker(name)
+            self._feed(WorkerSpawned(name, node))
+            self._schedule(self.now_s + self._costs.warm_s, lambda name=name: self._join(name))  # type: ignore[misc]
+
+    def warn(self, node: str, deadline_s: float) -> None:
+        """The cloud says that it will take a VM back."""
+        self._feed(NoticeReceived(node, deadline_s))
+
+    def remove(self, node: str) -> None:
+        """A VM is gone; nobody is told."""
+        for name in self._nodes.pop(node):
+            if self._workers[name].alive:
+                self._workers[name].alive = False
+                self._schedule(self.now_s + self._costs.lease_s, lambda name=name: self._miss(name))  # type: ignore[misc]
+
+    def _miss(self, name: str) -> None:
+        """A lease after its last beat a worker is known to be gone; beats of all the others would say nothing new."""
+        if name in self.fleet.workers:
+            self._feed(WorkerExited(name, -9))
+            self._tick_once()
+
+    def _tick_once(self) -> None:
+        """Make the slow clock look: from now on it ticks quickly."""
+        self._heap = [entry for entry in self._heap if entry[2] != self._tick]
+        heapq.heapify(self._heap)
+        self._tick()
+
+    def _join(self, name: str) -> None:
+        if self._workers[name].alive:
+            self._joined_s = self.now_s
+            self._say(name, Hello(worker=name, pid=1, version=_VERSION, job=self._job))
+            self._tick_once()
+
+    # -- the machine -----------------------------------------------------------------------------------------
+
+    def _say(self, name: str, message: FromWorker) -> None:
+        self._feed(MessageReceived(name, message))
+
+    def _feed(self, event: Event) -> None:
+        self.fleet, instructions = advance(self.fleet, event, self.now_s)
+        for instruction in instructions:
+            self._obey(instruction)
+
+    def _obey(self, instruction: Instruction) -> None:
+        match instruction:
+            case Publish(event=event):
+                self._on_event(self.now_s, event)
+            case Kill(worker=name):
+                self._workers[name].alive = False
+            case Ask(question=question, number=number):
+                answer = (
+                    FoundCheckpoint(self._checkpoint)
+                    if isinstance(question, WhichCheckpoint)
+                    else plan_answer(
+                        self._planner, lambda plan: plan.step_s, question, instruction.job, instruction.running
+                    )
+                )
+                self._feed(AnswerReceived(question, number, answer))
+            case Send(worker=name, message=message) if self._workers[name].alive:
+                self._hear(self._workers[name], message)
+            case _:
+                pass  # nodes come by the trace alone
+
+    def _hear(self, worker: SimulatedWorker, message: object) -> None:
+        life = self._life
+        match message:
+            case Assign(assignment=assignment):
+                self._take(worker, assignment)
+            case Hold(generation=generation) if generation == life.generation:
+                life.over = True
+                self._schedule(self.now_s + self._costs.stop_s, lambda: self._report(worker, generation))
+            case RaiseFlag(generation=generation, flag="regroup") if generation == life.generation:
+                life.regroup = True
+            case RaiseFlag(generation=generation, flag="checkpoint") if generation == life.generation:
+                life.save = True
+            case Finish():
+                worker.alive = False
+                self._schedule(self.now_s, lambda: self._feed(WorkerExited(worker.name, 0)))
+            case _:
+                pass
+
+    def _report(self, worker: SimulatedWorker, generation: int) -> None:
+        if worker.alive and generation == self._life.generation:
+            sections = tuple(sorted(worker.sections))
+            self._say(worker.name, Held(generation=generation, next_step=worker.next_step, sections=sections))
+
+    # -- a generation ----------------------------------------------------------------------------------------
+
+    def _take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
+        """The last member that hears of its part lets the generation form."""
+        if assignment.generation != self._life.generation:
+            self._life = _Life(assignment.generation, set(assignment.members))
+        worker.assignment = assignment
+        self._life.waiting.discard(worker.name)
+        if not self._life.waiting:
+            generation = assignment.generation
+            copy_s = self._copy_s(assignment)
+            self._schedule(self.now_s + self._costs.form_s + copy_s, lambda: self._formed(generation, assignment))
+
+    def _copy_s(self, assignment: Assignment) -> float:
+        """Copies run in parallel: the busiest sender or receiver takes longest."""
+        if assignment.checkpoint is not None:
+            stages = range(assignment.plan.stages)
+            return max(self._stage_bytes(assignment, stage) for stage in stages) / self._costs.load_bytes_per_s
+        sent, received = dict[int, int](), dict[int, int]()
+        for move in assignment.transfers:
+            sent[move.source_rank] = sent.get(move.source_rank, 0) + self._bytes[move.section]
+            received[move.target_rank] = received.get(move.target_rank, 0) + self._bytes[move.section]
+        return max((*sent.values(), *received.values()), default=0) / self._link_bytes_per_s
+
+    def _stage_bytes(self, assignment: Assignment, stage: int) -> int:
+        return sum(self._bytes[section] for section in assignment.plan.sections_of(stage))
+
+    def _is_stuck(self, generation: int, assignment: Assignment, *, forming: bool) -> bool:
+        """Whether the generation was ended, or waits for someone who is gone."""
+        members = assignment.members if forming else assignment.members[: assignment.plan.workers]
+        return (
+            generation != self._life.generation
+            or self._life.over
+            or not all(self._workers[name].alive for name in members)
+        )
+
+    def _formed(self, generation: int, assignment: Assignment) -> None:
+        if self._is_stuck(generation, assignment, forming=True):
+            return
+        plan = assignment.plan
+        for rank, name in enumerate(assignment.members):
+            worker = self._workers[name]
+            in_grid = rank < plan.workers
+            worker.sections = frozenset(plan.sections_of(plan.place_of(rank).stage)) if in_grid else frozenset()
+            worker.next_step = assignment.next_step if in_grid else None
+        self._begin_step(generation, assignment, assignment.next_step, 0.0)
+
+    def _begin_step(self, generation: int, assignment: Assignment, step: int, pause_s: float) -> None:
+        self._life.began_s = self.now_s + pause_s
+        end_s = self.now_s + pause_s + assignment.plan.step_s
+        self._schedule(end_s, lambda: self._end_step(generation, assignment, step))
+
+    def _end_step(self, generation: int, assignment: Assignment, step: int) -> None:
+        """The vote is through: everybody applies, rank 0 reports, and the next step or the morph follows."""
+        if self._is_stuck(generation, assignment, forming=False):
+            return
+        plan = assignment.plan
+        self.training_s += plan.step_s
+        grid = assignment.members[: plan.workers]
+        for name in grid:
+            self._workers[name].next_step = step + 1
+        layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
+        vote = Vote(generation=generation, step=step, vector=(0.0,) * layout.size, wall_s=plan.step_s)
+        regroup = self._life.regroup
+        self._say(grid[0], Voted(vote=vote))
+        pause_s = self._maybe_save(assignment, step + 1)
+        if self._is_stuck(generation, assignment, forming=False):
+            return
+        if regroup:
+            self._life.over = True
+            for name in assignment.members:
+                self._report(self._workers[name], generation)
+        else:
+            self._begin_step(generation, assignment, step + 1, pause_s)
+
+    def _maybe_save(self, assignment: Assignment, step: int) -> float:
+        """Seconds that a checkpoint stops training, if one is due."""
+        plan = assignment.plan
+        share_bytes = max(self._stage_bytes(assignment, stage) for stage in range(plan.stages)) / plan.replicas
+        stall_s = share_bytes / self._costs.snapshot_bytes_per_s
+        # Half of all changes are losses.
+        every_s = checkpoint_every_s(stall_s, 2 * self.fleet.experience.gap_s(self.now_s))
+        is_due = self._costs.checkpoints and self.now_s + plan.step_s / 2 >= self._saved_s + every_s
+        if not (is_due or self._life.save):
+            return 0.0
+        self._life.save, self._saved_s = False, self.now_s
+        done_s = self.now_s + share_bytes / self._costs.upload_bytes_per_s
+        grid = assignment.members[: plan.workers]
+
+        def commit() -> None:
+            if all(self._workers[name].alive for name in grid):
+                self._checkpoint = Checkpoint(f"step-{step}", step, plan.micro_batch)
+                self.checkpoints_s.append(self.now_s)
+
+        self._schedule(done_s, commit)
+        return stall_s

@@ -1,0 +1,120 @@
+"""A store that asks again: outages of minutes delay a checkpoint, they do not lose it."""
+
+import random
+import secrets
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from varuna.core.errors import ObjectExists, ObjectMissing, StoreUnavailable
+from varuna.process.console import warn
+from varuna.store.base import Chunks, Entry, Store
+
+T = TypeVar("T")
+
+PATIENCE_S = 900.0
+"""How long one operation is tried. Longer than most outages, shorter than a night."""
+_FIRST_S, _LONGEST_S = 0.5, 30.0
+_TRIES_IN_SILENCE = 3
+
+
+class RetryingStore:
+    """Retries what ``StoreUnavailable`` ended, with growing pauses."""
+
+    def __init__(
+        self,
+        inner: Store,
+        *,
+        patience_s: float = PATIENCE_S,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = warn,
+    ) -> None:
+        self.inner, self._patience_s, self._clock, self._sleep, self._say = inner, patience_s, clock, sleep, say
+
+    @property
+    def url(self) -> str:
+        """The URL of the inner store."""
+        return self.inner.url
+
+    def get(self, name: str) -> bytes:
+        """Like ``get`` of the inner store, with retries."""
+        return self._retried(lambda: self.inner.get(name))
+
+    def put(self, name: str, data: bytes) -> None:
+        """Like ``put`` of the inner store, with retries."""
+        self._retried(lambda: self.inner.put(name, data))
+
+    def create(self, name: str, data: bytes) -> None:
+        """As the inner store; one that timed out may have succeeded, so what is there is read back and compared.
+
+        Two writers must not give equal ``data``: each puts its own id into it.
+        """
+        in_doubt = False
+
+        def attempt() -> None:
+            nonlocal in_doubt
+            try:
+                self.inner.create(name, data)
+            except StoreUnavailable:
+                in_doubt = True
+                raise
+            except ObjectExists:
+                if not in_doubt or self._found(name) != data:
+                    raise
+
+        self._retried(attempt)
+
+    def write(self, name: str, chunks: Chunks) -> None:
+        """Like ``write`` of the inner store; a retry starts from the first chunk again."""
+        self._retried(lambda: self.inner.write(name, chunks))
+
+    def read_into(self, name: str, start: int, view: memoryview) -> None:
+        """Like ``read_into`` of the inner store, with retries."""
+        self._retried(lambda: self.inner.read_into(name, start, view))
+
+    def folders(self) -> list[str]:
+        """Like ``folders`` of the inner store, with retries."""
+        return self._retried(self.inner.folders)
+
+    def entries(self, folder: str = "") -> list[Entry]:
+        """Like ``entries`` of the inner store, with retries."""
+        return self._retried(lambda: self.inner.entries(folder))
+
+    def remove(self, name: str) -> None:
+        """Like ``remove`` of the inner store, with retries."""
+        self._retried(lambda: self.inner.remove(name))
+
+    def remove_folder(self, folder: str) -> None:
+        """Like ``remove_folder`` of the inner store, with retries."""
+        self._retried(lambda: self.inner.remove_folder(folder))
+
+    def rename_folder(self, old: str, new: str) -> None:
+        """Like ``rename_folder`` of the inner store, with retries."""
+        self._retried(lambda: self.inner.rename_folder(old, new))
+
+    def _found(self, name: str) -> bytes | None:
+        try:
+            return self.inner.get(name)
+        except ObjectMissing:
+            return None
+
+    def _retried(self, attempt: Callable[[], T]) -> T:
+        begin_s, tries, pause_s = self._clock(), 0, _FIRST_S
+        while True:
+            tries += 1
+            try:
+                return attempt()
+            except StoreUnavailable as error:
+                waited_s = self._clock() - begin_s
+                if waited_s + pause_s > self._patience_s:
+                    raise StoreUnavailable(f"{error} (tried {tries} times in {waited_s:.0f} s)") from error
+                if tries == _TRIES_IN_SILENCE:
+                    self._say(f"{error}; trying for up to {self._patience_s:.0f} s")
+            self._sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_S)
+
+
+def writer_id() -> str:
+    """A name for who writes, which nobody else has."""
+    return secrets.token_hex(8)
