@@ -154,7 +154,7 @@ def test_a_parameter_is_deferred_only_where_all_its_uses_are() -> None:
     setup = in_one_section(Shared)
     module = retarget(setup.model.sections[0], setup.model.trainable, setup.model.shapes)
     assert module is not None
-    deferred = "".join(line for line in module.code.splitlines() if "_deferred_" in line)
+    deferred = "".join(line for line in module.code.splitlines() if "split_backward_" in line)
     assert "p_model_matrix" in deferred
     for name in ("layer_weight", "frozen", "other", "embed"):  # its bias is a norm's too; frozen; transposed twice
         assert name not in deferred
