@@ -174,7 +174,7 @@ def test_a_run_folder_has_one_manager_and_a_lost_journal_is_noticed(tmp_path: Pa
         first = cluster.manager
         second = cluster.verb_at("manager", "--run-dir", str(cluster.run_dir))
         assert second.code == 1
-        assert f"belongs to another manager, process {first.pid} on" in second.err
+        assert f"is used by another manager, process {first.pid} on" in second.err
         assert cluster.status()["state"] == "starting"  # the first one serves on, by the same token
         kill(first)
         cluster.start_manager()  # the lock died with it

@@ -84,7 +84,7 @@ def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_pa
         play.run.manager.post(DrainRequested(drained))
         play.trains(2)
         second = play.run.manager.fleet.record
-        assert second.cause == f"node {drained} leaves (drained)"
+        assert second.cause == f"node {drained} will leave (drained)"
         assert drained not in second.grid
     finally:
         play.finish()

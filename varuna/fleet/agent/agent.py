@@ -345,9 +345,8 @@ class Agent:
             self._home.write(card)  # first: after a restart no number may be used twice
         except OSError as error:
             slot.start_at_s = now_s + _FULL_S
-            self._tell(
-                f"cannot start a worker: {self._home.folder} is not writable ({error.strerror}). Free some space"
-            )
+            why = f"{self._home.folder} is not writable ({error.strerror})"
+            self._tell(f"cannot start a worker: {why}. Free some space")
             return
         self._card = card
         name = f"{self._card.identity.node}.{number}"
@@ -361,9 +360,8 @@ class Agent:
     def _end_alone(self) -> None:
         """End because all workers ended and the manager gave no instruction."""
         wards = self._roster.all()
-        codes = [
-            ward.exited.code for ward in wards if ward.exited is not None and not isinstance(ward.leaving, Leaving)
-        ]
+        ended = (ward for ward in wards if ward.exited is not None and not isinstance(ward.leaving, Leaving))
+        codes = [ward.exited.code for ward in ended if ward.exited is not None]
         worst = max((abs(code) for code in codes), default=0)
         text = next((w.exited.stderr_tail for w in reversed(wards) if w.exited is not None and w.exited.code), "")
         if worst and text:

@@ -28,7 +28,7 @@ def note_departure(turn: Transition, event: NoticeReceived | DrainRequested) -> 
     turn.update(departing={**turn.fleet.departing, event.node: departure})
     if isinstance(event, DrainRequested):
         turn.publish(Asked(what="drain", node=event.node))
-    turn.notice(f"node {event.node} leaves {when} ({departure.reason})")
+    turn.notice(f"node {event.node} will leave {when} ({departure.reason})")
 
 
 def leavers(fleet: Fleet) -> list[str]:
