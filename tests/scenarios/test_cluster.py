@@ -182,7 +182,7 @@ def test_a_run_folder_has_one_manager_and_a_lost_journal_is_noticed(tmp_path: Pa
         (cluster.run_dir / "run.db-wal").unlink()  # as in a copy of run.db alone
         (cluster.run_dir / "run.db").unlink()
         cluster.start_manager()
-        wait_for(lambda: "has the keys of a run, but an empty journal" in cluster.said())
+        wait_for(lambda: "has the keys of a run but an empty journal" in cluster.said())
         modes = {path.name: path.stat().st_mode & 0o077 for path in (cluster.run_dir, cluster.run_dir / "logs")}
         assert set(modes.values()) == {0}
     finally:

@@ -180,8 +180,8 @@ from tests.unit.fleet.support import make_plan
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.manager.local_run import LocalRun
 from varuna.fleet.state.fleet import FleetConfig
-ended = LocalRun(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
-    planner=make_plan, run_dir=Path({str(tmp_path)!r}), write=lambda line: None,
+ended = LocalRun(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"],
+    config=FleetConfig(workers=2), planner=make_plan, run_dir=Path({str(tmp_path)!r}), write=lambda line: None,
     on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
 raise SystemExit(ended.exit_code)
 """
