@@ -79,7 +79,7 @@ IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_scale_on_pap
 test: install azurite field-libraries
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/unit
 	$(BIN)/python -m pytest -q -n auto $(IN_PROCESS)
-	$(BIN)/python -m tests.field --sample 16 --fresh
+	$(BIN)/python -m tests.field --sample 16 --begun-within 100 --fresh
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scenarios $(IN_PROCESS:%=--ignore=%)
 
 check: install

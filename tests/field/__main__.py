@@ -18,6 +18,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sample", type=int, help="only so many jobs: the first of an order that is drawn once for all"
     )
+    parser.add_argument("--begun-within", type=float, default=float("inf"), help="begin no job after so many seconds")
     parser.add_argument("--breadth", action="store_true", help="one job of each family")
     parser.add_argument("--column", action="append", default=[], help="again, those with this verdict, such as crash")
     parser.add_argument("--results", type=Path, default=libraries.FOLDER / "results.jsonl")
@@ -55,7 +56,8 @@ def main() -> int:
         print("\n".join(job.name for job in jobs))
         return 0
     found = []
-    for verdict in sweep.sweep(jobs, arguments.results, commit=_commit(), loud=arguments.loud):
+    begun = sweep.begun_within(jobs, arguments.begun_within)
+    for verdict in sweep.sweep(begun, arguments.results, commit=_commit(), loud=arguments.loud):
         found.append(verdict)
         print(f"{len(found)}/{len(jobs)} {report.line(verdict)}", flush=True)
     print(report.summary(found))

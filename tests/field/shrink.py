@@ -66,6 +66,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
         r"max_(.*_)?position(_embedding)?s?$|^n_positions$|^n_ctx$|max_seq(uence)?_len|max_seq_length",
         _at_most(4 * LENGTH),
     ),
+    (r"^context_length$", _at_most(8 * LENGTH)),
     (
         r"sliding_window|attention_window|local_attention|attention_chunk_size|block_size|attn_chunk_length",
         _each(_at_most(LENGTH // 2)),

@@ -12,7 +12,7 @@ import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,16 @@ def done(results: Path) -> dict[str, dict[str, Any]]:
     return {line["job"]: line for line in lines}
 
 
-def sweep(jobs: tuple[Job, ...], results: Path, *, commit: str, loud: bool = False) -> Iterator[dict[str, Any]]:
+def begun_within(jobs: Iterable[Job], most_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Job]:
+    """The first of the jobs: none is begun after so many seconds, and the last may take longer."""
+    began_s = clock()
+    for job in jobs:
+        if clock() - began_s > most_s:
+            return
+        yield job
+
+
+def sweep(jobs: Iterable[Job], results: Path, *, commit: str, loud: bool = False) -> Iterator[dict[str, Any]]:
     """Judge jobs in order, each written to ``results`` as soon as it is known."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     nursery = Nursery()

@@ -1,10 +1,10 @@
-"""What a refusal asks for is done, one thing after another, and no thing twice."""
+"""How a sweep goes: what a refusal asks for is done, one thing after another, and none twice."""
 
 from typing import Any
 
 from tests.field.jobs import Attempt, Job
 from tests.field.samples import Shapes
-from tests.field.sweep import CUT_POINTS, MICRO_BATCH, _as_told
+from tests.field.sweep import CUT_POINTS, MICRO_BATCH, _as_told, begun_within
 
 
 def refused(message: str) -> dict[str, Any]:
@@ -24,6 +24,12 @@ def test_refusals_are_followed_until_they_say_nothing_new() -> None:
     attempt = _as_told(attempt, asked)
     assert attempt.per_micro_batch
     assert _as_told(attempt, asked) == attempt
+
+
+def test_no_job_is_begun_after_its_time() -> None:
+    now_s = iter((0.0, 0.0, 90.0, 110.0))
+    jobs = [Job("library", "family", name, "class") for name in "abcd"]
+    assert [job.model for job in begun_within(jobs, 100.0, lambda: next(now_s))] == ["a", "b"]
 
 
 def test_a_label_shorter_than_the_text_has_no_end_token() -> None:

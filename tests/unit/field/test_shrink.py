@@ -23,6 +23,7 @@ from tests.field.shrink import DEPTH, HEADS, WIDTH, changed, shrunk
         ("layer_norm_eps", 1e-5, 1e-5),
         ("hidden_act", "gelu", "gelu"),
         ("use_cache", True, True),
+        ("context_length", 16384, 128),
     ],
 )
 def test_fields_shrink_by_their_role(name: str, value: Any, tiny: Any) -> None:
