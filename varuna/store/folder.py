@@ -78,7 +78,8 @@ class FolderStore:
         """Folders at the top."""
         with _reading(self._root):
             try:
-                return sorted(entry.name for entry in os.scandir(self._root) if entry.is_dir())
+                with os.scandir(self._root) as entries:
+                    return sorted(entry.name for entry in entries if entry.is_dir())
             except FileNotFoundError:
                 return []
 
@@ -150,9 +151,12 @@ def _sweep(written: Path) -> None:
     """Remove what writers left behind that were killed long before ``written`` was, by the file server's own clock."""
     with contextlib.suppress(OSError):
         now_s = written.stat().st_mtime
-        for entry in os.scandir(written.parent):
-            if entry.name.endswith(_PARTIAL) and entry.stat().st_mtime < now_s - _LEFT_BEHIND_S:
-                Path(entry.path).unlink(missing_ok=True)
+        with os.scandir(written.parent) as entries:
+            for entry in entries:
+                if entry.name.endswith(_PARTIAL):
+                    with contextlib.suppress(FileNotFoundError):  # its writer has just finished with it
+                        if entry.stat().st_mtime < now_s - _LEFT_BEHIND_S:
+                            Path(entry.path).unlink()
 
 
 def _write_all(descriptor: int, view: memoryview) -> None:
