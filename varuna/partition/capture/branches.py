@@ -5,7 +5,6 @@ import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,10 +12,11 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from varuna.partition.watching.own_code import TORCH
+
 _evaluate = ShapeEnv.evaluate_expr
 _len = builtins.len
 _attempts = itertools.count(1)
-_TORCH = str(Path(torch.__file__).parent)
 
 
 @contextmanager
@@ -68,7 +68,7 @@ def hashed_sizes() -> Iterator[None]:
     original, attempt = torch.SymInt.__hash__, next(_attempts)
 
     def hashed(size: torch.SymInt) -> int:
-        is_torchs = sys._getframe(1).f_code.co_filename.startswith(_TORCH)
+        is_torchs = sys._getframe(1).f_code.co_filename.startswith(TORCH)
         return original(size) if is_torchs else hash((attempt, str(size.node.expr)))
 
     torch.SymInt.__hash__ = hashed  # type: ignore[method-assign,assignment]

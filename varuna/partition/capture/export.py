@@ -1,9 +1,9 @@
 """torch.export, helped over what it cannot follow by itself.
 
 Models ask whether they are being compiled, and then take other paths. Export tries that path first, since it avoids
-branches on data; then the path of plain eager. In both it knows what follows from the code alone (``values.py``). Then
+branches on data; then the path of plain eager. In both it knows what follows from the code alone (``real_values``). Then
 it tries both with the first samples at hand, and goes as they do where ``forward`` branches on them; last with first
-parameters, too. Such branches are kept, and every batch must go the same way (``conditions.py``, ``truths.py``).
+parameters, too. Such branches are kept, and every batch must go the same way (``guards``).
 Where no way leads to a graph, submodules that stand in the way become operations that run them as written (``opaque``).
 """
 
@@ -12,7 +12,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +32,7 @@ from varuna.partition.opaque.ctc_loss import Alignments
 from varuna.partition.opaque.eager_modules import Pieces, check_followed
 from varuna.partition.watching.explaining import ForwardFindings, NotExportedError
 from varuna.partition.watching.noticing import Noticing
+from varuna.partition.watching.own_code import OWN
 
 _trace: Any = _torch_trace
 
@@ -202,11 +202,10 @@ def _silent() -> Iterator[None]:
 def _lines_of_functions() -> Iterator[None]:
     """Operations remember the lines of all of the user's functions, such as ``loss=``; export keeps forward() only."""
     original = TracerBase._filter_traceback_frames
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
 
     def frames(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
         begin = next((i for i, frame in enumerate(stack) if frame.name == "forward"), len(stack))
-        kept = [each for each in stack[begin:] if each.name == "forward" or not each.filename.startswith(skipped)]
+        kept = [each for each in stack[begin:] if each.name == "forward" or not each.filename.startswith(OWN)]
         return traceback.StackSummary.from_list(kept)
 
     TracerBase._filter_traceback_frames = frames  # type: ignore[method-assign,assignment]

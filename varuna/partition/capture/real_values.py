@@ -3,7 +3,7 @@
 Export runs ``forward`` on tensors without data. Here each operation whose arguments are known is run for real as well.
 What follows from the code alone (masks of ``ones``, positions of ``arange``, tables) is then known for certain, and a
 branch on it is no branch on data. What follows from the first samples, or from first parameters, is known for those
-only: export goes on as they do and notes what it took for granted (``conditions.py``, ``truths.py``).
+only: export goes on as they do and notes what it took for granted (``guards``).
 """
 
 import re

@@ -1,10 +1,8 @@
 """What a loss is made of, read from the graph: sums over the batch, and what divides each of them."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import shorten
 
-import torch
 from torch.fx import Node
 
 from varuna.partition.graph.captured import Capture
@@ -14,6 +12,7 @@ from varuna.partition.loss.mixing import Rule, Tracking
 from varuna.partition.loss.mixing_indexing import INDEXING
 from varuna.partition.loss.mixing_shapes import SHAPES
 from varuna.partition.loss.mixing_sums import SUMS
+from varuna.partition.watching.own_code import OWN
 
 _SHOWN = 80
 """Characters of a line of code, for people."""
@@ -89,11 +88,10 @@ def mixing_at(node: Node, what: str, *, certain: bool = True) -> Mixing:
 def place_of(node: Node) -> str | None:
     """``file:line`` of the user's code that the node comes from, with that line."""
     lines = str(node.meta.get("stack_trace") or "").splitlines()
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
     found = None
     for line, code in zip(lines, [*lines[1:], ""], strict=False):
         parts = line.strip().split('"')
-        if line.strip().startswith("File ") and len(parts) > 2 and not parts[1].startswith(skipped):
+        if line.strip().startswith("File ") and len(parts) > 2 and not parts[1].startswith(OWN):
             number = parts[2].removeprefix(", line ").split(",")[0]
             found = f"{parts[1]}:{number} ({shorten(code.strip(), _SHOWN, placeholder=' ...')})"
     return found

@@ -5,12 +5,10 @@ becomes an operation. All else stays a graph.
 """
 
 import hashlib
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +23,7 @@ from varuna.partition.opaque import calls
 from varuna.partition.opaque.calls import Call, Given, GrowingSize, WritesError
 from varuna.partition.opaque.learning import SIZES, Arguments, engine_of_torch, plainly, with_learned
 from varuna.partition.opaque.template import UnfitError, same_attributes, state_of, template_of
+from varuna.partition.watching.explaining import user_frame, user_line
 
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _proxies: Any = _torch_proxies
@@ -333,14 +332,11 @@ def _spoilt_module(program: torch.export.ExportedProgram) -> str | None:
 
 def _told(error: BaseException) -> str:
     why = error.why if isinstance(error, NotFollowedError) else "capture cannot follow it"
-    return f"{why}{_place_of(traceback.extract_tb(error.__traceback__))}"
+    return f"{why}{_at(user_frame(error))}"
 
 
-def _place_of(frames: Sequence[traceback.FrameSummary]) -> str:
-    """The deepest line outside torch and Varuna."""
-    skipped = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")
-    own = [frame for frame in frames if not frame.filename.startswith(skipped)]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+def _at(line: str | None) -> str:
+    return "" if line is None else f" at {line}"
 
 
 @contextmanager
@@ -348,7 +344,7 @@ def _own_gradients() -> Iterator[None]:
     """A gradient that forward() computes would become a constant of the graph."""
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise NotFollowedError("forward() computes gradients itself", _place_of(traceback.extract_stack()))
+        raise NotFollowedError("forward() computes gradients itself", _at(user_line()))
 
     _autograd._engine_run_backward = refuse  # ``torch.autograd.grad`` has many names, this only one
     try:

@@ -5,7 +5,6 @@ import re
 import sys
 import traceback
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 
 import torch
@@ -16,8 +15,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from varuna.core.units import format_bytes
+from varuna.partition.watching.own_code import OWN
 
-_SKIPPED = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), contextlib.__file__)
+_SKIPPED = (*OWN, contextlib.__file__, "<")
 
 _WAYS_OUT = (
     "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off "
@@ -180,4 +180,4 @@ def line_of(node: Node) -> str | None:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((*_SKIPPED, "<"))
+    return not file.startswith(_SKIPPED)

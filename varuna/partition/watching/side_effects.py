@@ -9,16 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as _module
 from torch.utils import checkpoint as _checkpoint
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+from varuna.partition.watching.own_code import OWN
+
 _PYTHON = {
     name: each for name, each in vars(random).items() if getattr(each, "__self__", None) is getattr(random, "_inst", 0)
 }
@@ -100,7 +99,7 @@ def user_place() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((*_OWN, "<")) and not name.endswith(("/contextlib.py", "/functools.py", "/random.py")):
+        if not name.startswith((*OWN, "<")) and not name.endswith(("/contextlib.py", "/functools.py", "/random.py")):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return None

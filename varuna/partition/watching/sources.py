@@ -13,10 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-_OWN = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+from varuna.partition.watching.own_code import OWN
+
 _OF_FILES = ("varuna", "torch")
 """Their files are not read: their versions tell."""
 
@@ -32,7 +32,7 @@ def source_digest(model: nn.Module, *functions: object) -> str:
     files = {file for each in model.modules() for kind in type(each).__mro__ if (file := _file_of_class(kind))}
     files.update(file for function in functions for file in _files_of(function))
     for file in sorted(files):
-        if not file.startswith(_OWN):
+        if not file.startswith(OWN):
             digest.update(_content(file))
     return digest.hexdigest()
 

@@ -6,16 +6,14 @@ import linecache
 import sys
 import sysconfig
 from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-import torch
+from varuna.partition.watching.own_code import TORCH, VARUNA
 
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_VARUNA = str(Path(__file__).parents[2]) + "/"
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
-_SHARED = str(Path(__file__).parents[2] / "engine" / "stage" / "cross_stage.py")
+_SHARED = VARUNA + "engine/stage/cross_stage.py"
+_TRACING = VARUNA + "checks/dependencies/tags.py"
 
 
 class UserLine(NamedTuple):
@@ -48,10 +46,10 @@ def user_place(otherwise: UserLine) -> UserLine:
     direct = True
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_VARUNA) and file != _SHARED:
-            if not _is_tracing(file):
+        if file.startswith(VARUNA) and file != _SHARED:
+            if file != _TRACING:
                 break
-        elif file.startswith(_TORCH):
+        elif file.startswith(TORCH):
             direct &= file in _THIN
         elif not file.startswith("<") and file != _SHARED and not _is_stdlib(file):
             return UserLine(file, frame.f_lineno, direct)
@@ -60,7 +58,7 @@ def user_place(otherwise: UserLine) -> UserLine:
 
 
 _THIN = frozenset(
-    _TORCH + name
+    TORCH + name
     for name in (
         "_tensor.py",
         "functional.py",
@@ -75,11 +73,6 @@ _THIN = frozenset(
 
 def _is_stdlib(file: str) -> bool:
     return file.startswith(_STDLIB) and "site-packages" not in file
-
-
-@cache
-def _is_tracing(file: str) -> bool:
-    return Path(file).name in ("blame.py", "tags.py")
 
 
 @cache
