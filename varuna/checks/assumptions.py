@@ -1,7 +1,7 @@
 """What a capture relied on, looked at before a run begins."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -45,15 +45,16 @@ def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial,
             check_conditions(graph.conditions, batch.tensors, batch.indices, initial.buffers)
     if model.visits_all:
         _check_loops(recipe, initial, source, count)
-    with computing(initial, recipe.dtype) as cast:
-        _check_truths(model, cast, source, count)
-
-
-def _check_truths(model: PartitionedModel, initial: Initial, source: SampleSource, count: int) -> None:
-    """Run the sections one after another, and see whether branches on activations go as they were captured."""
     places = dict.fromkeys(place for graph in model.graphs for section in graph.sections for place in section.truths)
-    if not places:
-        return
+    if places:
+        with computing(initial, recipe.dtype) as cast:
+            _check_truths(model, cast, source, count, places)
+
+
+def _check_truths(
+    model: PartitionedModel, initial: Initial, source: SampleSource, count: int, places: Iterable[str]
+) -> None:
+    """Run the sections one after another, and see whether branches on activations go as they were captured."""
     say(
         f"forward() branches on computed values ({', '.join(places)}): captured with the branches of the first "
         "samples; a step that takes another branch is refused"

@@ -170,11 +170,16 @@ def variant_of(model: PartitionedModel, batch: Mapping[str, Tensor], indices: Se
         indices: of the samples in the dataset, for the message.
 
     Raises:
-        DataError: its length was not declared.
+        DataError: its length was not declared, or nothing tells it.
     """
     if not model.variants:
         return 0
-    key = next(key for key in model.length_keys if key in batch)
+    key = next((key for key in model.length_keys if key in batch), None)
+    if key is None:
+        raise DataError(
+            f"the batch of dataset indices {list(indices)} must have one of {', '.join(map(repr, model.length_keys))}, "
+            f"whose length says which of lengths= it is, but has only {', '.join(map(repr, batch)) or 'nothing'}."
+        )
     lengths = [variant.inputs[key].shape[0] for variant in model.variants]
     found = batch[key].shape[_DIMENSION] if batch[key].dim() > _DIMENSION else None
     if found not in lengths:

@@ -127,8 +127,7 @@ class Inbox:
 
         Raises:
             LinkError: the wait cannot be right any more (``engine.base.wait_bounds``); names what is ``awaited``, and
-            from
-                whom.
+                from whom.
         """
         with self._changed:
             self.check()

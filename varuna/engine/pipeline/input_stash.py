@@ -57,7 +57,7 @@ class InputStash:
             self._ferry.settle()
 
     def put(self, micro_batch: int, waiting: StashedInput) -> None:
-        """Behind an F: keep its input until ``take``."""
+        """After an F: keep its input until ``take``."""
         if self._ferry is None or self._places is None or len(self._here) < self._places:
             self._here[micro_batch] = waiting
             return

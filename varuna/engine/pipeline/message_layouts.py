@@ -1,7 +1,7 @@
 """Layouts of the messages that a stage takes and gives, by step and global micro-batch."""
 
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from varuna.core.plan import Plan
 from varuna.engine.links.message import Layout
@@ -22,6 +22,8 @@ class Layouts:
     """which of them a micro-batch is for"""
     apart: Collection[int]
     """sections into which values travel apart from their header"""
+    _made: dict[tuple[int, int, int, bool], Layout] = field(default_factory=dict, repr=False, compare=False)
+    """by section, graph, examples, and whether they are of gradients: a step needs few, each many times"""
 
     def activation_in(self, step: int, micro_batch: int) -> Layout:
         """Layout of what the previous stage sends."""
@@ -33,15 +35,20 @@ class Layouts:
 
     def gradient_in(self, step: int, micro_batch: int) -> Layout:
         """Layout of what the next stage sends back."""
-        return _differentiable(self.activation_out(step, micro_batch))
+        return self._into(self.sections.stop, step, micro_batch, gradients=True)
 
     def gradient_out(self, step: int, micro_batch: int) -> Layout:
         """Layout of what is sent back to the previous stage."""
-        return _differentiable(self.activation_in(step, micro_batch))
+        return self._into(self.sections.start, step, micro_batch, gradients=True)
 
-    def _into(self, section: int, step: int, micro_batch: int) -> Layout:
-        crossings = self.graphs[self.variants.of(step, micro_batch)].split.crossings[section]
-        return Layout(crossings, len(self.plan.samples_of(micro_batch)), digests=True, apart=section in self.apart)
+    def _into(self, section: int, step: int, micro_batch: int, *, gradients: bool = False) -> Layout:
+        variant, examples = self.variants.of(step, micro_batch), len(self.plan.samples_of(micro_batch))
+        key = (section, variant, examples, gradients)
+        if key not in self._made:
+            crossings = self.graphs[variant].split.crossings[section]
+            whole = Layout(crossings, examples, digests=True, apart=section in self.apart)
+            self._made[key] = _differentiable(whole) if gradients else whole
+        return self._made[key]
 
 
 def _differentiable(layout: Layout) -> Layout:

@@ -99,8 +99,8 @@ class WholeBatch:
         Raises:
             GenerationEnded: the manager ended the generation.
         """
-        if self._model.whole is None:
-            return
+        if self._model.whole is None or (self._numbers and not self._counts_samples):
+            return  # sizes alone are counted: the numbers of the first step are those of all
         if self.counts:
             self._inbox.wait(lambda: self._is_counted(step), lambda: Awaited(f"the samples of step {step}, to count"))
         with self._lock:

@@ -86,7 +86,9 @@ class SectionRunner:
         self._seed = seed
         self._compiled = compiled
         self._plain: GraphModule | None = None
-        self._runs: dict[int, Run] = {}  # compiled, by examples: all else that decides on kernels is fixed here
+        # by examples: all else that decides on kernels is fixed here
+        self._runs: dict[int, Run] = {}  # compiled
+        self._halves: dict[int, Run | None] = {}
 
     def forward(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int
@@ -109,8 +111,9 @@ class SectionRunner:
         seeded = partial(self._seeded, step, micro_batch)
         run, pending = self._run(arguments, examples, seeded), None
         if split and self._halved is not None:
-            halved = self._halved(self.section, arguments, seeded)
-            if halved is not None:
+            if examples.size not in self._halves:
+                self._halves[examples.size] = self._halved(self.section, arguments, seeded)
+            if (halved := self._halves[examples.size]) is not None:
                 pending = PendingWeights()
                 run, arguments = halved, [pending, *arguments]
         with torch.enable_grad(), seeded():

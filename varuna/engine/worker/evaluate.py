@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.core.errors import DataError
 from varuna.core.plan import Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource, verify_digests
@@ -154,7 +153,7 @@ class _Pipeline:
         if isinstance(batch, MicroBatch):
             try:
                 self._variants.note(number, micro_batch, batch)
-            except DataError as error:
+            except Exception as error:  # noqa: BLE001 - for the thread that needs it; a silent loader would hang it
                 found = error
         self._inbox.put(self._key("samples", micro_batch), found)
 
@@ -182,7 +181,7 @@ class _Pipeline:
         def deliver(number: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
             try:
                 self._whole.note(number, micro_batch, batch)
-            except DataError as error:  # its forward says so too
+            except Exception as error:  # noqa: BLE001 - its forward says so too; a silent loader would hang the count
                 self._whole.note(number, micro_batch, error)
             loader.taken()
 

@@ -4,6 +4,7 @@ import sys
 import sysconfig
 import threading
 import traceback
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -24,8 +25,13 @@ class Whereabouts(NamedTuple):
     place: str
     """``file:line`` of the user's code that runs; empty if none does"""
     is_debugged: bool
-    stack: str
-    """for people"""
+    frame: FrameType | None
+    """the innermost one"""
+
+    @property
+    def stack(self) -> str:
+        """For people. Every heartbeat asks where a thread is, and reads no source files for that."""
+        return "" if self.frame is None else "".join(traceback.format_stack(self.frame))
 
 
 def whereabouts(thread: int, *, reads: bool) -> Whereabouts:
@@ -38,7 +44,7 @@ def whereabouts(thread: int, *, reads: bool) -> Whereabouts:
     threads = [each.ident or 0 for each in threading.enumerate() if reads and each.name.startswith(_READS)]
     frames = sys._current_frames()
     found = [_of(frames[ident]) for ident in (*threads, thread) if ident in frames]
-    return next((each for each in found if each.place), found[-1] if found else Whereabouts("", False, ""))
+    return next((each for each in found if each.place), found[-1] if found else Whereabouts("", False, None))
 
 
 def _of(innermost: FrameType) -> Whereabouts:
@@ -46,10 +52,18 @@ def _of(innermost: FrameType) -> Whereabouts:
     is_debugged, frame = False, innermost
     while frame is not None:
         file = frame.f_code.co_filename
-        is_debugged |= any(part in Path(file).parts for part in _DEBUGGERS)
+        is_debugged |= _debugs(file)
         is_open &= not file.startswith(_OWN)  # what called the engine does not run
-        is_ours = file.startswith(_SKIPPED) and _SITE not in file.removeprefix(_SKIPPED[0])
-        if not place and is_open and not is_ours:
+        if not place and is_open and not _is_skipped(file):
             place = f"{file}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return Whereabouts(place, is_debugged, "".join(traceback.format_stack(innermost)))
+    return Whereabouts(place, is_debugged, innermost)
+
+
+@cache
+def _debugs(file: str) -> bool:
+    return not set(_DEBUGGERS).isdisjoint(Path(file).parts)
+
+
+def _is_skipped(file: str) -> bool:
+    return file.startswith(_SKIPPED) and _SITE not in file.removeprefix(_SKIPPED[0])

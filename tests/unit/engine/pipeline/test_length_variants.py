@@ -144,6 +144,8 @@ def test_a_length_that_was_not_declared_is_refused_with_the_numbers() -> None:
     job = setup()
     with pytest.raises(DataError, match=r"'input_ids' has length 7 .* \[3, 4\].*lengths=\[6, 12, 16\]"):
         variant_of(job.model, {"input_ids": torch.zeros(2, 7), "labels": torch.zeros(2, 7)}, (3, 4))
+    with pytest.raises(DataError, match=r"\[3, 4\] must have one of 'input_ids', 'labels'.* has only 'tokens'\."):
+        variant_of(job.model, {"tokens": torch.zeros(2, 7)}, (3, 4))
 
 
 class Changing(Positions):

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
 from tests.unit.engine.worker.test_evaluate import eager_loss, train
 from tests.unit.engine.worker.test_resuming import train as resumed
-from varuna.core.errors import ModelError
+from varuna.core.errors import DataError, ModelError
 from varuna.core.precision import Precision
 from varuna.engine.graphs.compiled import Compiler
 from varuna.trainer import Trainer
@@ -227,6 +227,18 @@ def test_an_evaluation_counts_all_its_examples() -> None:
     expected = eager_loss(setup, Sentences(), 50)
     assert abs(found[-1].loss - expected) < 2e-6 * abs(expected)
     assert found[-1].weight == 50
+
+
+class Uneven(Sentences):
+    """Masks that do not fit the ids: nothing can be counted."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {**super().__getitem__(index), "mask": torch.ones(9)}
+
+
+def test_examples_that_cannot_be_counted_end_an_evaluation_instead_of_a_thread() -> None:
+    with pytest.raises(DataError, match="'mask'"):
+        train(Setup(build=HandMaskedClamped, dataset=Sentences(), micro_batch=3, clip=None), 1, 1, Uneven(), 9)
 
 
 @pytest.mark.parametrize(("precision", "near"), [("bf16", 2e-2), ("fp16", 3e-3)])
