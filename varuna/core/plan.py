@@ -98,6 +98,11 @@ class Plan(Value):
         """``"2x3"``: P x D."""
         return f"{self.stages}x{self.replicas}"
 
+    def same_work(self, other: "Plan") -> bool:
+        """Whether two plans differ in their predictions at most."""
+        unpredicted = {"step_s": 0.0, "memory_bytes": (), "host_bytes": ()}
+        return self.model_copy(update=unpredicted) == other.model_copy(update=unpredicted)
+
     def rank_of(self, replica: int, stage: int) -> int:
         """Rank = replica * P + stage: a pipeline's stages are neighbours (paper §"Varuna manager")."""
         return replica * self.stages + stage

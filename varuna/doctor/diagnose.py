@@ -13,8 +13,6 @@ FEW_SHARE = 0.02
 """Of a disk: below either of both bounds it is nearly full."""
 CLOCK_SKEW_S = 5.0
 """More than that and expiry dates and logs of two machines tell different stories."""
-OVERDUE = 3.0
-"""A checkpoint this many times older than the interval between two of them is overdue."""
 
 
 class Severity(Enum):

@@ -73,7 +73,7 @@ def own(
     """
     path, deadline_s = folder / _FILE, clock() + _GOODBYE_S
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
-    while not locked(file):
+    while not locked(file.fileno()):
         if clock() >= deadline_s:
             found = _read(file)
             file.close()
@@ -91,10 +91,10 @@ def own(
     )
 
 
-def locked(file: IO[bytes]) -> bool:
+def locked(descriptor: int) -> bool:
     """Lock an open file for as long as it stays open; False if somebody else has. True where there are no locks."""
     try:
-        fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         return error.errno not in _TAKEN
     return True

@@ -1,13 +1,14 @@
 """One worker at a time on a host, for what needs the memory of a whole model."""
 
-import fcntl
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from varuna.process.console import say
+from varuna.process.file_lock import locked
 
 TURN_BOUND_S = 600.0
 """A worker that waits longer goes ahead: the one before may be frozen, and memory may suffice after all."""
@@ -24,11 +25,7 @@ def turn(key: str, bound_s: float = TURN_BOUND_S) -> Iterator[None]:
     try:
         descriptor = _taken(path, time.monotonic() + bound_s)
         if descriptor is None:
-            print(
-                f"varuna: another worker has been building the model for {bound_s:.0f} s; continuing at the same time",
-                file=sys.stderr,
-                flush=True,
-            )
+            say(f"another worker has been building the model for {bound_s:.0f} s; continuing at the same time")
     except OSError:  # the temporary folder cannot be written: nobody waits
         descriptor = None
     try:
@@ -43,20 +40,12 @@ def _taken(path: Path, deadline_s: float) -> int | None:
     """The file at ``path``, locked; None if somebody else holds it for too long."""
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if _locked(descriptor) and _is_at(path, descriptor):
+        if locked(descriptor) and _is_at(path, descriptor):
             return descriptor
         os.close(descriptor)
         if time.monotonic() > deadline_s:
             return None
         time.sleep(_POLL_S)
-
-
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _is_at(path: Path, descriptor: int) -> bool:

@@ -53,7 +53,7 @@ _FIRST_WELCOME_S = 600.0  # a machine may boot before its manager does
 _LEAVE_S = 8.0  # for workers that were sent home; less than a manager waits for its agents
 _FLUSH_S = 5.0
 _LOGS_KEPT = 64
-_FULL_S = 30.0  # until a disk that took nothing is tried again
+_FULL_S = 30.0  # until a machine that had no room for a worker is asked again
 _ALONE_S = 60.0  # with no worker and no manager
 _STUCK_S = 1800.0  # with neither a manager nor a step: a machine that costs money and does nothing
 
@@ -341,21 +341,29 @@ class Agent:
     def _start(self, slot: Slot, now_s: float) -> None:
         number = self._card.next_worker
         card = self._card.model_copy(update={"next_worker": number + 1})
+        name = f"{card.identity.node}.{number}"
+        more = {**self._local, "VARUNA_INTERFACE": self._interface, "LOCAL_RANK": str(slot.index)}
         try:
             self._home.write(card)  # first: after a restart no number may be used twice
         except OSError as error:
-            slot.start_at_s = now_s + _FULL_S
             why = f"{self._home.folder} is not writable ({error.strerror})"
-            self._tell(f"cannot start a worker: {why}. Free some space")
+            self._put_off(slot, now_s, f"{why}. Free some space")
             return
         self._card = card
-        name = f"{self._card.identity.node}.{number}"
+        try:
+            self._launcher.spawn(name, more)
+        except OSError as error:
+            why = f"{error}. Is this machine short of memory, processes or disk space? Look at `ulimit -a` and `df`"
+            self._put_off(slot, now_s, why)
+            return
         self._roster.add(name)
         self._slots.started(slot, name, now_s)
-        more = {**self._local, "VARUNA_INTERFACE": self._interface, "LOCAL_RANK": str(slot.index)}
         self._uplink.send(Started(worker=name))
-        self._launcher.spawn(name, more)
         self._home.prune(self._card, _LOGS_KEPT + len(self._slots))
+
+    def _put_off(self, slot: Slot, now_s: float, why: str) -> None:
+        slot.start_at_s = now_s + _FULL_S
+        self._tell(f"cannot start a worker: {why}")
 
     def _end_alone(self) -> None:
         """End because all workers ended and the manager gave no instruction."""

@@ -39,7 +39,8 @@ class _Origin:
 def form(turn: Transition, phase: Idle) -> None:
     """Start the next generation as soon as its workers, state and plan are there."""
     if not _joined(turn.fleet):
-        _wait(turn, phase, "there are no workers", 1)
+        is_coming = turn.fleet.is_starting or (turn.fleet.more_to_come and not turn.fleet.config.elastic)
+        _wait(turn, phase, "no worker is ready yet" if is_coming else "there are no workers", 1)
     elif turn.fleet.history or not _gathering(turn, phase):
         try:
             _try_form(turn, phase, turn.fleet.joined)

@@ -137,7 +137,7 @@ def _answer_request(turn: Transition) -> None:
     if plan is None:
         turn.publish(Answered(what="morph"))
         turn.notice("a morph was requested, but no plan fits the current workers", warning=True)
-    elif _same_work(plan, fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
+    elif plan.same_work(fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
         turn.publish(Answered(what="morph"))
         turn.notice(f"a morph was requested, but {plan.shape} is the best plan for {len(fleet.available)} workers")
     else:
@@ -175,7 +175,7 @@ def _consider_newcomers(turn: Transition, phase: Running) -> None:
     plan = plan_to_come(turn, known, len(fleet.available))
     weighing = weigh(
         running,
-        running if _same_work(plan, running) else plan,  # an older prediction of the same work is no gain
+        running if plan.same_work(running) else plan,  # an older prediction of the same work is no gain
         computing_s=fleet.step_wall_s * _steps_before_change(turn),
         stall_s=fleet.experience.stall_s(fleet.job, plan),
         exposed_s=_exposed_s(turn),
@@ -228,12 +228,6 @@ def look_ahead(turn: Transition, workers: int) -> Planned | Unplannable:
 
 def _plan(answer: Planned | Unplannable) -> Plan | None:
     return answer.plan if isinstance(answer, Planned) else None
-
-
-def _same_work(a: Plan, b: Plan) -> bool:
-    """Whether two plans differ in their predictions at most."""
-    unpredicted = {"step_s": 0.0, "memory_bytes": ()}
-    return a.model_copy(update=unpredicted) == b.model_copy(update=unpredicted)
 
 
 def _steps_left(fleet: Fleet) -> int:

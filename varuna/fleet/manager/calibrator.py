@@ -30,6 +30,17 @@ LEAST_STEPS = 5
 _WORTH_A_MORPH = 0.10
 """Share of the step time: predictions are not better than some percent."""
 
+_TOLD_APART = {
+    "micro_batch": "m = {}",
+    "starts": "stages from sections {}",
+    "kept": "activations kept of {} sections",
+    "stash_limits": "{} micro-batches in flight",
+    "stash_on_device": "{} of them on the device",
+    "split_last": "{} split backwards",
+    "policy": "policy {}",
+}
+"""What tells plans of one shape apart, in the order in which people would look for it."""
+
 Told = GenerationTimed | Notice | MorphRequested
 """What follows from what ranks told: lines for the journal, and events for the state machine."""
 
@@ -151,6 +162,8 @@ class Calibrator:
             best = self.plan(known, len(fleet.available), fleet.micro_batch)
         except NoPlanError:
             return []
+        if best.same_work(plan):
+            return []  # a newer prediction of the same work is no gain
         weighing = weigh(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
             best,
@@ -160,4 +173,16 @@ class Calibrator:
         )
         if not weighing.pays or weighing.faster <= _WORTH_A_MORPH:
             return []
-        return [Notice(text=f"measured times favour {best.shape} over {plan.shape}: {weighing}"), MorphRequested()]
+        favoured = f"{_named(best, plan)} over {_named(plan, best)}"
+        return [Notice(text=f"measured times favour {favoured}: {weighing}"), MorphRequested()]
+
+
+def _named(plan: Plan, other: Plan) -> str:
+    """A plan's shape, and if another one has it too, what tells the two apart first."""
+    if plan.shape == other.shape:
+        for name, words in _TOLD_APART.items():
+            value = getattr(plan, name)
+            if value != getattr(other, name):
+                shown = (" ".join(map(str, value)) or "no") if isinstance(value, tuple) else value
+                return f"{plan.shape} ({words.format(shown)})"
+    return plan.shape

@@ -25,7 +25,7 @@ class StepLog:
         self.path = path
         self._file = path.open("ab", buffering=0)
         self._lines = bytearray()
-        if not locked(self._file):
+        if not locked(self._file.fileno()):
             self._file.close()
             raise UsageError(f"another run writes to {path}. Pass another --json-log.")
         self._drop_half_a_line()

@@ -91,6 +91,9 @@ class Launcher:
         """Start one worker, with more variables if given; returns its name.
 
         ``LOCAL_RANK``, by which it chooses its GPU, is the lowest number that no living worker has.
+
+        Raises:
+            OSError: its log or its process cannot be made; nothing was started.
         """
         with self._lock:
             name = name or f"w{self._names}"
@@ -99,16 +102,20 @@ class Launcher:
             taken = {process.place for process in self._processes.values() if not process.reaped}
         place = min(set(range(len(taken) + 1)) - taken)
         more = {"LOCAL_RANK": str(place), **(environment or {}), "VARUNA_WORKER": name}
-        popen = subprocess.Popen(
-            [*tether(), *self._command],
-            env={**self._environment, **more},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        log = _Log(self._run_dir / f"{name}.log")  # first: a process without a log would have nobody who awaits it
+        try:
+            popen = subprocess.Popen(
+                [*tether(), *self._command],
+                env={**self._environment, **more},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except OSError:
+            log.close()
+            raise
         process = _Process(name, popen, place)
-        log = _Log(self._run_dir / f"{name}.log")
         assert popen.stdout is not None
         assert popen.stderr is not None
         _widen(popen.stdout)

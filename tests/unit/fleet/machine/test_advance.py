@@ -583,6 +583,13 @@ def test_losing_everybody_ends_the_run_if_nobody_comes() -> None:
     assert driver.end.text.startswith("there are no workers left (worker w0 killed by SIGKILL")
 
 
+def test_workers_that_warm_up_are_not_called_none() -> None:
+    driver = running(2)
+    driver.kill("w0")
+    driver.kill("w1")
+    assert describe(driver.fleet, driver.now_s)["state"] == "morphing: no worker is ready yet"
+
+
 def test_a_worker_can_be_asked_for_by_hand() -> None:
     driver = running(2, replace=False)
     assert driver.feed(SpawnRequested(1)) == [Spawn(1)]
