@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 import varuna  # noqa: E402
+from benchmarks.emulated.chain import Chain, Rows  # noqa: E402
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time  # noqa: E402
 from benchmarks.engine_overhead import Tokens, build  # noqa: E402
 from benchmarks.timed import step_times  # noqa: E402
@@ -80,25 +81,6 @@ class Layer(nn.Module):
         return result
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(SECTIONS))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
-
-
-class Rows:
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.full((WIDTH,), float(index % 7))}
-
-
 def trainer_of(model: str, global_batch: int, micro_batch: int) -> varuna.Trainer:
     """The job: GPT-2 of 6 layers and width 256, or a chain of sections that sleep."""
     if model == "gpt2":
@@ -111,8 +93,8 @@ def trainer_of(model: str, global_batch: int, micro_batch: int) -> varuna.Traine
             clip_grad_norm=1.0,
         )
     return varuna.Trainer(
-        Chain,
-        Rows(),
+        lambda: Chain(Layer() for _ in range(SECTIONS)),
+        Rows(WIDTH),
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3),
         global_batch=global_batch,
         micro_batch=micro_batch,

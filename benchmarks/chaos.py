@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from tests.scenarios.launch import json_log, processes_with
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.manager.local_run import LocalRun
@@ -116,8 +117,7 @@ def disturbed(folder: Path, seconds: float, seed: int) -> tuple[dict[int, float]
     director = threading.Thread(target=direct, daemon=True)
     director.start()
     ended = run.start_and_wait()
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    return {row["step"]: row["loss"] for row in rows}, chaos.acts, ended
+    return {row["step"]: row["loss"] for row in json_log(log)}, chaos.acts, ended
 
 
 def undisturbed(steps: int) -> dict[int, float]:
@@ -128,20 +128,6 @@ def undisturbed(steps: int) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"^step (\d+) loss (\S+)", done.stdout, re.MULTILINE)}
 
 
-def left_over(mark: str) -> list[int]:
-    """Processes whose command line names this run's folder."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid():
-            try:
-                line = (entry / "cmdline").read_bytes().decode(errors="replace")
-            except OSError:
-                continue
-            if mark in line:
-                found.append(int(entry.name))
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=300.0)
@@ -150,7 +136,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         losses, acts, ended = disturbed(Path(name), args.seconds, args.seed)
         ledger = audit(read_events(Path(name) / "run"))
-        remaining = left_over(name)
+        remaining = processes_with(name)
     expected = undisturbed(len(losses))
     worst = max((abs(losses[step] - expected[step]) / abs(expected[step]) for step in expected), default=float("nan"))
     faults = [*ledger.faults]

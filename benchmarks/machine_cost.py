@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 
-from varuna.core.messages import Beat, Held, Hello, Vote, Voted, to_worker
+from varuna.core.messages import Beat, FromWorker, Held, Hello, Vote, Voted, to_worker
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
@@ -92,8 +92,8 @@ class World:
     def live(self) -> list[str]:
         return [name for name in self.names if name in self.fleet.workers]
 
-    def said(self, message: Callable[[str], object]) -> list[Event]:
-        return [MessageReceived(name, message(name)) for name in self.live()]  # type: ignore[arg-type]
+    def said(self, message: Callable[[str], FromWorker]) -> list[Event]:
+        return [MessageReceived(name, message(name)) for name in self.live()]
 
     def beats(self, step: int) -> list[Event]:
         """A second passes: every worker says which step it does."""

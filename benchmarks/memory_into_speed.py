@@ -19,9 +19,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.engine_overhead import LENGTH, Tokens
 from benchmarks.forked import run_ranks
 
-LENGTH, MICRO_BATCH = 128, 2
+MICRO_BATCH = 2
 
 
 def build(layers: int) -> Any:
@@ -31,19 +32,6 @@ def build(layers: int) -> Any:
 
     sizes: dict[str, Any] = {"n_layer": layers, "n_embd": 256, "n_head": 8, "vocab_size": 512, "n_positions": LENGTH}
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
-
-
-class Tokens:
-    """Random tokens, a function of the index."""
-
-    def __len__(self) -> int:
-        return 4096
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        import torch
-
-        tokens = torch.randint(0, 512, (LENGTH,), generator=torch.Generator().manual_seed(index))
-        return {"input_ids": tokens, "labels": tokens}
 
 
 def trainer_of(layers: int, micro_batches: int) -> Any:

@@ -7,7 +7,7 @@ from varuna.engine.worker.session import Session
 
 
 def step_times(session: Session) -> Iterator[float]:
-    """Run all steps; behind each one the seconds since the one before, or since the start."""
+    """Run all steps; after each one the seconds since the one before, or since the start."""
     last_s = time.perf_counter()
     for _ in session.steps():
         now_s = time.perf_counter()

@@ -1,3 +1,4 @@
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: garbage collections need not look through all of torch again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

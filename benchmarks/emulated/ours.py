@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
+from benchmarks.emulated.chain import Chain, Rows
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 from benchmarks.forked import run_ranks
 from benchmarks.timed import step_times
@@ -44,25 +45,6 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
-
-
-class Chain(nn.Module):
-    def __init__(self, stages: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Scale() for _ in range(stages))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
-
-
-class Rows:
-    def __len__(self) -> int:
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.full((WIDTH,), float(index % 7))}
 
 
 class Slept(Stage):
@@ -122,8 +104,8 @@ def main() -> None:
     setattr(generation, "Stage", Slept)  # noqa: B010 - every stage of this process sleeps
     plan = plan_of(policy, stages, micro_batches)
     trainer = varuna.Trainer(
-        lambda: Chain(stages),
-        Rows(),
+        lambda: Chain(Scale() for _ in range(stages)),
+        Rows(WIDTH),
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.0),
         global_batch=plan.global_batch,
         micro_batch=MICRO_BATCH,

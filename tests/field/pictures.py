@@ -148,7 +148,7 @@ def _looked_at(job: Job) -> tuple[type[nn.Module], int, int]:
     try:
         with torch.device("meta"):
             module = make()
-    except (NotImplementedError, RuntimeError):  # it computes with what it has just drawn
+    except RuntimeError:  # it computes with what it has just drawn; what else is wrong with it comes again
         module = make()
     own: Any = getattr(module, "default_cfg", {}).get("input_size", (3, 224, 224))
     return type(module), int(own[-1]), sum(parameter.numel() for parameter in module.parameters())

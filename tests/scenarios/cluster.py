@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.launch import BOUND_S, JOB, environment, json_log, wait_for
+from tests.scenarios.launch import BOUND_S, JOB, environment, json_log, run
 from tests.scenarios.warm import Process
+from tests.waiting import wait_for
 from varuna.fleet.run_folder.connection_file import find
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.state.run_events import RunEvent
@@ -63,15 +64,11 @@ class Cluster:
 
     def verb(self, *arguments: str) -> Any:
         """A command of a person."""
-        from tests.scenarios.launch import run
-
         extra = {"XDG_STATE_HOME": str(self.folder / "state"), **self.whereabouts("manager")}
         return run([*CLI, arguments[0], "--run", str(self.run_dir), *arguments[1:]], **extra)
 
     def verb_at(self, *arguments: str) -> Any:
         """A command that is told where by its own flags."""
-        from tests.scenarios.launch import run
-
         return run([*CLI, *arguments], XDG_STATE_HOME=str(self.folder / "state"))
 
     def node(self, name: str) -> str:
@@ -90,8 +87,12 @@ class Cluster:
     def steps(self) -> list[int]:
         return [line["step"] for line in json_log(self.log)] if self.log.exists() else []
 
-    def until_step(self, step: int) -> None:
-        wait_for(lambda: max(self.steps(), default=-1) >= step)
+    def until_agents(self, count: int) -> None:
+        """So many have joined: the next one gets a token of its own."""
+        wait_for(lambda: len(self.agents) >= count)
+
+    def until_step(self, step: int, bound_s: float = BOUND_S) -> None:
+        wait_for(lambda: max(self.steps(), default=-1) >= step, bound_s)
 
     def events(self, kind: str) -> list[Any]:
         events: list[RunEvent] = read_events(self.run_dir)
@@ -119,6 +120,3 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 def ended(process: subprocess.Popen[bytes], bound_s: float = BOUND_S) -> int:
     return process.wait(bound_s)
-
-
-Maker = Callable[..., Cluster]

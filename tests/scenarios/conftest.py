@@ -1,15 +1,8 @@
-import gc
 from collections.abc import Iterator
 
 import pytest
 
 from tests.scenarios import warm
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: garbage collections need not look through all of torch again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,7 +11,7 @@ from torch import nn
 
 import varuna
 from tests.scenarios.job import Language, Sentences
-from tests.scenarios.launch import wait_for
+from tests.waiting import wait_for
 
 FAULT_STEP, SAVE_EVERY = 2, 2
 

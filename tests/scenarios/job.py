@@ -61,7 +61,7 @@ class Normed(torch.optim.SGD):
     """SGD on gradients divided by their global norm: a value over all stages, kept in momentum before it is used."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         super().step()  # something that must be undone if the next line never answers
         parameters = [p for group in self.param_groups for p in group["params"]]
         squares = sum((p.grad.double().pow(2).sum() for p in parameters if varuna.owned(p)), torch.zeros(()).double())

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -98,14 +98,6 @@ def processes_with(text: str) -> list[int]:
             if text in line and not zombie:
                 found.append(int(entry.name))
     return found
-
-
-def wait_for(condition: Callable[[], object], bound_s: float = BOUND_S) -> None:
-    """Poll with a bound, which a busy machine keeps too."""
-    deadline_s = time.monotonic() + bound_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
-        time.sleep(0.05)
 
 
 def json_log(path: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,6 @@ import contextlib
 import datetime
 import hashlib
 import hmac
-import os
 import shutil
 import socket
 import subprocess
@@ -196,8 +195,3 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port: int = taken.getsockname()[1]
         return port
-
-
-def without_stores_of_its_own() -> dict[str, str]:
-    """The environment, without credentials that this machine may have."""
-    return {key: value for key, value in os.environ.items() if not key.startswith(("AWS_", "AZURE_", "GOOGLE_"))}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from tests.scenarios.launch import wait_for
+from tests.waiting import wait_for
 from varuna.engine.base.transport import connect_store
 from varuna.engine.links.groups import Groups, form
 

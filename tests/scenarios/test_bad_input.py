@@ -14,12 +14,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.scenarios.launch import Done, environment, json_log, processes_with, run, varuna_command, wait_for
+from tests.scenarios.launch import Done, environment, json_log, processes_with, run, varuna_command
 from tests.scenarios.warm import COLD, Process
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,8 +66,12 @@ class End:
             assert part in self.done.err
 
     def saved(self) -> set[int]:
-        """Steps of complete checkpoints."""
-        return {int(path.parent.name[5:]) for path in (self.folder / "checkpoints").glob("step-*/manifest.json")}
+        return saved_in(self.folder)
+
+
+def saved_in(folder: Path) -> set[int]:
+    """Steps of complete checkpoints."""
+    return {int(path.parent.name[5:]) for path in (folder / "checkpoints").glob("step-*/manifest.json")}
 
 
 def elastic(*args: str, workers: int = 1, flags: tuple[str, ...] = (), script: str = FAULTY) -> Start:
@@ -396,7 +402,7 @@ def test_signals_end_a_run_and_its_workers(tmp_path: Path) -> None:
     try:
         for number, parent in parents.items():
             folder = tmp_path / number.name
-            wait_for(lambda: list(folder.glob("checkpoints/step-*/manifest.json")), 60)  # noqa: B023
+            wait_for(partial(saved_in, folder), 60)
             parent.send_signal(number)
             _, err = parent.communicate(timeout=20)
             assert not processes_with(str(folder))

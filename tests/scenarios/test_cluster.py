@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.cluster import Cluster, ended, kill
-from tests.scenarios.launch import json_log, processes_with, python, wait_for
+from tests.scenarios.launch import json_log, processes_with, python
 from tests.unit.fleet.metadata import Metadata, metadata_service
+from tests.waiting import wait_for
 from varuna.fleet.clouds.spot_notices import ENDPOINT_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,7 +39,7 @@ def test_training_goes_on_while_the_manager_is_away_and_when_a_machine_dies(
 ) -> None:
     args = (*ARGS, "--checkpoint-dir", str(cluster.folder / "checkpoints"), "--checkpoint-every", "4")
     first = cluster.agent("a", *args, workers=2)
-    wait_for(lambda: len(cluster.agents) == 1)
+    cluster.until_agents(1)
     second = cluster.agent("b", *args, workers=2)
     cluster.until_step(5)
     kill(cluster.manager)
@@ -65,7 +66,7 @@ def test_machines_are_drained_and_return_and_a_person_ends_the_run(
     checkpoints = ("--checkpoint-dir", str(cluster.folder / "checkpoints"), "--checkpoint-every", "1000")
     args = (*ARGS, *checkpoints, "--steps", "5000")  # it is ended by hand
     first = cluster.agent("a", *args, workers=2)
-    wait_for(lambda: len(cluster.agents) == 1)
+    cluster.until_agents(1)
     used, second = cluster.join, cluster.agent("b", *args, workers=2)
     cluster.until_step(3)
     a, b = cluster.node("a"), cluster.node("b")
@@ -119,7 +120,7 @@ def test_a_spot_notice_reaches_the_manager_and_the_run_leaves_the_machine(
     with metadata_service() as url:
         cluster.environment[ENDPOINT_VARIABLE] = url
         spot = cluster.agent("spot", *args, workers=2)
-        wait_for(lambda: len(cluster.agents) == 1)
+        cluster.until_agents(1)
         cluster.environment[ENDPOINT_VARIABLE] = "http://127.0.0.1:9"
         other = cluster.agent("other", *args, workers=2)
         cluster.until_step(3)
@@ -149,7 +150,7 @@ def test_strangers_are_turned_away_and_the_run_is_unharmed(cluster: Cluster, und
     other_script = cluster.folder / "other.py"
     other_script.write_text("print('hello')\n")
     agent = cluster.agent("a", *ARGS, workers=4)
-    wait_for(lambda: len(cluster.agents) == 1)
+    cluster.until_agents(1)
     again = cluster.agent("twice", *ARGS, join=cluster.join)  # the token was for one
     wrong = cluster.agent("wrong", *ARGS, join=cluster.join.replace("varuna://", "varuna://x"))
     other_args = cluster.agent("args", *ARGS, "--dropout", "0.2")

@@ -21,9 +21,9 @@ from tests.scenarios.launch import (
     python,
     varuna,
     varuna_command,
-    wait_for,
 )
 from tests.scenarios.warm import Process
+from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 80

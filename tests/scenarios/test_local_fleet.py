@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from tests.scenarios.launch import BOUND_S, wait_for
+from tests.scenarios.launch import BOUND_S
 from tests.unit.fleet.support import make_plan
+from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.manager.local_run import LocalRun
 from varuna.fleet.run_folder.journal import read_events

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.launch import JOB, environment, run, varuna_command, wait_for
+from tests.scenarios.launch import JOB, environment, run, varuna_command
 from tests.scenarios.servers import Server, azurite, moto, why_no_azurite
 from tests.unit.checkpoint.saves import make_states, same_states, save
+from tests.waiting import wait_for
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.lease import claim
 from varuna.checkpoint.manifest import newest_intact, survey

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.scenarios.cluster import Cluster, ended
-from tests.scenarios.launch import python, wait_for
+from tests.scenarios.launch import python
 from tests.scenarios.network import Network, why_not
+from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.skipif(bool(why_not()), reason=why_not())]
 STEPS = 800
@@ -42,7 +43,7 @@ class Scene:
                 folder, "--workers", "4", "--stages", "2", *where, whereabouts=self.network.environment
             )
             for number, name in enumerate(MACHINES):
-                wait_for(lambda number=number: len(self.run.agents) >= number)  # type: ignore[misc]
+                self.run.until_agents(number)
                 self.run.agent(name, *ARGS, "--compute", "0.03")  # so long that noise makes nobody slow
             self.run.until_step(5)
             self.began = len(self.run.events("generation_started"))
@@ -67,8 +68,7 @@ class Scene:
 
     def trains_on(self, steps: int = 10, bound_s: float = 60.0) -> None:
         """New steps are recorded."""
-        goal = max(self.run.steps()) + steps
-        wait_for(lambda: max(self.run.steps()) >= goal, bound_s)
+        self.run.until_step(max(self.run.steps()) + steps, bound_s)
 
     def generations(self) -> list[Any]:
         return [event.record for event in self.run.events("generation_started")]

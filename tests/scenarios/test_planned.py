@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import pytest
 
-from tests.scenarios.launch import JOB, json_log, python, wait_for
+from tests.scenarios.launch import JOB, json_log, python
+from tests.waiting import wait_for
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.manager.local_run import LocalRun

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios.cluster import Cluster, ended
-from tests.scenarios.launch import python, wait_for
+from tests.scenarios.launch import python
 
 pytestmark = pytest.mark.timeout(200)
 ARGS = ("--steps", "800", "--dropout", "0.1")
@@ -27,7 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def test_who_is_stopped_costs_no_step_and_no_worker(cluster: Cluster) -> None:
     agents = {}
     for number, name in enumerate("ab"):
-        wait_for(lambda number=number: len(cluster.agents) >= number)  # type: ignore[misc]
+        cluster.until_agents(number)
         agents[name] = cluster.agent(name, *ARGS, "--slow", str(STEP_S))
     cluster.until_step(5)
     for stopped in (cluster.manager, agents["a"], agents["b"]):  # one of the agents has rank 0, which reports steps
@@ -37,7 +37,7 @@ def test_who_is_stopped_costs_no_step_and_no_worker(cluster: Cluster) -> None:
         stopped.send_signal(signal.SIGCONT)
         # More than can be done from now on: training went on, and what was done meanwhile is heard of.
         goal = recorded + int(SOON_S / STEP_S) + 2
-        wait_for(lambda goal=goal: max(cluster.steps()) >= goal, SOON_S)  # type: ignore[misc]
+        cluster.until_step(goal, SOON_S)
     time.sleep(8)  # whoever would be given up, would be by now
     assert not cluster.events("worker_lost"), cluster.said()
     assert not any(event.record.steps_redone for event in cluster.events("generation_started"))

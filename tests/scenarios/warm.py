@@ -9,6 +9,7 @@ every process has another hash seed. Tests of the start itself ask for the fixtu
 import ctypes
 import gc
 import importlib.util
+import inspect
 import json
 import os
 import random
@@ -36,6 +37,10 @@ _setns: Callable[..., int] = ctypes.CDLL(None).setns
 _CLONE_NEWNET = 0x40000000
 _NAMESPACE = "NETWORK_NAMESPACE"  # see ``network``, which this file cannot import: it runs as a program
 _cold_popen = subprocess.Popen
+_started_with = inspect.signature(vars(subprocess.Popen)["_execute_child"])
+_ENDS = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+"""Of the three pipes, as ``Popen`` names them."""
+_THEIR_ENDS = ("p2cread", "c2pwrite", "errwrite")
 _asking = threading.Lock()
 _nursery: "socket.socket | None" = None
 _process: "subprocess.Popen[bytes] | None" = None  # the nursery's, where it is one of its own
@@ -62,19 +67,19 @@ class Process(subprocess.Popen[Any]):
         command = [os.fspath(part) for part in args] if isinstance(args, list | tuple) else []
         tethered = len(command) > 5 and command[3].endswith("tether.py")
         command = command[5:] if tethered else command  # what it does is done to what is forked
-        cwd, environment, own_session = rest[4], rest[5], rest[20]
-        environment = dict(os.environ if environment is None else environment)
+        given = _started_with.bind(self, args, *rest).arguments
+        environment = dict(os.environ if given["env"] is None else given["env"])
         if COLD in environment or not _can_fork(command):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
-        ends = rest[9:15]  # of the three pipes: read by, written by
-        fds = [ours if theirs < 0 else theirs for ours, theirs in enumerate((ends[0], ends[3], ends[5]))]
-        order = Order(command, environment, cwd or os.getcwd(), own_session, os.getpid(), tethered)
+        fds = [given[end] if given[end] >= 0 else number for number, end in enumerate(_THEIR_ENDS)]
+        folder, own_session = given["cwd"] or os.getcwd(), given["start_new_session"]
+        order = Order(command, environment, folder, own_session, os.getpid(), tethered)
         try:
             self.pid = _ask(order, fds)
             self._child_created = True
         finally:
-            self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
+            self._close_pipe_fds(*(given[end] for end in _ENDS))  # type: ignore[attr-defined]
 
 
 def _can_fork(command: list[str]) -> bool:

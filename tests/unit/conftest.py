@@ -1,14 +1,7 @@
-import gc
 import sys
 from collections.abc import Iterator
 
 import pytest
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: garbage collections need not look through all of torch again and again."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

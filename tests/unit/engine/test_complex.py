@@ -1,6 +1,7 @@
 """Complex parameters train as in one process."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ def test_complex_parameters_end_where_a_plain_loop_ends_and_survive_files(tmp_pa
             state = generation.stage.state_of(section)
             found = from_bytes(to_bytes(state))
             assert all(torch.equal(found.tensors[name], value) for name, value in state.tensors.items())
-    run_all([lambda each=each: export_model(each, setup.model, tmp_path / "m.safetensors") for each in generations])  # type: ignore[misc]
+    run_all([partial(export_model, each, setup.model, tmp_path / "m.safetensors") for each in generations])
     assert distance(load_file(tmp_path / "m.safetensors"), setup.parameters()) == 0
 
 

@@ -27,7 +27,7 @@ class Lamb(torch.optim.Optimizer):
         return [p for group in self.param_groups for p in group["params"] if p.grad is not None]
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         squares = torch.zeros((), dtype=torch.float64)
         for p in self.counted():
             squares += grad(p).double().pow(2).sum()

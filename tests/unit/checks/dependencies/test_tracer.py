@@ -125,7 +125,7 @@ def test_catches_the_global_norm_of_a_third_partys_lamb() -> None:
 def test_catches_an_optimizer_of_torch_at_the_line_that_builds_it() -> None:
     def flattened(named: Any) -> torch.optim.Optimizer:
         class Normed(torch.optim.SGD):
-            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            def step(self, closure: Any = None) -> Any:
                 torch.nn.utils.clip_grads_with_norm_(self.param_groups[0]["params"], 1.0, self.norm())
 
             def norm(self) -> torch.Tensor:

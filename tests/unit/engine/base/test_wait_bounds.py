@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.engine.ranks import Setup
+from tests.waiting import wait_for
 from varuna.core.errors import LinkError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.peer_activity import watch
@@ -137,11 +138,10 @@ def test_a_store_that_is_away_makes_nobody_silent() -> None:
     inbox = Inbox(Patience(word_s=0.01), ranks=range(2))
     inbox.heard = {1: since(BUSY, 0)}
     watch(inbox, Away(), 0, 0, range(2), lambda tick: Doing(text="", on=(1,), tick=tick), give_up=print)
-    deadline_s = time.monotonic() + 5
-    while inbox.heard and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    inbox.abort(LinkError("over"))
-    assert not inbox.heard
+    try:
+        wait_for(lambda: not inbox.heard, 5)
+    finally:
+        inbox.abort(LinkError("over"))
 
 
 # -- among ranks -----------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ def offloaded(ferry: StreamFerry, masters: Sequence[nn.Parameter], failing: Sequ
     """A section for each of the masters, of which the first is updated last; its update fails if so told."""
 
     class Told(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             if any(failing) and self.param_groups[0]["params"][0].shape == masters[0].shape:
                 raise ZeroDivisionError
             super().step()

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_a_courier_works_in_order_and_posts_results() -> None:
         return -number
 
     for number in range(50):
-        courier.submit(number, lambda number=number: work(number))  # type: ignore[misc]
+        courier.submit(number, partial(work, number))
     courier.close()
     assert [inbox.take(number, nothing) for number in range(50)] == [-number for number in range(50)]
     assert done == list(range(50))

@@ -158,7 +158,7 @@ class Interrupted(SharedLamb):
     steps = 0
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         self.steps += 1
         super().step()
         if self.steps == 3:

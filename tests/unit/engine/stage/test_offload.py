@@ -148,7 +148,7 @@ def test_a_tentative_step_is_undone_bit_for_bit(precision: Precision) -> None:
 
 def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
     class Talking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             varuna.all_reduce_shared(torch.ones(()))
             super().step()
 
@@ -190,7 +190,7 @@ def test_a_step_runs_on_the_device_and_nothing_stays_there_but_two_sections(away
     stepped: list[str] = []
 
     class Watched(torch.optim.Adam):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             [parameter] = self.param_groups[0]["params"]
             moments = [value for key, value in self.state[parameter].items() if key != "step"]
             assert parameter.device == META

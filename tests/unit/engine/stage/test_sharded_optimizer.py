@@ -122,7 +122,7 @@ def test_before_step_sees_the_whole_stage_and_may_talk_to_others() -> None:
 
 def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
     class Talking(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        def step(self, closure: Any = None) -> Any:
             varuna.all_reduce_shared(torch.ones(()))
             super().step()
 

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +14,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
 from tests.unit.fleet.support import join
+from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.errors import FleetError
 from varuna.fleet.agent import manager_client as uplink_module
@@ -216,10 +216,8 @@ def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(
     uplink = manager.uplink()
     uplink.start()
     try:
-        deadline_s = time.monotonic() + 20
-        while not (hosts := manager.door.hosts()) or "disks" not in str(hosts):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+        wait_for(lambda: "disks" in str(manager.door.hosts()), 20)
+        hosts = manager.door.hosts()
     finally:
         uplink.stop(0.0)
     told: Any = hosts[manager.identity.node]

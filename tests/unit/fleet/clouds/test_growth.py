@@ -1,12 +1,12 @@
 """Asking for nodes: bounds, backoff, processes as nodes."""
 
 import sys
-import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.clouds.grower import Grower
 from varuna.fleet.clouds.growth import Growth, GrowthConfig
@@ -119,10 +119,7 @@ def test_what_never_works_is_not_tried_again() -> None:
     asking, warnings, _ = grower(cloud)
     asking.start()
     asking.want(3)
-    deadline_s = time.monotonic() + 10
-    while not warnings:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_for(lambda: warnings, 10)
     asking.close()
     assert cloud.asked == 1
     assert warnings == ["no longer requesting nodes: AWS refused: not authorized"]

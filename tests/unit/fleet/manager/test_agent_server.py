@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from starlette.testclient import TestClient, WebSocketDenialResponse, WebSocketT
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from tests.unit.fleet.support import join, make_job
+from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.messages import Beat, Finish, Hello
 from varuna.fleet.manager import agent_server as agents_module
@@ -331,9 +331,7 @@ def test_an_agent_is_heard_without_its_workers_and_its_absence_is_no_word_about_
         agent.sync()
         assert gate.pulses == [NodeHeard(gate.me.node)]
         agent.session.close(code)
-    deadline_s = time.monotonic() + 5
-    while not isinstance(gate.events[-1], NodeParted) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
+    wait_for(lambda: isinstance(gate.events[-1], NodeParted), 5)
     assert gate.events[-1] == NodeParted(gate.me.node, "its agent is gone", abruptly=abruptly)
     assert not [event for event in gate.events if isinstance(event, ConnectionLost)]
 

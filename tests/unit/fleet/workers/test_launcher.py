@@ -5,12 +5,11 @@ import queue
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.waiting import wait_for
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers import launcher as module
 from varuna.fleet.workers.launcher import Launcher, tether
@@ -42,13 +41,6 @@ def bench(tmp_path: Path) -> Bench:
     return Bench(tmp_path)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 5
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
-
-
 def test_names_are_never_used_twice_and_exits_are_reported(bench: Bench) -> None:
     launcher = bench.launcher("import os, sys; print(os.environ['X'], file=sys.stderr); sys.exit(3)", X="y")
     assert (launcher.spawn(), launcher.spawn()) == ("w0", "w1")
@@ -62,7 +54,7 @@ def test_a_worker_takes_the_lowest_place_that_nobody_living_has(bench: Bench) ->
     launcher = bench.launcher("import os, sys, time; print(os.environ['LOCAL_RANK'], file=sys.stderr); time.sleep(30)")
 
     def place(name: str) -> str:
-        until(lambda: (bench.folder / f"{name}.log").read_text().strip() != "")
+        wait_for(lambda: (bench.folder / f"{name}.log").read_text().strip() != "", 5)
         return (bench.folder / f"{name}.log").read_text().strip()
 
     names = [launcher.spawn() for _ in range(3)]
@@ -101,9 +93,9 @@ def test_no_child_of_a_worker_survives_it(bench: Bench) -> None:
     )
     launcher.set_main(launcher.spawn())
     bench.exit()
-    until(lambda: bool(bench.lines))
+    wait_for(lambda: bool(bench.lines), 5)
     pid = int(bench.lines[0])
-    until(lambda: not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text())
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or ") Z" in Path(f"/proc/{pid}/stat").read_text(), 5)
 
 
 def test_a_full_disk_costs_log_lines_and_not_the_worker(bench: Bench, capfd: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +117,10 @@ def test_a_grandchild_may_speak_when_the_run_is_over(bench: Bench, monkeypatch: 
     launcher.spawn()
     bench.exit()
     assert launcher.stop_all(0.0) == ""
-    until(said.exists)
-    until(lambda: not any(each.name == "w0-stdout" for each in threading.enumerate()))  # pytest hears if it failed
+    wait_for(said.exists, 5)
+    wait_for(
+        lambda: not any(each.name == "w0-stdout" for each in threading.enumerate()), 5
+    )  # pytest hears if it failed
 
 
 def test_stopping_waits_for_the_willing_and_kills_the_rest(bench: Bench) -> None:
@@ -181,9 +175,9 @@ time.sleep(60)
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as launching:
         assert launching.stdout is not None
         worker = int(launching.stdout.readline())
-        until(lambda: (tmp_path / "w0.log").exists() and (tmp_path / "w0.log").read_text() == "1\n")
+        wait_for(lambda: (tmp_path / "w0.log").exists() and (tmp_path / "w0.log").read_text() == "1\n", 5)
         launching.kill()
-    until(lambda: not Path(f"/proc/{worker}").exists() or ") Z" in Path(f"/proc/{worker}/stat").read_text())
+    wait_for(lambda: not Path(f"/proc/{worker}").exists() or ") Z" in Path(f"/proc/{worker}/stat").read_text(), 5)
 
 
 def test_a_worker_whose_launcher_died_before_it_asked_does_not_start() -> None:
@@ -222,6 +216,6 @@ def test_a_worker_that_writes_without_end_does_not_fill_its_machines_disk(
     launcher = bench.launcher("for n in range(50): print('x' * 9, flush=True)")
     launcher.set_main(launcher.spawn())
     assert bench.exit().code == 0
-    until(lambda: len(bench.lines) == 50)  # who watches sees all of it
+    wait_for(lambda: len(bench.lines) == 50, 5)  # who watches sees all of it
     assert 0 < (bench.folder / "w0.log").stat().st_size <= 100
     launcher.stop_all(5)

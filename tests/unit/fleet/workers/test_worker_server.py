@@ -2,7 +2,6 @@
 
 import queue
 import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +9,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from tests.unit.fleet.support import make_job, make_plan, make_vote
+from tests.waiting import wait_for
 from varuna.core.errors import FleetError
 from varuna.core.messages import Apply, Beat, Failed, Finish, Hello, Hold, Leaving, Recorded, Unsaved, Voted
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
@@ -190,10 +190,7 @@ def test_a_hold_is_delivered_at_once_and_directives_wait(server: WorkerServer, e
     server.send("w0", Recorded(step=7))
     server.send("w0", Finish(reason="enough"))
     server.send("w0", Hold(generation=4))
-    deadline_s = time.monotonic() + 5
-    while holds != [4]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    wait_for(lambda: holds == [4], 5)
     assert member.recorded_step == 7
     assert member.next_directive() == Finish(reason="enough")
     member.close()

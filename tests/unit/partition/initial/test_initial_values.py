@@ -161,7 +161,7 @@ def test_one_model_at_a_time_is_built_on_a_host(monkeypatch: pytest.MonkeyPatch)
     beginnings = [
         begin_with(recipe, shapes, seed=0, init="constructor", weights=None, digest="test-turns") for _ in range(4)
     ]
-    run_all([lambda each=each: each.parameters(shapes) for each in beginnings])  # type: ignore[misc]
+    run_all([partial(each.parameters, shapes) for each in beginnings])
     assert most == [1] * 4
     assert [model() for model in built] == [None] * 4  # freed, all but the copies
 
