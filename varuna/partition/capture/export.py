@@ -1,9 +1,9 @@
 """torch.export, helped over what it cannot follow by itself.
 
 Models ask whether they are being compiled, and then take other paths. Export tries that path first, since it avoids
-branches on data; then the path of plain eager. In both it knows what follows from the code alone (``real_values``). Then
-it tries both with the first samples at hand, and goes as they do where ``forward`` branches on them; last with first
-parameters, too. Such branches are kept, and every batch must go the same way (``guards``).
+branches on data; then the path of plain eager. In both it knows what follows from the code alone (``real_values``).
+Then it tries both with the first samples at hand, and goes as they do where ``forward`` branches on them; last with
+first parameters, too. Such branches are kept, and every batch must go the same way (``guards``).
 Where no way leads to a graph, submodules that stand in the way become operations that run them as written (``opaque``).
 """
 
