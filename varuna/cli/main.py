@@ -5,7 +5,6 @@ import sys
 import tempfile
 import traceback
 from enum import StrEnum
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
 
@@ -14,6 +13,7 @@ import typer
 from varuna.cli import checkpoints, cluster, doctor, opening, options, run_commands
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.units import parse_bytes
+from varuna.core.version import __version__
 
 EXAMPLES = """Examples:
 
@@ -71,7 +71,7 @@ class ReplayPolicy(StrEnum):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"varuna {version('varuna')}")
+        typer.echo(f"varuna {__version__}")
         raise typer.Exit
 
 

@@ -44,7 +44,7 @@ class AutoScalingProvider:
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
-            raise UsageError("AWS Auto Scaling needs boto3. Install it: pip install 'varuna[aws]'") from error
+            raise UsageError("AWS Auto Scaling needs boto3. Install it: pip install boto3") from error
         config = Config(connect_timeout=_TIMEOUT_S, read_timeout=_TIMEOUT_S, retries={"max_attempts": 2})
         self._group, self._before = group, before
         try:

@@ -9,16 +9,17 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
+from varuna.core.version import __version__
 from varuna.partition.watching.own_code import OWN
 
-_OF_FILES = ("varuna", "torch")
-"""Their files are not read: their versions tell."""
+_VERSIONS = (("varuna", __version__), ("torch", str(torch.__version__)))
+"""The files of these two are not read: their versions tell."""
 
 
 def source_digest(model: nn.Module, *functions: object) -> str:
@@ -28,20 +29,13 @@ def source_digest(model: nn.Module, *functions: object) -> str:
         model: of any device.
         functions: the user's, such as ``model=`` and ``loss=``; others are left out.
     """
-    digest = hashlib.sha256(repr([(name, _version(name)) for name in _OF_FILES]).encode())
+    digest = hashlib.sha256(repr(_VERSIONS).encode())
     files = {file for each in model.modules() for kind in type(each).__mro__ if (file := _file_of_class(kind))}
     files.update(file for function in functions for file in _files_of(function))
     for file in sorted(files):
         if not file.startswith(OWN):
             digest.update(_content(file))
     return digest.hexdigest()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _file_of_class(kind: type) -> str | None:
