@@ -37,7 +37,7 @@ def main() -> None:
     )
     for step in trainer.steps(args.steps):
         if step.is_main:
-            print(f"step {step.index} loss {step.loss:.6f}", flush=True)
+            print(f"step {step.index} loss {step.loss:.6f}")
 
 
 if __name__ == "__main__":

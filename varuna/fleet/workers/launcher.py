@@ -77,7 +77,8 @@ class Launcher:
     ) -> None:
         self._command = [sys.executable, *command]
         inherited = {name: value for name, value in os.environ.items() if name != JOIN_VARIABLE}
-        self._environment = {"OMP_NUM_THREADS": "1", **inherited, **environment}
+        # A pipe would hold back what a script prints, and a kill would lose it.
+        self._environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **environment}
         self._run_dir = run_dir
         self._on_exit = on_exit
         self._write = write

@@ -50,6 +50,13 @@ def test_names_are_never_used_twice_and_exits_are_reported(bench: Bench) -> None
     launcher.stop_all(5)
 
 
+def test_what_a_script_prints_is_seen_while_it_runs(bench: Bench) -> None:
+    launcher = bench.launcher("import time; print('step 0'); time.sleep(30)")
+    launcher.set_main(launcher.spawn())
+    wait_for(lambda: b"".join(bench.lines) == b"step 0\n", 10)
+    launcher.stop_all(0.0)
+
+
 def test_a_worker_takes_the_lowest_place_that_nobody_living_has(bench: Bench) -> None:
     launcher = bench.launcher("import os, sys, time; print(os.environ['LOCAL_RANK'], file=sys.stderr); time.sleep(30)")
 
