@@ -277,9 +277,9 @@ def test_a_script_that_exits_in_its_loop_gives_its_exit_code(end: Ends) -> None:
     assert set(ended.done.losses) >= {0, 1, 2}
 
 
-def test_a_script_that_trains_nothing_ends_well_and_shows_its_output(end: Ends) -> None:
+def test_a_script_that_trains_nothing_says_so_and_shows_its_output(end: Ends) -> None:
     ended = end("never")
-    ended.says(0, "the script ended without calling trainer.steps(n)")
+    ended.says(2, "the script ended without calling trainer.steps(n)")
     assert ended.done.out == "nothing to do\n"
 
 

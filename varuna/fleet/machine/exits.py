@@ -128,8 +128,11 @@ def _conclude_exit(turn: Transition, worker: Worker, exit_: Exit) -> None:
     if worker.disconnected_s is None and turn.now_s < exit_.at_s + fleet.config.exit_grace_s:
         return
     if exit_.code == 0 and fleet.job is None:
-        turn.notice("the script ended without calling trainer.steps(n): there is nothing to train")
-        turn.end(0, "nothing to train")
+        turn.end(
+            2,
+            "the script ended without calling trainer.steps(n), so nothing was trained. "
+            "Loop over trainer.steps(n) in it; a script that does not train runs with `python` alone.",
+        )
         return
     left = worker.standing is Standing.LEFT
     expected = worker.standing is Standing.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
