@@ -1,4 +1,4 @@
-"""Calibrations that runs have left for later ones, by graph and hardware."""
+"""Calibrations that earlier runs have stored, by graph and hardware."""
 
 import hashlib
 import os
@@ -22,7 +22,7 @@ def cache_file(job: JobFacts) -> Path:
 
 
 def remembered(job: JobFacts, path: Path) -> Calibration | None:
-    """What an earlier run has left; None if nothing, or nothing that can be used."""
+    """The calibration that an earlier run stored; None if there is none that can be used."""
     try:
         calibration = read_calibration(path)
         check_matches(calibration, job.model)
@@ -32,7 +32,7 @@ def remembered(job: JobFacts, path: Path) -> Calibration | None:
 
 
 def remember(calibration: Calibration, path: Path) -> None:
-    """Replace the file as a whole; a folder that cannot be written is no reason to fail."""
+    """Replace the file as a whole; if the folder cannot be written, do nothing."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = path.with_suffix(f".{os.getpid()}.tmp")

@@ -11,7 +11,7 @@ from varuna.core.errors import UsageError
 from varuna.core.model import ModelFacts
 
 RUN_FILE = "calibration.json"
-"""In a run's folder: what its own steps took."""
+"""File in a run's folder with the times of its own steps."""
 _SHOWN = 6  # problems named at once
 _LARGEST_BYTES = 64 * 2**20  # no calibration is larger; do not read a checkpoint by mistake
 
@@ -89,7 +89,7 @@ def check_matches(calibration: Calibration, facts: ModelFacts, *, hardware: str 
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names differ; JSON would silently take the last."""
+    """The object, if its names differ; of equal names JSON would silently take the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]

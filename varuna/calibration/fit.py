@@ -1,4 +1,4 @@
-"""From the samples of all workers to one calibration: means without hiccups, and lines through medians. No torch."""
+"""From the samples of all workers to one calibration: means without outliers, and lines through medians. No torch."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -24,7 +24,7 @@ from varuna.core.errors import WorkerError
 from varuna.core.model import ModelFacts, SectionFacts
 
 _DECILES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.98)
-"""Where the jitter is read; of the slowest messages one in fifty is somebody else's doing."""
+"""Quantiles that describe the jitter; the slowest fiftieth of the messages is left out as foreign load."""
 _FASTEST_PER_S = 1e12
 
 
@@ -37,7 +37,7 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         created: when, for people.
 
     Raises:
-        WorkerError: the workers captured different models, or some kind of section was measured by none.
+        WorkerError: the workers captured different models, or no worker measured some kind of section.
     """
     facts = measured[0].facts
     if any(each.facts != facts for each in measured):
@@ -80,7 +80,7 @@ def _hardware(measured: Measured) -> Hardware:
 
 
 Key = tuple[int, SectionFacts]
-"""Sections that were measured as one, and need the same bytes."""
+"""A kind of section as it was measured, and the facts that its sections share."""
 
 
 def _kinds(
@@ -150,11 +150,11 @@ def _network(measured: Sequence[Measured]) -> Network | None:
 def link_of(messages: Iterable[Sized], staged: Sequence[Sized] = ()) -> Link:
     """Latency and rate of the fastest decile of each size; what the others take beyond theirs is jitter.
 
-    A delay that comes on top moves the fastest least, and sizes share it: so few messages tell a rate and a mean.
+    An added delay affects the fastest messages least and all sizes alike, so few messages suffice for both figures.
 
     Args:
         messages: between host memories.
-        staged: the same from one GPU's memory to the other's; what the fastest take longer are the copies.
+        staged: the same from one GPU's memory to the other's; the copies are what the fastest take longer.
     """
     by_size = _by_size(messages)
     fastest = _fastest(by_size)
@@ -205,9 +205,9 @@ def _ring(rings: Sequence[RingSamples]) -> Ring:
 
 
 def _action_s(measured: Sequence[Measured]) -> float | None:
-    """What an action that moves no message takes beyond its sections: an R, or a B of one stage alone.
+    """Seconds that an action without messages takes beyond its sections: an R, or a B of a single stage.
 
-    Of the deepest pipeline, whose threads share the core with the one that computes.
+    Taken from the deepest pipeline, whose threads share the core with the one that computes.
     """
     pilots = [pilot for each in measured for pilot in each.pilots]
     deepest = max((pilot.stages for pilot in pilots), default=0)
@@ -223,7 +223,7 @@ def _action_s(measured: Sequence[Measured]) -> float | None:
 def _hand_over_s(
     measured: Sequence[Measured], sections: Sequence[SectionKind], action_s: float, samples_s: float
 ) -> float:
-    """What F and B of a real pipeline take longer than its R, which has no message, by the relations in place."""
+    """Seconds that F and B of a real pipeline take beyond its R, which has no message, scaled as ``_beyond`` says."""
     found = []
     for pilot in (pilot for each in measured for pilot in each.pilots if pilot.stages > 1):
         own = sections[pilot.first : pilot.stop]
@@ -233,7 +233,7 @@ def _hand_over_s(
 
 
 def _samples_s(measured: Sequence[Measured], sections: Sequence[SectionKind], action_s: float) -> float:
-    """What an F of one stage alone takes longer than its B, by the relations in place: it keeps all, and reads."""
+    """Seconds that an F of a single stage takes beyond its B, scaled as ``_beyond`` says: it keeps all, and reads."""
     found = []
     for pilot in (pilot for each in measured for pilot in each.pilots if pilot.stages == 1):
         found += _beyond(pilot, sections[pilot.first : pilot.stop], action_s, "B", {"F": "recompute_s"}, {})
@@ -251,7 +251,7 @@ def _beyond(
     others: Mapping[str, str],
     known: Mapping[str, float],
 ) -> list[float]:
-    """What ``others`` (an action, and what its sections take) take beyond what ``plain`` makes one expect of them.
+    """Seconds that ``others`` (an action, and its sections' seconds) take beyond what ``plain`` leads one to expect.
 
     Only relations count, so that a machine that was busier meanwhile spoils nothing. What any action takes beyond its
     sections is not a matter of relations, and is set aside, as is what is ``known`` of an action.
@@ -270,7 +270,7 @@ def _beyond(
 
 
 def _optimizer(measured: Sequence[Measured]) -> OptimizerCosts:
-    """Per byte from sizes side by side; what is fixed from real steps of one worker alone, if there were any."""
+    """Costs per byte from updates of two sizes; fixed costs from real steps of one worker alone, if there were any."""
     line = fit_line(sample for each in measured for sample in each.updates)
     alone = [
         seconds - line.per_unit * pilot.state_bytes

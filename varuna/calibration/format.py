@@ -197,11 +197,11 @@ class OptimizerCosts(Finite):
 
 
 STREAMED_SECTIONS = 2
-"""Of offloaded state, what is on the GPU at once: one section is updated while the next one arrives."""
+"""Sections whose offloaded state is on the GPU at once: one is updated while the next one arrives."""
 _INTERMEDIATE = 2
-"""Results, of the size of a section's gradients, that Adam's arithmetic holds at a time."""
+"""Intermediate results of Adam that exist at once, each of the size of a section's gradients."""
 _PCIE_BYTES_PER_S = 12e9
-"""What pinned memory reaches over 16 lanes of PCIe 3, one direction at a time; newer links are faster."""
+"""Rate of pinned memory over 16 lanes of PCIe 3, one direction at a time; newer links are faster."""
 
 
 class Calibration(Finite):
@@ -262,7 +262,7 @@ class Calibration(Finite):
         return sum(len(run.kinds) * run.count for run in self.sections)
 
     def rounded(self) -> "Calibration":
-        """The same for a job whose fp32 gradients are all-reduced as bf16."""
+        """This calibration for a job whose fp32 gradients are all-reduced as bf16."""
         kinds = {
             name: kind.model_copy(update={"reduced_bytes": kind.summed_bytes // 2}) for name, kind in self.kinds.items()
         }
@@ -270,25 +270,25 @@ class Calibration(Finite):
 
     @property
     def crossing_bytes_per_s(self) -> float:
-        """Between a GPU and host memory, one way at a time."""
+        """Rate of copies between a GPU and host memory, one direction at a time."""
         return self.optimizer.host_bytes_per_s or _PCIE_BYTES_PER_S
 
     def without_halves(self) -> "Calibration":
-        """The same for a job whose sections always run B whole."""
+        """This calibration for a job whose sections always run B whole."""
         kinds = {name: kind.model_copy(update={"input_s": (), "weight_s": ()}) for name, kind in self.kinds.items()}
         return self.model_copy(update={"kinds": kinds})
 
     def shared_out(self) -> "Calibration":
-        """The same for a job whose replicas share optimizer state out."""
+        """This calibration for a job whose replicas divide the optimizer's state."""
         return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"shared_out": True})})
 
     def offloaded(self, *, apart: bool = True) -> "Calibration":
-        """The same for a job whose optimizer state lives in host memory, and is streamed by section.
+        """This calibration for a job whose optimizer state lives in host memory, and is streamed by section.
 
-        Where the calibration says already that it is there, nothing changes.
+        A calibration that was measured in that way stays as it is.
 
         Args:
-            apart: host memory is not the device's own, so that what is there needs no room on the device.
+            apart: host memory is not the device's own, so that state in it takes no memory of the device.
         """
         if self.optimizer.host_bytes_per_s is not None:
             return self

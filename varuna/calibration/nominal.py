@@ -1,4 +1,4 @@
-"""A calibration for a model that nothing was measured of: FLOPs under a roofline, on 10 Gb/s Ethernet."""
+"""A calibration for a model that was never measured: FLOPs under a roofline, on 10 Gb/s Ethernet."""
 
 from functools import lru_cache
 
@@ -32,7 +32,7 @@ ACTION_S = 0.0005
 
 @lru_cache(maxsize=16)
 def nominal_calibration(facts: ModelFacts) -> Calibration:
-    """What the planner assumes of ``facts`` until something is measured; memory is unlimited."""
+    """The calibration that the planner assumes for ``facts`` until one is measured; memory is unlimited."""
     names: dict[SectionKind, str] = {}
     runs: list[SectionRun] = []
     for section in facts.sections:

@@ -1,4 +1,4 @@
-"""What one worker has measured: samples, not yet statistics. No torch, so that any process can put them together."""
+"""What one worker has measured: samples, not yet statistics. No torch, so that any process can merge them."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from varuna.core.value import Value
 
 
 class Sized(NamedTuple):
-    """Seconds that something took, and the bytes that it was about."""
+    """Seconds that a transfer or an update took, and its bytes."""
 
     size_bytes: int
     seconds: float
@@ -36,7 +36,7 @@ class RingSamples(Value):
 
 
 class PilotSamples(Value):
-    """What a few real steps take beyond their sections: see ``varuna.calibration.measure.pilot``."""
+    """Seconds that a few real steps take beyond their sections: see ``varuna.calibration.measure.pilot``."""
 
     stages: int = Field(ge=1, description="P")
     state_bytes: int = Field(description="parameters, gradients and optimizer state of this worker's stage")

@@ -20,7 +20,7 @@ class FittedLine(NamedTuple):
 def fit_line(points: Iterable[tuple[float, float]]) -> FittedLine:
     """The line through measured points (x, y): median of all slopes (Theil-Sen), then median of the intercepts.
 
-    One wild point does not move it. Several values at one x count by their median. Costs are never negative, so a
+    One outlier does not move it. Several values at one x count by their median. Costs are never negative, so a
     slope or an intercept below 0 is noise: it is set to 0 and the other is fitted alone.
 
     Raises:
@@ -44,11 +44,11 @@ def fit_line(points: Iterable[tuple[float, float]]) -> FittedLine:
 
 
 _HICCUP = 1.5
-"""Times the median: beyond it, something else ran."""
+"""A multiple of the median; a longer time means that something else ran."""
 
 
 def mean_time(values: Sequence[float]) -> float:
-    """Mean of repeated times, without hiccups.
+    """Mean of repeated times, without outliers.
 
     A step is a sum of many actions. Its median is near the sum of their means, and beyond the sum of their medians,
     since times have a tail on one side only.
@@ -87,7 +87,7 @@ def spread(values: Sequence[float]) -> float:
 def best_size(sizes: Iterable[int], seconds: Callable[[int], float | None], *, worth: float = 0.03) -> dict[int, float]:
     """Sweep m upward until F(m)/m stops improving (paper §"Parametrized Simulation") or memory ends.
 
-    Two sizes in a row that save less than ``worth`` end the sweep: one may be a hiccup.
+    Two sizes in a row that save less than ``worth`` end the sweep: one may be an outlier.
 
     Args:
         sizes: ascending.

@@ -8,7 +8,7 @@ from varuna.core.model import ModelFacts
 def choose_windows(model: ModelFacts, kinds: Sequence[int], *, memory_bytes: int | None) -> tuple[range, ...]:
     """The whole model where one example of it fits into ``memory_bytes``, else stretches that show every kind once.
 
-    A stretch grows until memory ends; one that shows nothing new is left out, and so is a stretch's end behind its
+    A stretch grows until memory ends; one that shows nothing new is left out, and so is a stretch's end after its
     last new kind. A section that does not fit alone makes a stretch of its own, for measuring to say so.
     """
     count = len(model.sections)
@@ -32,7 +32,7 @@ def choose_windows(model: ModelFacts, kinds: Sequence[int], *, memory_bytes: int
 
 
 def window_bytes(model: ModelFacts, sections: range, micro_batch: int) -> int:
-    """Parameters, gradient sums, optimizer state and one set of activations."""
+    """Bytes of parameters, gradient sums, optimizer state and one set of activations."""
     facts = [model.sections[section] for section in sections]
     state = sum(fact.parameter_bytes + fact.trainable_bytes + fact.optimizer_bytes for fact in facts)
     border = facts[0].boundary_bytes if sections.start else 0

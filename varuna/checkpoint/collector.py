@@ -22,13 +22,13 @@ class Collector:
         self._pending: dict[tuple[int, int], _Parts] = {}  # (generation, step)
 
     def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
-        """A generation starts. Parts of the one before may still come: survivors write for the dead.
+        """Begin a generation. Parts of the one before may still come: survivors write for the dead.
 
         Args:
             generation: its number.
             plan: goes into its manifests.
-            first_step: that it runs.
-            rollback: it goes on from a checkpoint, so what is unfinished will not be needed.
+            first_step: its first step.
+            rollback: it continues from a checkpoint, so unfinished checkpoints are not needed any more.
         """
         if not self._plans:
             self._oldest = generation
@@ -37,11 +37,11 @@ class Collector:
             self._oldest, self._complete, self._pending = generation, first_step, {}
 
     def passed(self, step: int) -> None:
-        """A checkpoint of ``step`` exists: whatever is said again of it, or of one before, is dropped."""
+        """A checkpoint of ``step`` exists: later reports on it, or on an earlier one, are dropped."""
         self._complete = max(self._complete, step)
 
     def add(self, shard: SavedShard) -> Manifest | None:
-        """Note a shard; the manifest if its step is complete now.
+        """Note a shard; returns the manifest if its step is complete now.
 
         Dropped are shards of older generations, and of steps up to the newest complete one: workers save in step
         order, so what is missing there was skipped and will not come.

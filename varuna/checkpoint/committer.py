@@ -1,4 +1,4 @@
-"""Who turns shards into checkpoints: one per run, beside the manager or rank 0, on a thread of its own.
+"""The committer turns shards into checkpoints: one per run, beside the manager or rank 0, on a thread of its own.
 
 Whatever goes wrong costs a checkpoint and is said aloud; neither training nor later checkpoints end with it.
 """
@@ -23,13 +23,13 @@ from varuna.store.opening import open_store
 from varuna.store.retry import writer_id
 
 SETTLE_BOUND_S = 120.0
-"""How long a question waits for the commits before it."""
+"""Bound on the wait for pending commits before the newest checkpoint is looked up."""
 
 
 class CheckpointCommitter:
     """Holds the lease of a checkpoint directory, finds the newest checkpoint, commits new ones and removes old ones.
 
-    ``begin`` and ``collect`` return at once. ``say`` and ``warn`` are called on the threads of the keeper too.
+    ``begin`` and ``collect`` return at once. ``say`` and ``warn`` are called on the committer's threads too.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class CheckpointCommitter:
             return self._committed_step
 
     def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
-        """A generation starts: see ``Collector.begin``."""
+        """Begin a generation: see ``Collector.begin``."""
         self._post(lambda: self._collector.begin(generation, plan, first_step=first_step, rollback=rollback))
 
     def collect(self, shard: SavedShard) -> None:
-        """A shard is durable; commit its checkpoint if that was the last."""
+        """Note that a shard is durable; commit its checkpoint if it was the last one missing."""
         self._post(lambda: self._collect(shard))
 
     def wait_for(self, step: int, timeout_s: float) -> bool:
@@ -102,12 +102,12 @@ class CheckpointCommitter:
             return self._changed.wait_for(lambda: self._committed_step >= step, timeout_s)
 
     def settle(self, timeout_s: float = SETTLE_BOUND_S) -> bool:
-        """Wait until everything that was collected is dealt with; False if ``timeout_s`` passes first."""
+        """Wait until everything that was collected is committed or dropped; False if ``timeout_s`` passes first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._open == 0, timeout_s)
 
     def close(self, timeout_s: float = SETTLE_BOUND_S) -> None:
-        """Finish what is under way, and give the directory free."""
+        """Finish what is under way, and release the directory."""
         if self._closed.is_set():
             return
         if not self.settle(timeout_s):
@@ -121,7 +121,7 @@ class CheckpointCommitter:
         except CheckpointError as error:
             self._warn(f"cannot release the lease of {self.store.url}: {error}")
 
-    # -- the keeper's threads ----------------------------------------------------------------------------------
+    # -- the committer's threads-------------------------------------------------------------------------------
 
     def _new_collector(self) -> Collector:
         return Collector(self._job, run_id=self._run_id, writer=self._writer)

@@ -20,12 +20,12 @@ from varuna.store.base import Store
 
 BEAT_S = 5.0
 EXPIRY_S = 20.0
-"""A count that stands still for so long belongs to a run that is gone, or as good as gone."""
+"""A count that does not grow for this long belongs to a run that is gone, or hung."""
 _FOLDER = "lease"
 
 
 class LeaseOwner(Value):
-    """Who holds a lease, and how often it has said so."""
+    """The owner of a lease, and how often it has renewed it."""
 
     writer: str
     host: str
@@ -34,7 +34,7 @@ class LeaseOwner(Value):
     started: str
     beats: int = 0
     is_over: bool = False
-    """It has given the directory free. What it wrote stays: a number that was an owner's is never another's."""
+    """It has released the directory. Its file stays, since an epoch is never used twice."""
 
 
 class Lease:
@@ -44,7 +44,7 @@ class Lease:
         self._store, self._epoch, self._owner = store, epoch, owner
 
     def beat(self) -> None:
-        """Say that this run lives; does nothing once another run has taken over."""
+        """Report that this run lives; does nothing once another run has taken over."""
         if self.is_held():
             self._owner = self._owner.model_copy(update={"beats": self._owner.beats + 1})
             self._store.put(_name(self._epoch), self._owner.model_dump_json().encode())
@@ -52,7 +52,7 @@ class Lease:
     def is_held(self) -> bool:
         """Whether no other run has taken over.
 
-        The number alone does not say it: somebody may have removed all leases, and some stores take two first ones.
+        The epoch alone does not tell: somebody may have removed all leases, and some stores accept two first ones.
         """
         if _epochs(self._store)[-1:] != [self._epoch]:
             return False
@@ -60,7 +60,7 @@ class Lease:
         return owner is not None and owner.writer == self._owner.writer and not owner.is_over
 
     def is_missing(self) -> bool:
-        """Whether nobody has a lease: it was removed by hand, or another run took over and is over."""
+        """Whether there is no lease: it was removed by hand, or another run took over and has ended."""
         return not _epochs(self._store)
 
     def renew(self) -> bool:
@@ -72,7 +72,7 @@ class Lease:
         return self.is_held()
 
     def release(self) -> None:
-        """The run is over: the next one need not wait, and gets a number of its own."""
+        """Note that the run is over, so that the next one need not wait; it gets an epoch of its own."""
         self._owner = self._owner.model_copy(update={"is_over": True})
         self._store.put(_name(self._epoch), self._owner.model_dump_json().encode())
 
@@ -85,12 +85,12 @@ def claim(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Lease:
-    """Become the one run that commits here; waits up to 20 s if the owner before cannot be asked.
+    """Become the one run that commits here; waits up to 20 s if the previous owner cannot be checked.
 
     Args:
         store: the checkpoint directory.
         writer: an id that nobody else has.
-        say: tells the user why nothing happens.
+        say: tells the user why there is a wait.
         clock: seconds, of this machine.
         sleep: waits.
 
@@ -166,7 +166,7 @@ def _name(epoch: int) -> str:
 
 
 def _exists(owner: LeaseOwner) -> bool:
-    """Whether a process of this machine is the one that wrote ``owner``, and not another with its number."""
+    """Whether a process of this machine wrote ``owner``, and is not another one with its process number."""
     try:
         os.kill(owner.pid, 0)
     except ProcessLookupError:
@@ -177,7 +177,7 @@ def _exists(owner: LeaseOwner) -> bool:
 
 
 def _machine(proc: Path = Path("/proc")) -> str:
-    """What process numbers are valid in: a boot of a machine, and a namespace of processes within it."""
+    """The scope of process numbers: a boot of a machine, and a namespace of processes within it."""
     try:
         boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(proc / 'self/ns/pid')}"

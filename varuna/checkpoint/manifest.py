@@ -89,18 +89,18 @@ class StepFolder(NamedTuple):
 
     @property
     def is_damaged(self) -> bool:
-        """Somebody found that its bytes are wrong."""
+        """Whether a reader has found wrong bytes in it."""
         return DAMAGED in self.sizes
 
 
 def seal(manifest: Manifest) -> bytes:
-    """The manifest's file: JSON around JSON, with a checksum of what is inside."""
+    """The manifest's file: JSON around JSON, with a checksum of the inner text."""
     body = manifest.model_dump_json(indent=1).encode()
     return b'{"crc32": %d, "manifest": %s}\n' % (zlib.crc32(body), body)
 
 
 def survey(store: Store) -> list[StepFolder]:
-    """All checkpoints' folders, newest first; nothing of them is read."""
+    """All checkpoints' folders, newest first; their files are not read."""
     steps = [step for folder in store.folders() if (step := parse_step(folder)) is not None]
     return [look(store, step) for step in sorted(steps, reverse=True)]
 
@@ -230,7 +230,7 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
 
 
 def mark_damaged(store: Store, step: int, reason: str) -> None:
-    """Make sure that nobody chooses a checkpoint again whose bytes are wrong."""
+    """Mark a checkpoint whose bytes are wrong, so that it is never chosen again."""
     try:
         store.create(f"{step_folder(step)}/{DAMAGED}", f"{reason}\n".encode())
     except ObjectExists:

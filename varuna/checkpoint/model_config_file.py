@@ -1,4 +1,4 @@
-"""The model's configuration beside its checkpoints, and whose file it is.
+"""The model's configuration beside its checkpoints, and who wrote it.
 
 Where it goes, and what is in it, the job says; who writes it may have more rights than the job. So only what an earlier
 run put there is ever replaced, which a note of its checksum tells.
@@ -12,7 +12,7 @@ from varuna.store.base import Store
 
 
 def keep_configuration(store: Store, config: str) -> str:
-    """Write it, unless somebody else's file is there; returns a warning, or nothing.
+    """Write it, unless somebody else's file is there; returns a warning, or None.
 
     Raises:
         StoreError: the store cannot be used.

@@ -42,13 +42,13 @@ def step_folder(step: int) -> str:
 
 
 def parse_step(folder: str) -> int | None:
-    """Step of a folder's name; None if it is none of a checkpoint."""
+    """Step of a folder's name; None if it is not a checkpoint's folder."""
     match = _STEP.fullmatch(folder)
     return int(match[1]) if match else None
 
 
 def shard_file(name: ShardName, writer: str) -> str:
-    """File of a part of a section. Nobody else writes this name, so no writer can spoil what another wrote."""
+    """File of a part of a section. The name is this writer's alone, so no other can overwrite the file."""
     return f"section-{name.section:03d}.{name.part}of{name.parts}.g{name.generation}.{writer}.safetensors"
 
 
@@ -56,7 +56,7 @@ def parse_shard_file(file: str) -> ShardName:
     """Parse the file name of a shard: the inverse of ``shard_file``.
 
     Raises:
-        ValueError: it is none; a path is refused too, since names come from other machines.
+        ValueError: it is not one; a path is refused too, since names come from other machines.
     """
     match = _SHARD.fullmatch(file)
     if match is None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from varuna.core.saved import ITEM_BYTES, Piece
 
 SMALLEST_PART_BYTES = 4 * 2**20
-"""Below this a file of its own costs more than it saves."""
+"""Smallest part of a section; a smaller file costs more than it saves."""
 
 
 class TensorFacts(NamedTuple):

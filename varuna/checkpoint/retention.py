@@ -11,7 +11,7 @@ from varuna.store.base import Store
 
 
 class Kept(NamedTuple):
-    """What stays: the newest ``last`` complete checkpoints, and those whose step is a multiple of ``every``."""
+    """Checkpoints to keep: the newest ``last`` complete ones, and those whose step is a multiple of ``every``."""
 
     last: int = 3
     every: int | None = None
@@ -20,13 +20,13 @@ class Kept(NamedTuple):
 def superfluous(folders: Sequence[tuple[int, bool]], committed: int, kept: Kept) -> list[int]:
     """Steps whose folders may go, newest first. Pure.
 
-    The one of step ``committed`` stays, and everything after it: newer folders are being written, or damaged, and
+    The one of step ``committed`` and all later folders stay: those are being written, or are damaged, and
     the run will come there again. Unfinished ones before it go, since their missing shards will not come.
 
     Args:
         folders: (step, whether it is complete) of all folders.
         committed: step whose checkpoint is known to be intact, since it was just committed or restored.
-        kept: what the user wants.
+        kept: the user's settings.
     """
     going, staying = [], 1
     for step, is_complete in sorted(folders, reverse=True):
@@ -63,7 +63,7 @@ def retain(store: Store, committed: int, kept: Kept) -> list[int]:
 
 
 def _looks_complete(store: Store, folder: StepFolder) -> bool:
-    """A readable manifest and all its shards with their sizes, and nobody found it damaged."""
+    """Whether it has a readable manifest, all shards with their sizes, and no mark of damage."""
     if not folder.is_committed or folder.is_damaged:
         return False
     try:

@@ -8,9 +8,9 @@ from pydantic import Field
 from varuna.core.value import Value
 
 _RESERVED_BYTES = 2**30
-"""Of each worker: the driver's context, kernels, workspaces of libraries."""
+"""What each worker loses to the driver's context, kernels, and workspaces of libraries."""
 _RESERVED_PART = 16
-"""And a sixteenth of its share: what the allocator cannot give out in one piece."""
+"""A worker also loses a sixteenth of its share, which the allocator cannot give out in one piece."""
 
 
 class DeviceFacts(Value):
@@ -21,12 +21,12 @@ class DeviceFacts(Value):
 
 
 def reserved_bytes(share_bytes: int) -> int:
-    """What no plan may fill of a worker's share of a device; at most half of it."""
+    """Bytes of a worker's share of a device that no plan may fill; at most half of the share."""
     return min(_RESERVED_BYTES + share_bytes // _RESERVED_PART, share_bytes // 2)
 
 
 def worker_bytes(devices: Iterable[DeviceFacts | None]) -> int | None:
-    """What every worker of a run can count on: the least share of a device, without the reserve.
+    """Bytes that every worker of a run can count on: the smallest share of a device, less the reserve.
 
     Args:
         devices: of each worker; None where there is none, or nobody knows.

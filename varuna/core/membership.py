@@ -65,7 +65,7 @@ class Membership(Protocol):
         ...
 
     def store(self, generation: int) -> Any:
-        """Where the members of a generation find each other: ``set``, ``check`` and ``get``, of keys for ever."""
+        """The store where members of a generation find each other: ``set``, ``check``, ``get``; keys last for ever."""
         ...
 
     def held(self, held: Held) -> None:

@@ -13,9 +13,9 @@ from varuna.core.value import Value
 from varuna.core.vote import Tally
 
 MAX_FRAME_BYTES = 64 * 2**20
-"""More than any vote needs: 8 million numbers of 8 digits."""
+"""The largest message: more than any vote needs, which is 8 million numbers of 8 digits."""
 MAX_KEY, MAX_VALUE_BYTES, MAX_KEYS = 200, 16 * 2**10, 4096
-"""Of what members offer each other: gloo's addresses take 218 bytes, an identity of NCCL's 256."""
+"""Limits on what members offer each other: a gloo address takes 218 bytes, an NCCL identity 256."""
 
 Key = Annotated[str, Field(max_length=MAX_KEY)]
 
@@ -25,7 +25,7 @@ Key = Annotated[str, Field(max_length=MAX_KEY)]
 class Vote(Value):
     """The summed vector of a step. Whoever holds it may commit the step.
 
-    Of a step that others follow only the totals are needed any more: see ``shortened``.
+    Once another step follows, only the totals are still needed: see ``shortened``.
     """
 
     generation: int
@@ -36,11 +36,11 @@ class Vote(Value):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the step can be applied by it."""
+        """Whether it has the whole vector, with which the step can be applied."""
         return bool(self.vector) or self.tally is None
 
     def shortened(self) -> "Vote":
-        """Without the vector, which has several numbers for each micro-batch."""
+        """The vote without its vector, which has several numbers for each micro-batch."""
         return self if self.tally is None else self.model_copy(update={"vector": ()})
 
 
@@ -69,7 +69,7 @@ class Assignment(Value):
 
     @property
     def is_spare(self) -> bool:
-        """Not part of the pipeline grid."""
+        """Whether this rank is outside of the pipeline grid."""
         return self.rank >= self.plan.workers
 
 
@@ -135,7 +135,7 @@ class Offered(Value):
 
 
 class Sought(Value):
-    """What this member needs of others: what is there is answered at once, the rest once they have offered it."""
+    """What this member needs of others. What they have offered is answered at once, the rest when they offer it."""
 
     kind: Literal["sought"] = "sought"
     generation: int

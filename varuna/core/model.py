@@ -49,7 +49,7 @@ class SectionFacts(Value):
     gradient_free: bool = Field(default=False, description="nothing is trained in it, nor below it: no R, no B")
 
     def untimed(self) -> dict[str, Any]:
-        """All that a calibration's kind of section takes over as it is, by the same names: everything but seconds."""
+        """Fields that a calibration's kind of section takes over under the same names: all but seconds."""
         return self.model_dump(exclude={"label", "forward_s"})
 
 
@@ -109,5 +109,5 @@ class JobFacts(Value):
     )
 
     def for_comparison(self) -> "JobFacts":
-        """Without that in which workers of a run may differ."""
+        """The facts without the fields in which workers of one run may differ."""
         return self.model_copy(update={"model": self.model.model_copy(update={"code_digest": ""})})

@@ -80,7 +80,7 @@ class PersistentMap(Mapping[str, V], Generic[V]):
 
 
 def _put(node: _Node[V], bits: int, depth: int, key: str, value: V, number: int) -> tuple[_Node[V], bool]:
-    """The node with an item more, and whether its key is new; ``bits`` of the hash are left at this depth."""
+    """The node with one more item, and whether its key is new; ``bits`` are those of the hash left at this depth."""
     if isinstance(node, tuple):
         way = bits & 31
         child, is_new = _put(node[way], bits >> _BITS, depth + 1, key, value, number)

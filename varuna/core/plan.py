@@ -11,16 +11,16 @@ SAMPLES_AHEAD = 4
 """Micro-batches whose samples a rank reads ahead of their F."""
 
 ACTIVATIONS_COMING = 2
-"""Places for the next activations, beside those that have come and wait for their F."""
+"""Buffers for the next activations, besides those that have arrived and wait for their F."""
 
 GRADIENTS_COMING = 2
-"""Gradients that have come and wait for their B, and places for the next ones: more stay where they were made."""
+"""Gradients that have arrived and wait for their B, plus buffers for the next; further ones stay at their sender."""
 
 MESSAGES_LEAVING = 3
-"""Activations that a stage has sent and the next one has not taken: with so many, the next F waits."""
+"""The most activations that a stage has sent and the next one has not taken; at this number the next F waits."""
 
 STASH_IN_TRANSIT = 3
-"""Stash entries on the device beside those that stay: the newest, on its way out; the next one; and the one at work."""
+"""Stash entries on the device besides those that stay: the newest, being copied out; the next; and the current one."""
 
 
 class Place(NamedTuple):
@@ -99,7 +99,7 @@ class Plan(Value):
         return f"{self.stages}x{self.replicas}"
 
     def same_work(self, other: "Plan") -> bool:
-        """Whether two plans differ in their predictions at most."""
+        """Whether two plans are equal but for their predictions."""
         unpredicted = {"step_s": 0.0, "memory_bytes": (), "host_bytes": ()}
         return self.model_copy(update=unpredicted) == other.model_copy(update=unpredicted)
 

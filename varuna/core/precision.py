@@ -7,7 +7,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 Reduction = Literal["fp32", "bf16"]
-"""What of gradients crosses between replicas; they are summed up in fp32 all the same."""
+"""The type in which gradients cross between replicas; they are summed in fp32 in either case."""
 
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
@@ -27,7 +27,7 @@ class LossScale(NamedTuple):
     good_steps: int = 0
 
     def after(self, overflowed: bool) -> "LossScale":
-        """The scale of the next step."""
+        """The scale for the next step, given whether this one overflowed."""
         if overflowed:
             return LossScale(max(self.value / 2, _SMALLEST), 0)
         if self.good_steps + 1 < _GROWTH_STEPS:

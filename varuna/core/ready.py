@@ -1,4 +1,4 @@
-"""What will be done: a copy on its way out of a device, or nothing at all."""
+"""Handles to wait for: a copy that is leaving a device, or nothing at all."""
 
 from typing import Protocol
 

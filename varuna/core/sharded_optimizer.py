@@ -1,4 +1,4 @@
-"""Who holds which sections' optimizer state, where the replicas of a stage share it out (``shard_optimizer``). Pure.
+"""Which replicas hold which sections' optimizer state, where a stage divides it (``shard_optimizer``). Pure.
 
 Engine, manager and planner ask here, with equal facts: nothing is ever agreed on over a link.
 """
@@ -32,7 +32,7 @@ def held_by(holders: Holders, sections: range, replica: int) -> tuple[int, ...]:
 def share_out(state_bytes: Sequence[int], replicas: int) -> Holders:
     """Holders of a stage's sections: an owner and a mirror each, so that the fullest replica holds little.
 
-    The mirror is the replica half-way round. Seats of one VM are neighbours, so a VM that has no more than half of the
+    The mirror is the replica half-way round. Ranks of one VM are neighbours, so a VM that has no more than half of the
     stage's replicas takes at most one holder with it; and with an even number of replicas, pairs mirror each other,
     which leaves the fewest pairs whose loss together would cost state. Sections without state are everybody's.
 
@@ -48,7 +48,7 @@ def share_out(state_bytes: Sequence[int], replicas: int) -> Holders:
     held, owned = [0] * replicas, [0] * replicas
 
     def burden(replica: int) -> tuple[int, int, int, int]:
-        """What a section more would find there: at the fuller of the two, at both, sent by the owner."""
+        """The load of a replica and its mirror: bytes at the fuller of the two, at both, and sent by the replica."""
         own, mirrored = held[replica], held[mirror_of[replica]]
         return max(own, mirrored), own + mirrored, owned[replica], replica
 

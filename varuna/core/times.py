@@ -1,4 +1,4 @@
-"""What a rank's steps took: said with heartbeats, put together by the manager, kept with the run."""
+"""How long a rank's steps took: sent with heartbeats, merged by the manager, kept with the run."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -41,12 +41,12 @@ class RankTimes(Value):
 
     @property
     def ending_s(self) -> float:
-        """Vote, optimizer and bookkeeping of a step: what is neither action, wait nor reduction."""
+        """Vote, optimizer and bookkeeping of a step: all that is not an action, a wait or a reduction."""
         return max(0.0, self.step_s - self.compute_s - self.waited_s - self.reduced_s)
 
 
 def merged(times: Iterable[RankTimes]) -> RankTimes:
-    """Several reports as one, weighted by what each has seen.
+    """Merge several reports into one, each weighted by how often it has seen each action.
 
     Raises:
         ValueError: there is none.

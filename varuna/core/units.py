@@ -26,7 +26,7 @@ def parse_bytes(text: str, source: str = "") -> int:
         source: flag or variable that it comes from, for the message.
 
     Raises:
-        UsageError: the text is no size, or not above zero.
+        UsageError: the text is not a size, or not above zero.
     """
     match = _SIZE.fullmatch(text)
     size_bytes = int(float(match[1]) * _BYTES_PER[(match[2] or "").lower()]) if match else 0

@@ -1,3 +1,3 @@
-"""The version, for whoever must not import the whole package to say it."""
+"""The version, for modules that need it without importing the whole package."""
 
 __version__ = "0.1.0"

@@ -15,7 +15,7 @@ FLAGS = ("stop", "regroup", "checkpoint", "lr")
 
 
 class VoteLayout(Value):
-    """Where everything lies in the vector: sections, then micro-batches, then flags."""
+    """The slots of the vector: sections, then micro-batches, then flags."""
 
     sections: int = Field(ge=1)
     micro_batches: int = Field(ge=1)
@@ -70,7 +70,7 @@ class VoteLayout(Value):
         return Tally(loss=totals.loss, weight=totals.weight, counted=self.counted(vector))
 
     def counted(self, vector: Sequence[float]) -> int:
-        """Micro-batches whose weight somebody wrote."""
+        """Number of micro-batches whose weight a rank has written."""
         first, width = self.sections, 2 + len(self.metrics)
         return sum(weight != 0 for weight in vector[first + 1 : first + self.micro_batches * width : width])
 

@@ -1,4 +1,4 @@
-"""From samples to a micro-batch: the default stacking, and what is asked of a user's own ``collate``."""
+"""From samples to a micro-batch: the default stacking, and the check of what a user's ``collate`` returns."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -45,7 +45,7 @@ def _stack_key(samples: Sequence[Sample], indices: Sequence[int], key: str) -> T
 
 
 def check_collated(batch: object, size: int, keys: Iterable[str] | None) -> dict[str, Tensor]:
-    """What a user's ``collate`` returned, restricted to ``keys`` if given.
+    """Check what a user's ``collate`` returned, and restrict it to ``keys`` if given.
 
     Args:
         batch: what it returned.

@@ -57,9 +57,9 @@ class Loader:
             self._changed.notify_all()
 
     def taken(self) -> None:
-        """Say that a delivered micro-batch was taken over: the next one may be prepared.
+        """Report that a delivered micro-batch was taken over, so that the next one may be prepared.
 
-        Batches delivered before a ``cancel`` count as taken; a call too many is ignored.
+        Batches delivered before a ``cancel`` count as taken; a surplus call is ignored.
         """
         with self._changed:
             self._open = max(0, self._open - 1)
@@ -104,7 +104,7 @@ class Loader:
             return self._round, self._queue.popleft()
 
     def _prepare(self, work: _Work) -> MicroBatch | BaseException:
-        """Read one micro-batch; what goes wrong is for the thread that needs it."""
+        """Read one micro-batch; an exception is handed to the thread that needs the batch."""
         try:
             return self._source.micro_batch(work.positions, work.keys)
         except BaseException as error:  # noqa: BLE001  even SystemExit: a silent thread would hang the stage

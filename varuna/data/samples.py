@@ -140,7 +140,7 @@ def verify_digests(mine: MicroBatch, theirs: Sequence[int], *, who: str) -> None
 
 
 def _checked(sample: object, index: int) -> Sample:
-    """The sample as a dict.
+    """The sample, checked, as a dict.
 
     Raises:
         DataError: it is not a dict of dense tensors.
@@ -178,5 +178,5 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def _hex(digest: int) -> str:
-    """A digest as people compare it."""
+    """A digest in hexadecimal, for messages."""
     return f"{digest & (1 << 64) - 1:016x}"

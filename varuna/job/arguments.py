@@ -1,4 +1,4 @@
-"""Arguments of a Trainer: which are seen to be wrong before anything is built, and what they are by default."""
+"""Arguments of a Trainer: their defaults, and checks that need nothing built."""
 
 import operator
 import os
@@ -24,7 +24,7 @@ def check_arguments(
     reduction: str,
     links: str,
 ) -> None:
-    """Refuse arguments that can be seen to be wrong before anything is built."""
+    """Refuse arguments that are wrong whatever the model is."""
     _check_whole(global_batch=global_batch, micro_batch=micro_batch, cut_points=cut_points)
     _check_number(clip_grad_norm=clip_grad_norm)
     if global_batch < 1:
@@ -64,7 +64,7 @@ def patience() -> Patience:
 
 
 def check_functions(**functions: object) -> None:
-    """Refuse what cannot be called as it will be: a built module builds nothing, torch's losses know no batch."""
+    """Refuse what cannot be called as it will be: a built module builds nothing, torch's losses take no batch."""
     for name, found in functions.items():
         other = nn.modules.loss._Loss if name == "loss" else nn.Module
         if found is not None and (isinstance(found, other) or not callable(found)):
@@ -82,7 +82,7 @@ _FUNCTIONS: Mapping[str, str] = {
 
 
 def check_steps(n: int, *, started: bool) -> None:
-    """Refuse a length that is none, and a second loop."""
+    """Refuse an invalid number of steps, and a second loop."""
     _check_whole(n=n)
     if n < 0:
         raise UsageError(f"steps(n): n is the total number of steps of the run and must be >= 0 (got {n})")
@@ -91,7 +91,7 @@ def check_steps(n: int, *, started: bool) -> None:
 
 
 def _check_whole(**numbers: Any) -> None:
-    """Numbers that a script may have read from its command line: text and fractions are not counts."""
+    """Refuse text and fractions as counts: a script may have read them from its command line."""
     for name, found in numbers.items():
         try:
             operator.index(0 if found is None else found)
@@ -110,7 +110,7 @@ def _described(found: object) -> str:
 
 
 def check_normalisation(micro_batch: int | None, *, batch_dependent: bool) -> None:
-    """A model with batch normalisation needs an m of the user's."""
+    """Refuse batch normalisation without a micro-batch size from the user."""
     if batch_dependent and micro_batch is None:
         raise UsageError(
             "the model normalises over the examples of a micro-batch, so training depends on how many there are. "
@@ -129,7 +129,7 @@ def check_links(links: str, device: torch.device) -> None:
 
 
 def check_examples(examples: int | None, size: int | None) -> int:
-    """How many examples of a dataset to evaluate.
+    """The number of examples of a dataset to evaluate.
 
     Args:
         examples: asked for; None: all.
@@ -164,7 +164,7 @@ def check_checkpoint_arguments(
     keep_every: int | None,
     upload_bytes_per_s: float | None,
 ) -> None:
-    """Refuse arguments about checkpoints that can be seen to be wrong."""
+    """Refuse wrong arguments about checkpoints."""
     if not isinstance(checkpoint_every, timedelta):
         _check_whole(checkpoint_every=checkpoint_every)
     _check_whole(keep_last=keep_last, keep_every=keep_every)

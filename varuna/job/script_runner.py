@@ -28,7 +28,7 @@ class Intercepted(BaseException):
 
 @contextmanager
 def output_as_errors() -> Iterator[None]:
-    """Standard output goes to standard error in here, also that of C code: a tool's own output stays clean."""
+    """Send standard output to standard error, also that of C code, so that a tool's own output stays clean."""
     original = sys.stdout
     with redirect_stdout(sys.stderr):
         try:

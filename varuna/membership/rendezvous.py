@@ -1,4 +1,4 @@
-"""A worker's side of the meeting: a store of keys whose values come over its connection to the manager."""
+"""A worker's side of the rendezvous: a store of keys whose values come over its connection to the manager."""
 
 import threading
 import time
@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 from varuna.core.messages import MAX_KEYS, Found, FromWorker, Offered, Sought
 
 _AGAIN_S = 3.0
-"""After a manager's restart nobody knows what was offered and sought before."""
+"""Interval at which offers and questions are repeated: a restarted manager knows none of them."""
 _FRESH_S = 5.0
-"""A value that is older is asked for anew: members also say in it what they do."""
+"""Age after which a value is asked for again: some values change, such as what a member is doing."""
 _AWAY_S = 20.0
-"""Without any answer for so long, what is known may be wrong by now."""
+"""Time without any answer after which known values are not trusted any more."""
 
 
 class Rendezvous:
-    """Of one generation. ``take`` runs on the connection's thread, the rest anywhere.
+    """The store of one generation. ``take`` runs on the connection's thread, the rest on any.
 
     Args:
         generation: its number.
@@ -76,7 +76,7 @@ class Rendezvous:
         return not missing
 
     def take(self, found: Found) -> None:
-        """Values came."""
+        """Take values that have arrived."""
         if found.generation != self.generation:
             return
         now_s = self._clock()

@@ -29,9 +29,9 @@ from varuna.process.threads import start
 COMMIT_BOUND_S = 120.0
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 _SAID_S = 30.0
-"""A wait for other ranks says so after this long."""
+"""A wait for other ranks is reported after this long."""
 _JOIN_BOUND_S = 1800.0
-"""Between the ranks: each captures the model for itself."""
+"""Bound on the time between ranks that join: each captures the model for itself."""
 _CHOICE_BOUND_S = 1200.0
 """Rank 0 may wait for the directory's owner to be gone, and a quarter of an hour for a bucket that does not answer."""
 
@@ -43,7 +43,7 @@ PlanRun = Callable[[JobFacts, int, int | None], Plan]
 
 
 class World(NamedTuple):
-    """What torchrun says in the environment; one process without it."""
+    """The world that torchrun describes in the environment; one process without torchrun."""
 
     rank: int
     size: int
@@ -166,7 +166,7 @@ class StaticMembership:
             ) from error
 
     def _with_memory(self, job: JobFacts) -> JobFacts:
-        """The job with what each rank's device has for it: who computes where decides on that."""
+        """The job with the memory that every rank's device has for it."""
         if not job.memory_apart:
             return job
         told = [self.world.store.get(f"device/{rank}").decode() for rank in range(self.world.size)]
@@ -191,7 +191,7 @@ class StaticMembership:
         return Manifest.model_validate_json(choice) if choice else None
 
     def _told(self, key: str, what: str, bound_s: float) -> str:
-        """What rank 0 says; left alone, the store would wait for one minute, and name the key."""
+        """A value that rank 0 sets; the store's own wait would last a minute, and its error would name the key."""
         try:
             self._wait({key: "rank 0"}, f"to say that it {what}", bound_s)
             said: str = self.world.store.get(key).decode()
@@ -263,7 +263,7 @@ class StaticMembership:
             self.world.store.set(f"saved/{ticket}", shard.model_dump_json())
 
     def store(self, generation: int) -> Any:
-        """The one of all generations."""
+        """The store, which all generations share."""
         return self.world.store
 
     def unsaved(self, reason: str) -> None:
@@ -299,7 +299,7 @@ class StaticMembership:
         """Python prints the traceback."""
 
     def close(self) -> None:
-        """Give the checkpoint directory free."""
+        """Release the checkpoint directory."""
         self._closing.set()
         if self._keeper is not None:
             self._keeper.close()

@@ -52,7 +52,7 @@ class Panel:
 
     title: str
     note: str
-    """Behind the title, softer."""
+    """Shown after the title, in a lighter colour."""
     rows: tuple[tuple[Bar, ...], ...]
     """Bars by stage, each row in order of time; times count from the step's start."""
 
@@ -100,9 +100,9 @@ def draw(title: str, panels: Sequence[Panel], *, unit: str = "s") -> str:
     """A picture of all panels over one time axis.
 
     Args:
-        title: of the whole.
+        title: of the whole picture.
         panels: top to bottom.
-        unit: what times are in, for the axis.
+        unit: of the times, for the axis.
     """
     span_s = max((panel.end_s for panel in panels), default=0.0) or 1.0
     lanes = max(len(panel.rows) for panel in panels)
@@ -191,7 +191,7 @@ def _is_dense(row: Sequence[Bar]) -> bool:
 
 
 def _shares(row: Sequence[Bar], y: float, height: float, x: Callable[[float], float]) -> Iterator[str]:
-    """Where bars are too narrow to see: what the time went into, stacked; white above is idle."""
+    """Stacked shares of the time by kind of work, where bars are too narrow to see; white above is idle."""
     count = int((_RIGHT - _LEFT) / _BUCKET_WIDTH)
     shares = {name: [0.0] * count for name in _LOOKS}
     for bar in row:
@@ -217,7 +217,7 @@ def _shares(row: Sequence[Bar], y: float, height: float, x: Callable[[float], fl
 
 
 def _ticks(span_s: float) -> Iterator[float]:
-    """Round times, some eight of them."""
+    """About eight round times for the axis."""
     rough = span_s / 8
     step = 10.0 ** len(f"{int(rough)}") / 10 if rough >= 1 else 1.0
     while step > rough:

@@ -128,7 +128,7 @@ class Progress:
 
 
 class RunView:
-    """Shows a run's events as they come, and keeps its story.
+    """Shows a run's events as they come, and collects its history.
 
     Args:
         progress: where lines go.
@@ -143,7 +143,7 @@ class RunView:
         self._tokens_per_example = tokens_per_example
 
     def recall(self, event: RunEvent) -> None:
-        """Take an event that was shown before, by a manager that is no more."""
+        """Take an event that an earlier manager has already shown."""
         self.story.take(event)
 
     def __call__(self, event: RunEvent) -> None:

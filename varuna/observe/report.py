@@ -10,7 +10,7 @@ from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, M
 
 
 class PlanShape(Value):
-    """The numbers of a plan that people read."""
+    """The numbers of a plan that reports show."""
 
     stages: int
     replicas: int
@@ -64,7 +64,7 @@ class Morph(NamedTuple):
 
 
 class RunStory:
-    """Collects what a report needs; steps that run again replace what they said before."""
+    """Collects what a report needs; a step that runs again replaces its earlier record."""
 
     def __init__(self) -> None:
         self.generations: list[GenerationRow] = []

@@ -1,4 +1,4 @@
-"""The policy of our own: what pipelines on slow links gain beyond the paper's rules."""
+"""Varuna's own policy: what pipelines on slow links gain beyond the paper's rules (§"Tuning pipeline efficiency")."""
 
 from varuna.schedule.actions import Action, Kind
 
@@ -11,7 +11,7 @@ class AdaptivePolicy:
     """Goes past the paper: whatever is ready runs, in the order in which others wait for it.
 
     First the backward whose gradient is here, with its R in front of it; then a forward; and only an idle stage
-    recomputes ahead of the gradient. But while too few micro-batches are in flight to keep the stages behind busy, a
+    recomputes ahead of the gradient. But while too few micro-batches are in flight to keep later stages busy, a
     forward comes before an R, and on a stage that keeps everything before a backward: otherwise uneven stages lose up
     to 8 %, and keeping more could make a step longer. Against the paper's rules (figures in docs/schedules.md):
 
@@ -113,11 +113,11 @@ class AdaptivePolicy:
         return Action(self.stage, Kind.BACKWARD, self._begun)
 
 
-def _few_in_flight(behind: int, stash_limit: int, *, keeps_all: bool) -> float:
-    """Micro-batches below which the stages ``behind``, this one included, may run dry.
+def _few_in_flight(stages_left: int, stash_limit: int, *, keeps_all: bool) -> float:
+    """Micro-batches below which the stages that are left, this one included, may run dry.
 
     Forwards that put off no more than an R cost little, and more of them pay. The last stage feeds nobody.
     """
     if not keeps_all:
-        return min(1.5 * behind + 1, 0.7 * stash_limit)
-    return min(behind + 1, 0.7 * stash_limit) if behind > 1 else 0.0
+        return min(1.5 * stages_left + 1, 0.7 * stash_limit)
+    return min(stages_left + 1, 0.7 * stash_limit) if stages_left > 1 else 0.0

@@ -41,11 +41,11 @@ class Policy(Protocol):
         ...
 
     def choose(self, activations_in: int, gradients_in: int) -> Kind | None:
-        """The kind of what ``next`` gives: all that a simulation needs, which asks a hundred thousand times."""
+        """The kind of the action that ``next`` gives; a simulation, which asks 100,000 times, needs no more."""
         ...
 
     def count(self, kind: Kind) -> None:
-        """As ``done``, of the action that ``choose`` gave the kind of."""
+        """Like ``done``, for the action whose kind ``choose`` gave."""
         ...
 
     def keeps(self, micro_batch: int) -> bool:
@@ -134,7 +134,7 @@ class OpportunisticPolicy:
     def next(self, activations_in: int, gradients_in: int) -> Action | None:
         """The ready action that the order would run first.
 
-        Once a gradient has been late, an R without gradient runs only if no F is at hand: gradients will be late again.
+        Once a gradient has been late, an R without gradient runs only if no F is ready: gradients will be late again.
         """
         kind = self.choose(activations_in, gradients_in)
         if kind is None:

@@ -80,7 +80,7 @@ def validate(
 
 
 def _check_sequence(row: Sequence[Action], stage: int, kinds: tuple[Kind, ...], expected: tuple[int, ...]) -> None:
-    """Every micro-batch once, in the stated order."""
+    """Check that every micro-batch occurs once, in the stated order."""
     found = [action for action in row if action.kind in kinds]
     for action, micro_batch in zip(found, expected, strict=False):
         if action.micro_batch != micro_batch:
@@ -92,7 +92,7 @@ def _check_sequence(row: Sequence[Action], stage: int, kinds: tuple[Kind, ...], 
 
 
 def _check_activations(row: Sequence[Action], limit: int) -> None:
-    """Activations are there when a backward begins, made at most once more, and never in more sets than allowed."""
+    """Check that each backward finds activations, recomputed at most once, and that sets stay within ``limit``."""
     keeps = kept(row)
     stashed: set[int] = set()
     live: set[int] = set()
@@ -129,7 +129,7 @@ def _check_stash(row: Sequence[Action], limit: int) -> None:
 
 
 def _check_dependencies(orders: Sequence[Sequence[Action]]) -> None:
-    """Run the table: F needs the previous stage's F of the micro-batch, B and I need the next stage's B or I."""
+    """Run the table: F needs the previous stage's F of its micro-batch, B and I need the next stage's B or I."""
     last = len(orders) - 1
     forwards: list[set[int]] = [set() for _ in orders]
     backwards: list[set[int]] = [set() for _ in orders]

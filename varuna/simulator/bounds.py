@@ -64,13 +64,13 @@ def bottleneck_s(costs: PipelineCosts, *, stash_limits: Sequence[int]) -> float:
 
 
 def _recomputes(costs: PipelineCosts, stage: int, micro_batches: int, limit: int) -> int:
-    """R's that no policy but ``adaptive`` spares: the last micro-batch may be kept; on some stages all of them."""
+    """R's that every policy but ``adaptive`` runs: the last micro-batch may be kept, on some stages all are."""
     keeps = stage == len(costs.stages) - 1 or limit == 1 or costs.stages[stage].keeps_all
     return 0 if keeps else micro_batches - 1
 
 
 class _Paths:
-    """Ways through an empty pipeline, by stage. Where backwards may be split, each way takes the shorter one."""
+    """Times through an empty pipeline, by stage. Where backwards may be split, the shorter form counts."""
 
     def __init__(self, costs: PipelineCosts, *, splits: bool) -> None:
         self._costs = costs
@@ -106,7 +106,7 @@ class _Paths:
         self._last_s = stages[-1].forward_s + _backward_s(stages[-1], splits=splits and len(stages) > 1)
 
     def recomputes(self, stage: int, micro_batches: int, work_s: float) -> float:
-        """R's that not even ``adaptive`` spares, beside ``work_s`` of F and backwards.
+        """R's that even ``adaptive`` must run, besides ``work_s`` of F and backwards.
 
         A micro-batch that finds its stage empty keeps its activations. With g of those the step falls into g
         groups, each through before the next begins; one of x micro-batches takes a round trip and x - 1 times the

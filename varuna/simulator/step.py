@@ -34,7 +34,7 @@ def simulate(
         stash_limits: in-flight depth n_k, by stage; the policy's defaults if None.
         split_last: how many of the last backwards run as I and W.
         seed: of the links' jitter; None: every message is delayed by its mean. A message's delay depends on the
-            seed, its link and its number only, so that policies can be compared under the same weather.
+            seed, its link and its number only, so that policies are compared under the same delays.
 
     Raises:
         UsageError: unknown policy, or limits that it cannot keep.
@@ -135,7 +135,7 @@ class _Channel:
         self.free_s = self.last_s = 0.0
 
     def send(self, ready_s: float) -> float:
-        """Put a message on the link as soon as it is ready and the link free; returns its arrival."""
+        """Put a message on the link as soon as it is ready and the link is free; returns its arrival in seconds."""
         free_s = self.free_s
         if ready_s > free_s:
             free_s = ready_s
@@ -152,7 +152,7 @@ class _Channel:
 
 
 def _connect(pipeline: list[_Stage], costs: PipelineCosts, micro_batches: int, seed: int | None) -> None:
-    """Say what each action takes and to whom its result goes."""
+    """Set how long each action takes and where its result goes."""
 
     def weather(link: LinkCosts, name: str) -> list[float] | None:
         return None if seed is None else travel_times_s(link, micro_batches, random.Random(f"{seed} {name}"))

@@ -58,7 +58,7 @@ class Row:
                 ended += kind in _ENDS_BACKWARD
 
     def made_s(self, kinds: Sequence[Kind]) -> list[float]:
-        """Ends of what it made of these kinds, in order: stages run forwards in one order, and backwards in one."""
+        """End times of its actions of these kinds; all stages run forwards in one order, and backwards in one."""
         return [end_s for kind, end_s in zip(self.kinds, self.ends_s, strict=True) if kind in kinds]
 
     def __iter__(self) -> Iterator[Executed]:
@@ -126,7 +126,7 @@ class StepTrace:
 
     @property
     def stage_bytes(self) -> tuple[int, ...]:
-        """Most bytes in flight, by stage: peaks of stash and live sets, as if they fell together."""
+        """Upper bound on bytes in flight, by stage: the peaks of stash and live sets, as if they coincided."""
         return tuple(
             use.stash * stage.stash_bytes + use.live * stage.live_bytes
             for use, stage in zip(self.usage, self.costs.stages, strict=True)

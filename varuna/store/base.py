@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from varuna.core.errors import StoreError
 
 Chunks = Callable[[], Iterable[bytes | memoryview]]
-"""Gives the content from its beginning, each time it is called: a write may have to start again."""
+"""Yields the content from its beginning each time it is called, since a write may have to start again."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
@@ -87,7 +87,7 @@ class Store(Protocol):
 
 
 def checked(name: str) -> str:
-    """The name, if it is one: names come from other machines, and none may lead out of the store.
+    """The name, if it is valid: names come from other machines, and none may lead out of the store.
 
     Raises:
         StoreError: it is not a valid name of an object.

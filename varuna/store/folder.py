@@ -17,7 +17,7 @@ from varuna.core.errors import ObjectExists, ObjectMissing, StoreError
 from varuna.store.base import Chunks, Entry, checked
 
 _PARTIAL = ".partial"
-_LEFT_BEHIND_S = 3600.0  # who still writes changes its file far more often
+_LEFT_BEHIND_S = 3600.0  # a writer that is alive changes its file far more often
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -148,7 +148,7 @@ class FolderStore:
 
 
 def _sweep(written: Path) -> None:
-    """Remove what writers left behind that were killed long before ``written`` was, by the file server's own clock."""
+    """Remove files of writers that died long before ``written`` was made, by the file server's own clock."""
     with contextlib.suppress(OSError):
         now_s = written.stat().st_mtime
         with os.scandir(written.parent) as entries:
@@ -165,7 +165,7 @@ def _write_all(descriptor: int, view: memoryview) -> None:
 
 
 def _create_in_place(path: Path, data: bytes) -> None:
-    """Where there are no hard links: exclusive, but a crash may leave half a file, which then is damaged."""
+    """For systems without hard links: exclusive, but a crash may leave half a file, which then is damaged."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     except FileExistsError as error:

@@ -32,8 +32,8 @@ _MISCONFIGURED = "builder error"  # the client's words for a request that cannot
 QUICK: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
 """For small objects: ``retry`` asks again."""
 ONCE: dict[str, Any] = {"max_retries": 0, "retry_timeout": timedelta(seconds=20)}
-"""For objects that must be new: behind an answer that was lost, a second try of the library's own finds the first one's
-object, and takes it for somebody else's. ``retry`` knows of the doubt."""
+"""For objects that must be new: after a lost answer, the library's own second try would find what the first one wrote
+and take it for somebody else's object. ``retry`` compares the contents instead."""
 PATIENT: dict[str, Any] = {
     "max_retries": 1000,
     "retry_timeout": timedelta(minutes=4),  # credentials are not renewed within one request
@@ -47,7 +47,7 @@ _CLIENT: dict[str, Any] = {"connect_timeout": timedelta(seconds=10), "timeout": 
 class ObjectStore:
     """Objects of a bucket, below the prefix that the URL names."""
 
-    def __init__(self, url: str, *, once: Any, quick: Any, patient: Any, pace: Throttle | None = None) -> None:
+    def __init__(self, url: str, *, once: Any, quick: Any, patient: Any, throttle: Throttle | None = None) -> None:
         """Wrap obstore stores of the same place.
 
         Args:
@@ -55,9 +55,9 @@ class ObjectStore:
             once: asks once.
             quick: gives up soon.
             patient: for parts of large objects.
-            pace: bounds the bandwidth of ``write``.
+            throttle: bounds the bandwidth of ``write``.
         """
-        self._url, self._pace = url.rstrip("/"), pace
+        self._url, self._throttle = url.rstrip("/"), throttle
         self._once, self._quick, self._patient = once, quick, patient
         self._process = os.getpid()
 
@@ -82,21 +82,21 @@ class ObjectStore:
             obstore.put(self._once, checked(name), data, mode="create", use_multipart=False)
 
     def write(self, name: str, chunks: Chunks) -> None:
-        """Upload in parts of which several are under way at once, no faster than the pace allows."""
+        """Upload in parts of which several are under way at once, no faster than the throttle allows."""
 
-        def paced() -> Iterator[bytes | memoryview]:
+        def throttled() -> Iterator[bytes | memoryview]:
             for chunk in chunks():
                 for start in range(0, len(chunk), PART_BYTES):
                     part = memoryview(chunk)[start : start + PART_BYTES]
-                    if self._pace is not None:
-                        self._pace.wait(len(part))
+                    if self._throttle is not None:
+                        self._throttle.wait(len(part))
                     yield part
 
         with self._doing("write", name):
             obstore.put(
                 self._patient,
                 checked(name),
-                paced(),
+                throttled(),
                 use_multipart=True,
                 chunk_size=PART_BYTES,
                 max_concurrency=PARTS_AT_ONCE,
@@ -171,7 +171,7 @@ class ObjectStore:
             raise StoreUnavailable(f"{what}: {_first_line(error)}{hint}") from error
 
 
-def connect(url: str, pace: Throttle | None) -> ObjectStore:
+def connect(url: str, throttle: Throttle | None) -> ObjectStore:
     """Open a bucket by its URL.
 
     Raises:
@@ -186,7 +186,7 @@ def connect(url: str, pace: Throttle | None) -> ObjectStore:
         )
     except (BaseError, ValueError) as error:
         raise StoreError(f"cannot open {url}: {_first_line(error)}") from error
-    return ObjectStore(url, once=once, quick=quick, patient=patient, pace=pace)
+    return ObjectStore(url, once=once, quick=quick, patient=patient, throttle=throttle)
 
 
 def _first_line(error: Exception) -> str:

@@ -58,8 +58,8 @@ def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | Non
             memory = MemoryStore()
             _memory[where] = ObjectStore(where, once=memory, quick=memory, patient=memory)
         return _memory[where]
-    pace = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
-    return RetryingStore(connect(where, pace), patience_s=PATIENCE_S)
+    throttle = Throttle(upload_bytes_per_s) if upload_bytes_per_s is not None else None
+    return RetryingStore(connect(where, throttle), patience_s=PATIENCE_S)
 
 
 def is_local(place: str) -> bool:

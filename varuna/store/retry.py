@@ -13,7 +13,7 @@ from varuna.store.base import Chunks, Entry, Store
 T = TypeVar("T")
 
 PATIENCE_S = 900.0
-"""How long one operation is tried. Longer than most outages, shorter than a night."""
+"""How long one operation is retried: longer than most outages, shorter than a night."""
 _FIRST_S, _LONGEST_S = 0.5, 30.0
 _TRIES_IN_SILENCE = 3
 
@@ -46,7 +46,7 @@ class RetryingStore:
         self._retried(lambda: self.inner.put(name, data))
 
     def create(self, name: str, data: bytes) -> None:
-        """As the inner store; one that timed out may have succeeded, so what is there is read back and compared.
+        """Like ``create`` of the inner store. A try that timed out may have succeeded, so the object is read back.
 
         Two writers must not give equal ``data``: each puts its own id into it.
         """
@@ -116,5 +116,5 @@ class RetryingStore:
 
 
 def writer_id() -> str:
-    """A name for who writes, which nobody else has."""
+    """A name for this writer that no other has."""
     return secrets.token_hex(8)

@@ -10,14 +10,14 @@ class ActionClock(Protocol):
     """Marks, and the seconds between them."""
 
     def mark(self) -> Any:
-        """Behind what this thread has had computed so far."""
+        """A mark after everything that this thread has launched so far."""
 
     def seconds(self, begin: Any, end: Any) -> float:
         """From one mark to another; waits until the device has passed both."""
 
 
 class HostClock:
-    """Of a CPU: what was called is computed."""
+    """Clock of a CPU, where a call returns when it is computed."""
 
     def mark(self) -> float:
         """Now."""
@@ -29,13 +29,13 @@ class HostClock:
 
 
 class DeviceClock:
-    """Of a GPU: its own events."""
+    """Clock of a GPU, by events of its streams."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
 
     def mark(self) -> Event:
-        """Behind what is queued."""
+        """An event after everything that is queued."""
         return self._streams.mark(self._streams.computing(), timed=True)
 
     def seconds(self, begin: Event, end: Event) -> float:
@@ -45,5 +45,5 @@ class DeviceClock:
 
 
 def clock_over(streams: Streams | None) -> ActionClock:
-    """Of a device with these streams."""
+    """The clock of a device with these streams; of a CPU without."""
     return HostClock() if streams is None else DeviceClock(streams)

@@ -1,4 +1,4 @@
-"""Starts measuring workers on this machine and collects what they say."""
+"""Starts measuring workers on this machine and collects their samples."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ def collect(script: Path, args: Sequence[str], *, workers: int, store: tuple[str
         store: host and port of a store that this process keeps.
 
     Raises:
-        VarunaError: what a worker met.
+        VarunaError: a worker raised it.
         WorkerError: a worker died, or half an hour has passed.
     """
     with tempfile.TemporaryDirectory(prefix="varuna-calibrate-") as folder:
@@ -89,7 +89,7 @@ def _await(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path]
 
 
 def _failure(rank: int, code: int, output: Path, log: Path) -> VarunaError:
-    """What the worker wrote down, else the end of its output."""
+    """The error that the worker wrote down, else one with the end of its output."""
     with contextlib.suppress(OSError, ValueError):
         told = json.loads(output.read_text())
         kind: type[VarunaError] = getattr(errors, told["kind"], WorkerError)

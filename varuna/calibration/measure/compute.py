@@ -21,11 +21,11 @@ _Made = TypeVar("_Made")
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 30
 BUDGET_S = 2.0
-"""For the rounds of one size, beyond the least."""
+"""Time for the rounds of one size, beyond the fewest rounds."""
 
 
 class Computed(NamedTuple):
-    """What one window gave."""
+    """What was measured in one window."""
 
     sections: tuple[SectionSamples, ...]
     updates: tuple[Sized, ...]
@@ -53,7 +53,7 @@ def measure_window(
         batch: collates that many samples.
         memory_bytes: sizes that need more are not tried.
         agree: the largest of all workers' values, so that all go through the same rounds at the same time.
-        budget_s: for the rounds of one size, beyond the least.
+        budget_s: time for the rounds of one size, beyond the fewest rounds.
 
     Raises:
         NoPlanError: memory does not hold the first size.
@@ -84,7 +84,7 @@ def measure_window(
 def _rounds(
     window: Window, batch: dict[str, Tensor], size: int, agree: Callable[[float], float], budget_s: float
 ) -> list[Pass] | None:
-    """Rounds at one size; the first, which fills allocators, does not count. None if memory did not do for some worker.
+    """Rounds at one size; the first, which fills allocators, does not count. None if some worker ran out of memory.
 
     Every worker asks ``agree`` equally often, whichever of them runs out of memory.
     """
@@ -127,7 +127,7 @@ def _samples(passes: Sequence[Pass], span: range, size: int) -> list[SectionSamp
 
 
 def _updates(window: Window, span: range, beginning: InitialParameters) -> tuple[tuple[Sized, ...], tuple[Sized, ...]]:
-    """The optimizer step of the window and of its smallest part, for what is fixed and what is per byte."""
+    """The optimizer step of the window and of its smallest part, to tell fixed costs from those per byte."""
     updates, snapshots = [], []
     facts = window.job.model.facts.sections
     smallest = min(span, key=lambda section: facts[section].trainable_bytes)

@@ -1,4 +1,4 @@
-"""Messages between neighbours and all-reduces, through the engine's own links, groups and lanes.
+"""Messages between neighbours and all-reduces, through the engine's own links, groups and copies.
 
 On a GPU they begin and end in its memory, so their times are those of a link with the copies at both of its ends.
 """
@@ -21,7 +21,7 @@ from varuna.engine.links.message import Packed
 _ROUNDS = 100
 _WARM_ROUNDS = 4
 _BUDGET_S = 1.5
-"""For one size; a slow network gets fewer rounds."""
+"""Time for one size; a slow network gets fewer rounds."""
 _LEAST_ROUNDS = 6
 _WAIT_S = 60.0
 _TAG = 77
@@ -53,7 +53,7 @@ class Peers:
     def messages(self, sizes: Sequence[int], lanes: Lanes) -> tuple[Sized, ...]:
         """One-way times of messages from a neighbour, while as many go the other way.
 
-        Even ranks pair with the next; a last one without partner only waits. Pairs meet before each message: behind a
+        Even ranks pair with the next; a last one without partner only waits. Pairs meet before each message: after a
         slow one, which it cannot overtake, its time would hold the delays of both. Each carries when it was sent by
         its sender's clock; the clocks differ by half of what the fastest messages of both directions differ by.
 

@@ -43,7 +43,7 @@ def pilot_plan(times: Sequence[PilotTimes], *, workers: int, micro_batch: int) -
 
     Args:
         times: of each section.
-        workers: at hand.
+        workers: how many there are.
         micro_batch: m, examples.
     """
     stages = min(workers, len(times))
@@ -68,7 +68,7 @@ def run_pilot(
     """Run ``WARM_STEPS`` + ``STEPS`` steps of ``plan``; None on ranks that have no part in it.
 
     Args:
-        open_session: of so many steps, with that membership.
+        open_session: opens a session of a number of steps, with a membership.
         world: who takes part.
         plan: what runs.
         facts: of the model.
@@ -106,7 +106,7 @@ def run_pilot(
 
 
 def between(before: StepTimes, after: StepTimes) -> float:
-    """From the last action of a step to the first action or wait of the next."""
+    """Seconds from the last action of a step to the first action or wait of the next."""
     return min(took.begin_s for took in (*after.actions, *after.waits)) - before.end_s
 
 
@@ -120,12 +120,12 @@ class _Meter:
             setattr(stage, name, self._timed(getattr(stage, name), kind))
 
     def forget(self) -> None:
-        """What was so far does not count."""
+        """Drop what was noted so far."""
         self._spans.clear()
 
     @property
     def seconds(self) -> dict[Kind, list[float]]:
-        """Of each action, by kind."""
+        """Seconds of each action, by kind."""
         return {kind: [self._clock.seconds(*span) for span in spans] for kind, spans in self._spans.items()}
 
     def _timed(self, work: Callable[..., Any], kind: Kind) -> Callable[..., Any]:

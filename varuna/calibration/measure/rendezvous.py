@@ -1,4 +1,4 @@
-"""The store where workers that measure meet, on loopback: it lives with who started them."""
+"""The store where workers that measure meet, on loopback; it lives in the process that started them."""
 
 import threading
 from typing import TYPE_CHECKING
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 _START_S = 300.0
-"""Importing torch takes seconds, on a cold network drive minutes."""
+"""Bound on starting: importing torch takes seconds, from a cold network drive minutes."""
 
 
 class StoreHost:
@@ -24,7 +24,7 @@ class StoreHost:
         self._thread.start()
 
     def address(self) -> tuple[str, int]:
-        """Host and port, once it listens.
+        """Host and port; waits until the store listens.
 
         Raises:
             FleetError: it cannot be started, or does not start within five minutes.

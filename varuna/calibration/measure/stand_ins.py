@@ -29,7 +29,7 @@ class StandIns:
         return found
 
     def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The model's own."""
+        """The model's own buffers."""
         return self._real.buffers(names)
 
     def whole(self) -> Initial:

@@ -27,7 +27,7 @@ Times = dict[int, float]
 
 
 class Pass(NamedTuple):
-    """One round: what each section took."""
+    """One round: seconds that each section took."""
 
     forward_s: Times
     recompute_s: Times
@@ -109,7 +109,7 @@ class Window:
     def update(self) -> float:
         """Seconds of what a step does besides F, R and B: sums at zero, norms, scaling, the optimizer.
 
-        The sums are not zeros by then, as they never are: of zeros AdamW makes numbers that take it twice as long.
+        As in training, the sums are not zero by then: from zeros AdamW makes numbers that take twice as long.
         """
         begin = self._clock.mark()
         self.stage.clear_gradients()
@@ -151,7 +151,7 @@ class Window:
 
 
 class _Timed:
-    """A section's runner that marks its ends."""
+    """A section's runner that sets a mark at each of its ends."""
 
     def __init__(self, runner: SectionRunner, mark: Callable[[int], None]) -> None:
         self.section = runner.section

@@ -41,7 +41,7 @@ _EXIT_BOUND_S = 5.0
 
 
 def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
-    """Everything that this worker can say.
+    """Measure everything that this worker can.
 
     Raises:
         VarunaError: the model cannot be captured, or a section does not fit.
@@ -115,7 +115,7 @@ def _pilots(
 ) -> list[PilotSamples]:
     """Real steps of every worker alone, all at once; then of one pipeline over all of them.
 
-    All must make the same plan: everything that it follows from has been agreed on.
+    All must make the same plan, so its inputs have been agreed on.
     """
     found: list[PilotSamples] = []
     alone = World(0, 1, prefixed(f"calibrate/alone{peers.rank}", store), _HOST, 0)
@@ -132,14 +132,14 @@ def _pilots(
 
 
 def _smallest(memory_bytes: int | None, peers: Peers) -> int | None:
-    """What every worker has: what is measured follows from it, and must be the same everywhere."""
+    """The least memory of all workers: what is measured depends on it, and must be the same everywhere."""
     found = peers.agree(0.0 if memory_bytes is None else 1.0)
     least = -peers.agree(-float("inf") if memory_bytes is None else -float(memory_bytes))
     return int(least) if found else None
 
 
 def _agreed_times(sections: Sequence[SectionSamples], micro_batch: int, peers: Peers) -> list[PilotTimes]:
-    """Of each section at ``micro_batch``, on the worker that took longest."""
+    """Times of each section at ``micro_batch``, from the worker that took longest."""
     return [
         PilotTimes(*(peers.agree(median(each)) for each in (sample.forward_s, sample.recompute_s, sample.backward_s)))
         for sample in sections

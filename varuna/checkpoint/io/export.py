@@ -19,7 +19,7 @@ from varuna.store.base import Store
 from varuna.store.folder import unwritable
 
 FILE_BYTES = 5 * 10**9
-"""Most that one file of a folder holds, as Hugging Face's do."""
+"""The most that one file of a folder holds, as in Hugging Face's exports."""
 _KINDS = ("parameters/", "buffers/")
 
 

@@ -1,4 +1,4 @@
-"""State of some sections out of a checkpoint: only the byte ranges that hold it are read, and all are checked."""
+"""State of some sections from a checkpoint: only the byte ranges that hold it are read, and all are checked."""
 
 import json
 import zlib
@@ -23,23 +23,23 @@ _BATCH_BYTES = 16 * 2**20
 _READERS = 4
 
 Wanted = Callable[[str], bool]
-"""Whether a tensor, or a scalar, of a section is needed."""
+"""Says by name whether a tensor, or a scalar, of a section is needed."""
 
 
 class _Target(NamedTuple):
-    """A piece, and the memory that it belongs into."""
+    """A piece, and the memory to read it into."""
 
     piece: Piece
     view: memoryview
 
 
 def everything(name: str) -> bool:
-    """Wanted: the whole section."""
+    """A ``Wanted`` that accepts the whole section."""
     return True
 
 
 def read_states(store: Store, manifest: Manifest, wanted: Mapping[int, Wanted]) -> dict[int, SectionState]:
-    """Read what is wanted of each section, bit for bit.
+    """Read the wanted entries of each section, bit for bit.
 
     Raises:
         DamagedCheckpoint: bytes are missing or are not those that were written; the checkpoint is marked.
@@ -83,7 +83,7 @@ def verify(store: Store, manifest: Manifest) -> Iterator[SavedShard]:
 
 
 def _check_header(store: Store, shard: SavedShard) -> None:
-    """The header follows from the manifest; who restores does not need it, other readers of the file do."""
+    """Compare a header with the manifest: restoring does not need the header, but other readers of the file do."""
     name = ShardName(shard.section, shard.part, shard.parts, shard.generation)
     expected = header_of(shard.step, name, shard.pieces, shard.scalars)
     found = bytearray(len(expected))
@@ -96,7 +96,7 @@ def _check_header(store: Store, shard: SavedShard) -> None:
 
 
 def _check_covered(store: Store, manifest: Manifest, section: int, is_wanted: Wanted) -> None:
-    """Every element of every tensor must come from one piece, or memory would stay as it was found."""
+    """Check that one piece covers each element of each tensor; otherwise memory would stay uninitialised."""
     reached: dict[str, int] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in (piece for shard in manifest.shards_of(section) for piece in shard.pieces if is_wanted(piece.name)):
@@ -110,7 +110,7 @@ def _check_covered(store: Store, manifest: Manifest, section: int, is_wanted: Wa
 
 
 def _memory(tensors: dict[str, Tensor], piece: Piece) -> memoryview:
-    """Where a piece belongs; its tensor is allocated with its first piece."""
+    """Memory of a piece; its tensor is allocated with its first piece."""
     tensor = tensors.get(piece.name)
     if tensor is None:
         tensor = tensors[piece.name] = torch.empty(piece.shape, dtype=_DTYPES[piece.dtype])
@@ -135,7 +135,7 @@ def _batches(targets: Sequence[_Target]) -> Iterator[list[_Target]]:
 
 
 def _read(store: Store, shard: SavedShard, batch: Sequence[_Target]) -> None:
-    """Fill the targets and compare checksums; what seems damaged is read once more, since a transfer can be too."""
+    """Fill the targets and compare checksums; on a mismatch read once more, since the transfer may be at fault."""
     name = f"{step_folder(shard.step)}/{shard.file}"
     for attempt in range(2):
         try:

@@ -44,7 +44,7 @@ DTYPE_NAMES = {
 
 @dataclass(frozen=True)
 class SectionState:
-    """Everything a section needs to go on.
+    """Everything that a section needs to continue training.
 
     Attributes:
         section: its number.
@@ -113,7 +113,7 @@ def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: M
 
     Args:
         tensors: name, dtype, shape and bytes of each, in file order.
-        metadata: goes into the file as it is.
+        metadata: text that is stored in the file as it is.
     """
     entries: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0

@@ -20,13 +20,13 @@ _ALIGNMENT = 64
 
 
 class Way(Protocol):
-    """How values get into host memory (a lane of the engine's)."""
+    """How values get into host memory; the engine's ``HostCopies`` implement it."""
 
     def room(self, size_bytes: int) -> Tensor:
         """Host memory that values are copied into, as bytes."""
 
     def down(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ready:
-        """Copy values (first) into host memory (second), as they are now; they may not be written before it is done."""
+        """Copy values (first) into host memory (second); they must not be written before the copy is done."""
 
 
 class Share(NamedTuple):

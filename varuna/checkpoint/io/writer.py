@@ -17,7 +17,7 @@ from varuna.store.retry import writer_id
 
 _CHUNK_BYTES = 8 * 2**20
 _AT_ONCE = 4
-"""Files written at a time: what synchronising one waits for, it then waits for once for all of them."""
+"""Files written at a time, so that their synchronisations wait together."""
 
 
 class _Save(NamedTuple):
@@ -53,7 +53,7 @@ class BackgroundWriter:
 
     @property
     def is_saving(self) -> bool:
-        """A snapshot is being written, so its buffer must not change."""
+        """Whether a snapshot is being written, so that its buffer must not change."""
         with self._changed:
             return self._saves > 0
 
@@ -63,7 +63,7 @@ class BackgroundWriter:
         Args:
             step: steps that the state contains.
             parts: what to write.
-            ready: returns once the bytes are there.
+            ready: returns once the bytes are in the buffer.
         """
         save = _Save(step, tuple(parts), ready)
         with self._changed:
