@@ -54,7 +54,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _load_trainer() -> Any:
-    """A few thousand modules come with torch.export; garbage collections while they load take a quarter of the time."""
+    """Load the Trainer without collecting garbage: torch.export brings thousands of modules, and it saves a quarter."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -20,7 +20,7 @@ def calibrate_job(script: Path, args: list[str], *, workers: int, output: Path) 
 
     Raises:
         UsageError: there is no such script, or the file cannot be written.
-        VarunaError: what a worker met.
+        VarunaError: a worker raised it.
     """
     if not script.is_file():
         raise UsageError(f"no script at {script}. Name the Python file that you train with.")
@@ -35,7 +35,7 @@ def calibrate_job(script: Path, args: list[str], *, workers: int, output: Path) 
 
 
 def _check_writable(output: Path) -> None:
-    """Find out now, not after a minute of measuring."""
+    """Refuse an unwritable output now, not after a minute of measuring."""
     try:
         with output.open("a"):
             pass

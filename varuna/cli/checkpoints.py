@@ -145,7 +145,7 @@ def _open(directory: str, step: int | None = None) -> "tuple[Store, list[StepFol
 
 
 def _look(store: "Store", folder: "StepFolder") -> "tuple[Manifest | None, str, str]":
-    """The manifest if it can be read, in a word how things are, and what is wrong."""
+    """The manifest if it can be read, the checkpoint's state in a word, and what is wrong with it."""
     from varuna.checkpoint.manifest import intact, read_manifest
     from varuna.core.errors import StoreUnavailable
 
@@ -163,7 +163,7 @@ def _look(store: "Store", folder: "StepFolder") -> "tuple[Manifest | None, str, 
 
 
 def _verify(store: "Store", folder: "StepFolder") -> tuple[str | None, int]:
-    """What is wrong with a checkpoint, if anything, and the bytes that were read before."""
+    """What is wrong with a checkpoint (empty if nothing is), and the bytes that were read until then."""
     from varuna.checkpoint.io import restore
     from varuna.checkpoint.manifest import check_present, mark_damaged, read_manifest
     from varuna.checkpoint.names import DAMAGED, step_folder
@@ -184,7 +184,7 @@ def _verify(store: "Store", folder: "StepFolder") -> tuple[str | None, int]:
 
 
 def _show(table: "Table", problems: dict[int, str]) -> None:
-    """The table, and below it what has no room in it."""
+    """Print the table, and below it the problems in full."""
     from rich.console import Console
 
     Console().print(table)

@@ -107,7 +107,7 @@ def manager(
 
 
 def _grower(asg: str, nodes: str, run_dir: Path) -> "Callable[[Callable[[str], None]], Grower] | None":
-    """Who asks for machines, given who hears of refusals; None if nobody does."""
+    """A function that makes the machines' grower from a listener to refusals; None if no group is given."""
     if not asg and not nodes:
         return None
     found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", nodes)

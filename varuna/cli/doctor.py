@@ -1,4 +1,4 @@
-"""``varuna doctor``: whether a run keeps its promises, looked at from outside."""
+"""``varuna doctor``: checks a run from outside."""
 
 import dataclasses
 import json

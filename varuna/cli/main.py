@@ -63,7 +63,7 @@ app = typer.Typer(
 
 
 class ReplayPolicy(StrEnum):
-    """What a replayed job does about changes."""
+    """What a replayed job does when machines come and go."""
 
     MORPH = "morph"
     RESTART = "restart"

@@ -47,7 +47,7 @@ def open_page(
 
 
 def _show(folder: Path, link: str) -> bool:
-    """By a file that only this user can read: a browser's arguments are anybody's."""
+    """Open the link through a file that only this user can read: everybody can read a browser's arguments."""
     from varuna.fleet.net.ca import write_private
 
     if sys.platform.startswith("linux") and not any(os.environ.get(name) for name in _DISPLAYS):

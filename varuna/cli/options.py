@@ -36,7 +36,7 @@ def memory_bytes_of(memory_per_worker: str | None) -> int | None:
 
 
 def check_replacing(new: bool, overwrite: bool) -> None:
-    """``--overwrite`` alone would be ignored.
+    """Refuse ``--overwrite`` alone, which would be ignored.
 
     Raises:
         UsageError: it was given without ``--new``.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_GLOBAL_BATCH = 8192
-"""The paper's, where neither a job nor a flag says another."""
+"""The paper's global batch, unless a job or a flag gives another."""
 _SHOWN = 5  # plans that are simulated and printed
 _WIDE = 110  # columns from which a step's parts are printed
 _REJECTED = 4
@@ -88,10 +88,10 @@ def plan_command(
 
 
 def calibration_of_run(run_dir: Path) -> Path:
-    """The file that a run leaves in its folder once its ranks have told of some steps.
+    """The calibration file that a run writes to its folder once its ranks have reported some steps.
 
     Raises:
-        UsageError: it has left none.
+        UsageError: the run has written none.
     """
     path = run_dir / RUN_FILE
     if not path.is_file():
@@ -130,7 +130,7 @@ def _calibration(
 
 
 def _on_this(device: "torch.device", nominal: Calibration) -> Calibration:
-    """With the memory of the script's own GPU, which stands for all that are planned for; a CPU's is nobody's."""
+    """The nominal calibration with the memory of the script's GPU, which stands for all GPUs; a CPU's is not used."""
     from varuna.engine.device.streams import streams_of
 
     streams = streams_of(device)

@@ -1,4 +1,4 @@
-"""``varuna replay``: what a run would make of a recorded cluster."""
+"""``varuna replay``: how a run would have done on a recorded cluster."""
 
 import json
 from pathlib import Path

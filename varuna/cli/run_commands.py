@@ -1,4 +1,4 @@
-"""The verbs for a run that is under way: status, logs, stop, morph, drain, join-token."""
+"""Commands for a running job: status, logs, stop, morph, drain, join-token."""
 
 import json
 import sys
@@ -107,7 +107,7 @@ def _print_log(remote: "ManagerRemote", worker: str, offset: str, follow: bool) 
 
 
 def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: bool) -> None:
-    """The manager is gone; what it kept is here."""
+    """Print a log that the manager, which is gone, has kept."""
     from varuna.fleet.manager.status import Picture
     from varuna.fleet.run_folder.journal import read_events
 
@@ -186,7 +186,7 @@ def _remote(run: Path | None) -> "ManagerRemote":
 
 
 def _why_unreachable(folder: Path, error: Exception) -> str:
-    """A run that has ended has no manager; else something is wrong."""
+    """The error for a manager that does not answer: the run has ended, or something is wrong."""
     ended = _has_ended(folder)
     if ended:
         return f"the run in {folder} has ended with {ended}"
@@ -194,7 +194,7 @@ def _why_unreachable(folder: Path, error: Exception) -> str:
 
 
 def _has_ended(folder: Path) -> str:
-    """Exit code and reason; empty if the run has not ended."""
+    """Exit code and reason as text; empty if the run has not ended."""
     from varuna.core.errors import VarunaError
     from varuna.fleet.run_folder.journal import read_events
     from varuna.fleet.state.run_events import GenerationStarted, RunEnded, StepRecorded, WorkerJoined
@@ -228,7 +228,7 @@ def ask(remote: "ManagerRemote", path: str, body: Mapping[str, object]) -> dict[
 
 
 def _accept(status: int, body: bytes) -> None:
-    """Anything but a success is an error with the manager's own words."""
+    """Turn any answer but a success into an error with the manager's own words."""
     if status < 300:
         return
     from varuna.fleet.net.client import reason
@@ -242,7 +242,7 @@ def _accept(status: int, body: bytes) -> None:
 
 
 def _worker(status: Mapping[str, Any], rank: int | None, first_failure: bool) -> str:
-    """Name of the worker that is meant."""
+    """Name of the worker whose log is asked for."""
     if first_failure:
         if not status["failures"]:
             raise FleetError("no worker of this run has failed or been lost")

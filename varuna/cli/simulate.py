@@ -30,7 +30,7 @@ _LONGEST = 1e6  # forwards that a message may take: far beyond any network, and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line said; None: not given."""
+    """Options of the command line; None: not given."""
 
     unit: bool
     calibration: Path | None

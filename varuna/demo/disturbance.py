@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class Act(Enum):
-    """What to do to the run."""
+    """Something to do to the run."""
 
     KILL_LAST = "kill the worker of the last rank"
     KILL_FIRST = "kill the worker of rank 0, which reports the steps"

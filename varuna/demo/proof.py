@@ -1,4 +1,4 @@
-"""Whether the demo's run proves what it should: morphs happened, nothing was lost, losses agree. Pure."""
+"""Checks of the demo's run: morphs happened, nothing was lost, losses agree. Pure."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -13,7 +13,7 @@ TOLERANCE = 1e-5
 
 
 class DemoReport(Value):
-    """What ``report.json`` holds."""
+    """The content of ``report.json``."""
 
     generations: tuple[GenerationRow, ...]
     losses: tuple[float, ...]
@@ -35,7 +35,7 @@ class DemoReport(Value):
         )
 
     def failures(self, morphs: int) -> list[str]:
-        """What is wrong, one sentence each; ``morphs`` is how many were provoked."""
+        """One sentence for each check that failed; ``morphs`` is how many were provoked."""
         plans = [row.plan for row in self.generations]
         found = []
         if len(plans) - 1 != morphs:

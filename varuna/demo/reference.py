@@ -26,8 +26,8 @@ def train_reference(
     Args:
         script: reference.py of the example.
         order: samples of each step.
-        flags: of the model, the same as the run's.
-        folder: for its input, output and errors.
+        flags: the model's flags, as in the run.
+        folder: where its input, output and errors go.
         show: takes a progress line.
 
     Raises:

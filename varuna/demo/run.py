@@ -22,7 +22,7 @@ from varuna.planner.choose import plan_run
 
 WORKERS = 4
 MEMORY_BYTES = 40 * 2**20
-"""Of a worker. The example's model needs 51 MiB as one stage and at most 30 MiB a stage as two."""
+"""Memory of a worker. The example's model needs 51 MiB as one stage and at most 30 MiB a stage as two."""
 GLOBAL_BATCH = 16
 LENGTH = 128
 SEED = 0
@@ -70,7 +70,7 @@ def run_demo(output: Path, steps: int) -> int:
 
 
 class _Director:
-    """Shows what happens, and makes some of it happen."""
+    """Shows the run's events, and disturbs the run."""
 
     def __init__(self, view: RunView, steps: int) -> None:
         self._view = view
@@ -115,7 +115,7 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
 
 
 def _conclude(console: Console, report: DemoReport, file: Path) -> int:
-    """Say how it ended."""
+    """Print how the demo ended."""
     console.print(
         f"\nLargest relative difference over {len(report.losses)} steps: {report.max_relative_difference:.1e}",
         highlight=False,

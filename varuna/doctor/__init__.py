@@ -1,4 +1,4 @@
-"""A living run, looked at from outside: what its promises say should hold, and whether it does.
+"""A running job, checked from outside: whether what Varuna promises holds.
 
 In: a run's folder and its manager's address. Out: findings, each with what was seen and what to do. It changes nothing.
 """

@@ -1,4 +1,4 @@
-"""From what was read of a run to what is wrong with it. Pure: no clock, no disk, no network."""
+"""From the facts of a run to findings about what is wrong with it. Pure: no clock, no disk, no network."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -10,13 +10,13 @@ from varuna.fleet.run_folder.sample_ledger import SampleLedger
 
 FEW_BYTES = 1 << 30
 FEW_SHARE = 0.02
-"""Of a disk: below either of both bounds it is nearly full."""
+"""Share of a disk; with less free than this, or than the bytes below, it counts as nearly full."""
 CLOCK_SKEW_S = 5.0
-"""More than that and expiry dates and logs of two machines tell different stories."""
+"""Beyond this difference, expiry dates and logs of two machines cannot be compared."""
 
 
 class Severity(Enum):
-    """How bad it is."""
+    """How bad a finding is."""
 
     OK = "ok"
     WARNING = "warning"
@@ -25,7 +25,7 @@ class Severity(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     level: Severity
     subject: str
@@ -76,7 +76,7 @@ class Listener:
     process: str
     address: str
     port: int
-    is_door: bool = False
+    is_manager_port: bool = False
     """the manager's own port, which is protected"""
     machine: str = ""
     """empty: this one"""
@@ -92,7 +92,7 @@ class ClockReading:
 
 @dataclass(frozen=True)
 class Facts:
-    """Everything that was read."""
+    """Everything that was read of a run."""
 
     state: str
     """in the manager's words; empty if it did not answer"""
@@ -117,7 +117,7 @@ class Facts:
 
 
 def diagnose(facts: Facts) -> tuple[Finding, ...]:
-    """Everything that was looked at, in the order in which a person would want to know it."""
+    """Findings of all checks, in the order in which a person would want to read them."""
     return (
         *_manager(facts),
         *_ledger(facts),
@@ -130,7 +130,7 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
 
 
 def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is broken; warnings are allowed."""
+    """Whether nothing is broken; warnings do not count."""
     return all(finding.level is not Severity.FAULT for finding in findings)
 
 
@@ -245,7 +245,7 @@ def _ports(listeners: Sequence[Listener] | None, untold: Sequence[str]) -> list[
             "Tensors and their rendezvous are not encrypted. Give --interface (or --host) a private address.",
         )
         for each in listeners
-        if not each.is_door and is_exposed(each.address)
+        if not each.is_manager_port and is_exposed(each.address)
     ]
     silent = f"; {_named(untold)} do not report" if untold else ""
     machines = {each.machine for each in listeners} - {""}
@@ -263,7 +263,7 @@ def _named(machines: Sequence[str]) -> str:
 
 
 def is_exposed(address: str) -> bool:
-    """Whether strangers may reach what listens here: every address of the machine, or a public one."""
+    """Whether strangers may reach a socket that listens on this address: a public one, or all of the machine's."""
     found = ipaddress.ip_address(address)
     mapped = getattr(found, "ipv4_mapped", None)
     return (mapped or found).is_unspecified or (mapped or found).is_global

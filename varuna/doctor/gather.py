@@ -1,4 +1,4 @@
-"""Read what there is to know of a run: the manager's answers, the journal, checkpoints, sockets, disks."""
+"""Read the facts of a run: the manager's answers, the journal, checkpoints, sockets, disks."""
 
 import json
 import shutil
@@ -21,10 +21,10 @@ from varuna.store.opening import is_local, open_store
 
 
 def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
-    """Look at the run in ``folder``.
+    """Read the facts of the run in ``folder``.
 
     Args:
-        folder: of the run.
+        folder: the run's folder.
         access: how to reach its manager.
         reads: also read every byte of the newest checkpoint.
     """
@@ -64,7 +64,7 @@ def _ledger(folder: Path) -> tuple[SampleLedger | None, str]:
 
 
 def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[ClockReading, ...], str]:
-    """Status and clocks, or why there are none."""
+    """Status and clocks, or the reason why there are none."""
     try:
         before_s = time.time()
         answer = access.remote().get("/status")
@@ -78,7 +78,7 @@ def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[ClockReading, ...], s
 
 
 def _ask_of_hosts(access: Access) -> Mapping[str, Mapping[str, Any]]:
-    """What agents have told of their machines; nothing if the manager went away meanwhile."""
+    """Agents' reports about their machines; empty if the manager went away meanwhile."""
     try:
         answer = access.remote().get("/hosts")
     except VarunaError:
@@ -140,7 +140,7 @@ def _disks(folder: Path, directory: object) -> tuple[Disk, ...]:
 
 
 def _disks_of(hosts: Mapping[str, Mapping[str, Any]]) -> tuple[Disk, ...]:
-    """As the agents of other machines tell; of those that are this one's, all the same."""
+    """Disks that agents report; those of this machine's agents are the same disk once."""
     return tuple(
         Disk(disk["use"], disk["path"], disk["free_bytes"], disk["size_bytes"], name)
         for name, host in hosts.items()
@@ -157,14 +157,14 @@ def _listeners_of(hosts: Mapping[str, Mapping[str, Any]]) -> tuple[Listener, ...
 
 
 def _clocks_of(hosts: Mapping[str, Mapping[str, Any]], managers: tuple[ClockReading, ...]) -> tuple[ClockReading, ...]:
-    """Agents' clocks were compared with the manager's, and that with this machine's."""
+    """Clocks of agents, each compared with the manager's, and that one with this machine's."""
     more_s = managers[0].ahead_s if managers else 0.0
     ahead_s = {name: host.get("clock_ahead_s") for name, host in hosts.items()}
     return tuple(ClockReading(name, found + more_s) for name, found in ahead_s.items() if found is not None)
 
 
 def _listeners(access: Access) -> tuple[Listener, ...] | None:
-    """What the manager, and the processes that it has started, listen on; empty if it is on another machine."""
+    """Sockets of the manager and of the processes that it has started; empty if it is on another machine."""
     if not listening_sockets.available():
         return None
     manager = listening_sockets.owner_of(access.port)
@@ -175,7 +175,7 @@ def _listeners(access: Access) -> tuple[Listener, ...] | None:
             "the manager" if each.pid == manager else f"process {each.pid}",
             each.address,
             each.port,
-            is_door=each.pid == manager and each.port == access.port,
+            is_manager_port=each.pid == manager and each.port == access.port,
         )
         for each in listening_sockets.listening(listening_sockets.family_of(manager))
     )

@@ -1,4 +1,4 @@
-"""Chooses P, D and m for the workers at hand, and says why.
+"""Chooses P, D and m for the workers that there are, and says why.
 
 In: a ``PlanRequest``: a calibration, workers, memory. Out: a ranking of plans, with the reason why each other one lost.
 """

@@ -54,9 +54,9 @@ def balance_stages(
         weigh: seconds of a stage.
         sections: of the model.
         stages: P, at most ``sections``.
-        cuts_s: what a message over the cut before each section keeps its link busy for: a bottleneck like any stage.
+        cuts_s: seconds that a message over the cut before each section occupies its link: a bottleneck like a stage.
         hint_s: a guess at the bottleneck, tried first.
-        least_s: what the bottleneck is at least.
+        least_s: a lower bound of the bottleneck.
         precision: of the bottleneck, relative.
     """
     cuts = cuts_s or (0.0,) * sections
@@ -84,7 +84,7 @@ class _Probe(NamedTuple):
     starts: tuple[int, ...]
     """Empty if the bound is too low."""
     bottleneck_s: float
-    """Of the partition found; if none, the smallest bound that could change that."""
+    """Bottleneck of the partition found; if there is none, the smallest bound that could change that."""
 
 
 def _fill(weigh: Weigh, cuts_s: Sequence[float], stages: int, bound_s: float) -> _Probe:

@@ -27,7 +27,7 @@ _MUCH = 0.1  # of a worker's memory: a smaller stash is not worth a look at plan
 
 
 _Way = tuple[tuple[int, ...], bool, int, int]
-"""Wanted depths, whether the stash may move, over how many replicas state is shared out; N if early stages get more."""
+"""Wanted depths, whether the stash may move, replicas that divide the state, and N if early stages get more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,18 @@ class BuiltPlan:
     split_last: int
     costs: PipelineCosts
     factor: int
-    """Of its wanted depths."""
+    """Factor of its wanted in-flight depths."""
     stash_moves: bool
     """Whether its stash was allowed to wait in host memory."""
     leans: bool
-    """Whether early stages got more, as the way to them and back is shorter."""
+    """Whether early stages got more work, as the way to them and back is shorter."""
     bound_s: float
     promise_s: float
-    """What it will probably take at least: shallow flight never reaches its bound, least of all in short steps."""
+    """Seconds that it will probably take at least: small in-flight depths never reach the bound in short steps."""
     is_short: bool
-    """Then its promise is the bound itself: pruning by less is where more GPUs or memory could make plans worse."""
+    """Whether the step is short, so that its promise is the bound itself: pruning by less could pick a worse plan."""
     unlimited_s: float
-    """The bound if nothing limited its flight: what deeper flight could bring."""
+    """The bound without in-flight limits: what greater depths could bring."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class Builder:
         return self.misfit(guess.shape)
 
     def others(self, built: BuiltPlan) -> Iterator[BuiltPlan]:
-        """The same shape with other depths, with the stash in host memory, and leaning, where they differ."""
+        """Plans of this shape with other depths, a stash in host memory, or more work in early stages, if different."""
         pace_s = max(stage.forward_s + stage.recompute_s + stage.backward_s for stage in built.costs.stages)
         seen = {(built.starts, built.sizes)}
         ways = [(factor, built.stash_moves, False) for factor in self._factors if factor != built.factor]
@@ -162,7 +162,7 @@ class Builder:
         return self._bounded(built.shape, starts, self._sizes(sizer, starts), factor, built.stash_moves, built.leans)
 
     def misfit(self, shape: Shape) -> Misfit:
-        """How much a shape lacks, balanced as if there were memory enough."""
+        """How many bytes a shape lacks, balanced as if there were enough memory."""
         sizer = self._sizer(self._depths(shape, 1), self.request.stash_moves, self._sharing(shape), unlimited=True)
         mean_s = (self.profile.work_s.before[-1] + self.profile.recompute_s.before[-1]) / shape.stages
         starts = balance_stages(sizer.seconds, sections=self.profile.sections, stages=shape.stages, hint_s=mean_s)
@@ -262,7 +262,7 @@ class Builder:
         )
 
     def _split_last(self, shape: Shape) -> int:
-        """P, to compare plans with, where sections can be split at all."""
+        """Backwards to split when plans are compared: P where sections can be split, else 0."""
         splits = any(kind.splits for kind in self.profile.calibration.kinds.values())
         return (
             min(shape.stages, longest_run(shape, self.request.global_batch))

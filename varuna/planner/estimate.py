@@ -44,12 +44,12 @@ def longest_run(shape: Shape, global_batch: int) -> int:
 
 
 def is_short(shape: Shape, global_batch: int) -> bool:
-    """Whether a step is simulated in a moment, so that much may be tried; and hangs on the order of things."""
+    """Whether a step has so few actions that it is simulated quickly, and that its time depends on their order."""
     return shape.stages * longest_run(shape, global_batch) <= _SHORT
 
 
 class Guess(NamedTuple):
-    """A shape and about the least that a step of it takes."""
+    """A shape, and about the fewest seconds that a step of it takes."""
 
     step_s: float
     bottleneck_s: float
@@ -63,7 +63,7 @@ class Guesser:
         """Prepare what is the same for every depth.
 
         Args:
-            request: what is asked for.
+            request: model, workers, and what the user fixed.
             profile: of the sections.
             may_keep: whether activations of some sections may be kept.
         """
@@ -92,7 +92,7 @@ class Guesser:
         self._needs = _Windows([needs[i] for i in _heavy(needs)])
 
     def least_score(self, stages: int) -> float:
-        """Below that of any guess: all workers in use, and rings that take no time."""
+        """A score below that of any guess: all workers in use, and rings that take no time."""
         request = self.request
         micro_batches = -(-request.global_batch // self.profile.micro_batch)
         bottleneck_s, way_s = self._bottleneck_s(stages), self._way_s(stages)
@@ -150,7 +150,7 @@ class Guesser:
         )
 
     def fits(self, stages: int) -> bool:
-        """Whether it is not plain that P stages lack memory: all together, or the one with S / P sections or more."""
+        """Whether P stages may fit: all together, and the one with S / P sections or more."""
         limit_bytes = self.request.limit_bytes
         if limit_bytes is None:
             return True
@@ -162,12 +162,12 @@ class Guesser:
         return stages == 1 or self._needs.fullest(stages) <= room
 
     def _state_bytes(self, stages: int) -> float:
-        """Of all stages together, at least: replicas that share optimizer state out hold 2 of D parts of it."""
+        """Least bytes of all stages together; replicas that divide optimizer state hold 2 of D parts of it each."""
         spared = 1 - 2 / max(2, self.request.workers // stages)
         return self.profile.resident_bytes.before[-1] - spared * self._lendable_bytes
 
     def _bottleneck_s(self, stages: int) -> float:
-        """At least one stage has S / P sections or more, and the mean stage has 1 / P of the work."""
+        """Least seconds of the slowest stage: one has S / P sections or more, and the mean has 1 / P of the work."""
         profile, share = self.profile, self.recomputed(stages)
         mean_s = (profile.work_s.before[-1] + share * profile.recompute_s.before[-1]) / stages
         window_s = self._work.fullest(stages) + share * self._recompute.fullest(stages)
@@ -198,7 +198,7 @@ class Guesser:
         return share / stages
 
     def _way_s(self, stages: int) -> float:
-        """The first micro-batch's way in, and the last one's way out."""
+        """Seconds of the first micro-batch's way in and the last one's way out."""
         if stages == 1:
             return 0.0
         outer = (stages - 1) // self.request.vm_size
@@ -207,7 +207,7 @@ class Guesser:
 
 
 def _heavy(figures: Sequence[float]) -> list[int]:
-    """Sections that are not light: those may join others in a stage as if they were nothing."""
+    """Number of sections that are not light; light ones may join any stage at no cost."""
     least = sorted(figures)[len(figures) // 2] * _LIGHT
     return [i for i, figure in enumerate(figures) if figure >= least]
 
@@ -220,7 +220,7 @@ class _Windows:
         self._known: dict[int, float] = {}
 
     def fullest(self, stages: int) -> float:
-        """What the fullest stage has at least: one of P holds S / P consecutive sections or more."""
+        """The least sum of the fullest stage: one of P holds S / P consecutive sections or more."""
         length = -(-(len(self._sums) - 1) // stages)
         least = self._known.get(length)
         if least is None:

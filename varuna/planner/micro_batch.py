@@ -7,7 +7,7 @@ from varuna.core.errors import UsageError
 from varuna.planner.pricing.profile import compute_s
 from varuna.planner.request import PlanRequest
 
-_MICRO_BATCHES = 32  # wished per step: fills pipelines of up to about 8 stages, and feeds 32 replicas
+_MICRO_BATCHES = 32  # wanted per step: fills pipelines of up to about 8 stages, and feeds 32 replicas
 _BETTER = 0.97  # a larger m must lower F(m) / m at least to this share
 
 
@@ -26,7 +26,7 @@ def check_micro_batch(global_batch: int, requested: int) -> int:
 
 
 def choose_micro_batch(global_batch: int, requested: int | None) -> int:
-    """M where nothing was measured: the same for any number of workers, so that it holds for the whole run.
+    """Choose m where nothing was measured: the same for any number of workers, so that it holds for the whole run.
 
     Raises:
         UsageError: the requested m is not within the global batch.

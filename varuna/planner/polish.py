@@ -1,4 +1,4 @@
-"""Short steps, whose time hangs on every turn: neighbours of the best plans are simulated as well.
+"""Short steps, whose time depends on every action: neighbours of the best plans are simulated as well.
 
 A long step takes its bottleneck's time, which the balance has made as small as it can be. In a short one the order of
 things decides, and a better network or more memory may lead to a plan that is a little worse (Graham's anomalies).
@@ -26,7 +26,7 @@ class Walk(NamedTuple):
 
     best: Simulated
     forwards: int
-    """Simulated on the way."""
+    """Forwards that were simulated on the way."""
 
 
 def polished(builder: Builder, built: BuiltPlan, given: Simulated) -> Walk:
@@ -55,7 +55,7 @@ def polished(builder: Builder, built: BuiltPlan, given: Simulated) -> Walk:
 class _Walker:
     def __init__(self, builder: Builder, here: BuiltPlan, plan: Plan) -> None:
         self.found: Simulated | None = None
-        """Here, unless it is the start."""
+        """The plan reached, unless it is the start."""
         self._plan = plan  # here, with the step_s that is to be beaten
         self.forwards = 0
         self._builder, self._here = builder, here
@@ -80,7 +80,7 @@ class _Walker:
 
 
 def _moves(here: BuiltPlan, *, sections: int, deepens: bool) -> Iterator[_Move]:
-    """Other depths; then one boundary moved by one section."""
+    """Neighbours: other depths, then one boundary moved by one section."""
     starts, factor = here.starts, here.factor
     if deepens:
         yield from ((starts, other) for other in _FACTORS if other != factor)

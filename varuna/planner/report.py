@@ -21,7 +21,7 @@ _NAMES = {
 
 
 class BreakdownReport(Value):
-    """What the average GPU spends a step on, in seconds; the parts add up to the step."""
+    """Seconds of a step by what the average GPU spends them on; the parts add up to the step."""
 
     compute_s: float
     transfer_s: float = Field(description="idle while what runs next is on its way")

@@ -1,4 +1,4 @@
-"""What a plan is asked for."""
+"""The request for a plan."""
 
 from typing import Literal
 
@@ -49,5 +49,5 @@ class PlanRequest(Value):
         return -(-workers // self.vm_size) * self.vm_size
 
     def score(self, workers: int, step_s: float) -> float:
-        """What a plan is ranked by, the least first: seconds, or GPU-seconds, per step."""
+        """The figure that plans are ranked by, the least first: seconds, or GPU-seconds, per step."""
         return step_s if self.objective == "time" else step_s * self.paid(workers)

@@ -31,9 +31,9 @@ class FoundPlan:
     best: tuple[Simulated, ...]
     """Plans, best first, one for each depth."""
     bounded: tuple[BuiltPlan, ...]
-    """Their bounds cannot win; one for each shape."""
+    """Plans whose bounds cannot win; one for each shape."""
     guessed: frozenset[Depth]
-    """Not even built, with some D at least."""
+    """Depths that were not even built for at least one D."""
     misfits: tuple[Misfit, ...]
 
 
@@ -43,10 +43,10 @@ def search(
     """Refine until the best plans of ``request.wanted`` depths are known.
 
     Args:
-        request: what is asked for.
+        request: model, workers, and what the user fixed.
         builders: by micro-batch size.
         guessers: likewise.
-        depths: all that may fit.
+        depths: all depths that may fit.
     """
     return _Search(request, builders, guessers, depths).run()
 
@@ -59,7 +59,7 @@ class _Others:
 
 
 _Start = tuple[BuiltPlan, Simulated]
-"""What a plan was simulated from, and the plan."""
+"""What a plan was built from, and the simulated plan."""
 
 _Entry = Depth | Guess | BuiltPlan | _Others | Plan
 

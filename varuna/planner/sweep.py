@@ -44,7 +44,7 @@ class Ranking:
     plans: tuple[Plan, ...]
     """Simulated, best first."""
     predictions: tuple[Prediction, ...]
-    """Of these plans."""
+    """Predictions of these plans, in their order."""
     outpaced: tuple[Outpaced, ...]
     rejected: tuple[Rejection, ...]
 
@@ -97,7 +97,7 @@ def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...]) -> Ranki
 def _shallow(
     builders: dict[int, Builder], guessers: dict[int, Guesser], guessed: frozenset[Depth], deepest: int
 ) -> list[Misfit]:
-    """Why depths below all that fit are not among them: the search passed them over, but people ask."""
+    """Rejections of depths below all that fit: the search skipped them, but users ask why they are missing."""
     smallest = min(builders)
     found: list[Misfit] = []
     for stages in sorted(depth.stages for depth in guessed if depth.micro_batch == smallest):
@@ -110,7 +110,7 @@ def _shallow(
 
 
 def _depths(request: PlanRequest) -> tuple[range, tuple[Rejection, ...]]:
-    """P's to try; or why the one asked for cannot be."""
+    """Depths to try; or an error that says why the requested one is impossible."""
     stages, sections, workers = request.stages, request.calibration.section_count, request.workers
     if stages is None:
         return range(1, min(workers, sections) + 1), ()
@@ -130,7 +130,7 @@ def _depths(request: PlanRequest) -> tuple[range, tuple[Rejection, ...]]:
 
 
 def _rejections(misfits: list[Misfit], possible: set[int]) -> tuple[Rejection, ...]:
-    """For each depth that fits with no m: its closest miss."""
+    """For each depth that fits with no m, its closest miss."""
     closest: dict[int, Misfit] = {}
     for misfit in misfits:
         stages = misfit.shape.stages
@@ -149,5 +149,5 @@ def _rejections(misfits: list[Misfit], possible: set[int]) -> tuple[Rejection, .
 
 
 def _best_first(request: PlanRequest, found: list[Simulated]) -> list[Simulated]:
-    """By score; of equal plans the one with fewer stages, which loses less per failure."""
+    """Sort by score; of equal plans the one with fewer stages comes first, which loses less per failure."""
     return sorted(found, key=lambda best: (request.score(best.plan.workers, best.step_s), best.plan.stages))

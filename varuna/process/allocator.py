@@ -11,7 +11,7 @@ import platform
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Options of ``mallopt``."""
 _LARGE_BYTES = 32 * 2**20
-"""Larger blocks are mapped alone and go back when freed, as ever: kept, they would tear the heap apart. It is where
+"""Larger blocks are mapped alone and returned when freed, as usual: kept, they would fragment the heap. This is where
 glibc's own, moving threshold ends."""
 _NEVER = -1
 _USERS_OWN = ("GLIBC_TUNABLES", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "LD_PRELOAD")

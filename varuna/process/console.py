@@ -1,4 +1,4 @@
-"""What a process says to people who read its standard error."""
+"""Lines that a process prints to standard error for its user."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""One process at a time in a folder that several could own: a lock of the kernel's, which dies with its holder."""
+"""One process at a time in a folder that several could own: a kernel lock, which ends with its holder."""
 
 import errno
 import fcntl
@@ -16,13 +16,13 @@ from varuna.core.value import Value
 
 _FILE = "lock"
 _GOODBYE_S = 5.0
-"""For an owner that is just leaving, such as a manager that was sent away."""
+"""Wait for an owner that is just leaving, such as a manager that was told to stop."""
 _PAUSE_S = 0.1
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class LockHolder(Value):
-    """The process that owns a folder, to show to people."""
+    """The process that owns a folder, for messages."""
 
     pid: int
     host: str
@@ -32,7 +32,7 @@ class LockHolder(Value):
 
 
 class FolderLock:
-    """Of one folder, until ``release`` or the end of this process.
+    """The lock of one folder, until ``release`` or the end of this process.
 
     On a network drive the lock is the file server's, as far as it has locks (NFS does, unless mounted with ``nolock``).
     ``warning`` says what cannot be known there.
@@ -41,10 +41,10 @@ class FolderLock:
     def __init__(self, file: IO[bytes], warning: str) -> None:
         self._file = file
         self.warning = warning
-        """That an owner on another machine never said goodbye; empty if there was none."""
+        """A warning that the last owner, on another machine, has not released the folder; else empty."""
 
     def release(self) -> None:
-        """Give the folder free, with a goodbye."""
+        """Release the folder, and note that this was done on purpose."""
         if not self._file.closed:
             os.ftruncate(self._file.fileno(), 0)
             self._file.close()
@@ -62,8 +62,8 @@ def own(
 
     Args:
         folder: exists.
-        what: owners are, such as ``manager``.
-        remedy: what to do if there is another one.
+        what: what owners are, such as ``manager``.
+        remedy: what to do if there is another owner.
         clock: seconds.
         sleep: waits.
 

@@ -1,4 +1,4 @@
-"""One worker at a time on a host, for what needs the memory of a whole model."""
+"""One worker at a time on a host, for work that needs the memory of a whole model."""
 
 import os
 import tempfile
@@ -11,7 +11,7 @@ from varuna.process.console import say
 from varuna.process.file_lock import locked
 
 TURN_BOUND_S = 600.0
-"""A worker that waits longer goes ahead: the one before may be frozen, and memory may suffice after all."""
+"""A worker that waits longer goes ahead: the holder may be frozen, and memory may suffice after all."""
 _POLL_S = 0.02
 
 

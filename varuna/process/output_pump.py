@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import IO
 
 WAITING_BYTES = 4 * 2**20
-"""What may wait for somebody to read on."""
+"""Bytes that may wait for a reader."""
 _STUCK_S = 5.0
 _POLL_S = 0.05
 
@@ -122,7 +122,7 @@ class Outlet(io.TextIOBase):
         return True
 
     def isatty(self) -> bool:
-        """Whether a person looks on."""
+        """Whether it is a terminal."""
         return os.isatty(self._descriptor)
 
     def fileno(self) -> int:

@@ -27,7 +27,7 @@ def start(name: str, target: Callable[[], None]) -> threading.Thread:
 
 
 def join_all(bound_s: float) -> None:
-    """Wait for all of them to end, ``bound_s`` in total; what they wait for has been closed before."""
+    """Wait up to ``bound_s`` in total for all threads to end; what they wait for must have been closed before."""
     deadline_s = time.monotonic() + bound_s
     for thread in list(_started):
         if thread is not threading.current_thread():
@@ -35,7 +35,7 @@ def join_all(bound_s: float) -> None:
 
 
 class Crew:
-    """A few threads that work through a queue, until the ``with`` block ends; what waits then is dropped.
+    """A few threads that work through a queue until the ``with`` block ends; waiting work is then dropped.
 
     ``ThreadPoolExecutor`` would hold the process's end up until the last read or write is through, which a bucket that
     does not answer delays by a quarter of an hour: meanwhile a rank that failed looks alive to all others.
@@ -47,7 +47,7 @@ class Crew:
         self._dropping = False
 
     def submit(self, work: Callable[_P, _T], *args: _P.args, **named: _P.kwargs) -> Future[_T]:
-        """Do it soon; the future has its result, or what it raised."""
+        """Queue ``work``; the future has its result, or the exception that it raised."""
         future: Future[_T] = Future()
 
         def run() -> None:
@@ -66,7 +66,7 @@ class Crew:
         return self
 
     def __exit__(self, *outcome: object) -> None:
-        """Wait for what is under way."""
+        """Wait for the work that is running."""
         self._dropping = True
         for _ in self._threads:
             self._waiting.put(None)

@@ -1,4 +1,4 @@
-"""What changes cost: seconds that a replay charges beside the planner's step times."""
+"""Costs of changes: seconds that a replay adds to the planner's step times."""
 
 from dataclasses import dataclass
 from math import sqrt
@@ -20,23 +20,23 @@ class MorphCosts:
     lease_s: float = 6.0
     """Silence after which a worker counts as dead: a VM that vanishes closes no connection."""
     stop_s: float = 0.5
-    """From Hold to the answer of the last survivor."""
+    """Time from Hold to the answer of the last survivor."""
     form_s: float = 2.0
-    """Groups of a new generation, without copies of state."""
+    """Time to make the groups of a new generation, without copies of state."""
     warm_s: float = 45.0
-    """From a VM's appearance to a worker that could run at once: start, imports, capture of the model."""
+    """Time from a VM's appearance to a worker that could run at once: start, imports, capture of the model."""
     checkpoints: bool = True
-    """At Young's interval, from what the run has seen of losses and knows of its own snapshots."""
+    """Whether to save at Young's interval, from the losses so far and the run's own snapshot times."""
     snapshot_bytes_per_s: float = 5e9
-    """State is copied out at a step boundary, and training waits for that."""
+    """Rate at which state is copied out at a step boundary, while training waits."""
     upload_bytes_per_s: float = 0.5e9
-    """Then it is written in the background."""
+    """Rate at which it is then written in the background."""
     load_bytes_per_s: float = 0.5e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartCosts:
-    """The same for jobs that restart: kill all, start all, read the last checkpoint.
+    """Costs of a change for jobs that restart: kill all, start all, read the last checkpoint.
 
     110 s are a regroup of torchrun with everything that a process does before its first step
     (reference: elastic launchers, secondary source); the original Varuna sleeps 120 s.

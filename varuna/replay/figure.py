@@ -41,7 +41,7 @@ def draw(outcome: ReplayOutcome, gpus_per_node: int, title: str) -> str:
 
 
 def _rate(stretch: Stretch) -> float:
-    """Examples per second of its plan."""
+    """Examples per second of a stretch's plan."""
     assert stretch.plan is not None
     return stretch.plan.global_batch / stretch.plan.step_s if stretch.plan.step_s else 0.0
 

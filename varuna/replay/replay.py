@@ -54,16 +54,16 @@ class Replay:
         )
 
     def morphing(self, costs: MorphCosts | None = None, *, notice_s: float = 0.0) -> ReplayOutcome:
-        """The real state machine; with ``notice_s``, nodes are warned that long before they go."""
+        """Replay with the real state machine; with ``notice_s``, nodes are warned that long before they go."""
         costs = costs or MorphCosts()
-        tale = _Tale(self._trace)
+        history = _History(self._trace)
         cluster = SimulatedCluster(
             self._job,
             self._plans,
             costs,
             most_workers=self._trace.most_nodes * self._gpus,
             link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
-            on_event=tale.note,
+            on_event=history.note,
         )
         for at_s, act in self._acts(cluster, notice_s):
             cluster.run_until(at_s)
@@ -75,13 +75,13 @@ class Replay:
             steps=steps,
             redone=sum(record.steps_redone for record in cluster.fleet.history),
             training_s=cluster.training_s,
-            morphs=tale.kinds,
-            stretches=tale.stretches(self._trace.end_s),
+            morphs=history.kinds,
+            stretches=history.stretches(self._trace.end_s),
             checkpoints_s=tuple(cluster.checkpoints_s),
         )
 
     def _acts(self, cluster: SimulatedCluster, notice_s: float) -> list[tuple[float, Callable[[], None]]]:
-        """What the cloud does, in time order."""
+        """The cloud's actions, in time order."""
         acts: list[tuple[float, Callable[[], None]]] = []
         for change in self._trace.changes:
             for node in change.removed:
@@ -94,7 +94,7 @@ class Replay:
         return sorted(acts, key=lambda act: act[0])
 
     def restarting(self, costs: RestartCosts | None = None) -> ReplayOutcome:
-        """Any change kills all processes: a loss goes back to the last checkpoint, a gain saves one first."""
+        """Replay a job that restarts at each change; a loss from the last checkpoint, a gain from a new one."""
         costs = costs or RestartCosts()
         losses = sum(bool(change.removed) for change in self._trace.changes)
         between_s = self._trace.end_s / max(1, losses)
@@ -170,8 +170,8 @@ class Replay:
         )
 
 
-class _Tale:
-    """Turns the machine's story into stretches of plans and counts of morphs."""
+class _History:
+    """Turns the state machine's events into stretches of plans and counts of morphs."""
 
     def __init__(self, trace: Trace) -> None:
         self._spans = trace.spans()
@@ -181,7 +181,7 @@ class _Tale:
         self.kinds: dict[str, int] = {}
 
     def note(self, at_s: float, event: RunEvent) -> None:
-        """One event of the machine."""
+        """Take one event of the state machine."""
         match event:
             case GenerationStarted(record=record):
                 kind = _kind(record, self._old)
@@ -199,12 +199,12 @@ class _Tale:
                 pass
 
     def _train(self, at_s: float, record: GenerationRecord) -> None:
-        """Its first step is recorded: it began to train one step earlier."""
+        """Note that a generation's first step is recorded: it began to train one step earlier."""
         kind = self._marks[-1][2]
         self._marks.append((max(self._marks[-1][0], at_s - record.plan.step_s), record, kind))
 
     def stretches(self, end_s: float) -> tuple[Stretch, ...]:
-        """By time, without gaps after the first generation's start."""
+        """Stretches by time, without gaps after the first generation's start."""
         ends = [*(mark[0] for mark in self._marks[1:]), end_s]
         return tuple(
             Stretch(begin_s=at_s, end_s=end, nodes=self._nodes(at_s), plan=record.plan if record else None, kind=kind)
@@ -217,7 +217,7 @@ class _Tale:
 
 
 def _kind(record: GenerationRecord, old: GenerationRecord | None) -> str:
-    """Why a generation began, in one word."""
+    """The reason why a generation began, in one word."""
     if old is None:
         return "start"
     if record.rollback:

@@ -1,4 +1,4 @@
-"""What a replay found."""
+"""The results of a replay."""
 
 from pydantic import Field
 
@@ -37,7 +37,7 @@ class ReplayOutcome(Value):
 
     @property
     def goodput(self) -> float:
-        """Committed samples over ideal ones."""
+        """Committed samples divided by those of an ideal run."""
         return self.samples / self.ideal_samples if self.ideal_samples else 0.0
 
     def describe(self) -> dict[str, object]:

@@ -57,7 +57,7 @@ class _Life:
 
 
 class SimulatedCluster:
-    """A job on a cluster whose nodes come and go; ``on_event`` sees the machine's story with its time."""
+    """A job on a cluster whose nodes come and go; ``on_event`` gets the state machine's events with their times."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class SimulatedCluster:
     # -- time ------------------------------------------------------------------------------------------------
 
     def run_until(self, end_s: float) -> None:
-        """Let everything happen that is due by then."""
+        """Run all events that are due by ``end_s``."""
         while self._heap and self._heap[0][0] <= end_s:
             self.now_s, _, act = heapq.heappop(self._heap)
             act()
@@ -108,12 +108,12 @@ class SimulatedCluster:
         heapq.heappush(self._heap, (at_s, next(self._order), act))
 
     def _tick(self) -> None:
-        """Quiet times need few ticks."""
+        """Tick, and schedule the next one; quiet times need few."""
         self._feed(Tick())
         self._schedule(self.now_s + (_QUICK_S if self._is_busy() else _SLOW_S), self._tick)
 
     def _is_busy(self) -> bool:
-        """Whether a deadline of the machine may be near."""
+        """Whether a deadline of the state machine may be near."""
         fleet = self.fleet
         if not isinstance(fleet.phase, Running | Idle) or (isinstance(fleet.phase, Running) and not fleet.formed):
             return True
@@ -135,7 +135,7 @@ class SimulatedCluster:
         self._feed(NoticeReceived(node, deadline_s))
 
     def remove(self, node: str) -> None:
-        """A VM is gone; nobody is told."""
+        """A VM is gone, without a notice."""
         for name in self._nodes.pop(node):
             if self._workers[name].alive:
                 self._workers[name].alive = False
@@ -148,7 +148,7 @@ class SimulatedCluster:
             self._tick_once()
 
     def _tick_once(self) -> None:
-        """Make the slow clock look: from now on it ticks quickly."""
+        """Tick at once, and quickly from now on."""
         self._heap = [entry for entry in self._heap if entry[2] != self._tick]
         heapq.heapify(self._heap)
         self._tick()
@@ -215,7 +215,7 @@ class SimulatedCluster:
     # -- a generation ----------------------------------------------------------------------------------------
 
     def _take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
-        """The last member that hears of its part lets the generation form."""
+        """A worker takes its part; when the last one has, the generation forms."""
         if assignment.generation != self._life.generation:
             self._life = _Life(assignment.generation, set(assignment.members))
         worker.assignment = assignment
@@ -226,7 +226,7 @@ class SimulatedCluster:
             self._schedule(self.now_s + self._costs.form_s + copy_s, lambda: self._formed(generation, assignment))
 
     def _copy_s(self, assignment: Assignment) -> float:
-        """Copies run in parallel: the busiest sender or receiver takes longest."""
+        """Seconds that copies of state take; they run in parallel, so the busiest sender or receiver decides."""
         if assignment.checkpoint is not None:
             stages = range(assignment.plan.stages)
             return max(self._stage_bytes(assignment, stage) for stage in stages) / self._costs.load_bytes_per_s
@@ -265,7 +265,7 @@ class SimulatedCluster:
         self._schedule(end_s, lambda: self._end_step(generation, assignment, step))
 
     def _end_step(self, generation: int, assignment: Assignment, step: int) -> None:
-        """The vote is through: everybody applies, rank 0 reports, and the next step or the morph follows."""
+        """The vote is done: all ranks apply, rank 0 reports, and the next step or the morph follows."""
         if self._is_stuck(generation, assignment, forming=False):
             return
         plan = assignment.plan

@@ -16,7 +16,7 @@ class Change:
     """Nodes that came or went at one instant."""
 
     at_s: float
-    """Since the start of the trace."""
+    """Seconds since the start of the trace."""
     added: tuple[str, ...] = ()
     removed: tuple[str, ...] = ()
 

@@ -26,7 +26,10 @@ WELL = Facts(
     checkpoint=CheckpointSeen("ck", 8, read_bytes=1 << 20),
     steps_since_checkpoint=2,
     disks=(Disk("logs", "/run", 50 << 30, 100 << 30),),
-    listeners=(Listener("the manager", "0.0.0.0", 7070, is_door=True), Listener("process 9", "127.0.0.1", 4000)),
+    listeners=(
+        Listener("the manager", "0.0.0.0", 7070, is_manager_port=True),
+        Listener("process 9", "127.0.0.1", 4000),
+    ),
     clocks=(ClockReading("the manager", 0.4),),
 )
 

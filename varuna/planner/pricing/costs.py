@@ -1,4 +1,4 @@
-"""What the simulator is told about a plan: seconds and bytes of its stages and links."""
+"""The simulator's input for a plan: seconds and bytes of its stages and links."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -30,15 +30,15 @@ class Around(NamedTuple):
     """Seconds that a stage's actions take beyond the times of their sections."""
 
     plain_s: float
-    """R and W"""
+    """for R and W"""
     moved_s: float
-    """B and I, which take or give messages where there are several stages"""
+    """for B and I, which take or give messages where there are several stages"""
     forward_s: float
-    """F, which may read samples besides"""
+    """for F, which may also read samples"""
 
 
 def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: bool) -> Around:
-    """Of a stage, alone or in a pipeline of several."""
+    """Seconds of a stage's actions beyond its sections, alone or in a pipeline of several."""
     known = profile.calibration
     moved_s = known.action_s + (known.hand_over_s if is_one_of_many else 0.0)
     reads = profile.input_bytes.before[stop] > profile.input_bytes.before[start]
@@ -127,7 +127,7 @@ class Pricer:
         )
 
     def _exposed_reduce_s(self, start: int, stop: int, setting: _Setting) -> float:
-        """From the end of the stage's last backward to the end of its last all-reduce.
+        """Seconds from the end of the stage's last backward to the end of its last all-reduce.
 
         Sections are reduced one after another, the last one first, each as soon as its last backward is through.
         """
@@ -152,7 +152,7 @@ class Pricer:
         return known
 
     def _vote_s(self, stages: int, replicas: int, micro_batches: int) -> float:
-        """The all-reduce over all ranks that ends a step: norms by section, loss and weight by micro-batch."""
+        """Seconds of the vote, the all-reduce over all ranks that ends a step."""
         size_bytes = 8 * (self._profile.sections + 2 * micro_batches)
         return self._reduce_s(size_bytes, stages, replicas, members=stages * replicas)
 
@@ -182,7 +182,7 @@ class Pricer:
         return known
 
     def _optimizer_s(self, starts: Sequence[int], ends: Sequence[int], replicas: int) -> float:
-        """Of the slowest stage; where replicas share it out, until all have the new parameters."""
+        """Optimizer seconds of the slowest stage; with a sharded optimizer, until all have the new parameters."""
         if self._profile.calibration.optimizer.shared_out:
             return max(self._shared_s(*span, len(starts), replicas) for span in zip(starts, ends, strict=True))
         optimizer, profile = self._profile.calibration.optimizer, self._profile
@@ -200,7 +200,7 @@ class Pricer:
         return max(optimizer.fixed_s + here + streamed for here, streamed in zip(here_s, streamed_s, strict=True))
 
     def _shared_s(self, start: int, stop: int, stages: int, replicas: int) -> float:
-        """The fullest replica's update, and the gather: half an all-reduce of the parameters."""
+        """Seconds of the fullest replica's update and of the gather, which is half an all-reduce of the parameters."""
         profile, span = self._profile, range(start, stop)
         optimizer, shared = profile.calibration.optimizer, shared_out(profile, start, stop, replicas)
         state, parameters = profile.state_bytes.over(span) - shared.lent_state, profile.parameter_bytes.over(span)
@@ -214,7 +214,7 @@ class Pricer:
         return seconds
 
     def _tied(self, starts: Sequence[int], replicas: int) -> tuple[TiedCosts, ...]:
-        """Exchanges of the gradients of tied parameters between the stages that hold them."""
+        """Seconds in which the stages that hold a tied parameter exchange its gradients."""
         found = []
         for tied in self._profile.calibration.tied:
             holders = tuple(sorted({bisect_right(starts, section) - 1 for section in tied.sections}))

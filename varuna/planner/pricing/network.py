@@ -25,7 +25,7 @@ def link_of(calibration: Calibration, *, crosses: bool) -> Link:
 
 
 def network_of(calibration: Calibration, *, crosses: bool) -> Network:
-    """Within a VM, or across."""
+    """The network within a VM, or across VMs."""
     return calibration.across_vms if crosses or calibration.within_vm is None else calibration.within_vm
 
 
@@ -49,7 +49,7 @@ def exchange_s(calibration: Calibration, size_bytes: float, *, crosses: bool, me
 
 
 def ring_s(rings: Sequence[Ring], size_bytes: float, *, ranks: int, in_flight: int) -> float:
-    """Ring all-reduce: 2 (D - 1) rounds, each of 1 / D of the buffer.
+    """Seconds of a ring all-reduce: 2 (D - 1) rounds, each of 1 / D of the buffer.
 
     Measured for the next larger number of rings in flight; beyond the largest, they share its rate.
     """

@@ -26,9 +26,9 @@ class Prediction:
 
     trace: StepTrace
     repeated: int
-    """Micro-batches that were not simulated."""
+    """Number of micro-batches that were not simulated."""
     pace_s: float
-    """Of each of them."""
+    """Seconds of each of them."""
 
     @property
     def step_s(self) -> float:
@@ -122,18 +122,18 @@ def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
 
 
 class _Seen(NamedTuple):
-    """What a stage was seen to do in the middle of the step."""
+    """What a stage did in the middle of the step."""
 
     busy: float
-    """Share of the time; 0 if that is too short."""
+    """Share of the time in which it worked; 0 if that time is too short."""
     pace_s: float
     """Seconds per micro-batch."""
     backwards: int
-    """Of how many that was learnt."""
+    """Number of backwards that this was taken from."""
 
 
 def _pace(trace: StepTrace, stash_limits: Sequence[int]) -> tuple[float, int]:
-    """Seconds per micro-batch in the midst of the step, and of how many backwards of a stage that was learnt.
+    """Seconds per micro-batch in the middle of the step, and the number of backwards that they were taken from.
 
     Micro-batches run through deep pipelines in waves, so that what a stage ends in some seconds says little. How busy
     the busiest one was says more: what a micro-batch takes it, over the share of the time in which it works.
@@ -146,7 +146,7 @@ def _pace(trace: StepTrace, stash_limits: Sequence[int]) -> tuple[float, int]:
 
 
 def _seen(trace: StepTrace, stage: int, in_flight: int) -> _Seen:
-    """While forwards still come in, the first half left out."""
+    """What a stage did while forwards still came in, without the first half of that time."""
     row, costs = trace.rows[stage], trace.costs.stages[stage]
     backwards = [i for i, kind in enumerate(row.kinds) if kind is Kind.BACKWARD]
     last = len(backwards) - 1 - in_flight

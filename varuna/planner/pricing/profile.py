@@ -17,11 +17,11 @@ class SpanSums:
 
     @staticmethod
     def of(values: Sequence[float]) -> "SpanSums":
-        """Add them up once."""
+        """Sums of ``values``, one for each section."""
         return SpanSums(tuple(values), tuple(accumulate(values, initial=0)))
 
     def over(self, span: range) -> float:
-        """Their sum over consecutive sections."""
+        """The sum over consecutive sections."""
         return self.before[span.stop] - self.before[span.start]
 
 
@@ -56,19 +56,19 @@ class Profile:
     forward_s: SpanSums
     recompute_s: SpanSums
     record_s: SpanSums
-    """Of an F that keeps its activations."""
+    """F that keeps its activations."""
     backward_s: SpanSums
     input_s: SpanSums
-    """Of I; where a section cannot be split, the whole B."""
+    """I; where a section cannot be split, the whole B."""
     weight_s: SpanSums
-    """Of W; 0 where a section cannot be split."""
+    """W; 0 where a section cannot be split."""
     activation_bytes: SpanSums
     forward_bytes: Peaks
     """Needed while F of a section runs."""
     working_bytes: Peaks
     """Needed while R or B of a section runs, with the activations of all sections from the first up to it."""
     splitting_bytes: Peaks
-    """As ``working_bytes`` of I, less what all sections up to it leave for W: later sections have left theirs."""
+    """Like ``working_bytes``, for I: less what sections up to it leave for W, as later ones have left theirs."""
     weighing_bytes: Peaks
     """Needed while W of a section runs, with what all sections from the first up to it have left."""
     input_bytes: SpanSums
@@ -78,29 +78,29 @@ class Profile:
     parameter_bytes: SpanSums
     gradient_bytes: SpanSums
     reduced_bytes: SpanSums
-    """Of gradients, what an all-reduce sums."""
+    """Bytes of gradients as an all-reduce sums them."""
     optimizer_bytes: SpanSums
-    """On the GPU: none where the state lives in host memory."""
+    """Optimizer state on the GPU: none where it lives in host memory."""
     state_bytes: SpanSums
     """Parameters and optimizer state, wherever they live: what a checkpoint holds."""
     work_s: SpanSums
-    """F and B together."""
+    """Seconds of F and B together."""
     resident_bytes: SpanSums
     """Parameters, gradients and optimizer state on the GPU."""
     own_bytes: SpanSums
-    """Of them, without gradients: what a tentative step copies on the GPU."""
+    """The same without gradients: what a tentative step copies on the GPU."""
     update_bytes: SpanSums
     """Needed while the optimizer updates the section's parameters, beside what is streamed of offloaded state."""
     most_update_bytes: Peaks
     host_bytes: SpanSums
     """Optimizer state in host memory."""
     host_copy_bytes: SpanSums
-    """What a tentative step copies there."""
+    """Bytes that a tentative step copies in host memory."""
     trainable_bytes: tuple[int, ...]
     boundary_bytes: tuple[int, ...]
     """Bytes of the activation after each section."""
     gradient_boundary_bytes: tuple[int, ...]
-    """Gradient that comes back there."""
+    """Bytes of the gradient that comes back to each section's end."""
 
     @property
     def sections(self) -> int:
@@ -109,7 +109,7 @@ class Profile:
 
 
 def compute_s(calibration: Calibration, micro_batch: int) -> float:
-    """F and B of all sections: all that choosing m takes."""
+    """Seconds of F and B of all sections, which is all that choosing m needs."""
     by_kind = {
         name: (
             kind.at(kind.forward_s, micro_batch),

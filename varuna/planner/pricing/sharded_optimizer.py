@@ -1,4 +1,4 @@
-"""Optimizer state that the replicas of a stage share out, as the planner counts it."""
+"""Bytes of optimizer state that the replicas of a stage divide (``shard_optimizer``)."""
 
 from itertools import zip_longest
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from varuna.planner.pricing.profile import Profile
 
 
 class Shared(NamedTuple):
-    """Of a stage's bytes, seen from the replica that holds most optimizer state."""
+    """Changes to a stage's bytes on the replica that holds most optimizer state."""
 
     lent_state: int = 0
     """optimizer state that it does not hold"""
@@ -22,7 +22,7 @@ UNSHARED = Shared()
 
 
 def shared_out(profile: Profile, start: int, stop: int, replicas: int) -> Shared:
-    """What sharing out spares the fullest of a stage's replicas, and what it costs; nothing if a job does not share."""
+    """What dividing state saves the fullest of a stage's replicas, and what it costs; nothing if a job does not."""
     if not profile.calibration.optimizer.shared_out:
         return UNSHARED
     on_device, on_host = (sums.values[start:stop] for sums in (profile.optimizer_bytes, profile.host_bytes))

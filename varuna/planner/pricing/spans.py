@@ -1,4 +1,4 @@
-"""What consecutive sections need on any stage: a balance asks a hundred thousand times for a few hundred of them."""
+"""Bytes that consecutive sections need on any stage: balancing asks 100,000 times for a few hundred such spans."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ class Room(NamedTuple):
     """The memory that sections [start, stop) leave for micro-batches in flight."""
 
     free_bytes: float
-    """Beside its state, messages, live activations and the samples that are read ahead; negative: it does not fit."""
+    """Memory beyond state, messages, live activations and samples that are read ahead; negative: it does not fit."""
     incoming_bytes: int
-    """Of a micro-batch that waits in front of it."""
+    """Bytes of a micro-batch that waits for its F."""
     each_bytes: float
-    """Of a micro-batch in flight: what came in, and its samples."""
+    """Bytes of a micro-batch in flight: what came in, and its samples."""
 
 
 _NONE = Room(-1.0, 0, 0)
@@ -59,7 +59,7 @@ class Spans:
         self._queued = profile.queued_bytes.before
         self._splits = splits and self._queued[-1] > 0
         self.incoming = (0, *profile.boundary_bytes[: profile.sections - 1])
-        """By first section."""
+        """Bytes that come in, by first section of a stage."""
         self._kept_from = _keeping(self._activations, self.incoming)
         behind = (*profile.boundary_bytes[: profile.sections - 1], 0)
         back = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
@@ -169,7 +169,7 @@ class Spans:
         return int(held - shared.lent_state + copied)
 
     def shared(self, start: int, stop: int) -> Shared:
-        """What sharing optimizer state out changes; nothing where everybody holds everything."""
+        """What a sharded optimizer changes; nothing where every replica holds everything."""
         if self._replicas == 1:
             return UNSHARED
         known = self._shared.get((start, stop))
@@ -178,7 +178,7 @@ class Spans:
         return known
 
     def lent(self, start: int, stop: int) -> int:
-        """Optimizer state that would be on the device, and is with other replicas."""
+        """Optimizer state that would be on the device, but is on other replicas."""
         on_host = self.profile.calibration.optimizer.host_bytes_per_s is not None
         return 0 if on_host else self.shared(start, stop).lent_state
 

@@ -25,11 +25,11 @@ class Size(NamedTuple):
     kept: int
     """Its last sections that keep their activations."""
     moved: int = 0
-    """Of the inputs in flight, those that wait in host memory."""
+    """Inputs in flight that wait in host memory."""
 
     @property
     def on_device(self) -> int:
-        """Inputs that are on the device at once."""
+        """Number of inputs that are on the device at once."""
         return self.depth - self.moved + (STASH_IN_TRANSIT if self.moved else 0)
 
 
@@ -42,7 +42,7 @@ class StageBytes:
     """One accumulator per section, also for tied parameters: a morph may part the sections."""
     optimizer: int
     reserved: int
-    """What the job never gets."""
+    """Memory that a job never gets."""
     stash: int
     """Inputs of the n_k micro-batches in flight, their samples, and inputs that have arrived and wait.
 
@@ -67,7 +67,7 @@ class StageBytes:
 
     @property
     def state(self) -> int:
-        """Bytes that are in use all the time."""
+        """Bytes that are in use throughout a step."""
         return self.parameters + self.gradients + self.optimizer + self.reserved
 
     @property
@@ -178,7 +178,7 @@ class Sizer:
         return depth, self._first_kept(stage, start, stop, depth, free), 0
 
     def _first_kept(self, stage: int, start: int, stop: int, depth: int, free: float) -> int:
-        """First section whose activations there is room for."""
+        """First section from which on activations fit."""
         if not self._may_keep or stage == self._last or depth == 1:
             return stop
         return self._spans.first_kept(start, stop, free / (depth - 1))
@@ -199,7 +199,7 @@ class Sizer:
         return depth, first_kept, moved
 
     def _most_moved(self, stage: int, start: int, stop: int, each: float) -> int:
-        """Inputs of a stage that host memory has room for."""
+        """Number of a stage's inputs that host memory has room for."""
         if stage == self._last:
             return 0
         limit = self._spans.host_limit_bytes
