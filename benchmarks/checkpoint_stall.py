@@ -30,11 +30,10 @@ from varuna.checkpoint.manifest import Manifest, commit
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.engine.links.host_copies import HostLane
+from varuna.engine.device.host_copies import CPU_COPIES
 from varuna.store.folder import FolderStore
 
 SECTIONS = 8
-LANE = HostLane()
 dist: Any = distributed  # they export these names at run time only
 dcp: Any = checkpoint
 
@@ -67,7 +66,7 @@ class Ours:
     def __init__(self, states: dict[int, SectionState], root: Path) -> None:
         self.states, self.store, self.saved = states, FolderStore(root), list[SavedShard]()
         self.buffer = SnapshotBuffer()
-        self.buffer.reserve(needed_bytes(self.shares()), LANE)  # at the start of a run, behind its back
+        self.buffer.reserve(needed_bytes(self.shares()), CPU_COPIES.room)  # at the start of a run, in the background
         self.writer = BackgroundWriter(self.store, on_saved=self.saved.append, on_error=_fail)
 
     def shares(self) -> Any:
@@ -77,7 +76,8 @@ class Ours:
         """Seconds of stall, and from there until all shards are durable."""
         self.saved.clear()
         begin_s = time.perf_counter()
-        parts, copied = self.buffer.copy(self.shares(), self.states, LANE)
+        parts, pairs = self.buffer.place(self.shares(), self.states, CPU_COPIES.room)
+        copied = CPU_COPIES.down(pairs)
         stalled_s = time.perf_counter()
         self.writer.submit(step, parts, copied.wait)
         assert self.writer.flush(600)

@@ -22,7 +22,7 @@ from varuna.data.collate import Collate
 from varuna.data.samples import SampleSource
 from varuna.engine.base.compute_process import settle
 from varuna.engine.graphs.compiled import compiler_of
-from varuna.engine.links.host_copies import lanes_of
+from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.stage.precision import DTYPES, cast, unit_near
@@ -319,7 +319,7 @@ class Trainer:
             rounds=self.reduction == "bf16",
             compiler=self._compiler,
             offload=self._offloads,
-            lanes=lanes_of(self._device, self._links),
+            traffic=traffic_of(self._device, self._links),
             share=self.shares_state,
         )
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import varuna
 from varuna.engine.base.spans import Span, subscribe
-from varuna.engine.links.host_copies import lanes_over
+from varuna.engine.links.traffic import traffic_over
 
 VOCABULARY, LENGTH, WIDTH = 32, 12, 16
 
@@ -128,7 +128,7 @@ def wired(folder: Path, **arguments: Any) -> varuna.Trainer:
     trainer, fabric = import_module("varuna.trainer"), wire.Wire()
     streams = late.LateStreams()
     streams.device = wire.own_gpu()
-    vars(trainer)["lanes_of"] = lambda *_: lanes_over(streams, fabric)
+    vars(trainer)["traffic_of"] = lambda *_: traffic_over(streams, fabric)
     atexit.register(lambda: (folder / f"wired-{os.getpid()}").write_text(str(len(fabric.made))))
     return varuna.Trainer(**arguments)
 

@@ -12,7 +12,7 @@ from varuna.checkpoint.manifest import Manifest, commit
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.engine.links.host_copies import HostLane
+from varuna.engine.device.host_copies import CPU_COPIES
 from varuna.process.threads import Crew
 from varuna.store.base import Store
 
@@ -85,8 +85,8 @@ def save_parts(
                     generation=generation,
                     smallest_bytes=16,
                 )
-                parts, ready = SnapshotBuffer().copy(shares, held, HostLane())
-                ready.wait()
+                parts, pairs = SnapshotBuffer().place(shares, held, CPU_COPIES.room)
+                CPU_COPIES.down(pairs)
                 for copied in parts:
                     if copied.share.writer == replica:
                         saved.append(write_part(store, step, copied, "0123456789abcdef", beside))

@@ -21,7 +21,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.graphs.compiled import Compiler
-from varuna.engine.links.host_copies import Lanes, lanes_of
+from varuna.engine.links.traffic import Traffic, traffic_of
 from varuna.engine.pipeline.action_times import StepTimes
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import DTYPES, cast
@@ -178,7 +178,7 @@ class Setup:
     offload: bool = False
     rounds: bool = False
     device: str = "cpu"
-    lanes: Callable[[], Lanes] | None = None
+    traffic: Callable[[], Traffic] | None = None
     """of each rank; the device's by default"""
     share: bool = False
     patience: Patience | None = None
@@ -245,7 +245,7 @@ class Setup:
             compiler=self.compiler,
             offload=self.offload,
             rounds=self.rounds,
-            lanes=self.lanes() if self.lanes else lanes_of(device),
+            traffic=self.traffic() if self.traffic else traffic_of(device),
             share=self.share,
         )
 

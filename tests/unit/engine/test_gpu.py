@@ -28,12 +28,12 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import SnapshotBuffer, shares_of
 from varuna.core.devices import worker_bytes
 from varuna.engine.base.transport import local_store
-from varuna.engine.device.staging import StreamFerry, ferry_of
+from varuna.engine.device.host_copies import DONE, Ready, StreamCopies
 from varuna.engine.device.streams import CudaStreams, streams_of
 from varuna.engine.links.gpu_links import GpuChannel
-from varuna.engine.links.host_copies import StagedLane, lanes_of
 from varuna.engine.links.message import Layout
 from varuna.engine.links.nccl import Nccl
+from varuna.engine.links.traffic import traffic_of
 from varuna.membership.detect import solo_from_environment
 from varuna.partition.cut.split import Crossing
 
@@ -94,18 +94,18 @@ def test_a_checkpoint_of_a_gpu_resumes(tmp_path: Path) -> None:
 
 
 def test_a_message_crosses_bit_for_bit_while_the_device_computes() -> None:
-    lane = lanes_of(torch.device(DEVICE)).links
-    assert isinstance(lane, StagedLane)
+    copies = traffic_of(torch.device(DEVICE)).links
+    assert isinstance(copies, StreamCopies)
     crossing = Crossing("x", torch.float32, (0, 1 << 16), (1, 0), differentiable=True)
     layout, busy = Layout((crossing,), 8, digests=True), torch.randn(4096, 4096, device=DEVICE)
     for round_number in range(20):
         for _ in range(5):
             busy = busy @ busy * 1e-4
         value = torch.full((8, 1 << 16), float(round_number), device=DEVICE)
-        message = layout.pack({"x": value}, range(8), lane)
+        message = layout.pack({"x": value}, range(8), copies)
         del value
         torch.full((8, 1 << 16), -1.0, device=DEVICE)  # would take the memory of a value that nobody keeps
-        found = layout.unpack(message.whole(), lane)["x"]
+        found = layout.unpack(message.whole(), copies)["x"]
         assert message.buffer.is_pinned()
         assert found.eq(float(round_number)).all()
         assert layout.digests_of(message.buffer) == list(range(8))
@@ -118,38 +118,39 @@ def test_stashed_inputs_and_offloaded_state_pass_the_device_together() -> None:
 
 
 def test_state_goes_there_and_back_bit_for_bit_while_the_device_computes() -> None:
-    device = torch.device(DEVICE)
-    ferry = ferry_of(device, streams_of(device))
-    assert isinstance(ferry, StreamFerry)
-    home = ferry.at_rest(torch.zeros(1 << 20))
+    copies = traffic_of(torch.device(DEVICE)).optimizer
+    assert isinstance(copies, StreamCopies)
+    home = copies.at_rest(torch.zeros(1 << 20))
     assert home.is_pinned()
     busy = torch.randn(4096, 4096, device=DEVICE)
+    left: Ready = DONE
     for round_number in range(1, 21):
-        [value] = ferry.fetch([home])
+        [value], arrived = copies.fetch([home], left)
         for _ in range(5):
             busy = busy @ busy * 1e-4
-        ferry.meet()
+        copies.follow(arrived)
         value += 1
-        ferry.bring_back([(value, home)])
+        left = copies.down([(value, home)])
         del value
         torch.full((1 << 20,), -1.0, device=DEVICE)  # would take memory that nobody keeps
         if round_number % 5 == 0:
-            ferry.settle()
+            left.wait()
             assert home.eq(float(round_number)).all()
 
 
 def test_a_snapshot_is_of_its_moment_though_the_next_update_is_queued_behind_it() -> None:
-    lane = lanes_of(torch.device(DEVICE)).saves
+    copies = traffic_of(torch.device(DEVICE)).saves
     values = {f"parameters/{number}": torch.zeros(1 << 22, device=DEVICE) for number in range(8)}
     count = torch.zeros(())  # as AdamW's step: in host memory
     states = {0: SectionState(0, {**values, "optimizer/step": count}, {})}
     shares = shares_of(list(states.values()), replica=0, holders={0: (0,)}, generation=0)
     buffer = SnapshotBuffer()
     for round_number in range(10):
-        parts, copied = buffer.copy(shares, states, lane)
+        parts, pairs = buffer.place(shares, states, copies.room)
+        copied = copies.down(pairs)
         for value in values.values():
             value * 2.0  # a forward, which need not wait
-        lane.follow(copied)
+        copies.follow(copied)
         for value in (*values.values(), count):
             value += 1
         copied.wait()
@@ -188,8 +189,8 @@ def test_messages_and_sums_are_calibrated_from_one_device_memory_to_the_other() 
     store, sizes, found = local_store(), (64, 1 << 20), dict[int, tuple[Any, Any]]()
 
     def measure(rank: int) -> None:
-        peers, lanes = Peers(store, rank, 2, "127.0.0.1"), lanes_of(torch.device(DEVICE))
-        found[rank] = peers.messages(sizes, lanes), peers.rings(sizes, lanes.sums)
+        peers, traffic = Peers(store, rank, 2, "127.0.0.1"), traffic_of(torch.device(DEVICE))
+        found[rank] = peers.messages(sizes, traffic), peers.rings(sizes, traffic.sums)
 
     run_all([partial(measure, rank) for rank in range(2)], bound_s=120)
     for messages, [ring] in found.values():

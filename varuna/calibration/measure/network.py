@@ -14,9 +14,10 @@ from varuna.calibration.samples import RingSamples, Sized
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited, Patience
-from varuna.engine.links.host_copies import Lane, Lanes
+from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
+from varuna.engine.links.traffic import Traffic
 
 _ROUNDS = 100
 _WARM_ROUNDS = 4
@@ -50,7 +51,7 @@ class Peers:
         self._group.all_reduce(table)
         return float(table.max())
 
-    def messages(self, sizes: Sequence[int], lanes: Lanes) -> tuple[Sized, ...]:
+    def messages(self, sizes: Sequence[int], traffic: Traffic) -> tuple[Sized, ...]:
         """One-way times of messages from a neighbour, while as many go the other way.
 
         Even ranks pair with the next; a last one without partner only waits. Pairs meet before each message: after a
@@ -59,7 +60,7 @@ class Peers:
 
         Args:
             sizes: in bytes, over 8; the smallest tells the clocks' difference.
-            lanes: of this worker's device.
+            traffic: of this worker's device.
         """
         if self._group is None:
             return ()
@@ -67,7 +68,7 @@ class Peers:
         peer = self.rank ^ 1
         raw: list[Sized] = []
         if peer < self.size:
-            raw = self._swap_all(sizes, lanes)
+            raw = self._swap_all(sizes, traffic)
         else:
             for _ in sizes:
                 self.agree(0.0)
@@ -79,27 +80,27 @@ class Peers:
         offset_s = float(fastest[self.rank] - fastest[peer]) / 2
         return tuple(Sized(size, max(0.0, seconds - offset_s)) for size, seconds in raw)
 
-    def _swap_all(self, sizes: Sequence[int], lanes: Lanes) -> list[Sized]:
+    def _swap_all(self, sizes: Sequence[int], traffic: Traffic) -> list[Sized]:
         """Swap messages of every size with the neighbour; seconds from the sender's clock to ours."""
         number, place = divmod(self.rank, 2)
-        kind = "pair" if lanes.streams is None else "staged"
+        kind = "pair" if traffic.streams is None else "staged"
         pair = Group(self._store, f"calibrate/{kind}{number}", place, 2, self._host)
         samples: list[Sized] = []
         for tag, size in zip(count(_TAG, 2), sizes, strict=False):
             begin_s = time.monotonic()
-            _swap_many(pair, 1 - place, tag, size, _WARM_ROUNDS, lanes)
+            _swap_many(pair, 1 - place, tag, size, _WARM_ROUNDS, traffic)
             rounds = _rounds(self.agree((time.monotonic() - begin_s) / _WARM_ROUNDS))
-            samples += [Sized(size, seconds) for seconds in _swap_many(pair, 1 - place, tag + 1, size, rounds, lanes)]
+            samples += [Sized(size, seconds) for seconds in _swap_many(pair, 1 - place, tag + 1, size, rounds, traffic)]
         return samples
 
-    def rings(self, sizes: Sequence[int], lane: Lane) -> tuple[RingSamples, ...]:
-        """All-reduce over D = 2 and all workers, with one ring and with as many as there is room for; by ``lane``."""
+    def rings(self, sizes: Sequence[int], copies: HostCopies) -> tuple[RingSamples, ...]:
+        """All-reduce over D = 2 and all workers, with one ring and with as many as there is room for; by ``copies``."""
         if self._group is None:
             return ()
         shapes = {(ranks, k) for ranks in {2, self.size} for k in {1, self.size // ranks}}
-        return tuple(self._ring(ranks, in_flight, sizes, lane) for ranks, in_flight in sorted(shapes))
+        return tuple(self._ring(ranks, in_flight, sizes, copies) for ranks, in_flight in sorted(shapes))
 
-    def _ring(self, ranks: int, in_flight: int, sizes: Sequence[int], lane: Lane) -> RingSamples:
+    def _ring(self, ranks: int, in_flight: int, sizes: Sequence[int], copies: HostCopies) -> RingSamples:
         number, place = divmod(self.rank, ranks)
         takes_part = number < in_flight
         group = None
@@ -108,14 +109,14 @@ class Peers:
             group = Group(self._store, name, place, ranks, self._host)
         samples = []
         for size in sizes:
-            values = lane.up({"sums": torch.zeros(max(1, size // 4))})["sums"]
+            values = copies.up({"sums": torch.zeros(max(1, size // 4))})["sums"]
             taken_s = 0.0
             for _ in range(_WARM_ROUNDS):
                 self.meet()
-                taken_s = _reduce(group, values, lane)
+                taken_s = _reduce(group, values, copies)
             for _ in range(_rounds(self.agree(taken_s))):
                 self.meet()
-                taken_s = _reduce(group, values, lane)
+                taken_s = _reduce(group, values, copies)
                 if group is not None:
                     samples.append(Sized(values.numel() * 4, taken_s))
         return RingSamples(in_flight=in_flight, ranks=ranks, samples=tuple(samples))
@@ -126,34 +127,34 @@ def _rounds(seconds: float) -> int:
     return max(_LEAST_ROUNDS, min(_ROUNDS, int(_BUDGET_S / max(seconds, 1e-6))))
 
 
-def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, lanes: Lanes) -> list[float]:
+def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, traffic: Traffic) -> list[float]:
     """Swap messages with ``peer``, one at a time; seconds that each of the peer's took, by both clocks.
 
     The time at which it was sent is written by the host, as digests of samples are. The rest begins and ends on the
     device, if it has a memory of its own; to pack it on a CPU is part of the action that sends it, not of the link.
     """
-    inbox, lane = Inbox(Patience(last_s=_WAIT_S)), lanes.links
-    body = lane.up({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
+    inbox, copies = Inbox(Patience(last_s=_WAIT_S)), traffic.links
+    body = copies.up({"body": torch.zeros(size_bytes - _TIME_BYTES, dtype=torch.uint8)})["body"]
     sender = Sender(pair, peer, tag, inbox, f"with rank {peer}")
-    Receiver(pair, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], lane)
+    Receiver(pair, peer, tag, inbox, f"with rank {peer}", [(number, size_bytes) for number in range(rounds)], copies)
     taken_s = []
     for number in range(rounds):
         pair.all_reduce(torch.zeros(1))  # both have the messages before
-        buffer = lane.room(size_bytes).zero_()
-        pairs = [(body, buffer[_TIME_BYTES:])] if lanes.streams is not None else []
+        buffer = copies.room(size_bytes).zero_()
+        pairs = [(body, buffer[_TIME_BYTES:])] if traffic.streams is not None else []
         buffer[:_TIME_BYTES].view(torch.float64)[0] = time.monotonic()
-        sender.send(Packed(buffer, lane.down(pairs)))
+        sender.send(Packed(buffer, copies.down(pairs)))
         received: torch.Tensor = inbox.take(number, lambda: Awaited("a message of the calibration", (peer,)))
-        lane.up({"body": received[_TIME_BYTES:]})
-        lane.point().wait()
+        copies.up({"body": received[_TIME_BYTES:]})
+        copies.point().wait()
         taken_s.append(time.monotonic() - float(received[:_TIME_BYTES].view(torch.float64)[0]))
     sender.close()
     return taken_s
 
 
-def _reduce(group: Group | None, values: torch.Tensor, lane: Lane) -> float:
+def _reduce(group: Group | None, values: torch.Tensor, copies: HostCopies) -> float:
     begin_s = time.perf_counter()
     if group is not None:
-        with lane.at_host(values, lane.point()) as summed:
+        with copies.at_host(values, copies.point()) as summed:
             group.all_reduce(summed)
     return time.perf_counter() - begin_s

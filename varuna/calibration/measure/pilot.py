@@ -114,7 +114,7 @@ class _Meter:
     """Notes the time that a stage spends in its sections, by kind of action."""
 
     def __init__(self, stage: Stage) -> None:
-        self._clock = clock_over(stage.job.lanes.streams)
+        self._clock = clock_over(stage.job.traffic.streams)
         self._spans: dict[Kind, list[tuple[Any, Any]]] = {}
         for name, kind in (("forward", Kind.FORWARD), ("record", Kind.RECOMPUTE), ("backward", Kind.BACKWARD)):
             setattr(stage, name, self._timed(getattr(stage, name), kind))

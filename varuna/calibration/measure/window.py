@@ -63,7 +63,7 @@ class Window:
         states = initial_states(job.model, range(first, stop), beginning.parameters, job.buffers)
         self.job = job
         self.first, self.stop = first, stop
-        self._clock = clock_over(job.lanes.streams)
+        self._clock = clock_over(job.traffic.streams)
         self._marks: list[tuple[int, Any]] = []
         self.stage = Stage(job, plan, starts.index(first), states, 0)
         timed = [_Timed(runner, self._mark) for runner in self.stage.variants[0]]
@@ -72,7 +72,7 @@ class Window:
     def round(self, batch: Mapping[str, Tensor], examples: int) -> Pass:
         """F, then R and B, then R, I and W, of one micro-batch, as a stage in the middle of a run does them."""
         split, device = self.job.model.split, self.job.device
-        inputs = Examples(self.job.lanes.links.up(completed(self.job.model, batch, self.job.buffers)), examples)
+        inputs = Examples(self.job.traffic.links.up(completed(self.job.model, batch, self.job.buffers)), examples)
         out = () if self.stage.is_last else split.crossings[self.stop]
         behind = [crossing for crossing in out if crossing.differentiable]
         values = _made_up(split.crossings[self.first], examples, device)
@@ -124,12 +124,11 @@ class Window:
 
     def snapshot(self) -> float:
         """Seconds to copy the stage's state into host memory at a step boundary."""
-        lane = self.job.lanes.saves
+        copies = self.job.traffic.saves
         begin_s = time.perf_counter()
         for section in self.stage.sections:
             for tensor in self.stage.state_of(section).tensors.values():
-                room = lane.room(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-                lane.down([(tensor.detach(), room)]).wait()
+                copies.down([(tensor.detach(), copies.room_for(tensor))]).wait()
         return time.perf_counter() - begin_s
 
     def _loss_gradient(self) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from varuna.core.plan import Plan
 from varuna.engine.base.compute_process import settle
 from varuna.engine.base.transport import connect_store, prefixed
 from varuna.engine.device.capacity import device_bytes, hardware_name, usable_bytes
-from varuna.engine.links.host_copies import Lanes
+from varuna.engine.links.traffic import Traffic
 from varuna.engine.worker.session import Session
 from varuna.job.script_runner import take_trainer
 from varuna.membership.static import StaticMembership, World
@@ -74,9 +74,9 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
     peers.meet()
     micro_batch = int(peers.agree(max((sample.micro_batch for sample in sections), default=0)))
     sent_bytes = _message_bytes(facts, micro_batch)
-    messages = peers.messages(sent_bytes, Lanes())
-    staged = peers.messages(sent_bytes, job.lanes) if job.lanes.streams is not None else ()
-    rings = peers.rings(_gradient_bytes(facts), job.lanes.sums)
+    messages = peers.messages(sent_bytes, Traffic())
+    staged = peers.messages(sent_bytes, job.traffic) if job.traffic.streams is not None else ()
+    rings = peers.rings(_gradient_bytes(facts), job.traffic.sums)
     pilots: list[PilotSamples] = []
     if whole:
         times = _agreed_times(sections, micro_batch, peers)

@@ -3,8 +3,8 @@
 The training thread only copies; whoever writes reads from the buffer, so there is never a second copy.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,20 +13,13 @@ from varuna.checkpoint.io.section_state import DTYPE_NAMES, SectionState, scalar
 from varuna.checkpoint.names import ShardName
 from varuna.checkpoint.pieces import SMALLEST_PART_BYTES, TensorFacts, count_parts, divide, understudy_of, writer_of
 from varuna.core.errors import CheckpointError
-from varuna.core.ready import Ready
 from varuna.core.saved import Piece
 
 _ALIGNMENT = 64
 
 
-class Way(Protocol):
-    """How values get into host memory; the engine's ``HostCopies`` implement it."""
-
-    def room(self, size_bytes: int) -> Tensor:
-        """Host memory that values are copied into, as bytes."""
-
-    def down(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Ready:
-        """Copy values (first) into host memory (second); they must not be written before the copy is done."""
+Room = Callable[[int], Tensor]
+"""Allocates host memory of so many bytes."""
 
 
 class Share(NamedTuple):
@@ -45,7 +38,7 @@ class Share(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A share whose bytes are in the buffer."""
+    """A share, and the part of the buffer that its bytes are copied into."""
 
     share: Share
     data: memoryview
@@ -102,15 +95,17 @@ class SnapshotBuffer:
         """Bytes that the buffer can hold."""
         return self._buffer.numel()
 
-    def reserve(self, size_bytes: int, way: Way) -> None:
+    def reserve(self, size_bytes: int, room: Room) -> None:
         """Allocate and touch, unless it is large enough; what it held is lost."""
         if size_bytes > self.size_bytes:
             self._buffer = torch.empty(0, dtype=torch.uint8)  # never two of them
-            self._buffer = way.room(size_bytes).fill_(0)
+            self._buffer = room(size_bytes).fill_(0)
 
-    def copy(self, shares: Sequence[Share], states: Mapping[int, SectionState], way: Way) -> tuple[list[Copied], Ready]:
-        """Copy the shares' bytes, and say when they are there; until then nobody may write to the states."""
-        self.reserve(needed_bytes(shares), way)
+    def place(
+        self, shares: Sequence[Share], states: Mapping[int, SectionState], room: Room
+    ) -> tuple[list[Copied], list[tuple[Tensor, Tensor]]]:
+        """Where each share's bytes go, and what is to be copied: values of the states, each with its host memory."""
+        self.reserve(needed_bytes(shares), room)
         copied, start = [], 0
         pairs: list[tuple[Tensor, Tensor]] = []
         for share in shares:
@@ -124,7 +119,7 @@ class SnapshotBuffer:
                 pairs.append((run, target.view(run.dtype)))
             copied.append(Copied(share, region.numpy().data))
             start = end + -end % _ALIGNMENT
-        return copied, way.down(pairs)
+        return copied, pairs
 
 
 def needed_bytes(shares: Sequence[Share]) -> int:

@@ -21,7 +21,7 @@ from varuna.checks.dependencies.tags import SuspectedDependency, Tag, TagLedger,
 from varuna.core.errors import VarunaError, WorkerError
 from varuna.core.plan import Plan
 from varuna.data.randomness import generator_lock
-from varuna.engine.links.host_copies import lanes_of
+from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, Tape, backward
 from varuna.engine.stage.stage import Stage
@@ -54,7 +54,7 @@ def trace(job: Job, recipe: Recipe, initial: Initial, batch: Mapping[str, Tensor
     """
     cpu = torch.device("cpu")
     buffers = {name: value.to(cpu) for name, value in job.buffers.items()}
-    job = replace(job, device=cpu, lanes=lanes_of(cpu), buffers=buffers)
+    job = replace(job, device=cpu, traffic=traffic_of(cpu), buffers=buffers)
     ledger = TagLedger()
     try:
         with generator_lock, torch.random.fork_rng(devices=[]):

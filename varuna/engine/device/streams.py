@@ -1,6 +1,6 @@
 """The seam to a device that works beside the host: its streams, events and pinned host memory.
 
-Everything that decides on order lies above it (``links.host_copies``, ``pipeline.lookahead``) and runs in tests over
+Everything that decides on order lies above it (``device.host_copies``, ``pipeline.lookahead``) and runs in tests over
 streams that are as late as they may be. A CPU has none of this.
 """
 
@@ -29,7 +29,7 @@ class Event(Protocol):
 
 
 class Streams(Protocol):
-    """The operations on a device's streams that lanes, pace and clocks need."""
+    """The operations on a device's streams that copies, lookahead and clocks need."""
 
     def stream(self) -> Stream:
         """Create a stream."""

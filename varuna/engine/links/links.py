@@ -15,11 +15,10 @@ from itertools import islice
 from torch import Tensor
 
 from varuna.core.errors import LinkError
-from varuna.core.ready import DONE
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group, Work
+from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies
 from varuna.engine.links.gpu_links import GpuChannel
-from varuna.engine.links.host_copies import HostLane, Lane
 from varuna.engine.links.message import DeviceMessage, Packed
 from varuna.process.threads import start
 
@@ -119,7 +118,7 @@ class Receiver:
         inbox: Inbox,
         name: str,
         expected: Iterable[tuple[Hashable, int] | tuple[Hashable, int, int]],
-        lane: Lane | None = None,
+        copies: HostCopies = CPU_COPIES,
         channel: GpuChannel | None = None,
         *,
         places: int | None = None,
@@ -134,12 +133,12 @@ class Receiver:
             name: for errors.
             expected: key and size in bytes of every message of the generation, in order, and the size of what travels
                 apart if anything does; may be endless.
-            lane: gives the host memory that messages come into; plain by default.
+            copies: gives the host memory that messages come into; plain by default.
             channel: by which bodies come that travel apart. Room for one is there before its header is asked for.
             places: most messages that may come or wait to be taken; the others stay with the peer. None: any number.
         """
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
-        self._expected, self._lane, self._channel = expected, lane or HostLane(), channel
+        self._expected, self._copies, self._channel = expected, copies, channel
         self._places = places
         self._untaken: deque[Hashable] = deque()
         start(f"receive-{name}", self._run)
@@ -151,7 +150,7 @@ class Receiver:
             while not self._inbox.ended:
                 for key, size_bytes, *apart_bytes in islice(expected, self._free() - len(posted)):
                     body = self._channel.room(*apart_bytes) if self._channel is not None else None
-                    buffer = self._lane.room(size_bytes)
+                    buffer = self._copies.room(size_bytes)
                     posted.append((key, body, self._group.receive(buffer, self._peer, self._tag)))
                 if posted:
                     key, body, work = posted.popleft()

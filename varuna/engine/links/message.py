@@ -11,15 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.core.ready import Ready
-from varuna.engine.links.host_copies import HostLane, Lane
+from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, Ready
 from varuna.partition.cut.split import Crossing
 
 _ALIGNMENT_BYTES = 64
 _DEVICE_ALIGNMENT_BYTES = 512
 """That of torch's own allocations: kernels may be chosen by it, and what has arrived is computed with where it is."""
 _DIGEST_BYTES = 8
-_HOST = HostLane()
 
 
 class Packed(NamedTuple):
@@ -77,9 +75,11 @@ class Layout:
         """Length of what travels apart: 0, or at least 1."""
         return max(self.offsets_bytes[-2], 1) if self.apart else 0
 
-    def pack(self, values: Mapping[str, Tensor], digests: Sequence[int] = (), lane: Lane = _HOST) -> Packed:
-        """Copy ``values`` (by crossing name) into one buffer, by ``lane``; a missing one is sent as zeros."""
-        body = lane.room(self.body_bytes or self.size_bytes)
+    def pack(
+        self, values: Mapping[str, Tensor], digests: Sequence[int] = (), copies: HostCopies = CPU_COPIES
+    ) -> Packed:
+        """Copy ``values`` (by crossing name) into one buffer, by ``copies``; a missing one is sent as zeros."""
+        body = copies.room(self.body_bytes or self.size_bytes)
         buffer = torch.empty(self.size_bytes, dtype=torch.uint8) if self.apart else body
         pairs: list[tuple[Tensor, Tensor]] = []
         for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False):
@@ -95,12 +95,12 @@ class Layout:
                 pairs.append((value, target))
         if self.digests:
             self._digest_view(buffer).copy_(torch.tensor(digests or [0] * self.examples, dtype=torch.int64))
-        return Packed(buffer, lane.down(pairs), body if self.apart else None)
+        return Packed(buffer, copies.down(pairs), body if self.apart else None)
 
-    def unpack(self, arrived: Tensor | DeviceMessage, lane: Lane = _HOST) -> dict[str, Tensor]:
-        """What ``lane`` makes of views into what has arrived, by crossing name: themselves, or copies on a GPU."""
+    def unpack(self, arrived: Tensor | DeviceMessage, copies: HostCopies = CPU_COPIES) -> dict[str, Tensor]:
+        """What ``copies`` makes of views into what has arrived, by crossing name: themselves, or copies on a GPU."""
         buffer = arrived.body if isinstance(arrived, DeviceMessage) else arrived
-        return lane.up(
+        return copies.up(
             {
                 crossing.name: self._view(buffer, crossing, start)
                 for crossing, start in zip(self.crossings, self.offsets_bytes, strict=False)

@@ -1,7 +1,7 @@
-"""Inputs of a stage that wait for their R: so many on the device, the others in host memory.
+"""Inputs of a stage that wait for their R: a fixed number on the device, the others in host memory.
 
-An input goes after its F if no place is free, and comes back one R ahead of its own, in the order of the backwards.
-Those that stay never cross, so that the fewest possible do.
+An input leaves after its F if no place is free, and comes back one R before its own, in the order of the backwards.
+Those that stay are never copied, so that as few as possible are.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from varuna.engine.device.staging import Ferry
+from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies, Ready
 
 
 class StashedInput(NamedTuple):
@@ -36,51 +36,47 @@ class StashedInput(NamedTuple):
 class InputStash:
     """Inputs by micro-batch, over one step."""
 
-    def __init__(self, order: Sequence[int], *, places: int | None = None, ferry: Ferry | None = None) -> None:
+    def __init__(self, order: Sequence[int], *, places: int | None = None, copies: HostCopies = CPU_COPIES) -> None:
         """Begin empty.
 
         Args:
             order: of the backwards.
             places: inputs that wait on the device, beside those on their way; None: all of them.
-            ferry: takes the others to host memory and back; needed with ``places``.
+            copies: of the others, to host memory and back.
         """
-        assert places is None or ferry is not None
         self._following = dict(pairwise(order))
-        self._places, self._ferry = places, ferry
-        self._here: dict[int, StashedInput] = {}
-        self._away: dict[int, StashedInput] = {}
-        self._arriving: dict[int, StashedInput] = {}
+        self._places, self._copies = places, copies
+        self._on_device: dict[int, StashedInput] = {}
+        self._in_host: dict[int, StashedInput] = {}
+        self._arriving: dict[int, tuple[StashedInput, Ready]] = {}
+        self._left: Ready = DONE  # of the newest in host memory
 
     def settle(self) -> None:
         """Before an F: the input that left last needs no device memory any more."""
-        if self._ferry is not None:
-            self._ferry.settle()
+        self._left.wait()
 
     def put(self, micro_batch: int, waiting: StashedInput) -> None:
         """After an F: keep its input until ``take``."""
-        if self._ferry is None or self._places is None or len(self._here) < self._places:
-            self._here[micro_batch] = waiting
+        if self._places is None or len(self._on_device) < self._places:
+            self._on_device[micro_batch] = waiting
             return
-        home = waiting.replaced([self._ferry.room_for(value) for value in waiting.tensors])
-        self._ferry.bring_back(list(zip(waiting.tensors, home.tensors, strict=True)))
-        self._away[micro_batch] = home
+        home = waiting.replaced([self._copies.room_for(value) for value in waiting.tensors])
+        self._left = self._copies.down(list(zip(waiting.tensors, home.tensors, strict=True)))
+        self._in_host[micro_batch] = home
 
     def take(self, micro_batch: int) -> StashedInput:
-        """Before an R: its input, on the device; that of the next R sets out."""
-        if micro_batch in self._here:
-            waiting = self._here.pop(micro_batch)
+        """Before an R: its input, on the device; the copy of the next R's begins."""
+        if micro_batch in self._on_device:
+            waiting = self._on_device.pop(micro_batch)
         else:
-            assert self._ferry is not None
-            if micro_batch not in self._arriving:
-                self._arriving[micro_batch] = self._fetched(micro_batch)
-            waiting = self._arriving.pop(micro_batch)
-            self._ferry.meet()
-        following = self._following.get(micro_batch)
-        if following is not None and following in self._away:
-            self._arriving[following] = self._fetched(following)
+            self._fetch(micro_batch)
+            waiting, arrived = self._arriving.pop(micro_batch)
+            self._copies.follow(arrived)
+        self._fetch(self._following.get(micro_batch))
         return waiting
 
-    def _fetched(self, micro_batch: int) -> StashedInput:
-        assert self._ferry is not None
-        home = self._away.pop(micro_batch)
-        return home.replaced(self._ferry.fetch(home.tensors))
+    def _fetch(self, micro_batch: int | None) -> None:
+        if micro_batch in self._in_host:
+            home = self._in_host.pop(micro_batch)
+            tensors, arrived = self._copies.fetch(home.tensors, self._left)
+            self._arriving[micro_batch] = home.replaced(tensors), arrived

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
-from varuna.core.ready import Ready
 from varuna.core.vote import VoteLayout
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.device.host_copies import Ready
 from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
 from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.groups import Groups
@@ -36,7 +36,7 @@ class Reducer:
         self._rank = rank
         self._groups = groups
         self._inbox = inbox
-        self._lane = stage.job.lanes.sums
+        self._copies = stage.job.traffic.sums
         own = plan.place_of(rank).stage
         self._replicas = tuple(r for r in range(own, plan.workers, plan.stages) if r != rank)
         self._others = tuple(r for r in range(plan.workers) if r != rank)
@@ -58,7 +58,7 @@ class Reducer:
         flat = self._stage.buckets[section].flat
         group = self._groups.stage
         if group is not None and flat.numel():
-            point = self._lane.point()  # what the device is given from now on need not be waited for
+            point = self._copies.point()  # what the device is given from now on need not be waited for
             self._courier.submit(("reduced", step, section), lambda: self._reduce(group, flat, point))
         else:
             self._inbox.put(("reduced", step, section), None)
@@ -72,7 +72,7 @@ class Reducer:
             return
         point.wait()
         begin_s = time.monotonic()
-        with self._lane.at_host(flat, point) as values:
+        with self._copies.at_host(flat, point) as values:
             if rounds:
                 all_reduce_rounded(group, values)
             else:

@@ -13,9 +13,8 @@ from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
-from varuna.engine.device.staging import Ferry, ferry_of
+from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.groups import Groups
-from varuna.engine.links.host_copies import Lane
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Layout
 from varuna.engine.pipeline.action_times import StepTimes
@@ -73,7 +72,6 @@ class Runtime:
         self._graphs = stage.job.model.graphs
         self._variants = Variants(stage.job.model, inbox)
         self._stash, job = InputStash(()), stage.job
-        self._ferry: Ferry | None = ferry_of(job.device, job.lanes.streams) if plan.stash_on_device else None
         self._keys = self._input_keys()
         self._whole = WholeBatch(job.model, job.buffers, plan, rank, inbox)
         ahead = SAMPLES_AHEAD + self._whole.ahead
@@ -83,7 +81,7 @@ class Runtime:
         self._kept = len(plan.kept_sections_of(stage.index))
         last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
         self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
-        self._lane, self._pace = stage.job.lanes.links, pace_of(stage.job.lanes.streams, inbox)
+        self._copies, self._pace = job.traffic.links, pace_of(job.traffic.streams, inbox)
         ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
         apart = frozenset(section for peer, section in ends if peer in groups.direct.sends)
         self._layouts = Layouts(plan, stage.sections, self._graphs, self._variants, apart)
@@ -112,14 +110,14 @@ class Runtime:
             channels = groups.direct.sends.get(rank - 1), groups.direct.receives.get(rank - 1)
             self._upstream = Sender(groups.world, rank - 1, _GRADIENT_TAG, self._inbox, name, channels[0])
             expected = self._expected("activation", self._layouts.activation_in, range(len(self._mine)))
-            Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected, self._lane, channels[1])
+            Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected, self._copies, channels[1])
         if not stage.is_last:
             name = f"of rank {rank} with rank {rank + 1} (stage {stage.index + 1})"
             channels = groups.direct.sends.get(rank + 1), groups.direct.receives.get(rank + 1)
             self._downstream = Sender(groups.world, rank + 1, _ACTIVATION_TAG, self._inbox, name, channels[0])
             expected = self._expected("gradient", self._layouts.gradient_in, self._policy().backward_order)
             where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name)
-            Receiver(*where, expected, self._lane, channels[1], places=GRADIENTS_COMING)
+            Receiver(*where, expected, self._copies, channels[1], places=GRADIENTS_COMING)
 
     def _expected(
         self, kind: str, layout: Callable[[int, int], Layout], order: range | tuple[int, ...]
@@ -146,12 +144,13 @@ class Runtime:
     def _new_stash(self, policy: Policy) -> InputStash:
         """Empty, for one step; keyed by global micro-batch."""
         order = [self._mine[local] for local in policy.backward_order]
-        if self._ferry is None:
+        if not self._plan.stash_on_device:
             return InputStash(order)
-        return InputStash(order, places=self._plan.stash_on_device[self._stage.index], ferry=self._ferry)
+        places = self._plan.stash_on_device[self._stage.index]
+        return InputStash(order, places=places, copies=self._stage.job.traffic.stash)
 
-    def _lane_of(self, layout: Layout) -> Lane:
-        return self._stage.job.lanes.direct if layout.apart else self._lane
+    def _copies_of(self, layout: Layout) -> HostCopies:
+        return self._stage.job.traffic.direct if layout.apart else self._copies
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -301,7 +300,7 @@ class Runtime:
         if stage.index > 0:
             buffer = self._here(("activation", step, micro_batch))
             layout = self._layouts.activation_in(step, micro_batch)
-            values, digests = layout.unpack(buffer, self._lane_of(layout)), layout.digests_of(buffer)
+            values, digests = layout.unpack(buffer, self._copies_of(layout)), layout.digests_of(buffer)
             self._compare(batch, digests)
         if batch is not None:
             digests = list(batch.digests)
@@ -314,7 +313,7 @@ class Runtime:
             self._stash.put(micro_batch, StashedInput(begin, dict(examples.inputs)))
         if self._downstream is not None:
             layout = self._layouts.activation_out(step, micro_batch)
-            self._downstream.send(layout.pack(out, digests or [], self._lane_of(layout)))
+            self._downstream.send(layout.pack(out, digests or [], self._copies_of(layout)))
             self._forwards += 1
         else:
             model = stage.job.model
@@ -367,12 +366,12 @@ class Runtime:
             return {loss: seed} if flight.weight else {}
         buffer = self._here(("gradient", step, micro_batch))
         layout = self._layouts.gradient_in(step, micro_batch)
-        return layout.unpack(buffer, self._lane_of(layout))
+        return layout.unpack(buffer, self._copies_of(layout))
 
     def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
             layout = self._layouts.gradient_out(step, micro_batch)
-            self._upstream.send(layout.pack(gradients, lane=self._lane_of(layout)))
+            self._upstream.send(layout.pack(gradients, copies=self._copies_of(layout)))
 
     def _here(self, key: tuple[str, int, int]) -> Any:
         """What the action that runs needs: the policy saw it arrive."""
@@ -394,4 +393,4 @@ class Runtime:
         graph, job = self._graphs[variant], self._stage.job
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, job.buffers)
-        return examples_of(batch, size, graph.inputs, self._lane, variant, self._whole.numbers(variant, size))
+        return examples_of(batch, size, graph.inputs, self._copies, variant, self._whole.numbers(variant, size))

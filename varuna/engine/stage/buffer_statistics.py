@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
-from varuna.engine.links.host_copies import Lane
+from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.message import Layout
 from varuna.partition.cut.split import SectionGraph
 
@@ -20,10 +20,10 @@ from varuna.partition.cut.split import SectionGraph
 class Statistics:
     """Those of one step, for the sections of one stage."""
 
-    def __init__(self, sections: Sequence[SectionGraph], plan: Plan, lane: Lane) -> None:
+    def __init__(self, sections: Sequence[SectionGraph], plan: Plan, copies: HostCopies) -> None:
         self._sections = {section.index: section for section in sections if section.updates}
         self._plan = plan
-        self._lane = lane
+        self._copies = copies
         self._noted: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         self._complete: dict[int, list[dict[str, Tensor]]] = {}
 
@@ -48,14 +48,16 @@ class Statistics:
             if found is None:
                 rows.append(torch.zeros(layout.size_bytes, dtype=torch.uint8))
             else:
-                rows.append(layout.pack(dict(zip(self._names(section), found, strict=True)), lane=self._lane).whole())
+                rows.append(
+                    layout.pack(dict(zip(self._names(section), found, strict=True)), copies=self._copies).whole()
+                )
         return torch.cat(rows).view(torch.int64)
 
     def complete(self, section: int, table: Tensor) -> None:
         """Take the sum of all replicas' tables."""
         layouts = [self._layout(section, micro_batch) for micro_batch in range(self._plan.micro_batches)]
         rows = torch.split(table.view(torch.uint8), [layout.size_bytes for layout in layouts])
-        self._complete[section] = [layout.unpack(row, self._lane) for layout, row in zip(layouts, rows, strict=True)]
+        self._complete[section] = [layout.unpack(row, self._copies) for layout, row in zip(layouts, rows, strict=True)]
 
     def apply(self, buffers: dict[str, Tensor]) -> None:
         """Update ``buffers`` with every micro-batch of the sections that are complete."""

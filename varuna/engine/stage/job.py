@@ -8,7 +8,7 @@ from torch import Tensor
 
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.graphs.split_backward_check import Halves
-from varuna.engine.links.host_copies import Lanes
+from varuna.engine.links.traffic import Traffic
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.partition.model import PartitionedModel
 
@@ -36,9 +36,8 @@ class Job:
     """of sections in training; evaluation runs them as captured"""
     offload: bool = False
     """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
-    lanes: Lanes = field(default_factory=Lanes)
+    traffic: Traffic = field(default_factory=Traffic)
     """between the device and host memory"""
-
     share: bool = False
     """the replicas of a stage share its optimizer state out by section, and fp32 parameters too unless sections compute
     with them"""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON
-from varuna.engine.device.staging import Ferry
+from varuna.engine.device.host_copies import DONE, HostCopies, Ready
 from varuna.engine.stage.cross_stage import forbidden
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer, Written
 
@@ -32,7 +32,7 @@ class OffloadedOptimizer:
         named: Sequence[NamedParameters],
         *,
         device: torch.device,
-        ferry: Ferry,
+        copies: HostCopies,
         gradients: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Build the sections' optimizers, and bring their state into host memory.
@@ -41,15 +41,16 @@ class OffloadedOptimizer:
             build: makes the optimizer of some parameters, with state at home on the host.
             named: trainable parameters by section, each in one section only.
             device: updates run there.
-            ferry: takes state there and back.
+            copies: of the state, to the device and back.
             gradients: of the parameters, on the device, if the parameters themselves live in host memory.
 
         Raises:
             UsageError: as ``StageOptimizer``.
         """
-        self._ferry = ferry
-        self._sections = [_Section(build, part, device, gradients, self._ferry) for part in reversed(named) if part]
-        self._arriving: list[Tensor] | None = None  # the first section's state, if it has set out
+        self._copies = copies
+        self._sections = [_Section(build, part, device, gradients, copies) for part in reversed(named) if part]
+        self._arriving: tuple[list[Tensor], Ready] | None = None  # the first section's state, if its copy has begun
+        self._left: Ready = DONE  # the newest copies into host memory
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -62,9 +63,9 @@ class OffloadedOptimizer:
         return self._sections[-1].optimizer.lr if self._sections else None
 
     def prepare(self) -> None:
-        """Let the first section's state set out, which need not wait for gradients."""
-        if self._arriving is None:
-            self._arriving = self._sections[0].fetch() if self._sections else []
+        """Begin to copy the first section's state, which need not wait for gradients."""
+        if self._arriving is None and self._sections:
+            self._arriving = self._sections[0].fetch(self._left)
 
     def update(self, written: Written) -> None:
         """Apply the gradients, section by section; at most two sections' states are on the device.
@@ -76,16 +77,18 @@ class OffloadedOptimizer:
             UsageError: the optimizer calls ``all_reduce_shared``.
         """
         self.prepare()
-        arrived, self._arriving = self._arriving or [], None
+        arriving, self._arriving = self._arriving, None
         with forbidden(_NOT_SHARED):
             for section, following in zip_longest(self._sections, self._sections[1:]):
-                self._ferry.meet()
-                leaving = section.update(arrived, written)
-                self._ferry.settle()  # a GPU is still at work: the section before this one must have left first
-                arrived = following.fetch() if following is not None else []
-                self._ferry.bring_back(leaving)
+                assert arriving is not None
+                fetched, arrived = arriving
+                self._copies.follow(arrived)
+                leaving = section.update(fetched, written)
+                self._left.wait()  # a GPU is still at work: the section before this one must have left first
+                arriving = following.fetch(self._left) if following is not None else None
+                self._left = self._copies.down(leaving)
                 del leaving  # memory that is freed after the next update would be free only then
-        self._ferry.settle()
+        self._left.wait()
 
     def advance(self) -> None:
         """Advance the schedulers; the step is over, skipped or not."""
@@ -99,7 +102,7 @@ class OffloadedOptimizer:
 
         def restore() -> None:
             self._arriving = None
-            self._ferry.settle()  # what an update that was broken off has sent home would come on top
+            self._left.wait()  # an interrupted update may still be copying into what is restored
             for each in restores:
                 each()
 
@@ -126,14 +129,14 @@ class _Section:
         named: NamedParameters,
         device: torch.device,
         gradients: Mapping[str, Tensor] | None,
-        ferry: Ferry,
+        copies: HostCopies,
     ) -> None:
-        self._ferry = ferry
+        self._copies = copies
         self._nothing = torch.empty(0, device=device)
         self._gradients = gradients or {}
         self._masters = dict(named) if gradients is not None else {}
         for master in self._masters.values():
-            master.data = ferry.at_rest(master.detach())
+            master.data = copies.at_rest(master.detach())
         self.held = {
             name: nn.Parameter(value.detach().to(device, copy=True)) if gradients is not None else value
             for name, value in named
@@ -142,10 +145,10 @@ class _Section:
         self._rest()
         self._empty()
 
-    def fetch(self) -> list[Tensor]:
-        """Masters and state set out for the device."""
+    def fetch(self, after: Ready) -> tuple[list[Tensor], Ready]:
+        """Begin to copy masters and state to the device."""
         state = [entries[key] for (_, key), entries in self.optimizer.slots().items()]
-        return self._ferry.fetch([*(master.detach() for master in self._masters.values()), *state])
+        return self._copies.fetch([*(master.detach() for master in self._masters.values()), *state], after)
 
     def update(self, fetched: list[Tensor], written: Written) -> list[tuple[Tensor, Tensor]]:
         """Step on what was fetched; what is to be brought back, and where to. ``fetched`` is empty afterwards."""
@@ -160,7 +163,7 @@ class _Section:
         for slot, entries in self.optimizer.slots().items():
             value, home = entries[slot[1]], homes.get(slot)
             if home is None or (home.shape, home.dtype) != (value.shape, value.dtype):
-                home = self._ferry.room_for(value)
+                home = self._copies.room_for(value)
             pairs.append((value, home))
             entries[slot[1]] = home
         self._empty()
@@ -182,7 +185,7 @@ class _Section:
 
     def _rest(self) -> None:
         for (_, key), entries in self.optimizer.slots().items():
-            entries[key] = self._ferry.at_rest(entries[key])
+            entries[key] = self._copies.at_rest(entries[key])
 
     def _empty(self) -> None:
         for name in self._masters:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from varuna.data.samples import MicroBatch
-from varuna.engine.links.host_copies import Lane
+from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.stage.section import Examples
 from varuna.partition.batch_layout import InputLayout, check_inputs
 
@@ -14,11 +14,11 @@ def examples_of(
     batch: MicroBatch | None,
     size: int,
     layouts: Mapping[str, InputLayout],
-    lane: Lane,
+    copies: HostCopies,
     variant: int = 0,
     numbers: Mapping[str, Tensor] | None = None,
 ) -> Examples:
-    """The inputs of ``size`` examples and ``numbers`` of the whole batch, by ``lane``.
+    """The inputs of ``size`` examples and ``numbers`` of the whole batch, by ``copies``.
 
     A stage that reads no samples has none of the former.
 
@@ -29,4 +29,4 @@ def examples_of(
     if batch is not None:
         check_inputs(layouts, batch.tensors, batch.indices)
         given.update(batch.tensors)
-    return Examples(lane.up(given) if given else {}, size, variant)
+    return Examples(copies.up(given) if given else {}, size, variant)

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
-from varuna.core.ready import DONE, Ready
-from varuna.engine.device.staging import HOST, ferry_of
+from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
@@ -69,7 +68,7 @@ class Stage:
             dtypes=job.model.dtypes,
         )
         self.buffers = buffers_of(graphs, states, job.dtype, job.device)
-        self.statistics = Statistics(graphs, plan, job.lanes.sums)
+        self.statistics = Statistics(graphs, plan, job.traffic.sums)
         self.truths = Truths()
         self.buckets: dict[int, Bucket] = {}
         self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
@@ -127,7 +126,7 @@ class Stage:
             lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, start, home=HOST, whole=whole),
             [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
             device=job.device,
-            ferry=ferry_of(job.device, job.lanes.streams),
+            copies=job.traffic.optimizer,
             gradients=self._gradients if job.masters_away else None,
         )
 
@@ -338,7 +337,7 @@ class Stage:
             self._compute.refresh(self.parameters)
 
     def _update(self, scale: float) -> None:
-        self.job.lanes.saves.follow(self.copied)
+        self.job.traffic.saves.follow(self.copied)
         scale /= self.gradient_scale
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)

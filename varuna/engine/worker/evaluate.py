@@ -119,17 +119,17 @@ class _Pipeline:
         layout = Layout(tuple(crossings), 1, digests=False)
         speaks = self._generation.replica == 0  # one writer for each byte: adding words is exact
         own = {name: stage.buffers[name] for name in shared if speaks and name in stage.buffers}
-        table = layout.pack(own, lane=stage.job.lanes.links).whole()
+        table = layout.pack(own, copies=stage.job.traffic.links).whole()
         key = ("evaluation's buffers", self._work.number)
         self._courier.submit(key, lambda: group.all_reduce(table.view(torch.int64)))
         self._take(key, "the running statistics of other stages, in an evaluation")
-        return layout.unpack(table, stage.job.lanes.links)
+        return layout.unpack(table, stage.job.traffic.links)
 
     def _open_links(self) -> Sender | None:
         rank, world = self._rank, self._generation.groups.world
         if self._stage.index > 0:
             name = f"of rank {rank} with rank {rank - 1} (stage {self._stage.index - 1}) in an evaluation"
-            Receiver(world, rank - 1, _TAG, self._inbox, name, self._expected(), self._stage.job.lanes.links)
+            Receiver(world, rank - 1, _TAG, self._inbox, name, self._expected(), self._stage.job.traffic.links)
         if self._stage.is_last:
             return None
         name = f"of rank {rank} with rank {rank + 1} (stage {self._stage.index + 1}) in an evaluation"
@@ -210,7 +210,7 @@ class _Pipeline:
     def _forward(self, micro_batch: int) -> list[float]:
         """One micro-batch through this stage; its sums, on the last one."""
         work, stage, digests = self._work, self._stage, list[int]()
-        lane = stage.job.lanes.links
+        copies = stage.job.traffic.links
         batch: MicroBatch | None = None
         if self._loader is not None:
             batch = self._inbox.take(
@@ -227,14 +227,14 @@ class _Pipeline:
                 lambda: Awaited(f"the activation of micro-batch {micro_batch} of an evaluation", (self._rank - 1,)),
             )
             layout = self._layout(micro_batch, stage.sections.start)
-            flowing, digests = layout.unpack(buffer, lane), layout.digests_of(buffer)
+            flowing, digests = layout.unpack(buffer, copies), layout.digests_of(buffer)
             if batch is not None and any(digests):
                 verify_digests(batch, digests, who=f"an earlier stage (below stage {stage.index})")
         if batch is not None and stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, {**stage.job.buffers, **work.buffers})
         size = len(self._plan.samples_of(micro_batch))
         numbers = self._whole.numbers(variant, size)
-        examples = examples_of(batch, size, graph.inputs, lane, variant, numbers)
+        examples = examples_of(batch, size, graph.inputs, copies, variant, numbers)
         made: tuple[Tensor, ...] = ()
         for runner in self._runners[variant]:
             made = runner.forward(flowing, examples, 0, micro_batch)
@@ -242,7 +242,7 @@ class _Pipeline:
         if self._downstream is None:
             return sums_of(work.model, work.weigh, micro_batch, made, examples, batch, work.examples)
         out = self._layout(micro_batch, stage.sections.stop)
-        self._downstream.send(out.pack(flowing, list(batch.digests) if batch else digests, lane))
+        self._downstream.send(out.pack(flowing, list(batch.digests) if batch else digests, copies))
         return []
 
     def _meet(self, first: int, found: Sequence[Sequence[float]]) -> Tensor:

@@ -23,7 +23,7 @@ from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
-from varuna.engine.links.host_copies import Lanes
+from varuna.engine.links.traffic import Traffic
 from varuna.engine.stage.load_state import is_lent_along
 from varuna.engine.worker.agreement import check_agreement, share_refusal
 from varuna.engine.worker.state_transfer import exchange
@@ -97,7 +97,7 @@ def form_generation(
     shares: bool | None,
     lends: bool,
     rounds: bool,
-    lanes: Lanes,
+    traffic: Traffic,
     interface_host: str,
     made: list[Groups],
     at: Callable[[Awaited], None],
@@ -132,12 +132,12 @@ def form_generation(
     made.append(groups)
     if ended():
         raise RuntimeError("the generation ended while it formed")
-    if lanes.fabric is not None and lanes.streams is not None and groups.vote is not None and plan.workers > 1:
-        lanes.fabric.bind(interface_host)
+    if traffic.fabric is not None and traffic.streams is not None and groups.vote is not None and plan.workers > 1:
+        traffic.fabric.bind(interface_host)
         connect(
             groups.direct,
-            lanes.fabric,
-            lanes.streams,
+            traffic.fabric,
+            traffic.streams,
             plan=plan,
             rank=rank,
             group=groups.vote,

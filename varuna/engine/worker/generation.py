@@ -131,7 +131,7 @@ def form(
             shares=shares,
             lends=setting.job.share,
             rounds=setting.job.rounds,
-            lanes=setting.job.lanes,
+            traffic=setting.job.traffic,
             interface_host=setting.interface_host,
             made=made,
             at=parts.append,

@@ -146,7 +146,7 @@ class Session:
             LinkError: a link broke and nobody can replace the generation.
         """
         standing, self._thread = self.standing, threading.get_ident()
-        streams = self._setting.job.lanes.streams
+        streams = self._setting.job.traffic.streams
         self._membership.join(
             self._facts,
             device=None if streams is None else streams.memory(),

@@ -13,8 +13,8 @@ from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.pieces import SMALLEST_PART_BYTES
 from varuna.core.errors import CheckpointError, StoreError
 from varuna.core.messages import Assignment
-from varuna.core.ready import DONE, Ready
 from varuna.core.saved import SavedShard
+from varuna.engine.device.host_copies import DONE, Ready
 from varuna.engine.stage.stage import Stage
 from varuna.process.console import warn
 from varuna.store.base import Store
@@ -85,8 +85,8 @@ class Snapshotter:
         stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: _expected_state(stage, section) for section in stage.shares.held}
         size_bytes = needed_bytes(self._shares(stage, assignment, expected))
-        lane = stage.job.lanes.saves
-        self._writer.do(lambda: self._buffer.reserve(size_bytes, lane))
+        room = stage.job.traffic.saves.room
+        self._writer.do(lambda: self._buffer.reserve(size_bytes, room))
 
     def save(self, stage: Stage, assignment: Assignment) -> None:
         """Copy the parts that fall to this replica; skipped if the last save is still being written."""
@@ -99,8 +99,9 @@ class Snapshotter:
         self.flush()  # memory for it may still be made ready
         states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
         shares = self._shares(stage, assignment, states)
-        parts, copied = self._buffer.copy(shares, states, stage.job.lanes.saves)
-        self._copied = stage.copied = copied
+        copies = stage.job.traffic.saves
+        parts, pairs = self._buffer.place(shares, states, copies.room)
+        self._copied = stage.copied = copied = copies.down(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
         mine = [copied for copied in parts if copied.share.writer == stage.shares.replica]
         if mine:

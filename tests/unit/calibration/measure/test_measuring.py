@@ -22,9 +22,10 @@ from varuna.calibration.samples import RingSamples, SectionSamples, Sized
 from varuna.core.errors import NoPlanError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import local_store
-from varuna.engine.links.host_copies import HostLane, Lanes, lanes_over
+from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.links import Sender
 from varuna.engine.links.message import Packed
+from varuna.engine.links.traffic import Traffic, traffic_over
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +105,7 @@ def test_no_message_leaves_before_both_have_those_before_it(monkeypatch: pytest.
 
 
 def _measure_messages(store: Any, rank: int) -> None:
-    Peers(store, rank, 2, "127.0.0.1").messages((64,), Lanes())
+    Peers(store, rank, 2, "127.0.0.1").messages((64,), Traffic())
 
 
 def test_messages_and_rings_are_measured_between_real_ranks() -> None:
@@ -115,8 +116,8 @@ def test_messages_and_rings_are_measured_between_real_ranks() -> None:
     def measure(rank: int) -> None:
         peers = Peers(store, rank, 3, "127.0.0.1")
         assert peers.agree(float(rank)) == 2.0
-        messages[rank] = peers.messages((64, 4096), Lanes())
-        rings[rank] = peers.rings((64, 4096), HostLane())
+        messages[rank] = peers.messages((64, 4096), Traffic())
+        rings[rank] = peers.rings((64, 4096), HostCopies())
 
     run_all([partial(measure, rank) for rank in range(3)])
     assert {size for size, _ in messages[0]} == {64, 4096}
@@ -132,11 +133,11 @@ def test_messages_and_rings_of_a_device_are_over_when_both_copies_are() -> None:
     def measure(rank: int) -> None:
         streams = devices[rank]
         streams.compute = LateStream()  # or whatever the computation follows would be waited for at once
-        lanes, peers = lanes_over(streams), Peers(store, rank, 2, "127.0.0.1")
-        messages = len(peers.messages((64, 4096), lanes))
+        traffic, peers = traffic_over(streams), Peers(store, rank, 2, "127.0.0.1")
+        messages = len(peers.messages((64, 4096), traffic))
         crossed = streams.copies
         assert streams.left == 0
-        rings = sum(len(ring.samples) for ring in peers.rings((64, 4096), lanes.sums))
+        rings = sum(len(ring.samples) for ring in peers.rings((64, 4096), traffic.sums))
         assert crossed >= 2 * messages > 0
         assert streams.copies - crossed >= 2 * rings > 0
         assert streams.left == 0

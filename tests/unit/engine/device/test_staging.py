@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.unit.engine.device.test_host_copies import Late, same
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.links.test_host_copies import Late, same
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, adamw, single_threaded
 from tests.unit.engine.stage.test_offload import adagrad, momentum, state_of
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
-from varuna.engine.device.staging import HOST, StreamFerry
+from varuna.engine.device.host_copies import DONE, HOST, Ready, StreamCopies
+from varuna.engine.links.traffic import traffic_over
 from varuna.engine.stage.offload import OffloadedOptimizer
 from varuna.engine.stage.optimizer import StageOptimizer
 
@@ -43,7 +44,7 @@ def test_offloaded_state_passes_a_late_device_bit_for_bit(
 ) -> None:
     plain = Setup(build=SmallLanguage, optimizer=optimizer, precision=precision)
     late = Late()
-    offloaded = replace(plain, offload=True, lanes=late)
+    offloaded = replace(plain, offload=True, traffic=late)
     assert offloaded.losses(*grid) == plain.losses(*grid)
     assert same(state_of(offloaded), state_of(plain))
     assert all(streams.copies and not streams.unkept for streams in late.made)
@@ -51,7 +52,7 @@ def test_offloaded_state_passes_a_late_device_bit_for_bit(
 
 def test_fp16_steps_that_overflow_leave_what_was_on_its_way() -> None:
     plain = Setup(build=SmallLanguage, precision="fp16")
-    offloaded = replace(plain, offload=True, lanes=Late())
+    offloaded = replace(plain, offload=True, traffic=Late())
     assert repr(offloaded.losses(2, 1, steps=6)) == repr(plain.losses(2, 1, steps=6))
     assert same(state_of(offloaded), state_of(plain))
 
@@ -61,62 +62,72 @@ def test_stashed_inputs_pass_a_late_device_bit_for_bit(policy: str) -> None:
     setup = Setup(build=Dropping, micro_batch=1, policy=policy)
     expected, parameters = setup.losses(3, 1, steps=2), setup.parameters()
     late = Late()
-    moved = replace(setup, adjusted=away, lanes=late)
+    moved = replace(setup, adjusted=away, traffic=late)
     assert moved.losses(3, 1, steps=2) == expected
     assert same(moved.parameters(), parameters)
     assert not any(streams.unkept for streams in late.made)
 
 
-@pytest.mark.parametrize("left_out", ["meet", "settle"])
-def test_a_wait_that_is_left_out_changes_the_run(left_out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+class Hasty(StreamCopies):
+    """Computes with what has not been fetched."""
+
+    def follow(self, copied: Ready) -> None:
+        pass
+
+
+class Rash(StreamCopies):
+    """Says that copies are done when they are queued."""
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+        super().down(pairs, after)
+        return DONE
+
+
+@pytest.mark.parametrize("kind", [Hasty, Rash])
+def test_a_wait_that_is_left_out_changes_the_run(kind: type[StreamCopies]) -> None:
     """What the tests above rest on."""
     plain = Setup(build=SmallLanguage)
     losses = plain.losses(1, 1, steps=2)
-    monkeypatch.setattr(StreamFerry, left_out, lambda ferry: None)
-    offloaded = replace(plain, offload=True, lanes=Late())
+    late = Late(lambda streams: traffic_over(streams)._replace(optimizer=kind(streams)))
+    offloaded = replace(plain, offload=True, traffic=late)
     same_losses = repr(offloaded.losses(1, 1, steps=2)) == repr(losses)
     assert not (same_losses and same(state_of(offloaded), state_of(plain)))
 
 
-# -- one ferry ---------------------------------------------------------------------------------------------------
+# -- one tensor ---------------------------------------------------------------------------------------------------
 
 
 def test_a_value_goes_home_as_it_is_when_it_sets_out() -> None:
     streams = LateStreams()
     streams.compute = LateStream()
-    ferry, value = StreamFerry(streams), torch.zeros(2, 3)
-    home = ferry.room_for(value)
+    copies, value = StreamCopies(streams), torch.zeros(2, 3)
+    home = copies.room_for(value)
     streams.compute.put(lambda: value.fill_(7.0))
-    ferry.bring_back([(value, home)])
-    streams.compute.put(lambda: value.fill_(9.0))  # behind it
-    ferry.settle()
+    left = copies.down([(value, home)])
+    streams.compute.put(lambda: value.fill_(9.0))
+    left.wait()
     assert home.eq(7.0).all()
     assert streams.compute.passed == 1
 
 
 def test_what_has_just_left_can_be_fetched_again() -> None:
-    class Rash(StreamFerry):
-        def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
-            self._left = None
-            return super().fetch(values)
-
-    def there_and_back(ferry: StreamFerry) -> Tensor:
-        value = torch.full((3,), 5.0)
-        home = ferry.room_for(value)
-        ferry.bring_back([(value, home)])
-        [found] = ferry.fetch([home])
-        ferry.meet()
+    def there_and_back(*, waits: bool) -> Tensor:
+        copies, value = StreamCopies(LateStreams()), torch.full((3,), 5.0)
+        home = copies.room_for(value)
+        left = copies.down([(value, home)])
+        [found], arrived = copies.fetch([home], left if waits else DONE)
+        copies.follow(arrived)
         return found
 
-    assert there_and_back(StreamFerry(LateStreams())).tolist() == [5.0] * 3
-    assert there_and_back(Rash(LateStreams())).isnan().all()
+    assert there_and_back(waits=True).tolist() == [5.0] * 3
+    assert there_and_back(waits=False).isnan().all()
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (4,), (2, 1, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
 def test_room_has_the_form_of_the_value(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     value = torch.ones(shape, dtype=dtype)
-    home = StreamFerry(LateStreams()).at_rest(value)
+    home = StreamCopies(LateStreams()).at_rest(value)
     assert torch.equal(home, value)
     assert (home.dtype, home.shape, home.is_contiguous()) == (dtype, value.shape, True)
 
@@ -140,7 +151,7 @@ class Counting(LateStreams):
         return fetched
 
 
-def offloaded(ferry: StreamFerry, masters: Sequence[nn.Parameter], failing: Sequence[bool]) -> OffloadedOptimizer:
+def offloaded(copies: StreamCopies, masters: Sequence[nn.Parameter], failing: Sequence[bool]) -> OffloadedOptimizer:
     """A section for each of the masters, of which the first is updated last; its update fails if so told."""
 
     class Told(torch.optim.SGD):
@@ -157,7 +168,7 @@ def offloaded(ferry: StreamFerry, masters: Sequence[nn.Parameter], failing: Sequ
         ),
         named,
         device=HOST,
-        ferry=ferry,
+        copies=copies,
         gradients=gradients,
     )
 
@@ -165,7 +176,7 @@ def offloaded(ferry: StreamFerry, masters: Sequence[nn.Parameter], failing: Sequ
 def test_no_more_than_two_sections_are_on_the_device_though_it_is_late() -> None:
     streams = Counting()
     masters = [nn.Parameter(torch.zeros(4, number + 1)) for number in range(6)]
-    optimizer = offloaded(StreamFerry(streams), masters, [])
+    optimizer = offloaded(StreamCopies(streams), masters, [])
     for _ in range(3):
         optimizer.prepare()
         optimizer.update(lambda written: None)
@@ -175,7 +186,8 @@ def test_no_more_than_two_sections_are_on_the_device_though_it_is_late() -> None
 
 def test_an_update_that_is_broken_off_is_undone_whatever_was_on_its_way_home() -> None:
     masters, failing = [nn.Parameter(torch.zeros(4, number + 1)) for number in range(3)], list[bool]()
-    optimizer = offloaded(ferry := StreamFerry(LateStreams()), masters, failing)
+    streams = LateStreams()
+    optimizer = offloaded(StreamCopies(streams), masters, failing)
     optimizer.update(lambda written: None)
     before = [master.detach().clone() for master in masters]
     undo = optimizer.copies()
@@ -184,7 +196,8 @@ def test_an_update_that_is_broken_off_is_undone_whatever_was_on_its_way_home() -
         optimizer.update(lambda written: None)
     undo()
     failing.clear()
-    ferry.settle()  # whatever was still to come has come
+    for stream in streams.made:
+        streams.mark(stream).wait()  # whatever was still to come has come
     assert all(torch.equal(master, value) for master, value in zip(masters, before, strict=True))
     optimizer.update(lambda written: None)
     assert all(torch.equal(master, value - 0.5 * 1.9) for master, value in zip(masters, before, strict=True))

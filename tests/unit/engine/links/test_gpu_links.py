@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.engine.device.test_host_copies import Late, same
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.links.test_host_copies import Late, same
 from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, connected, dropping, run_all, single_threaded, worst
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.wire import Wire, WireCommunicator, own_gpu
@@ -24,9 +24,9 @@ from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links import gpu_links as module
 from varuna.engine.links.gpu_links import CommGroup, Direct, GpuChannel, circles, connect
 from varuna.engine.links.groups import Groups
-from varuna.engine.links.host_copies import DirectLane, lanes_over
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import DeviceMessage, Layout, Packed
+from varuna.engine.links.traffic import DirectCopies, traffic_over
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.worker.forming import InterruptibleStore
 from varuna.partition.cut.split import Crossing
@@ -49,7 +49,7 @@ class Wired(Late):
     def over(self, streams: LateStreams) -> Any:
         streams.device = own_gpu(self._gpus[len(self.fabrics)] if self._gpus else None)
         self.fabrics.append(Wire())
-        return lanes_over(streams, self.fabrics[-1])
+        return traffic_over(streams, self.fabrics[-1])
 
     @property
     def calls(self) -> list[list[str]]:
@@ -109,7 +109,7 @@ def test_sums_that_are_rounded_are_not_these_and_one_replica_has_none() -> None:
 def test_plans_over_direct_links_and_sums_keep_every_bit(stages: int, replicas: int) -> None:
     setup = Setup(build=dropping, dataset=Tokens(padded=True), global_batch=12)
     expected, parameters = setup.losses(stages, replicas), setup.parameters()
-    setup.lanes = wired = Wired()
+    setup.traffic = wired = Wired()
     assert setup.losses(stages, replicas) == expected
     assert same(setup.parameters(), parameters)
     assert len(wired.calls) == 2 * 2 * (stages - 1) * replicas + stages * replicas * (replicas > 1)
@@ -119,21 +119,21 @@ def test_plans_over_direct_links_and_sums_keep_every_bit(stages: int, replicas: 
 def test_three_replicas_add_up_as_one_process_does_but_for_rounding() -> None:
     setup = Setup(build=SmallLanguage, global_batch=12)
     alone = setup.losses(1, 1)
-    setup.lanes = Wired()
+    setup.traffic = Wired()
     assert worst(setup.losses(1, 3), alone) < 1e-5
 
 
 def test_a_missing_gradient_and_statistics_of_batches_pass() -> None:
     setup = normalised()
     expected = setup.losses(2, 2)
-    setup.lanes = Wired()
+    setup.traffic = Wired()
     assert setup.losses(2, 2) == expected
 
 
 def test_links_of_a_shared_gpu_and_rounded_sums_stay_with_the_host() -> None:
     setup = Setup(build=SmallLanguage, rounds=True, global_batch=12)
     expected = setup.losses(3, 2)
-    setup.lanes = wired = Wired("a", "b", "c", "d", "d", "e")
+    setup.traffic = wired = Wired("a", "b", "c", "d", "d", "e")
     assert setup.losses(3, 2) == expected
     calls = [set(calls) for calls in wired.calls]
     assert len(calls) == 8  # both ends of four directions
@@ -151,7 +151,7 @@ def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> 
     for rank in range(2):
         streams[rank].compute = LateStream()
         sums.append(torch.zeros(5))
-        job = SimpleNamespace(lanes=lanes_over(streams[rank], fabric), rounds=False)
+        job = SimpleNamespace(traffic=traffic_over(streams[rank], fabric), rounds=False)
         statistics = SimpleNamespace(has=lambda _section: False)
         stage: Any = SimpleNamespace(job=job, buckets=[SimpleNamespace(flat=sums[rank])], statistics=statistics)
         mine = Groups(groups[rank], stage=groups[rank])
@@ -195,7 +195,7 @@ class Pair:
         self.communicators = [self.fabric.connect(identity, rank, 2) for rank in range(2)]
         self.inboxes = [Inbox(Patience(last_s=20)) for _ in range(2)]
         self.streams = [LateStreams() for _ in range(2)]
-        self.lanes = [DirectLane(streams) for streams in self.streams]
+        self.traffic = [DirectCopies(streams) for streams in self.streams]
         ends = zip(self.communicators, self.streams, self.inboxes, strict=True)
         self.channels = [
             GpuChannel(communicator, 1 - rank, streams, lambda inbox=inbox: inbox.ended)  # type: ignore[misc]
@@ -214,12 +214,12 @@ class Pair:
         arrived = self.inboxes[1].take(("message", number), nothing)
         assert isinstance(arrived, DeviceMessage)
         assert LAYOUT.digests_of(arrived) == [4, 5 + number]
-        values: list[list[float]] = LAYOUT.unpack(arrived, self.lanes[1])["hidden"].tolist()
+        values: list[list[float]] = LAYOUT.unpack(arrived, self.traffic[1])["hidden"].tolist()
         return values
 
 
 def pack(pair: Pair, number: int, value: torch.Tensor = VALUE) -> Any:
-    return LAYOUT.pack({"hidden": value}, [4, 5 + number], pair.lanes[0])
+    return LAYOUT.pack({"hidden": value}, [4, 5 + number], pair.traffic[0])
 
 
 @pytest.fixture
@@ -276,7 +276,7 @@ def test_a_sender_calls_only_once_the_receiver_has_taken_its_header(pair: Pair) 
 def test_a_missing_gradient_is_sent_as_zeros(pair: Pair) -> None:
     sender = pair.sender()
     pair.receive()
-    sender.send(LAYOUT.pack({}, [4, 5], pair.lanes[0]))
+    sender.send(LAYOUT.pack({}, [4, 5], pair.traffic[0]))
     assert pair.take(0) == [[0.0] * 3] * 2
     sender.close()
 

@@ -10,9 +10,9 @@ import torch
 
 from tests.unit.engine.ranks import connected
 from varuna.core.errors import CheckpointError, LinkError
-from varuna.core.ready import DONE
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Awaited, Patience
+from varuna.engine.device.host_copies import DONE
 from varuna.engine.links.links import Courier, Receiver, Sender
 from varuna.engine.links.message import Packed
 

@@ -11,10 +11,10 @@ import torch
 from tests.unit.engine.ranks import Setup, connected
 from varuna.core.errors import LinkError
 from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, Plan
-from varuna.core.ready import DONE
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.transport import Group, Work
 from varuna.engine.base.wait_bounds import Awaited, Patience, doing_of
+from varuna.engine.device.host_copies import DONE
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.pipeline.runtime import Runtime

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.plan import Plan
-from varuna.core.ready import Ready
 from varuna.engine.base.transport import Group
+from varuna.engine.device.host_copies import Ready
 from varuna.engine.links.links import Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.pipeline.reduce import Reducer

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, single_threaded
 from varuna.core.plan import STASH_IN_TRANSIT, Plan
-from varuna.engine.device.staging import HOST, PlainFerry
+from varuna.engine.device.host_copies import DONE, HostCopies, Ready
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 
 
@@ -43,11 +43,10 @@ def test_what_crosses_into_the_first_trained_section_of_a_stage_waits_there_too(
         assert moved.losses(2, 2, steps=2) == expected
 
 
-class Watched(PlainFerry):
+class Watched(HostCopies):
     """Counts what is on the device."""
 
     def __init__(self) -> None:
-        super().__init__(HOST)
         self.alive: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self.crossed = 0
 
@@ -55,34 +54,34 @@ class Watched(PlainFerry):
         self.alive.add(value.untyped_storage())
         return value
 
-    def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def fetch(self, values: Sequence[Tensor], after: Ready = DONE) -> tuple[list[Tensor], Ready]:
         self.crossed += 1
-        return [self.made(value) for value in super().fetch(values)]
+        return [self.made(value.clone()) for value in values], DONE
 
 
-def waiting(ferry: Watched, number: int) -> StashedInput:
-    return StashedInput({"x": ferry.made(torch.full((3,), float(number)))}, {})
+def waiting(copies: Watched, number: int) -> StashedInput:
+    return StashedInput({"x": copies.made(torch.full((3,), float(number)))}, {})
 
 
 @pytest.mark.parametrize(("depth", "places"), [(6, 0), (6, 2), (6, 6), (2, 0)])
 def test_only_what_stays_and_what_is_on_its_way_is_on_the_device(depth: int, places: int) -> None:
-    ferry, count = Watched(), 20
-    stash = InputStash(range(count), places=places, ferry=ferry)
+    copies, count = Watched(), 20
+    stash = InputStash(range(count), places=places, copies=copies)
     most = 0
     for number in range(count + depth):
         if number < count:
             stash.settle()
-            entry = waiting(ferry, number)
-            most = max(most, len(ferry.alive))
+            entry = waiting(copies, number)
+            most = max(most, len(copies.alive))
             stash.put(number, entry)
             del entry
         if number >= depth:
             at_work = stash.take(number - depth)
             assert at_work.values["x"].tolist() == [float(number - depth)] * 3
-            most = max(most, len(ferry.alive))
+            most = max(most, len(copies.alive))
             del at_work
     assert most <= min(places + STASH_IN_TRANSIT, depth + 1)
-    assert ferry.crossed == (0 if places >= depth + 1 else count - len(stays(count, depth, places)))
+    assert copies.crossed == (0 if places >= depth + 1 else count - len(stays(count, depth, places)))
 
 
 def stays(count: int, depth: int, places: int) -> list[int]:
@@ -94,12 +93,12 @@ def stays(count: int, depth: int, places: int) -> list[int]:
 
 
 def test_the_next_input_sets_out_with_the_one_before_it() -> None:
-    ferry = Watched()
-    stash = InputStash([2, 1, 0], places=0, ferry=ferry)
+    copies = Watched()
+    stash = InputStash([2, 1, 0], places=0, copies=copies)
     for number in range(3):
-        stash.put(number, waiting(ferry, number))
-    assert not ferry.alive
+        stash.put(number, waiting(copies, number))
+    assert not copies.alive
     assert stash.take(2).values["x"].tolist() == [2.0] * 3
-    assert (ferry.crossed, len(ferry.alive)) == (2, 1)  # 1 has come with it; 2 is used up
+    assert (copies.crossed, len(copies.alive)) == (2, 1)  # 1 has come with it; 2 is used up
     stash.take(1)
-    assert ferry.crossed == 3
+    assert copies.crossed == 3

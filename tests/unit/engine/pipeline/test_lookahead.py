@@ -9,7 +9,7 @@ from tests.unit.engine.late import LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
-from varuna.engine.links.host_copies import lanes_over
+from varuna.engine.links.traffic import traffic_over
 from varuna.engine.pipeline.action_times import Took
 from varuna.engine.pipeline.lookahead import DeviceLookahead, HostLookahead, Noted, pace_of, times_of
 from varuna.schedule.actions import Action, Kind
@@ -103,7 +103,7 @@ def test_waits_are_what_the_device_stood_still_for() -> None:
 
 
 def test_steps_on_a_device_lie_one_behind_the_other() -> None:
-    setup = Setup(build=SmallLanguage, lanes=lambda: lanes_over(LateStreams()))
+    setup = Setup(build=SmallLanguage, traffic=lambda: traffic_over(LateStreams()))
     setup.run(2, 1, steps=3)
     for times in setup.times():
         assert times is not None

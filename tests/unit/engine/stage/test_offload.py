@@ -15,7 +15,7 @@ from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.core.precision import Precision
-from varuna.engine.device.staging import PlainFerry
+from varuna.engine.device.host_copies import DONE, HostCopies, Ready
 from varuna.engine.stage.offload import OffloadedOptimizer
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer
 from varuna.engine.stage.stage import Stage
@@ -164,22 +164,22 @@ def test_an_optimizer_that_talks_to_other_stages_is_refused() -> None:
 META = torch.device("meta")
 
 
-class OneWay(PlainFerry):
+class OneWay(HostCopies):
     """Nothing can be copied back from the meta device."""
 
     def __init__(self) -> None:
-        super().__init__(META)
         self.most = self.held = 0
 
-    def fetch(self, values: Sequence[Tensor]) -> list[Tensor]:
+    def fetch(self, values: Sequence[Tensor], after: Ready = DONE) -> tuple[list[Tensor], Ready]:
         assert all(value.device.type == "cpu" for value in values)
         self.held += 1
         self.most = max(self.most, self.held)
-        return super().fetch(values)
+        return [value.to(META) for value in values], DONE
 
-    def bring_back(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
         assert all(source.device == META and target.device.type == "cpu" for source, target in pairs)
         self.held -= 1
+        return DONE
 
 
 @pytest.mark.parametrize("away", [False, True])
@@ -204,8 +204,8 @@ def test_a_step_runs_on_the_device_and_nothing_stays_there_but_two_sections(away
         device = torch.device("cpu")
         return StageOptimizer(lambda n: Watched([p for _, p in n], foreach=False), None, named, {}, 0, home=device)
 
-    ferry = OneWay()
-    optimizer = OffloadedOptimizer(build, sections, device=META, gradients=gradients if away else None, ferry=ferry)
+    copies = OneWay()
+    optimizer = OffloadedOptimizer(build, sections, device=META, gradients=gradients if away else None, copies=copies)
     if not away:
         for part in sections:
             for name, parameter in part:
@@ -220,7 +220,7 @@ def test_a_step_runs_on_the_device_and_nothing_stays_there_but_two_sections(away
                 assert all(value.device.type == "cpu" for value in tensors.values())
                 assert away is (optimizer.parameters[name].numel() == 0)
     assert stepped == ["0"] * 5 + ["2"] * 5
-    assert ferry.most == 2
+    assert copies.most == 2
 
 
 def test_state_in_host_memory_is_taken_over_and_written_in_place() -> None:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.unit.engine.device.test_host_copies import Late
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.links.test_host_copies import Late
 from tests.unit.engine.ranks import Setup, SmallLanguage, adamw, single_threaded
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from tests.unit.engine.stage.test_offload import momentum
@@ -19,9 +19,9 @@ from tests.unit.engine.worker.test_snapshotter import assigned, make_plan, manif
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import SnapshotBuffer, shares_of
-from varuna.core.ready import Ready
 from varuna.core.saved import SavedShard
-from varuna.engine.links.host_copies import Lanes, StagedLane, lanes_over
+from varuna.engine.device.host_copies import Ready, StreamCopies
+from varuna.engine.links.traffic import Traffic, traffic_over
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.store.base import Store
@@ -50,14 +50,14 @@ class Point:
         self.inner.wait()
 
 
-class Gated(StagedLane):
+class Gated(StreamCopies):
     """Keeps a writer from hurrying copies that the next update should wait for."""
 
     def __init__(self, gate: threading.Event, streams: LateStreams) -> None:
         super().__init__(streams)
         self._gate = gate
 
-    def down(self, *given: Any) -> Point:  # type: ignore[override]
+    def down(self, *given: Any) -> Point:
         return Point(super().down(*given), self._gate)
 
     def follow(self, copied: Ready) -> None:
@@ -71,10 +71,10 @@ class Rash(Gated):
         pass
 
 
-def late_lanes(lane: type[Gated], gate: threading.Event) -> Callable[[], Lanes]:
-    def make() -> Lanes:
+def late_traffic(kind: type[Gated], gate: threading.Event) -> Callable[[], Traffic]:
+    def make() -> Traffic:
         streams = LateStreams()
-        return lanes_over(streams)._replace(saves=lane(gate, streams))
+        return traffic_over(streams)._replace(saves=kind(gate, streams))
 
     return make
 
@@ -111,11 +111,11 @@ def differing(found: Mapping[int, SectionState], expected: Mapping[int, SectionS
 
 
 def saved_while_training(
-    setup: Setup, lane: type[Gated], store: Store, *, morph: bool = False, overflowed: bool = False
+    setup: Setup, kind: type[Gated], store: Store, *, morph: bool = False, overflowed: bool = False
 ) -> tuple[set[str], set[str]]:
     """Save between two steps and let the writer begin behind the second: what it got wrong, and what changed."""
     gate, shards = threading.Event(), list[SavedShard]()
-    setup = replace(setup, lanes=late_lanes(lane, gate))
+    setup = replace(setup, traffic=late_traffic(kind, gate))
     plan = make_plan(setup)
     stage = stage_of(setup, plan, next_step=3)
     saver = Snapshotter(store, 1, shards.append, smallest_part_bytes=64)
@@ -181,11 +181,12 @@ def test_a_step_that_overflows_changes_buffers_and_the_loss_scale_but_not_those_
 def test_a_copy_is_queued_behind_the_update_and_not_behind_the_next_step() -> None:
     streams = LateStreams()
     streams.compute = LateStream()
-    lane, value = StagedLane(streams), torch.zeros(16)
+    copies, value = StreamCopies(streams), torch.zeros(16)
     streams.compute.put(lambda: value.fill_(7.0))  # an update
     states = {0: SectionState(0, {"parameters/w": value}, {})}
     shares = shares_of([states[0]], replica=0, holders={0: (0,)}, generation=0)
-    [part], copied = SnapshotBuffer().copy(shares, states, lane)
+    [part], pairs = SnapshotBuffer().place(shares, states, copies.room)
+    copied = copies.down(pairs)
     streams.compute.put(lambda: None)  # the next step's F, R and B
     copied.wait()
     assert streams.compute.passed == 1
@@ -196,6 +197,6 @@ def test_a_copy_is_queued_behind_the_update_and_not_behind_the_next_step() -> No
 def test_a_checkpoint_of_a_late_device_continues_bit_for_bit(offload: bool, tmp_path: Path) -> None:
     plain = Setup(build=SmallLanguage)
     undisturbed = plain.losses(2, 1)
-    late = replace(plain, directory=str(tmp_path), lanes=Late(), offload=offload)
+    late = replace(plain, directory=str(tmp_path), traffic=Late(), offload=offload)
     first = train(late, 2, 1, 2, str(tmp_path))
     assert first + train(replace(plain, directory=str(tmp_path)), 2, 1, 4, str(tmp_path)) == undisturbed

@@ -12,9 +12,9 @@ from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, connected, single_threaded
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
-from varuna.core.ready import DONE
-from varuna.engine.links.host_copies import Lanes, StagedLane, lanes_of, lanes_over
+from varuna.engine.device.host_copies import DONE, StreamCopies
 from varuna.engine.links.message import Layout
+from varuna.engine.links.traffic import Traffic, traffic_of, traffic_over
 from varuna.engine.pipeline import reduce
 from varuna.partition.cut.split import Crossing
 
@@ -28,11 +28,11 @@ def _one_thread() -> Iterator[None]:
 class Late:
     """Gives every rank late streams, and remembers them."""
 
-    def __init__(self, over: Callable[[LateStreams], Lanes] = lanes_over) -> None:
+    def __init__(self, over: Callable[[LateStreams], Traffic] = traffic_over) -> None:
         self.made: list[LateStreams] = []
         self._over = over
 
-    def __call__(self) -> Lanes:
+    def __call__(self) -> Traffic:
         self.made.append(LateStreams())
         return self._over(self.made[-1])
 
@@ -46,7 +46,7 @@ def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) 
     late = Late()
     setup = Setup(build=Dropping, dataset=Tokens(padded=True), global_batch=12, rounds=rounds)
     expected, parameters = setup.losses(stages, replicas), setup.parameters()
-    setup.lanes = late
+    setup.traffic = late
     assert setup.losses(stages, replicas) == expected
     assert same(setup.parameters(), parameters)
     assert len(late.made) == stages * replicas
@@ -56,23 +56,23 @@ def test_a_late_device_changes_no_bit(stages: int, replicas: int, rounds: bool) 
 def test_statistics_of_batches_pass_a_late_device() -> None:
     setup = normalised()
     expected = setup.losses(2, 2)
-    setup.lanes = Late()
+    setup.traffic = Late()
     assert setup.losses(2, 2) == expected
 
 
-class Hasty(StagedLane):
+class Hasty(StreamCopies):
     """Computes with what has arrived without waiting for it."""
 
     def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: self._streams.fetch(self._up, value) for name, value in values.items()}
 
 
-class Rash(StagedLane):
+class Rash(StreamCopies):
     """Reduces what has not come yet."""
 
-    def at_host(self, value: Tensor, behind: object) -> "Rash":  # type: ignore[override]
+    def at_host(self, value: Tensor, after: object) -> "Rash":  # type: ignore[override]
         self._host = self.room(value.nbytes).view(value.dtype)
-        self.down([(value, self._host)], DONE if behind is DONE else None)
+        self.down([(value, self._host)], DONE if after is DONE else None)
         return self
 
     def __enter__(self) -> Tensor:
@@ -84,10 +84,12 @@ class Rash(StagedLane):
 
 def test_a_wait_that_is_left_out_would_be_seen() -> None:
     """What the tests above rest on."""
-    setup = Setup(build=SmallLanguage, lanes=Late(lambda streams: Lanes(Hasty(streams), StagedLane(streams), streams)))
+    setup = Setup(
+        build=SmallLanguage, traffic=Late(lambda streams: Traffic(Hasty(streams), StreamCopies(streams), streams))
+    )
     with pytest.raises(Exception, match=r"."):  # an index of -1, or NaN
         assert all(math.isfinite(loss) for loss, _ in setup.losses(2, 1, steps=1))
-    setup.lanes = Late(lambda streams: Lanes(StagedLane(streams), Rash(streams), streams))
+    setup.traffic = Late(lambda streams: Traffic(StreamCopies(streams), Rash(streams), streams))
     assert setup.losses(1, 2, steps=2) != Setup(build=SmallLanguage).losses(1, 2, steps=2)
 
 
@@ -97,9 +99,9 @@ HIDDEN = Crossing("hidden", torch.float32, (0, 3), (1, 0), differentiable=True)
 def test_a_message_is_copied_behind_what_was_computed_and_not_before() -> None:
     streams = LateStreams()
     streams.compute = LateStream()
-    lane, value = StagedLane(streams), torch.zeros(2, 3)
+    copies, value = StreamCopies(streams), torch.zeros(2, 3)
     streams.compute.put(lambda: value.fill_(7.0))
-    message = Layout((HIDDEN,), 2, digests=True).pack({"hidden": value}, [4, 5], lane)
+    message = Layout((HIDDEN,), 2, digests=True).pack({"hidden": value}, [4, 5], copies)
     streams.compute.put(lambda: value.fill_(9.0))  # behind the message
     assert Layout((HIDDEN,), 2, digests=True).digests_of(message.buffer) == [4, 5]
     found = Layout((HIDDEN,), 2, digests=True).unpack(message.whole())
@@ -110,11 +112,11 @@ def test_a_message_is_copied_behind_what_was_computed_and_not_before() -> None:
 def test_sums_leave_at_their_point_and_are_back_at_the_end() -> None:
     streams = LateStreams()
     streams.compute = LateStream()
-    lane, sums = StagedLane(streams), torch.zeros(5)
+    copies, sums = StreamCopies(streams), torch.zeros(5)
     streams.compute.put(lambda: sums.fill_(2.0))
-    point = lane.point()
+    point = copies.point()
     streams.compute.put(lambda: None)  # a later section's backward, which need not be waited for
-    with lane.at_host(sums, point) as values:
+    with copies.at_host(sums, point) as values:
         assert values.tolist() == [2.0] * 5
         values *= 3
         assert sums.tolist() == [2.0] * 5
@@ -122,24 +124,24 @@ def test_sums_leave_at_their_point_and_are_back_at_the_end() -> None:
     assert streams.compute.passed == 1
 
 
-def test_a_value_that_is_freed_under_a_copy_is_kept_by_the_lane_only() -> None:
+def test_a_value_that_is_freed_under_a_copy_is_kept_by_the_copies_only() -> None:
     streams = LateStreams()
     stream = streams.stream()
     streams.copy(stream, torch.zeros(3), torch.ones(3))
     with pytest.raises(RuntimeError, match="given away"):
         streams.mark(stream).wait()
     target = torch.zeros(3)
-    StagedLane(streams).down([(torch.ones(3), target)]).wait()
+    StreamCopies(streams).down([(torch.ones(3), target)]).wait()
     assert target.tolist() == [1.0] * 3
 
 
 def test_a_cpu_copies_nothing_twice() -> None:
-    lanes = lanes_of(torch.device("cpu"))
+    traffic = traffic_of(torch.device("cpu"))
     value = torch.ones(3)
-    assert lanes.streams is None
-    assert lanes.links.up({"x": value})["x"] is value
-    assert lanes.sums.point() is DONE
-    with lanes.sums.at_host(value, DONE) as values:
+    assert traffic.streams is None
+    assert traffic.links.up({"x": value})["x"] is value
+    assert traffic.sums.point() is DONE
+    with traffic.sums.at_host(value, DONE) as values:
         assert values is value
 
 
@@ -156,12 +158,12 @@ class Listening:
 
 @pytest.mark.parametrize("gpu", [DeviceFacts(name="gpu", memory_bytes=2**34), None])
 def test_a_session_tells_what_device_it_computes_on(gpu: DeviceFacts | None) -> None:
-    def lanes() -> Lanes:
+    def traffic() -> Traffic:
         streams = LateStreams()
         streams.device = gpu
-        return lanes_over(None if gpu is None else streams)
+        return traffic_over(None if gpu is None else streams)
 
-    session = Setup(build=SmallLanguage, lanes=lanes).session(Listening(), None, 1)
+    session = Setup(build=SmallLanguage, traffic=traffic).session(Listening(), None, 1)
     with pytest.raises(Told) as told:
         next(session.steps())
     assert told.value.args == (gpu,)
@@ -186,7 +188,7 @@ def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     streams = Clocked()
-    setup = Setup(build=SmallLanguage, lanes=lambda: lanes_over(streams))
+    setup = Setup(build=SmallLanguage, traffic=lambda: traffic_over(streams))
     setup.losses(1, 1, steps=1)
     generation = setup.finished[0].current
     assert generation is not None
@@ -195,6 +197,6 @@ def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_
     streams.compute.put(lambda: setattr(streams, "now_s", 100.0))  # a backward
     flat = generation.stage.buckets[0].flat
     [group] = connected(1)
-    generation.reducer._reduce(group, flat, generation.stage.job.lanes.sums.point())
+    generation.reducer._reduce(group, flat, generation.stage.job.traffic.sums.point())
     assert streams.now_s == 102.0
     assert generation.reducer.reductions[-1] == (flat.nbytes, 2.0)

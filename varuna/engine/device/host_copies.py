@@ -1,0 +1,163 @@
+"""Copies between a device and host memory: messages, samples, sums of gradients, saves, state, stashed inputs.
+
+On a GPU they run on two streams, one for each direction, beside the computation. On a CPU values are in host memory
+already.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from varuna.engine.device.streams import Event, Streams
+
+HOST = torch.device("cpu")
+
+
+class Ready(Protocol):
+    """Something that will be finished; on a GPU, a point of a stream."""
+
+    def wait(self) -> None:
+        """Block this thread until it is finished."""
+
+
+class Done:
+    """A ``Ready`` that is already finished."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+DONE = Done()
+
+
+class HostCopies:
+    """Copies of one kind; what a method promises holds for every device.
+
+    These are a CPU's, done when a call returns. ``up`` and ``at_host`` give the values themselves, so nothing is copied
+    only because a GPU would need it.
+    """
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Memory to copy from and to, as bytes; pinned on a GPU's host."""
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    def room_for(self, value: Tensor) -> Tensor:
+        """Memory with the shape and dtype of ``value``."""
+        return self.room(value.nbytes).view(value.dtype).view(value.shape)
+
+    def at_rest(self, value: Tensor) -> Tensor:
+        """``value``, which is in host memory, where copies can start: itself, if they can start there."""
+        return value
+
+    def point(self) -> Ready:
+        """The end of what this thread has had computed so far."""
+        return DONE
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+        """Copy values of the device (first) into host memory (second), as they are after a ``point``; None: now.
+
+        Until the result is done the host memory may be neither read nor written. The values may be freed at once.
+        """
+        for value, target in pairs:
+            target.copy_(value)
+        return DONE
+
+    def follow(self, copied: Ready) -> None:
+        """Let what this thread computes from now on run after a result of ``down`` or ``fetch``."""
+
+    def fetch(self, values: Sequence[Tensor], after: Ready = DONE) -> tuple[list[Tensor], Ready]:
+        """Copy values of host memory to the device, once a ``down`` that wrote them is done.
+
+        Computations must ``follow`` the second result before they use the first.
+        """
+        return [value.clone() for value in values], DONE
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values of host memory, for what this thread computes from now on; they may not be written any more."""
+        return dict(values)
+
+    def at_host(self, value: Tensor, after: Ready) -> AbstractContextManager[Tensor]:
+        """``value`` in host memory, as it is after a ``point``; what is written there is in ``value`` at the end.
+
+        Blocks this thread at both ends. ``value`` belongs to the block meanwhile.
+        """
+        return nullcontext(value)
+
+
+CPU_COPIES = HostCopies()
+
+
+class StreamCopies(HostCopies):
+    """Those of a GPU: through pinned memory, on two streams.
+
+    Down follows the computation, up follows nothing: what has arrived crosses while the device still computes.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._down, self._up = streams.stream(), streams.stream()
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Allocate pinned memory."""
+        return self._streams.room(size_bytes)
+
+    def at_rest(self, value: Tensor) -> Tensor:
+        """Copy ``value`` unless it is pinned."""
+        return value if value.is_pinned() else self.room_for(value).copy_(value)
+
+    def point(self) -> Event:
+        """Mark the computing stream."""
+        return self._streams.mark(self._streams.computing())
+
+    def down(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Ready | None = None) -> Ready:
+        """Queue the copies."""
+        streams = self._streams
+        streams.follow(self._down, self.point() if after is None else _event(after))
+        for value, target in pairs:
+            streams.copy(self._down, target, value)
+            streams.keep(value, self._down)
+        return streams.mark(self._down)
+
+    def follow(self, copied: Ready) -> None:
+        """Let the computing stream wait, not this thread."""
+        if copied is not DONE:
+            self._streams.follow(self._streams.computing(), _event(copied))
+
+    def fetch(self, values: Sequence[Tensor], after: Ready = DONE) -> tuple[list[Tensor], Ready]:
+        """Queue the copies.
+
+        Each value gets memory of its own: kernels may be chosen by alignment, which must not depend on the message.
+        """
+        streams = self._streams
+        if after is not DONE:
+            streams.follow(self._up, _event(after))
+        fetched = [streams.fetch(self._up, value) for value in values]
+        for value in fetched:  # its memory is not used again before what is computed from it is through
+            streams.keep(value, streams.computing())
+        return fetched, streams.mark(self._up)
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Queue the copies, and let the computation follow them."""
+        fetched, arrived = self.fetch(list(values.values()))
+        self.follow(arrived)
+        return dict(zip(values, fetched, strict=True))
+
+    @contextmanager
+    def at_host(self, value: Tensor, after: Ready) -> Iterator[Tensor]:
+        """Through pinned memory that lives as long as the block."""
+        streams = self._streams
+        host = self.room_for(value)
+        self.down([(value, host)], after).wait()
+        yield host
+        streams.copy(self._up, value, host)
+        streams.keep(value, self._up)
+        streams.mark(self._up).wait()
+
+
+def _event(ready: Ready) -> Event:
+    assert not isinstance(ready, Done), "a point of another device"
+    event: Event = ready  # type: ignore[assignment]
+    return event

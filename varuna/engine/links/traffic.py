@@ -1,0 +1,67 @@
+"""How tensors reach and leave the device of a rank, by what they are for. Gloo takes host memory, NCCL the device's."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.core.model import Links
+from varuna.engine.device.host_copies import CPU_COPIES, HostCopies, StreamCopies
+from varuna.engine.device.streams import Streams, streams_of
+from varuna.engine.links.gpu_links import Fabric
+from varuna.engine.links.nccl import Nccl
+
+
+class DirectCopies(StreamCopies):
+    """Messages that go from device to device are packed, and arrive, in device memory."""
+
+    def room(self, size_bytes: int) -> Tensor:
+        """Allocate device memory."""
+        return self._streams.take(self._down, size_bytes)
+
+    def up(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors, which have arrived; their memory stays until what computes with them is through."""
+        computing = self._streams.computing()
+        for value in values.values():
+            self._streams.keep(value, computing)
+        return dict(values)
+
+
+class Traffic(NamedTuple):
+    """The copies of a rank: on a GPU no kind waits for another one."""
+
+    links: HostCopies = CPU_COPIES
+    """samples, activations and their gradients"""
+    sums: HostCopies = CPU_COPIES
+    """sums of gradients on their way to other ranks"""
+    streams: Streams | None = None
+    """of the device; None: the training thread itself computes"""
+    saves: HostCopies = CPU_COPIES
+    """state on its way into a checkpoint"""
+    direct: HostCopies = CPU_COPIES
+    """what crosses links that go by ``fabric``"""
+    fabric: Fabric | None = None
+    """how this device reaches others without the host, where it may"""
+    optimizer: HostCopies = CPU_COPIES
+    """offloaded optimizer state"""
+    stash: HostCopies = CPU_COPIES
+    """inputs that wait for their R in host memory"""
+
+
+def traffic_of(device: torch.device, links: Links = "host") -> Traffic:
+    """Return the traffic of a worker on ``device``.
+
+    Raises:
+        UsageError: there is no NCCL for such links.
+    """
+    return traffic_over(streams_of(device), Nccl(device) if links == "nccl" and device.type == "cuda" else None)
+
+
+def traffic_over(streams: Streams | None, fabric: Fabric | None = None) -> Traffic:
+    """Return the traffic over ``streams``."""
+    if streams is None:
+        return Traffic()
+    links, sums, saves, optimizer, stash = (StreamCopies(streams) for _ in range(5))
+    direct = CPU_COPIES if fabric is None else DirectCopies(streams)
+    return Traffic(links, sums, streams, saves, direct, fabric, optimizer, stash)
