@@ -1,4 +1,4 @@
-"""What a capture relied on, looked at before a run begins."""
+"""Checks the assumptions of a capture before a run begins."""
 
 import sys
 from collections.abc import Iterable, Mapping
@@ -24,7 +24,7 @@ from varuna.process.console import say
 
 _LOOKED_AT = 16
 _TOKENS = 3
-"""Samples are cut to so many tokens: then some experts get none."""
+"""Samples are cut to this many tokens, so that some experts get none."""
 _TOLERANCE = 1e-4
 
 _Outcome = tuple[Tensor, dict[str, Tensor]]
@@ -124,7 +124,7 @@ def _outcome(losses: LossModule, batch: Mapping[str, Tensor], places: EveryPlace
 
 
 def _equal(one: _Outcome, two: _Outcome) -> bool:
-    """No gradient is one of zeros: an expert that is not visited."""
+    """Whether two outcomes are equal; a missing gradient (an expert that is not visited) equals zeros."""
     names = {*one[1], *two[1]}
     pairs = [(one[1].get(name), two[1].get(name)) for name in names]
     return _close(one[0], two[0]) and all(_close(a, b) for a, b in pairs)

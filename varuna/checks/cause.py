@@ -9,7 +9,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was found out about a job; everything empty: nothing odd."""
+    """What was found out about a job; empty where nothing is unusual."""
 
     hooks: tuple[str, ...] = ()
     """on gradients, with their places"""
@@ -32,7 +32,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Cause:
-    """What is wrong and the way out, each a sentence or two."""
+    """What is wrong and the remedy, each in a sentence or two."""
 
     what: str
     remedy: str
@@ -42,7 +42,7 @@ _CAPTURED_ONCE = "Varuna captures forward() once and runs that graph in every st
 
 
 def refused(evidence: Evidence) -> Cause | None:
-    """What no captured run can do, whether the samples show a difference or not; None if there is nothing of it."""
+    """A cause that no captured run can handle, even if the samples show no difference; None if there is none."""
     if evidence.hooks:
         return Cause(
             f"the model has hooks on gradients ({_some(evidence.hooks)}). {_CAPTURED_ONCE}: no hook would be called.",

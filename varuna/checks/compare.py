@@ -1,4 +1,4 @@
-"""Two outcomes of the same: do they differ by more than rounding does?
+"""Whether two outcomes of one computation differ by more than rounding.
 
 A difference of a gradient is small if it is so beside that gradient, or beside rounding errors of the largest gradient
 of the model: many a gradient is zero but for them (a bias in front of a softmax or a normalisation). What is not small
@@ -16,7 +16,7 @@ from torch import Tensor
 from varuna.checks.outcome import Outcome
 
 _TIMES_NOISE = 30.0
-"""Other sums round in other places: not each of them as a moved last bit of the parameters does."""
+"""A multiple of the noise: other sums round in other places than parameters moved by their last bit."""
 
 What = Literal["loss", "gradient", "buffer", "metric"]
 
@@ -40,13 +40,13 @@ TOLERANCES = {
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """Of those that a model computes in: its results are as exact as that."""
+    """The coarsest of the dtypes that a model computes in, which limits its results."""
     return max(dtypes, key=lambda each: torch.finfo(each).eps)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs by more than it may."""
+    """A value that differs by more than it may."""
 
     what: What
     name: str
@@ -62,7 +62,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Noise:
-    """How far plain PyTorch itself moves, absolutely."""
+    """Absolute differences between outcomes of plain PyTorch itself."""
 
     loss: float
     gradients: Mapping[str, float]
@@ -82,7 +82,7 @@ class Errors:
 
 
 def errors(found: Outcome, expected: Outcome) -> Errors:
-    """How far apart two outcomes are, in figures for people."""
+    """How far apart two outcomes are, in figures for a report."""
     scale = largest(expected.gradients.values()) or 1.0
     names = {**expected.gradients, **found.gradients}
     apart = {name: _apart(found.gradients.get(name), expected.gradients.get(name)) / scale for name in names}
@@ -94,7 +94,7 @@ def errors(found: Outcome, expected: Outcome) -> Errors:
 def differences(
     found: Outcome, expected: Outcome, tolerance: Tolerance, noise: Noise | None = None
 ) -> tuple[Difference, ...]:
-    """What differs by more than it may, the largest first.
+    """Values that differ by more than they may, the largest difference first.
 
     Args:
         found: of the sections.
@@ -156,12 +156,12 @@ def noise_of(expected: Outcome, moved: Iterable[Outcome]) -> Noise:
 
 
 def largest(tensors: Iterable[Tensor]) -> float:
-    """Of all elements of all tensors, without sign."""
+    """Largest absolute value of all elements of all tensors."""
     return max(map(_size, tensors), default=0.0)
 
 
 def _size(value: Tensor | None) -> float:
-    """The largest element, as far as there are finite ones."""
+    """The largest finite absolute element."""
     if value is None or not value.numel():
         return 0.0
     value = value.detach()
@@ -170,7 +170,7 @@ def _size(value: Tensor | None) -> float:
 
 
 def _apart(one: Tensor | None, two: Tensor | None) -> float:
-    """The largest difference of two elements; none is zeros."""
+    """The largest difference of two elements; a missing tensor counts as zeros."""
     if one is None or two is None:
         return _size(one) + _size(two)
     if one.shape != two.shape:

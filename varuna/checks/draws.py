@@ -33,7 +33,7 @@ class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _in_order(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], strided: list[Tensor]) -> Any:
-    """Draws fill memory in its order: let that be the order of indices. What comes back lies as it would have."""
+    """Draw in the order of indices, whatever the order in memory; the result keeps its strides."""
     flat_args, flat_kwargs = tree_map_only(Tensor, Tensor.contiguous, (args, kwargs))
     made = func(*flat_args, **flat_kwargs)
     if func._schema.is_mutable:
@@ -83,7 +83,7 @@ def _by_name(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dic
 
 
 def _undropped(made: tuple[Tensor, Tensor], given: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """Scaled as if all were kept, which is what its backward assumes."""
+    """A dropout that keeps all, scaled as its backward assumes."""
     if not given["train"] or not 0 < given["p"] < 1:
         return made
     return given["input"] / (1 - given["p"]), torch.ones_like(made[1])

@@ -5,20 +5,20 @@ from typing import NamedTuple
 from varuna.core.model import ModelFacts
 
 _FEW_S, _MANY_S = 45.0, 120.0
-"""What a whole check may take, and what the least of one may."""
+"""Seconds that a full check may take, and that the smallest may take."""
 _RUN = 3
-"""A forward and a backward cost as much as so many forwards."""
+"""Cost of a forward and a backward, in forwards."""
 _SAMPLES = 4
 _OF_FIXED = 4
-"""Samples of a micro-batch whose size is fixed."""
+"""Micro-batches of fixed size are at most this many samples."""
 _COPIES = 3
-"""Of all parameters: two sets of gradients, and parameters as they were."""
+"""Copies of all parameters: two sets of gradients, and parameters as they were."""
 _PARALLEL = 0.6
-"""What each further core adds."""
+"""Speed that each further core adds."""
 
 
 class Extent(NamedTuple):
-    """What runs."""
+    """Which micro-batches are run."""
 
     sizes: tuple[int, ...]
     """samples of each micro-batch; none: nothing is run with data"""

@@ -28,7 +28,7 @@ from varuna.partition.model import PartitionedModel
 from varuna.process.console import warn
 
 _LOOKED_AT = 16
-"""Samples searched for some that weigh differently: padding shows only there."""
+"""Number of samples searched for some with unequal weights, since padding shows only there."""
 _COMPARED = 16
 _COMPARED_OF_LARGE = 4
 _LARGE = 20_000_000
@@ -36,7 +36,7 @@ _LARGE = 20_000_000
 _TOLERANCE = 2e-5
 """Relative; fp32 sums differ by about 1e-7, an unshifted count of labels by 1e-4."""
 _CERTAIN = 10
-"""An error so many times as large as that of rounding is none of rounding."""
+"""An error this many times larger than rounding's has another cause."""
 _LEAST = 3e-7
 """Relative error of any fp32 sum."""
 _NUDGE = 2.0**-20
@@ -123,7 +123,7 @@ class _Check:
         return weight_of(self._model, self._weight, batch.tensors, self._initial.buffers)
 
     def run(self, positions: Sequence[int]) -> str | None:
-        """What is wrong, for people."""
+        """A message about what is wrong; empty if nothing is."""
         plain = self._whole(positions)
         if plain is None:
             return None
@@ -140,7 +140,7 @@ class _Check:
         return self._of_alone(self._otherwise(positions)) or self._message(positions, plain)
 
     def _whole(self, positions: Sequence[int]) -> float | None:
-        """The loss of all at once; None where it is no evidence."""
+        """The loss of all samples at once; None where it proves nothing."""
         losses = [self._loss(positions) for _ in range(2)]
         if not all(map(math.isfinite, losses)) or losses[0] == 0:
             return None
@@ -176,7 +176,7 @@ class _Check:
         return max((error for error in errors if math.isfinite(error)), default=0.0), rounding
 
     def _of_parts(self, parts: Sequence[Sequence[int]]) -> float:
-        """The loss as the engine has it of micro-batches."""
+        """The loss as the engine computes it from micro-batches."""
         batches = [self._read(part) for part in parts]
         if self._model.whole is not None:
             return self._of_terms(batches)
@@ -239,7 +239,7 @@ class _Check:
         return found
 
     def _of_alone(self, indices: Sequence[int]) -> str | None:
-        """What to say if there are such samples."""
+        """The message about such samples, if there are any."""
         if not indices:
             return None
         return (

@@ -1,4 +1,4 @@
-"""What a module holds beside parameters and buffers, and whether forward changes it."""
+"""What a module holds besides parameters and buffers, and whether forward changes it."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 _TABLES = ("_parameters", "_buffers", "_modules", "training")
 _DEEPEST = 3
 _MOST = 64
-"""Elements of a container that are looked at."""
+"""Most elements of a container that are looked at."""
 
 Numbers = Mapping[str, "int | float | bool | str"]
 
@@ -25,7 +25,7 @@ def plain_values(module: nn.Module) -> dict[str, int | float | bool | str]:
 
 
 def changed(before: Numbers, after: Numbers) -> dict[str, tuple[Any, Any]]:
-    """Path -> (before, after) of numbers that were there and are others now."""
+    """Path -> (before, after) of numbers that have changed."""
     return {
         path: (value, after[path])
         for path, value in before.items()
@@ -63,7 +63,7 @@ def set_value(module: nn.Module, path: str, value: Any) -> bool:
 
 
 def marks(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Parameter -> version and sum of its bits: other ones after it was written."""
+    """Parameter -> version and sum of its bits, which change when it is written."""
     return {name: (value._version, _bits(value.detach())) for name, value in module.named_parameters()}
 
 

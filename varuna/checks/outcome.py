@@ -25,7 +25,7 @@ Draws = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Part:
-    """A micro-batch."""
+    """A micro-batch of a check."""
 
     tensors: Mapping[str, Tensor]
     indices: tuple[int, ...]
@@ -38,13 +38,13 @@ class Part:
 
     @property
     def size(self) -> int:
-        """Examples."""
+        """Number of examples."""
         return len(next(iter(self.tensors.values())))
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of some micro-batches, one after the other."""
+    """What a step computes from some micro-batches, one after the other."""
 
     losses: tuple[float, ...]
     """of each"""
@@ -62,14 +62,14 @@ class Outcome:
 
 @contextmanager
 def controlled(draws: Draws) -> Iterator[None]:
-    """All that draws does so in the same way each time; Python's, NumPy's and torch's generators come back."""
+    """In this block, all draws are the same each time; Python's, NumPy's and torch's generators come back."""
     with seeded(0, "self-check"), draws():
         yield
 
 
 @contextmanager
 def same_buffers(module: nn.Module) -> Iterator[None]:
-    """Buffers come back to the bit, in the tensors that they were in."""
+    """After this block, buffers are as before, bit for bit, in the same tensors."""
     buffers = [
         (each, name, value, value.detach().clone())
         for each in module.modules()
@@ -137,7 +137,7 @@ def in_turn(model: PartitionedModel, initial: Initial, parts: Sequence[Part], *,
 
 
 def _share(part: Part, total: float) -> float:
-    """What a part's loss counts, as sections make it."""
+    """The weight of a part's loss, as sections make it."""
     return float(part.weight > 0) if part.adds_up else part.weight / total
 
 
@@ -146,7 +146,7 @@ def _total(parts: Sequence[Part]) -> float:
 
 
 def _mean(losses: Sequence[float], parts: Sequence[Part]) -> float:
-    """A mean over no targets is NaN and counts nothing."""
+    """The weighted mean; a mean over no targets is NaN and counts nothing."""
     return sum(loss * part.weight for loss, part in zip(losses, parts, strict=True) if part.weight) / _total(parts)
 
 

@@ -20,11 +20,11 @@ from varuna.partition.watching.side_effects import Respond, Seen
 _KEYS = range(1, 5)
 """Further seeds of Python's and NumPy's generators."""
 ENDS = (0.0, 1.0 - 1e-9)
-"""What draws between 0 and 1 may be at most: on either side of any threshold."""
+"""The extremes of draws between 0 and 1, on either side of any threshold."""
 _COUNTED = (10, 1_000, 1_000_001)
-"""What a counter is set to: beyond most warm-ups."""
+"""Values that a counter is set to, beyond most warm-ups."""
 _MOVED = 2
-"""Times that parameters move by their last bit."""
+"""How often parameters are moved by their last bit."""
 
 
 @contextmanager
@@ -80,7 +80,7 @@ def _moved(losses: LossModule, parts: Sequence[Part], key: int, draws: Draws) ->
 
 
 def _by_last_bit(value: Tensor, generator: torch.Generator) -> Tensor:
-    """Up or down by about one unit of the last place; whole numbers stay, which may be masks or classes."""
+    """Move values up or down by about one unit in the last place; whole numbers (masks, classes) stay."""
     if not value.is_floating_point() or (value == value.round()).all():
         return value
     signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8) * 2 - 1
@@ -88,7 +88,7 @@ def _by_last_bit(value: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def repeats(losses: LossModule, parts: Sequence[Part], expected: Outcome, tolerance: Tolerance) -> bool:
-    """Whether plain PyTorch computes what is expected once more, and a third time."""
+    """Whether plain PyTorch computes the expected outcome twice more."""
     return not any(differences(plainly(losses, parts), expected, tolerance) for _ in range(2))
 
 
@@ -103,7 +103,7 @@ def deciding_draws(losses: LossModule, part: Part, seen: Seen) -> tuple[str, ...
 
 
 def _differs(attempt: Callable[[], float], same: float) -> bool:
-    """A model that another draw makes fail depends on it as well."""
+    """Whether another draw changes the loss, or makes the model fail."""
     try:
         found = attempt()
     except Exception:  # noqa: BLE001 - whatever the model's own code raises
@@ -161,7 +161,7 @@ def strided(model: PartitionedModel) -> bool:
 
 
 def named(module: nn.Module, parameter: str) -> str:
-    """The class that a parameter belongs to, for people."""
+    """The class of the module that a parameter belongs to, for messages."""
     owner = parameter.rpartition(".")[0]
     try:
         return type(module.get_submodule(owner)).__name__

@@ -12,9 +12,9 @@ from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
 
 LOOKED_AT = 16
-"""Padding shows in some of the first samples, if there is any."""
+"""Number of first samples that are read: if there is padding, some of them show it."""
 _IGNORED = -100
-"""Labels that cross-entropy passes over."""
+"""The label that cross-entropy ignores."""
 
 _Signature = tuple[tuple[str, float, float], ...]
 
@@ -26,7 +26,7 @@ class Undisturbed(SampleSource):
         self.__dict__.update(vars(source))
 
     def micro_batch(self, positions: Sequence[int], keys: Iterable[str] | None = None) -> MicroBatch:
-        """As of any source."""
+        """Read a micro-batch, as from any source."""
         with _disable_current_modes():
             return super().micro_batch(positions, keys)
 
@@ -90,5 +90,5 @@ def read_twice(source: SampleSource, positions: Sequence[int]) -> MicroBatch:
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
-    """Not a number is the same as itself here."""
+    """Whether two tensors are equal; NaN equals NaN here."""
     return one.shape == two.shape and bool(((one == two) | ((one != one) & (two != two))).all())

@@ -46,7 +46,7 @@ from varuna.process.console import say
 
 @dataclass(frozen=True)
 class Checked:
-    """What was compared, and how far apart it was."""
+    """What was compared, and the differences found."""
 
     samples: int
     seconds: float
@@ -67,7 +67,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """What a job is checked with."""
+    """The check of one job."""
 
     recipe: Recipe
     source: SampleSource
@@ -81,7 +81,7 @@ class SelfCheck:
     """what kind the job computes on: the model's nominal times are those of that"""
 
     def run(self, model: PartitionedModel, initial: Initial | None) -> None:
-        """All that is looked at before a fresh run, on a whole model that nobody needs afterwards; says the result.
+        """Run all checks before a fresh run, on a whole model that is not needed afterwards; prints the result.
 
         Without ``initial``, nobody has the memory for all of the model.
 
@@ -94,7 +94,7 @@ class SelfCheck:
         say(str(self.compare(model, initial)))
 
     def compare(self, model: PartitionedModel, initial: Initial | None) -> Checked:
-        """The same, in figures.
+        """Run the comparison with plain PyTorch, and return its figures.
 
         Args:
             model: as captured.
@@ -124,7 +124,7 @@ class SelfCheck:
         )
 
     def _look_over(self, model: PartitionedModel, positions: Sequence[int]) -> tuple[str, ...]:
-        """Without data; what is left out."""
+        """Look the model over without data; returns what is left out."""
         batch = read_twice(self.source, positions)
         too_large = "losses, gradients and buffers, and the weights of micro-batches, because the model is too large"
         try:
@@ -142,7 +142,7 @@ class SelfCheck:
     def _run(
         self, model: PartitionedModel, initial: Initial, groups: Sequence[Sequence[int]], extent: Extent
     ) -> tuple[Errors, tuple[str, ...]]:
-        """On data: the largest errors, and what is left out."""
+        """Compare on data; returns the largest errors, and what is left out."""
         check_assumptions(model, self.recipe, initial, self.source)
         check = _Check(self, model, initial, extent.sizes)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
@@ -163,13 +163,13 @@ _WORTH_THREADS_S = 2.0
 
 
 def _cores() -> int:
-    """Those that this process may use, where the system says."""
+    """Number of cores that this process may use, where the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
 def _threads(extent: Extent) -> Iterator[None]:
-    """All cores, where it takes long: workers beside this one wait for it. Training has its own number of threads."""
+    """In this block, use all cores if the check takes long, since other workers wait; training sets its own number."""
     before = torch.get_num_threads()
     if extent.estimate_s > _WORTH_THREADS_S:
         torch.set_num_threads(max(before, _cores()))
@@ -192,7 +192,7 @@ def _worst(found: Iterable[Errors]) -> Errors:
 
 @dataclass(frozen=True)
 class _Check:
-    """The model that is looked at."""
+    """The check of one model on data."""
 
     job: SelfCheck
     model: PartitionedModel
@@ -290,7 +290,7 @@ class _Check:
         return [self._part(span, initial) for span in spans if span]
 
     def _adding_up(self, parts: Sequence[Part], initial: Initial) -> list[Part]:
-        """Parts that know the whole batch, where the terms of the loss count different things."""
+        """Parts with numbers of the whole batch, where the terms of the loss count different things."""
         batches = [part.tensors for part in parts]
         graph = self.model.graphs[variant_of(self.model, batches[0], parts[0].indices)]
         if graph.whole is None:
@@ -346,5 +346,5 @@ class _Check:
 
 
 def _again(draws: NoDraws) -> NoDraws:
-    """A mode may be entered again and again."""
+    """A context manager that enters ``mode`` anew each time."""
     return draws

@@ -29,7 +29,7 @@ from varuna.partition.watching.side_effects import Respond, Seen, gradient_hooks
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what runs: operations, shapes and numbers."""
+    """Records what runs: operations, shapes and numbers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -48,7 +48,7 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @dataclass(frozen=True)
 class _Forward:
-    """A forward without data."""
+    """The record of a forward without data."""
 
     operations: tuple[str, ...]
     seen: Seen
@@ -56,7 +56,7 @@ class _Forward:
 
 
 def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> Evidence:
-    """What can be found out without data.
+    """Find out what can be found without data.
 
     Args:
         model: as captured.
@@ -91,7 +91,7 @@ def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> Evidence:
 
 
 def _built(recipe: Recipe, mode: FakeTensorMode) -> nn.Module:
-    """With its hooks, where the constructor needs no data; else without those of its parameters."""
+    """Build the model with its hooks, where the constructor needs no data; else without its parameters' hooks."""
     try:
         with mode:
             module = recipe.build()
@@ -110,7 +110,7 @@ def _forward(losses: LossModule, tensors: Mapping[str, Tensor], respond: Respond
 
 
 def _depends(losses: LossModule, tensors: Mapping[str, Tensor], first: _Forward) -> bool:
-    """Other draws lead to other operations, or to other numbers in them."""
+    """Whether other draws lead to other operations, or to other numbers in them."""
     return any(_forward(losses, tensors, answer(end)).operations != first.operations for end in ENDS)
 
 

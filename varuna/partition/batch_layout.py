@@ -19,7 +19,7 @@ class InputLayout:
 
     @property
     def size_bytes(self) -> int:
-        """Of one sample."""
+        """Bytes of one sample's tensor."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""How much a batch counts, and what its sections are told of the whole batch."""
+"""How much a batch counts, and what its sections must know of the whole batch."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ WeightFunction = Callable[[dict[str, Tensor]], float | Tensor]
 def weight_of(
     model: PartitionedModel, weight: WeightFunction | None, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> float:
-    """How much a batch counts: the user's word, else targets, else examples."""
+    """How much a batch counts: by the user's ``weight``, else in targets, else in examples."""
     if weight is not None:
         return float(weight(dict(batch)))
     size = len(next(iter(batch.values())))
@@ -30,7 +30,7 @@ def weight_of(
 
 
 def known_to(model: PartitionedModel, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Buffers and constants that numbers of the whole batch are computed with, in host memory."""
+    """Buffers and constants from which numbers of the whole batch are computed, in host memory."""
     if model.whole is None:
         return {}
     counter, names = model.whole.counter, set(model.whole.fixed)
@@ -41,7 +41,7 @@ def known_to(model: PartitionedModel, buffers: Mapping[str, Tensor]) -> dict[str
 def numbers_of(
     model: PartitionedModel, parts: Sequence[Mapping[str, Tensor]], buffers: Mapping[str, Tensor]
 ) -> list[dict[str, Tensor]]:
-    """What the sections are given for each part, where these are the whole batch; nothing if its loss needs nothing.
+    """Numbers of the whole batch for the sections, one dict for each part; empty if the loss needs none.
 
     Args:
         model: one graph.
@@ -58,7 +58,7 @@ def numbers_of(
 
 
 def completed(model: PartitionedModel, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A batch with all that sections are given where it is the whole batch."""
+    """A batch together with the numbers of the whole batch that sections need, where it is that batch."""
     (numbers,) = numbers_of(model, [{key: value.cpu() for key, value in batch.items()}], buffers)
     device = next(iter(batch.values())).device
     return {**batch, **{key: value.to(device) for key, value in numbers.items()}}

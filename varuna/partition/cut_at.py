@@ -16,7 +16,7 @@ _NAMED = 8
 
 
 def chooser(cut_at: Sequence[str] | None, cut_points: int | None) -> CutChooser | None:
-    """What places the cuts if the user names modules.
+    """The chooser of cuts if the user names modules.
 
     Raises:
         UsageError: ``cut_at`` is not a list of names, or ``cut_points`` is given too.

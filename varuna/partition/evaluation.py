@@ -21,7 +21,7 @@ def for_evaluation(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, 
 
     Args:
         model: as it trains.
-        recipe: the same.
+        recipe: from which ``model`` was captured.
         batch: a collated batch of samples; their values matter only where ``forward`` branches on them.
 
     Raises:

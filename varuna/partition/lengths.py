@@ -20,7 +20,7 @@ from varuna.partition.model import CutChooser, PartitionedModel, partition
 from varuna.partition.optimizer_needs import OptimizerFactory
 
 _DIMENSION = 1
-"""Of a collated tensor: the first one of a sample."""
+"""The dimension of a collated tensor that has the declared lengths: the first one of a sample."""
 
 
 def check_lengths(lengths: Sequence[int] | None) -> tuple[int, ...]:
@@ -121,7 +121,7 @@ def _length_keys(batch: Batch, lengths: Sequence[int]) -> tuple[str, ...]:
 
 
 def resized(value: Tensor, length: int) -> Tensor:
-    """Cut, or repeated: values matter only where ``forward`` branches on them."""
+    """Cut or repeat a tensor to a length; values matter only where ``forward`` branches on them."""
     return value[:, torch.arange(length, device=value.device) % value.shape[_DIMENSION]]
 
 
@@ -132,7 +132,7 @@ _DIFFERENT = (
 
 
 def _check_same(longest: PartitionedModel, its: int, other: PartitionedModel, length: int) -> None:
-    """Sections hold the same state, and their buffers are updated in the same way."""
+    """Check that sections hold the same state at both lengths, and update their buffers in the same way."""
     for one, two in zip(longest.sections, other.sections, strict=True):
         same_state = set(one.parameters) == set(two.parameters) and one.updated == two.updated
         updates = [(u.buffers, u.statistics, u.module.code) for u in one.updates]
@@ -147,7 +147,7 @@ def _check_same(longest: PartitionedModel, its: int, other: PartitionedModel, le
 
 
 def _counted(model: PartitionedModel) -> object:
-    """What is added up over micro-batches of all lengths."""
+    """Names of what is added up over micro-batches of all lengths."""
     return (
         None if model.whole is None else (model.whole.keys, [(leaf.shape, leaf.dtype) for leaf in model.whole.leaves])
     )

@@ -80,12 +80,12 @@ class PartitionedModel:
 
     @property
     def graphs(self) -> tuple["PartitionedModel", ...]:
-        """What may run: one for each length. All have the same sections, with the same state."""
+        """The graphs that may run, one for each length; all have the same sections, with the same state."""
         return self.variants or (self,)
 
     @property
     def counts_targets(self) -> bool:
-        """The last section returns the number of targets after the loss."""
+        """Whether the last section returns the number of targets after the loss."""
         return self.counter is not None
 
     @property
@@ -223,7 +223,7 @@ def _weigh(
 
 
 def _check_counted(*counters: SectionGraph | None) -> None:
-    """What is counted must follow from inputs alone, for the graph's cuts too."""
+    """Check that counts follow from inputs alone."""
     if any(counter.takes or counter.parameters for counter in counters if counter is not None):
         raise ModelError(
             "the divisor of the loss cannot be counted from the inputs alone. Pass weight=fn(batch) that returns "
@@ -330,7 +330,7 @@ def _tied(divided: Split, sizes: Mapping[str, int]) -> tuple[TiedParameter, ...]
 
 
 def _digest(captured: Capture, divided: Split) -> str:
-    """Hash of what must be equal on all workers and across restarts: graphs, cuts, names and shapes."""
+    """Hash of graphs, cuts, names and shapes, which must be equal on all workers and across restarts."""
     digest = hashlib.sha256()
     for section in divided.sections:
         digest.update(section.module.code.encode())
@@ -343,7 +343,7 @@ def _digest(captured: Capture, divided: Split) -> str:
 
 
 def _state_digest(captured: Capture, divided: Split) -> str:
-    """Hash of what a checkpoint must fit: names and shapes, by section; the computation may change."""
+    """Hash of names and shapes by section, which a checkpoint must fit; the computation may change."""
     parameters = [[(name, tuple(captured.shapes[name])) for name in section.parameters] for section in divided.sections]
     updated = [section.updated for section in divided.sections]
     return hashlib.sha256(repr((parameters, updated)).encode()).hexdigest()

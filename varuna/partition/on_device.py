@@ -19,7 +19,7 @@ _CPU = torch.device("cpu")
 
 
 def on_device(model: PartitionedModel, device: torch.device) -> PartitionedModel:
-    """The model with sections that make their tensors on ``device``; itself on the CPU.
+    """The model with sections that make their tensors on ``device``; on the CPU, ``model`` itself.
 
     The count of targets stays on the CPU: the samples that it looks at are there.
     """

@@ -1,4 +1,4 @@
-"""What the user's optimizer needs, tried on fake tensors: bytes of its state, and of a step while it runs."""
+"""Memory of the user's optimizer, tried on fake tensors: bytes of its state, and of a step while it runs."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
@@ -49,7 +49,7 @@ def try_update(
         factory: the user's.
         shapes: of the trainable parameters.
         sections: names of those that each section uses.
-        on_cpu: where updates will run: torch's own optimizers take parameters one by one there, and else together.
+        on_cpu: updates run on a CPU, where torch's own optimizers take parameters one by one, elsewhere together.
     """
     whole = _try(factory, tuple(sorted(shapes.items())), on_cpu=on_cpu)
     if whole is None:
@@ -73,7 +73,7 @@ def try_update(
 
 
 def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial | None:
-    """Two steps, of which the second finds state; None if the optimizer refuses fake tensors."""
+    """Run two steps, of which the second finds state; None if the optimizer refuses fake tensors."""
     if not shapes:
         return _Trial({}, 0, is_torchs=True)
     counted = Allocated()
@@ -105,7 +105,7 @@ def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial |
 
 
 def _take_together(built: torch.optim.Optimizer) -> None:
-    """What torch's optimizers choose by themselves for parameters on a GPU, which fake ones are not seen to be."""
+    """Let torch's optimizers take parameters together, as on a GPU; fake parameters do not look like a GPU's."""
     for group in built.param_groups:
         if "foreach" in group and group["foreach"] is None and not group.get("fused"):
             group["foreach"] = True

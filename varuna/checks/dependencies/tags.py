@@ -22,7 +22,7 @@ _weak: Any = StorageWeakRef
 
 @dataclass(eq=False)
 class SuspectedDependency:
-    """Something that may be a finding, and what becomes of its value."""
+    """A possible finding, and what becomes of its value."""
 
     kind: str
     operation: str
@@ -35,7 +35,7 @@ class SuspectedDependency:
     """its value met a section's tensors before that"""
 
     def add(self, tag: "Tag") -> None:
-        """Widen it."""
+        """Add a tag's sections."""
         self.sections |= tag.sections
         self.names.update(dict.fromkeys(tag.names))
 
@@ -92,7 +92,7 @@ class TagLedger:
             self._homes.add(storage._cdata)
 
     def tag_of(self, tensor: Tensor) -> Tag | None:
-        """Tag of a tensor's storage; None if it was made before the dry run and is no section's."""
+        """Tag of a tensor's storage; None if it was made before the dry run and belongs to no section."""
         storage = _storage(tensor)
         found = None if storage is None else self._tags.get(storage._cdata)
         return found[1] if found is not None and not found[0].expired() else None
@@ -103,7 +103,7 @@ class TagLedger:
 
     @contextmanager
     def inside(self, section: int, names: Sequence[str]) -> Iterator[None]:
-        """The section's own forward or backward runs: what it makes is its own, what crosses is the framework's."""
+        """In this block a section runs: what it makes is its own, and what crosses is the framework's."""
         self._region = section, frozenset(names)
         try:
             yield
@@ -111,13 +111,13 @@ class TagLedger:
             self._region = None
 
     def cross(self, tensors: Iterable[Tensor]) -> None:
-        """Values that the framework hands from section to section."""
+        """Note values that the framework passes from section to section."""
         for tensor in tensors:
             self.tag(tensor, KNOWN)
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """The framework's own work across sections, such as sums of tied gradients: nothing is noted."""
+        """In this block, note nothing: the framework works across sections, as for sums of tied gradients."""
         self._aside = True
         try:
             yield
@@ -158,7 +158,7 @@ class TagLedger:
                 self.tag(tensor, own)
 
     def _note_lists(self, name: str, inputs: Sequence[Any], written: Sequence[Any], out: Any) -> None:
-        """Element-wise over lists: element i of every list, and what is no list, flow into element i of the results."""
+        """Propagate over lists: element i of every list, and what is not a list, flow into element i of the results."""
         lists = [
             value for value in inputs if isinstance(value, list | tuple) and value and isinstance(value[0], Tensor)
         ]
@@ -214,7 +214,7 @@ class TagLedger:
         return plain
 
     def _leave(self, inputs: Sequence[Tensor]) -> None:
-        """A value becomes a Python number: from here on only the source tells what it is used for."""
+        """Note that a value becomes a Python number: from here on only the source tells its use."""
         for tensor in inputs:
             tag = self.tag_of(tensor)
             if tag is None or not (tag.sections or tag.mixed):
@@ -234,7 +234,7 @@ class TagLedger:
     # -- all_reduce_shared, as the dry run's exchange -------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str) -> Tensor:
-        """The whole is there already; from here on the value is equal on all stages."""
+        """Return the tensor, which is whole already, and tag it as equal on all stages."""
         tag = self.tag_of(tensor)
         roots = tag.mixed if tag is not None else ()
         if not roots and (tag is None or not tag.sections):  # made of numbers: those that were taken out before
@@ -247,7 +247,7 @@ class TagLedger:
         return shared
 
     def owns(self, parameter: Tensor) -> bool:
-        """One process owns everything."""
+        """True: one process owns everything."""
         return True
 
 
@@ -276,7 +276,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def _storage(tensor: Tensor) -> torch.UntypedStorage | None:
-    """None for what has no storage, such as a sparse tensor."""
+    """A tensor's storage; None if it has none, such as a sparse tensor."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -156,7 +156,7 @@ def _forward_and_backward(stage: Stage, examples: Examples, ledger: TagLedger) -
 
 
 def _gradients(stage: Stage) -> dict[str, Tensor]:
-    """What the engine hands to a step: by parameter, a tied one's summed over its sections."""
+    """Gradients that the engine gives to a step, by parameter; a tied one's are summed over its sections."""
     found: dict[str, Tensor] = {}
     for bucket in stage.buckets.values():
         for name, view in bucket.views.items():
@@ -165,7 +165,7 @@ def _gradients(stage: Stage) -> dict[str, Tensor]:
 
 
 def _load(stage: Stage, gradients: Gradients) -> dict[str, Tensor]:
-    """Fresh copies of the gradients, where a step expects them."""
+    """Put fresh copies of the gradients where a step expects them."""
     fresh: dict[str, Tensor] = {}
     for name, value in gradients.items():
         if name in stage.totals:

@@ -61,7 +61,7 @@ def general_lengths() -> Iterator[None]:
 
 @contextmanager
 def hashed_sizes() -> Iterator[None]:
-    """A size of any number may be a key in the user's code (``functools.lru_cache``), which export does not let it be.
+    """Let symbolic sizes be keys in the user's code (``functools.lru_cache``), which export does not allow.
 
     What is kept under it belongs to one attempt to export: no other one finds it.
     """

@@ -19,7 +19,7 @@ from varuna.data.randomness import generator_lock
 from varuna.partition.capture.construction import construct
 
 MOST_ELEMENTS = 1 << 20
-"""Known values of up to so many elements are real."""
+"""Known values of up to this many elements are real."""
 
 
 class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -43,7 +43,7 @@ class KnownValues(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_unknown(func: Any) -> bool:
-    """The op makes new tensors whose values the code does not fix; writing into a known tensor is no such op."""
+    """Whether the op makes new tensors whose values the code does not fix; an op that writes into a tensor does not."""
     name = func._schema.name.removeprefix("aten::")
     random = torch.Tag.nondeterministic_seeded in func.tags and not name.endswith("_")
     return random or name.startswith(("empty", "new_empty"))
@@ -93,7 +93,7 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
 
 
 def cast_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype) -> None:
-    """What ``model.to(dtype)`` does, for a module whose parameters and buffers are fakes of ``mode``."""
+    """Do what ``model.to(dtype)`` does, for a module whose parameters and buffers are fakes of ``mode``."""
     made: dict[int, Tensor] = {}
 
     def fake(value: Tensor) -> Tensor:

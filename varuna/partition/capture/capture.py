@@ -209,7 +209,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
 
 
 def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
-    """What of the model may have to run as written, with initial values for runs that show what it makes."""
+    """Modules that may have to run as written, with initial values for the runs that show what they make."""
     first_name = _first_names(module.model)
 
     @cache
@@ -264,7 +264,7 @@ def _constants(program: torch.export.ExportedProgram, noticed: ForwardFindings) 
     """Values by placeholder.
 
     Raises:
-        ModelError: one has none.
+        ModelError: a placeholder has no value.
     """
     found: dict[str, Tensor] = {}
     for placeholder, name in program.graph_signature.inputs_to_lifted_tensor_constants.items():

@@ -1,4 +1,4 @@
-"""A model built under fake tensors, and what its constructor would have put into each tensor."""
+"""A model built under fake tensors, and the values that its constructor would have put into each tensor."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -73,7 +73,7 @@ class Construction:
 
 
 def construct(build: Callable[[], nn.Module], seed: int) -> Construction:
-    """Build the model under fake tensors and record what happens to each.
+    """Build the model under fake tensors and record the operations on each.
 
     Raises:
         ModelError: the model cannot be built so.

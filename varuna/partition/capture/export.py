@@ -38,7 +38,7 @@ _trace: Any = _torch_trace
 
 
 class ExportedGraph(NamedTuple):
-    """A program, and what export relied on."""
+    """An exported program, and what export relied on."""
 
     program: torch.export.ExportedProgram
     visits_all: bool
@@ -177,7 +177,7 @@ def _all(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Export prints whole graphs of what it cannot follow; the error itself says which line."""
+    """Silence export, which prints whole graphs of what it cannot follow; the error itself names the line."""
     loggers = [
         logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
     ]
@@ -200,7 +200,7 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def _lines_of_functions() -> Iterator[None]:
-    """Operations remember the lines of all of the user's functions, such as ``loss=``; export keeps forward() only."""
+    """Let operations remember lines of all the user's functions, such as ``loss=``; export keeps forward() only."""
     original = TracerBase._filter_traceback_frames
 
     def frames(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
@@ -217,7 +217,7 @@ def _lines_of_functions() -> Iterator[None]:
 
 @contextmanager
 def _idle_moves() -> Iterator[None]:
-    """``module.to(dtype)`` within forward() leaves a module alone whose tensors have that dtype."""
+    """Let ``module.to(dtype)`` within forward() leave a module alone whose tensors have that dtype."""
     original = nn.Module._apply
 
     def apply(self: nn.Module, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -235,7 +235,7 @@ def _idle_moves() -> Iterator[None]:
 
 @contextmanager
 def _as_eager() -> Iterator[None]:
-    """Models that ask are told that nothing is being compiled."""
+    """Tell models that ask that nothing is being compiled."""
     asked = torch.compiler.is_compiling
     torch.compiler.is_compiling = lambda: False
     try:
@@ -245,7 +245,7 @@ def _as_eager() -> Iterator[None]:
 
 
 class _Asked:
-    """Notes whether anybody asks if the model is being compiled."""
+    """Notes whether the model's code asks if it is being compiled."""
 
     def __init__(self) -> None:
         self.at_all = False

@@ -32,11 +32,11 @@ _ON_TENSORS: dict[Any, Any] = {
     torch.sym_not: aten.logical_not.default,
     torch.sym_ite: aten.where.Scalar,
 }
-"""What Python does with numbers, done with tensors of one element."""
+"""Python's operations on numbers, and the same on tensors of one element."""
 
 
 class Taken(NamedTuple):
-    """For granted, by the branches of one graph."""
+    """What the branches of one graph took for granted."""
 
     conditions: Conditions | None
     """that every batch must meet"""
@@ -53,7 +53,7 @@ class _Sources(NamedTuple):
 
 
 class _Past:
-    """What values of a graph are computed from: also what was written, before, into the memory that they read."""
+    """What values of a graph are computed from, including earlier writes into the memory that they read."""
 
     def __init__(self, graph: Graph) -> None:
         self._writers: dict[Node, list[Node]] = {}  # op or placeholder that made some memory -> ops that write to it
@@ -62,7 +62,7 @@ class _Past:
                 self._writers.setdefault(_memory(written), []).append(node)
 
     def of(self, values: Sequence[Any]) -> set[Node]:
-        """The values themselves, too."""
+        """Everything that ``values`` are computed from, and the values themselves."""
         found: set[Node] = set()
         stack = list(values)
         while stack:
@@ -147,18 +147,18 @@ def taken_for_granted(
 
 
 def _is_own(node: Node) -> bool:
-    """Asserted by the user, of a tensor."""
+    """Whether the user asserted it, of a tensor."""
     is_async = op_name(node) == _ASYNC and isinstance(node.args[0], Node)
     return is_async and not str(node.args[-1]).startswith(LIMITED)
 
 
 def _names_of(node: Node) -> set[str]:
-    """Numbers that are asserted something of."""
+    """Names of the numbers in an assertion."""
     return set(re.findall(r"\w+", str(node.args[1])))
 
 
 def _says_something(condition: object) -> bool:
-    """Not that the number made of a truth is 0 or 1."""
+    """Whether a condition says more than that a number made of a truth is 0 or 1."""
     if not isinstance(condition, Node) or condition.target not in (operator.ge, operator.le):
         return isinstance(condition, Node)
     return not (isinstance(condition.args[0], Node) and condition.args[0].target is torch.sym_ite)
@@ -208,7 +208,7 @@ def _truth(asserted: Node, past: _Past, lines: Mapping[str, str]) -> Truth | Non
 
 
 def _as_tensor(node: Node, before: Node, known: dict[Node, Node | None]) -> Node | None:
-    """What Python computes from numbers of tensors, computed with tensors; None if that cannot be."""
+    """What Python computes from tensors' numbers, computed with tensors; None if that is impossible."""
     if node not in known:
         known[node] = _made(node, before, known)
     return known[node]
@@ -241,7 +241,7 @@ def _call(graph: Graph, target: Any, args: tuple[Any, ...], like: Node) -> Node:
 
 
 def _place(asserted: Node, lines: Mapping[str, str]) -> str:
-    """The user's line that took the number out of a tensor that is asserted something of."""
+    """The user's line that took the asserted number out of a tensor."""
     if _is_own(asserted):
         return f"{line_of(asserted) or 'an unknown line'} (an assertion)"
     names = [name for name in re.findall(r"\w+", str(asserted.args[1])) if name in lines]

@@ -1,4 +1,4 @@
-"""What export may know of the tensors that it is given: the first samples, buffers, and the first parameters."""
+"""Values that export may know of its arguments: the first samples, buffers, and the first parameters."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +13,7 @@ from varuna.partition.capture.real_values import Given, Grade
 from varuna.process.host_lock import turn
 
 FOLLOWED_BELOW_BYTES = 2**30
-"""Of parameters, as fp32: a larger model is not built to see where its branches on activations go."""
+"""Bytes of parameters in fp32; a larger model is not built to see where its branches on activations go."""
 
 
 @dataclass
@@ -34,14 +34,14 @@ class Givens:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Within: whole models are built by one worker of a host at a time."""
+        """In this block, one worker of a host at a time builds whole models."""
         with self._turn:
             yield
             self._whole = None
 
     @property
     def is_small(self) -> bool:
-        """The model may be built."""
+        """Whether the model is small enough to be built."""
         return sum(4 * value.numel() for value in self.model.parameters()) < FOLLOWED_BELOW_BYTES
 
     def of(self, most: Grade) -> Given | None:
@@ -61,7 +61,7 @@ class Givens:
         return found
 
     def _built(self) -> dict[str, Tensor]:
-        """The same on every worker, and whatever the run's seed: as ``torch.manual_seed(0); build()``."""
+        """The model as ``torch.manual_seed(0); build()`` makes it, so that all workers and seeds agree."""
         if self._whole is None:
             names = repr([(name, tuple(value.shape)) for name, value in self.model.named_parameters()])
             self._turn.enter_context(turn(hashlib.sha256(names.encode()).hexdigest()))

@@ -56,5 +56,5 @@ class EveryPlace(TorchFunctionMode):
 
 
 def _index(place: int, dimensions: int) -> Tensor:
-    """A row of what ``nonzero`` returns; a number if the row's dimension was squeezed."""
+    """One row of the result of ``nonzero``; a number if the row's dimension was squeezed."""
     return torch.tensor([place] if dimensions > 1 else place)

@@ -22,7 +22,7 @@ LIMITED = "varuna: limited at "
 
 
 class Limits(TorchFunctionMode):
-    """While a model is captured, such a write is an assertion."""
+    """While a model is captured, turns such a write into an assertion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Limits(TorchFunctionMode):
 
 
 def limits_of(graph: Graph) -> tuple[Truth, ...]:
-    """The truths that such assertions of a graph are."""
+    """The truths that a graph's assertions of this kind stand for."""
     found = []
     for node in graph.nodes:
         if op_name(node) == "aten::_assert_async" and str(node.args[-1]).startswith(LIMITED):

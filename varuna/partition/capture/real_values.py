@@ -2,7 +2,7 @@
 
 Export runs ``forward`` on tensors without data. Here each operation whose arguments are known is run for real as well.
 What follows from the code alone (masks of ``ones``, positions of ``arange``, tables) is then known for certain, and a
-branch on it is no branch on data. What follows from the first samples, or from first parameters, is known for those
+branch on it is not a branch on data. What follows from the first samples, or from first parameters, is known for those
 only: export goes on as they do and notes what it took for granted (``guards``).
 """
 
@@ -24,9 +24,9 @@ from varuna.data.randomness import generator_lock
 from varuna.partition.watching.explaining import user_line
 
 MOST_BYTES = 2**28
-"""A larger result is not computed, where only the code is known: no branch is worth it."""
+"""The largest result that is computed where only the code is known: no branch is worth more."""
 _ALL_BYTES = 2**30
-"""Of all such results together."""
+"""Bytes of all such results together."""
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 _OF_A_FORM = re.compile(r"^aten::((?P<new>new_)\w+|\w+_like)$")
 _OVERWRITES = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
@@ -47,7 +47,7 @@ Given = Mapping[int, tuple[Tensor, Grade]]
 
 
 class _Memory:
-    """What all views of one real tensor share."""
+    """The memory that all views of one real tensor share."""
 
     def __init__(self, grade: Grade | None) -> None:
         self.grade = grade
@@ -80,7 +80,7 @@ class RealValues:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Until the end, every fake tensor mode computes beside."""
+        """In this block, every fake tensor mode also computes real values."""
         modes: Any = FakeTensorMode
         environments: Any = ShapeEnv
         dispatch, from_tensor = modes.dispatch, modes.from_tensor
@@ -189,7 +189,7 @@ class RealValues:
     def _grade(
         self, func: Any, leaves: list[Any], values: list[_Value | None], written: list[_Value | None]
     ) -> Grade | None:
-        """Of what the operation makes and writes; None if that is unknown."""
+        """Grade of what the operation makes and writes; None if it is unknown."""
         name = func._schema.name
         if name.startswith(_ALLOCATES):
             return None
@@ -209,14 +209,14 @@ class RealValues:
         return worst
 
     def _form(self, tensor: Tensor, form: re.Match[str]) -> _Value | None:
-        """A tensor that an operation asks for its form only, as ``new_zeros`` and ``zeros_like`` do."""
+        """A tensor of which an operation uses only the form, as ``new_zeros`` and ``zeros_like`` do."""
         shape = () if form["new"] else tensor.shape
         if all(isinstance(size, int) for size in shape):
             return _Value(torch.empty(shape, dtype=tensor.dtype), _Memory(Grade.CODE))
         return self._value(tensor)
 
     def _is_affordable(self, made: Any) -> bool:
-        """Whether to compute this: samples and parameters are small enough to be followed, or nobody would try."""
+        """Whether a result is small enough to be computed."""
         if self.most is not Grade.CODE:
             return True
         sizes = [leaf.numel() * leaf.element_size() for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
@@ -227,7 +227,7 @@ class RealValues:
     def _real(
         self, mode: FakeTensorMode, func: Any, leaves: list[Any], structure: Any, values: list[_Value | None]
     ) -> Any:
-        """What the operation makes of the values; None if it cannot be run."""
+        """The operation's result on the values; None if it cannot be run."""
         given, of_tensors = list[Any](), iter(values)
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -283,7 +283,7 @@ def _is_view(func: Any) -> bool:
 
 
 def _is_whole(value: Tensor) -> bool:
-    """It covers its memory."""
+    """Whether a tensor covers its memory."""
     return value.numel() * value.element_size() == value.untyped_storage().nbytes() and _is_dense(value)
 
 
@@ -303,7 +303,7 @@ def _is_alike(fake: Tensor, real: Tensor) -> bool:
 
 
 def _number(mode: FakeTensorMode, symbol: Any) -> Any:
-    """What a symbol stands for in this batch; None if that is unknown."""
+    """The number that a symbol stands for in this batch; None if that is unknown."""
     environment = mode.shape_env
     if environment is None:
         return None
@@ -313,7 +313,7 @@ def _number(mode: FakeTensorMode, symbol: Any) -> Any:
 
 
 def _bind(mode: FakeTensorMode, symbol: Any, value: Any) -> None:
-    """Tell export what a number that it does not know is in this batch."""
+    """Tell export the value that an unknown number has in this batch."""
     if mode.shape_env is None or not isinstance(symbol, _SYMBOLS) or value != value:  # NaN has no order
         return
     expression = symbol.node.expr

@@ -22,7 +22,7 @@ from varuna.data.randomness import seeded
 
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 _OVERWRITES = frozenset({"aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_", "aten::copy_"})
-"""Leave nothing of their first argument."""
+"""Operations that overwrite their first argument completely."""
 
 
 class View(NamedTuple):
@@ -50,7 +50,7 @@ class Operation:
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down what happens to every storage; goes on top of a ``FakeTensorMode``."""
+    """Records the operations on every storage; goes on top of a ``FakeTensorMode``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -99,7 +99,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return frozenset(i for i in self._history.get(view.storage, ()) if self._operations[i].draws)
 
     def replay(self, view: View, seed: int = 0, *keys: int | str) -> Tensor:
-        """Run for real what made one tensor, with random numbers of ``(seed, *keys)``.
+        """Run the operations that made one tensor for real, with random numbers of ``(seed, *keys)``.
 
         Memory that nothing has been written to is zero.
 
@@ -146,7 +146,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._history[storage] = before | kept | {index}
 
     def _is_whole(self, view: View) -> bool:
-        """The view covers its storage."""
+        """Whether the view covers its storage."""
         size = torch.Size(view.size).numel()
         dense = sorted(zip(view.stride, view.size, strict=True))
         expected = 1

@@ -17,7 +17,7 @@ _CAT = (torch.cat, torch.concat, torch.concatenate)
 
 
 class LoopsOverSamplesError(Exception):
-    """Something is computed for each sample by itself."""
+    """A model computes something for each sample by itself, in a loop."""
 
 
 class AllSamples:
@@ -68,6 +68,6 @@ class ListedSamples(TorchFunctionMode):
 
 
 def _is_open(value: object) -> bool:
-    """Whether nobody knows how many elements there are along the first dimension."""
+    """Whether the number of elements along the first dimension is unknown."""
     size = value.shape[0] if isinstance(value, Tensor) and value.dim() else 0
     return isinstance(size, torch.SymInt) and not size.node.expr.is_number

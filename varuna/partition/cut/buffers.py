@@ -89,7 +89,7 @@ def _take_statistics(capture: Capture) -> None:
 
 
 def _copy_written_inputs(capture: Capture) -> None:
-    """Samples belong to all sections, and what forward() makes of numbers is new each time: it writes to a copy."""
+    """Let forward() write to copies of samples, which belong to all sections, and of what it makes of numbers."""
     storage = written_storage(capture.graph)
     for node in list(capture.graph.nodes):
         if node.op == "placeholder" and node in storage and _is_fresh(capture, node):

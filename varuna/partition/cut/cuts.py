@@ -1,7 +1,7 @@
 """Cut-points: few live bytes after equally heavy sections (paper §"Auto-partitioning").
 
 Pure arithmetic over two curves along the graph: the cost of each op and the bytes that would cross a
-cut behind it.
+cut after it.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ MOST_SECTIONS = 256
 NEIGHBOURHOOD = 0.05
 """A valley carries no more bytes than any position within this share of the total cost on either side."""
 BUMP = 0.25
-"""How far, as a share of the total cost, a place looks for lower ones on both sides."""
+"""How far, as a share of the total cost, lower places on both sides are searched for."""
 LIGHTEST = 0.25
 """Sections lighter than this share of the median one join their neighbour."""
 

@@ -1,4 +1,4 @@
-"""Bytes that a section needs at work, by running it on fake tensors: exact, and the same on every machine.
+"""Bytes that a section needs while it runs, from runs on fake tensors: exact, and the same on every machine.
 
 The sum over a graph's ops says neither what autograd saves of them nor what B needs beside it. So each kind of
 section runs F, R and B once at two micro-batch sizes, without data, as ``engine.stage.section`` does; and where B can
@@ -26,7 +26,7 @@ _REMEMBERED = 256
 
 
 class Footprint(NamedTuple):
-    """Of a section; per example of the micro-batch, but for ``fixed_bytes``."""
+    """Bytes of a section while it runs, per example of the micro-batch, but for ``fixed_bytes``."""
 
     activation_bytes: int
     """alive between R and B, what it makes included, what it takes not"""
@@ -63,11 +63,11 @@ class _Argument:
 
 
 _known: dict[str, Footprint | None] = {}
-"""Of kinds of sections: a model has few of them, and is captured again for other lengths."""
+"""Footprints by kind of section: a model has few kinds, and is captured again for other lengths."""
 
 
 def footprints(sections: Sequence[SectionGraph], flow: Flow) -> list[Footprint | None]:
-    """By section; None where it cannot run without data (shapes that depend on values)."""
+    """Footprints by section; None where it cannot run without data (shapes that depend on values)."""
     placeholders = {node.name: node for node in flow.capture.graph.nodes}
     return [_of(section, _arguments(section, placeholders, flow), flow) for section in sections]
 
@@ -85,7 +85,7 @@ def _of(section: SectionGraph, arguments: list[_Argument | None] | None, flow: F
 
 
 def _arguments(section: SectionGraph, nodes: Mapping[str, Node], flow: Flow) -> list[_Argument | None] | None:
-    """What the section is called with, in order; an entry of None is the number of examples."""
+    """The section's arguments, in order; None stands for the number of examples."""
     arguments: list[_Argument | None] = []
     for placeholder in section.module.graph.find_nodes(op="placeholder"):
         if placeholder.target == BATCH_SIZE:
@@ -127,19 +127,19 @@ def _footprint(
 
 
 def _each(large_bytes: int) -> int:
-    """Per example, of what is there at the larger size."""
+    """Bytes per example, from those at the larger size."""
     return -(-large_bytes // _SIZES[1])
 
 
 def _line(small_bytes: int, large_bytes: int) -> tuple[int, int]:
-    """Per example, and whatever their number."""
+    """Bytes per example, and bytes that do not depend on their number."""
     low, high = _SIZES
     each_bytes = max(0, large_bytes - small_bytes) // (high - low)
     return each_bytes, max(0, large_bytes - each_bytes * high)
 
 
 def _run(whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Argument | None], index: int) -> _Bytes:
-    """F, R and B of one micro-batch, as the engine runs them; and R and I."""
+    """Run F, R and B of one micro-batch, as the engine does; then R and I."""
     counted, pending = Allocated(), PendingWeights()
     with FakeTensorMode(allow_non_fake_inputs=True), counted.watch():
         given = _given(arguments, index)
@@ -156,7 +156,7 @@ def _run(whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Ar
 
 
 def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> tuple[int, int]:
-    """What R leaves, and what it and the backward after it need besides."""
+    """Bytes that R leaves, and those that it and the backward after it need besides."""
     before_bytes = counted.now_bytes
     counted.restart()
     with torch.enable_grad():
@@ -169,13 +169,13 @@ def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> 
 
 
 def _queued_bytes(pending: PendingWeights) -> int:
-    """Of all that W will multiply; parameters are there anyway."""
+    """Bytes of all that W will multiply, without parameters, which exist anyway."""
     kept = (value.untyped_storage() for _, _, taken, gradient in pending.parts for value in (taken, gradient))
     return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
 
 
 def _given(arguments: Sequence[_Argument | None], index: int) -> list[Any]:
-    """Without gradients, but for the sums of parameters."""
+    """Arguments without gradients, except for the parameters' sums."""
     return [_SIZES[index] if each is None else _leaf(each, index) for each in arguments]
 
 

@@ -17,7 +17,7 @@ class UnlikeGraphsError(ModelError):
 def same_places(
     operations: Sequence[Operation], cuts: Sequence[int], *, nearest: bool = False
 ) -> Callable[[Flow, Sequence[Cost]], list[int]]:
-    """What cuts a graph where another one is cut.
+    """A chooser that cuts a graph where another one is cut.
 
     Args:
         operations: of the other graph, in order.
@@ -52,7 +52,7 @@ def _aligned(one: Sequence[Operation], other: Sequence[Operation]) -> dict[int, 
 
 
 def _position(where: Mapping[int, int], cut: int, nearest: bool) -> int:
-    """-1 if there is none."""
+    """Position of a cut in the other graph; -1 if there is none."""
     if nearest:
         cut = next((position for position in range(cut, -1, -1) if position in where), -1)
     return where.get(cut, -1)

@@ -1,4 +1,4 @@
-"""When two graphs are the same but for the names of their nodes."""
+"""Whether two graphs are equal but for the names of their nodes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

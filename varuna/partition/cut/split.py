@@ -74,7 +74,7 @@ class SectionGraph:
 
     @property
     def updated(self) -> tuple[str, ...]:
-        """Buffers that the section's updates change: part of its state."""
+        """Names of buffers that the section's updates change, which are part of its state."""
         return tuple(name for update in self.updates for name in update.buffers)
 
 

@@ -3,7 +3,7 @@
 B of a linear computes two products: the input gradient, which an earlier stage waits for, and the weight gradient,
 for which nobody waits. A retargeted graph does the first in autograd's pass and queues the second
 The products are those that autograd itself would compute, with the same
-operands, so both ways give the same bits; ``engine.graphs.split_backward_check`` checks that on the job's own data all
+operands, so both ways give the same bits; ``engine.graphs.split_backward_check`` checks this on the job's own data all
 the same.
 """
 
@@ -58,17 +58,17 @@ def _rows(value: Tensor) -> Tensor:
 
 
 def _of_weight(taken: Tensor, gradient: Tensor) -> Tensor:
-    """[out, in], of ``linear``."""
+    """Weight gradient of ``linear``, [out, in]."""
     return _rows(gradient).t().mm(_rows(taken))
 
 
 def _of_matrix(taken: Tensor, gradient: Tensor) -> Tensor:
-    """[in, out], of ``addmm``, ``mm`` and ``matmul``."""
+    """Weight gradient of ``addmm``, ``mm`` and ``matmul``, [in, out]."""
     return _rows(taken).t().mm(_rows(gradient))
 
 
 def _of_bias(_taken: Tensor, gradient: Tensor) -> Tensor:
-    """[out]."""
+    """Gradient of a bias, [out]."""
     return _rows(gradient).sum(0)
 
 
@@ -173,7 +173,7 @@ def _before_parameters(section: SectionGraph) -> int:
 
 
 def _use_of(node: Node, names: Mapping[Node, str], shapes: Mapping[str, Sequence[int]]) -> _Use | None:
-    """Read a node as a product with a parameter; None if it is none."""
+    """Read a node as a product with a parameter; None if it is not one."""
     if node.op != "call_function" or node.kwargs:
         return None
     x: Any

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def settle_strides(capture: Capture) -> None:
-    """Let every op of ``capture.graph`` compute the same, however what it is given lies in memory."""
+    """Let every op of ``capture.graph`` compute the same however its arguments lie in memory."""
     for module in capture.owner.modules():
         if isinstance(module, GraphModule):
             _settle(module.graph)
@@ -39,7 +39,7 @@ def _settle(graph: Graph) -> None:
 
 
 def _lay_out(graph: Graph, root: Node) -> Node:
-    """What gives ``root`` the strides that it was captured with, and nothing to do where it has them."""
+    """Insert an op that gives ``root`` the strides that it was captured with, and does nothing where it has them."""
     value = root.meta.get("val")
     order = _outermost_first(value) if isinstance(value, Tensor) else None
     if order is None:

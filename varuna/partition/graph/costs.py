@@ -45,7 +45,7 @@ class Sizes:
         return int(known.subs(dict.fromkeys(known.free_symbols, batch)))
 
     def depends_on_data(self, value: Tensor) -> bool:
-        """A dimension is known only once the data is."""
+        """Whether a dimension depends on data."""
         sizes: tuple[object, ...] = tuple(value.shape)
         return any(
             not size.node.expr.free_symbols <= {self._symbol} for size in sizes if isinstance(size, torch.SymInt)
@@ -77,7 +77,7 @@ def tensors_of(node: Node) -> list[Tensor]:
 
 
 def is_view(node: Node) -> bool:
-    """The node's output shares its storage with an argument (nothing is computed or stored)."""
+    """Whether the node's output shares its storage with an argument (nothing is computed or stored)."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -104,7 +104,7 @@ def cost_of(node: Node, sizes: Sizes) -> Cost:
 
 
 def _flops(node: Node, sizes: Sizes) -> float:
-    """2 per multiply-add of matrix products, convolutions and attention; other ops are bound by memory."""
+    """FLOPs: 2 per multiply-add of matrix products, convolutions and attention; other ops are bound by memory."""
     name = op_name(node).removeprefix("aten::")
     operands = [argument.meta["val"] for argument in node.args if isinstance(argument, Node) and "val" in argument.meta]
     shapes = [sizes.shape(value, 1) for value in operands if isinstance(value, Tensor)]
@@ -124,7 +124,7 @@ def _flops(node: Node, sizes: Sizes) -> float:
 
 
 def _einsum_flops(node: Node, sizes: Sizes) -> float:
-    """Product of the sizes of all indices: exact for a contraction of two operands."""
+    """FLOPs from the product of the sizes of all indices, which is exact for a contraction of two operands."""
     equation, operands = node.args[0], node.args[1]
     if not isinstance(equation, str) or not isinstance(operands, Sequence):
         return 0.0

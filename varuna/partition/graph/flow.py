@@ -144,7 +144,7 @@ def _bodies(node: Node) -> list[GraphModule]:
 
 
 def is_random(node: Node) -> bool:
-    """The op, or a sub-graph that it runs, draws from the default generator."""
+    """Whether the op, or a sub-graph that it runs, draws from the default generator."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return any(is_random(inner) for body in _bodies(node) for inner in body.graph.nodes)
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -36,7 +36,7 @@ def _body(owner: GraphModule, node: Node) -> Graph:
 
 
 def _can_inline(graph: Graph, node: Node, buffers: Collection[str]) -> bool:
-    """Its results are read by position, it holds no other graph, and it writes only to buffers or its own tensors."""
+    """Whether a region can: results are read by position, no graph within, writes to buffers or own tensors only."""
     if any(inner.op in ("get_attr", "call_module") for inner in graph.nodes):
         return False
     written = written_storage(graph)

@@ -1,4 +1,4 @@
-"""What an operation of a graph is, so that it can be found again in another graph of the same model."""
+"""Identifies an operation of a graph, so that it can be found in another graph of the same model."""
 
 from torch.fx import Node
 
@@ -9,7 +9,7 @@ Operation = tuple[str, ...]
 
 
 def operation(node: Node) -> Operation:
-    """Of one node."""
+    """The operation of one node."""
     stack = node.meta.get("nn_module_stack") or {}
     what = str(node.target)
     if call_of(node.target) is not None:  # the rest of the name tells how it is configured, and for which shapes

@@ -121,12 +121,12 @@ def _full_slice(node: Node) -> object:
 
 
 def _sizes(value: Tensor) -> list[str]:
-    """As text: sizes that depend on data cannot be asked whether they are equal."""
+    """Sizes as text, since sizes that depend on data cannot be compared."""
     return [str(size) for size in value.shape]
 
 
 def _broadcast(node: Node) -> object:
-    """One of several tensors broadcast to one shape, which it has already (losses do that)."""
+    """The argument itself where it is broadcast with others to a shape that it has already, as in losses."""
     several, place = node.args
     if not isinstance(several, Node) or op_name(several) != "aten::broadcast_tensors":
         return None
@@ -138,7 +138,7 @@ def _broadcast(node: Node) -> object:
 
 
 def _cat_with_empty(node: Node) -> object:
-    """``cat([empty, x])`` is what an unused key/value cache leaves in every layer."""
+    """``x`` of ``cat([empty, x])``, which an unused key/value cache leaves in every layer."""
     parts = node.args[0]
     if not isinstance(parts, list | tuple):
         return None

@@ -21,7 +21,7 @@ class Initial:
     buffers: dict[str, Tensor]
 
     def to(self, dtype: torch.dtype) -> "Initial":
-        """The same in another precision; the module is cast in place."""
+        """This model in another precision; the module is cast in place."""
         return _described(self.module.to(dtype))
 
 
@@ -53,7 +53,7 @@ def needed_buffers(model: PartitionedModel) -> frozenset[str]:
 
 
 def check_shapes(captured: Mapping[str, tuple[int, ...]], built: Mapping[str, tuple[int, ...]]) -> None:
-    """The model that is built now must be the captured one.
+    """Check that the model that is built now is the captured one.
 
     Raises:
         ModelError: names or shapes differ: ``model=`` builds something else each time.

@@ -26,9 +26,9 @@ Check = Callable[[Initial | None], None]
 """Looks at the whole model: what it does to it stays without consequence. None: it is too large to be built here."""
 
 _WORTH_COLLECTING_BYTES = 64 * 2**20
-"""A collection takes some tenths of a second, however small the model."""
+"""Bytes from which garbage is collected: a collection takes some tenths of a second, however small the model."""
 CHECKED_BELOW_BYTES = 2**30
-"""A model that need not be materialised is so for the check of its weighing only if it is smaller than this."""
+"""Bytes below which a model is materialised just for the check of its weighing."""
 
 
 class InitialParameters(Protocol):
@@ -36,7 +36,7 @@ class InitialParameters(Protocol):
 
     @property
     def name(self) -> str:
-        """For the run's facts: all workers must agree on it."""
+        """The source's name in the job's facts, on which all workers must agree."""
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
         """Values of some parameters, which the caller may change; ``check`` sees the whole model, if any may."""
@@ -51,7 +51,7 @@ class InitialParameters(Protocol):
 def begin_with(
     recipe: Recipe, shapes: Shapes, *, seed: int, init: Init, weights: Path | None, digest: str
 ) -> InitialParameters:
-    """The beginning that the user asked for.
+    """The source of initial values that the user asked for.
 
     Args:
         recipe: the model.
@@ -75,7 +75,7 @@ def begin_with(
 
 
 def check_beginning(init: str, weights: object) -> None:
-    """Refuse what can be seen to be wrong before anything is built.
+    """Refuse arguments that are wrong whatever the model is.
 
     Raises:
         UsageError: an unknown ``init``, both arguments, or no such path.

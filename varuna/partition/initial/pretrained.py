@@ -15,13 +15,13 @@ from varuna.core.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _NAMED = 5
-"""Names that a message lists."""
+"""Most names that a message lists."""
 
 Shape = tuple[int, ...]
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies, by the file's own name."""
+    """The place of a tensor, by the file's own name."""
 
     file: Path
     name: str
@@ -30,7 +30,7 @@ class TensorEntry(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The files against a model: what goes where, and what is left over."""
+    """How files fit a model: which entry is which parameter, and which are left over."""
 
     entries: dict[str, TensorEntry]
     unexpected: tuple[str, ...]

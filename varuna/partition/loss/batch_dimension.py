@@ -65,7 +65,7 @@ class Rows:
 
 
 class Count(NamedTuple):
-    """What divides a sum over the batch."""
+    """The divisor of a sum over the batch."""
 
     kind: str
     """``"one"``: nothing does; ``"examples"``; ``"targets"``; ``"picked"``; ``"other"``"""
@@ -86,12 +86,12 @@ class Total:
 
 @dataclass(frozen=True)
 class Fact:
-    """One for the whole batch, from inputs and constants alone: a size, a count, what is computed from such."""
+    """A value of the whole batch, from inputs and constants alone: a size, a count, or computed from such."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One for the whole batch, and neither of the two above: no sum of the parts of a batch gives it."""
+    """A value of the whole batch that is neither of the two above: no sum over its parts gives it."""
 
     blames: Blames
 
@@ -100,7 +100,7 @@ State = Fixed | Rows | Total | Fact | Level
 
 
 def joined(*states: State) -> Blames:
-    """Blames of all."""
+    """Blames of all states, each once."""
     return tuple(dict.fromkeys(blame for state in states for blame in getattr(state, "blames", ())))
 
 

@@ -73,12 +73,12 @@ class Tracking:
                 self._write(node)
 
     def of(self, argument: object) -> State:
-        """Of an argument; a Python number is fixed."""
+        """State of an argument; a Python number is fixed."""
         found = self.states.get(argument, Fixed(given=True)) if isinstance(argument, Node) else Fixed(given=True)
         return found[0] if isinstance(found, tuple) else found
 
     def blame(self, node: Node, what: str, *states: State, certain: bool = True) -> Blames:
-        """Those of the states, or a new one."""
+        """Blames of the states, or a new one."""
         return joined(*states) or (Blame(node, what, certain),)
 
     def is_drawn(self, node: Node) -> bool:
@@ -131,7 +131,7 @@ class Tracking:
                 self.states[target] = self._partly(target, state)
 
     def _partly(self, base: Node, state: State) -> State:
-        """Of a value, a part of which has become ``state``."""
+        """State of a value, a part of which has become ``state``."""
         before, value = self.of(base), base.meta.get("val")
         dims = carriers(value)
         if isinstance(before, Rows) and isinstance(state, Rows | Fixed):
@@ -146,7 +146,7 @@ class Tracking:
 
 
 def needed_by(graph: Graph, results: Iterable[Node]) -> set[Node]:
-    """What the results follow from, and what writes into that."""
+    """Nodes that the results follow from, and those that write into them."""
     writers: dict[Node, list[Node]] = {}
     for node in graph.nodes:
         for target in written_arguments(node):
@@ -193,7 +193,7 @@ def operands(node: Node) -> list[Node]:
 
 
 def meet(t: Tracking, node: Node, sources: Iterable[Node], *, dim: int | None = None) -> Rows:
-    """One value for each example from several, some of which have one for each.
+    """State of an operation on several values, some of which have one element for each example.
 
     Args:
         t: knows their states.
@@ -225,7 +225,7 @@ def meet(t: Tracking, node: Node, sources: Iterable[Node], *, dim: int | None = 
 
 
 def pointwise(t: Tracking, node: Node) -> Found:
-    """Element by element, with broadcasting; sizes are numbers here."""
+    """State after an operation element by element, with broadcasting; sizes are numbers here."""
     sources = flat((*node.args, *node.kwargs.values()))
     states = [t.of(source) for source in sources]
     if any(isinstance(state, Rows) for state in states):
@@ -244,7 +244,7 @@ QUOTIENTS = ("aten::div", "aten::div_", "aten::true_divide")
 
 
 def _linear(t: Tracking, node: Node, states: list[State]) -> State:
-    """Sums over the batch under an operation that keeps sums, or not."""
+    """State of sums over the batch after an operation that keeps sums, or does not."""
     name, totals = op_name(node), [state for state in states if isinstance(state, Total)]
     counts = frozenset[Count]().union(*(total.counts for total in totals))
     other = frozenset({Count("other", (node,))})
@@ -275,12 +275,12 @@ def _linear(t: Tracking, node: Node, states: list[State]) -> State:
 
 
 def unknown(t: Tracking, node: Node) -> Found:
-    """An operation without a rule: what it makes is doubted as soon as examples go in."""
+    """State after an operation without a rule, which is doubted as soon as examples go in."""
     return doubted(t, node, UNKNOWN, certain=False)
 
 
 def doubted(t: Tracking, node: Node, what: str, *, certain: bool) -> Found:
-    """What an operation makes that mixes examples, or may."""
+    """State after an operation that mixes examples, or may."""
     states = [t.of(source) for source in operands(node)]
     moved = [state for state in states if not isinstance(state, Fixed)]
     value = node.meta.get("val")
@@ -298,7 +298,7 @@ def doubted(t: Tracking, node: Node, what: str, *, certain: bool) -> Found:
 
 
 def guessed(t: Tracking, value: object, blames: Blames) -> Rows:
-    """Of a value whose examples seem to lie along its first dimension of no fixed size."""
+    """State of a value whose examples seem to lie along its first dimension of no fixed size."""
     assert isinstance(value, Tensor)
     dim = carriers(value)[0]
     times = multiple_of(value.shape[dim], t.batch)

@@ -92,7 +92,7 @@ def total(t: Tracking, node: Node, state: Rows, count: Count) -> State:
 
 
 def choosing(t: Tracking, node: Node) -> Found:
-    """Reductions that are no sums: largest, smallest, norms, variances, any."""
+    """Reductions other than sums: largest, smallest, norms, variances, any."""
     state, value = t.of(node.args[0]), node.meta["val"]
     if str(node.target).endswith(".other"):
         return pointwise(t, node)

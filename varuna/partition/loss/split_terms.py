@@ -21,7 +21,7 @@ from varuna.partition.loss.whole_batch import PREFIX, SHARE, Leaf, Whole
 
 aten = torch.ops.aten
 _WIDEST = 4096
-"""Numbers that a micro-batch may be counted in."""
+"""The most numbers that a micro-batch's count may have."""
 _OUT_OF_PLACE: dict[Any, Any] = {
     aten.add_.Tensor: aten.add.Tensor,
     aten.sub_.Tensor: aten.sub.Tensor,
@@ -60,7 +60,7 @@ class Splitting:
         self._share: Node | None = None
 
     def rewrite(self) -> None:
-        """Do it.
+        """Rewrite the graph.
 
         Raises:
             CannotCountError: a divisor cannot be had before the whole batch has been run.
@@ -118,7 +118,7 @@ class Splitting:
         return copied
 
     def _scaled(self, value: Any) -> Node:
-        """What does not depend on the micro-batch, times its share."""
+        """A value that does not depend on the micro-batch, times the micro-batch's share."""
         if self._share is None:
             self._share = self._placeholder(SHARE, torch.empty((), dtype=torch.float32))
         made = call(self._graph, aten.mul.Tensor, (self._share, value))
@@ -301,7 +301,7 @@ class Splitting:
         return self._finish.placeholder(f"leaf_{len(self._leaves)}")
 
     def whole(self, flow: Flow, sections: int) -> Whole:
-        """What the rewritten graph must be given, once it has been cut into so many sections."""
+        """What the rewritten graph needs of the whole batch, once it has been cut into ``sections`` sections."""
         leaves = [node for node in self._finish.nodes if str(node.target).startswith("leaf_")]
         fixed = [node for node in self._finish.nodes if node.op == "placeholder" and node not in leaves]
         for node in reversed((*leaves, *fixed)):

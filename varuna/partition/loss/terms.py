@@ -15,13 +15,13 @@ from varuna.partition.loss.mixing_sums import SUMS
 from varuna.partition.watching.own_code import OWN
 
 _SHOWN = 80
-"""Characters of a line of code, for people."""
+"""Most characters of a line of code in a message."""
 _RULES: dict[str, Rule] = {**SHAPES, **INDEXING, **SUMS}
 
 
 @dataclass(frozen=True)
 class Terms:
-    """Of one graph's loss."""
+    """The terms of one graph's loss."""
 
     tracking: Tracking
     counts: frozenset[Count]
@@ -30,7 +30,7 @@ class Terms:
 
     @property
     def single(self) -> Count | None:
-        """What all terms are divided by, if that is one number which every micro-batch can count for itself."""
+        """The divisor of all terms, if it is one number that every micro-batch can count for itself."""
         if len(self.counts) != 1:
             return None if self.counts else EXAMPLES
         (count,) = self.counts
@@ -53,7 +53,7 @@ def terms_of(capture: Capture) -> Terms:
 
 
 def doubted_values(terms: Terms) -> tuple[list[tuple[Node, Rows]], list[Node]]:
-    """Where running the graph can tell whether examples are mixed: values with one element for each, and divisors that
+    """Values from which a run can tell whether examples are mixed: those with one element for each, and divisors that
     are drawn, which must be the same for each example.
     """
     doubts = {blame for blame in terms.blames if not blame.certain}
@@ -63,7 +63,7 @@ def doubted_values(terms: Terms) -> tuple[list[tuple[Node, Rows]], list[Node]]:
 
 @dataclass(frozen=True)
 class Mixing:
-    """One operation that mixes examples, or may, for people."""
+    """One operation that mixes examples, or may, as messages name it."""
 
     what: str
     where: str | None
@@ -74,13 +74,13 @@ class Mixing:
 
 
 def mixing_of(terms: Terms) -> tuple[Mixing, ...]:
-    """What mixes examples in a loss; each place once."""
+    """Operations that mix examples in a loss, each place once."""
     found = (mixing_at(blame.node, blame.what, certain=blame.certain) for blame in terms.blames)
     return tuple(dict.fromkeys(found))
 
 
 def mixing_at(node: Node, what: str, *, certain: bool = True) -> Mixing:
-    """Of a node of the graph."""
+    """The ``Mixing`` of a node of the graph."""
     name = op_name(node) or getattr(node.target, "__name__", str(node.target))
     return Mixing(what, place_of(node), certain, name)
 

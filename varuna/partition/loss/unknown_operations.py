@@ -1,4 +1,4 @@
-"""The part of a graph that is run to find out whether an operation that nobody knows mixes examples."""
+"""The part of a graph that is run to find out whether an unknown operation mixes examples."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class TrialValues:
 
     @property
     def picked(self) -> bool:
-        """By a mask: as many as it is true for."""
+        """Whether a mask picks the elements, as many as it is true for."""
         return self.order.picked is not None
 
 
@@ -40,7 +40,7 @@ class Trial:
 
 
 def trial_of(flow: Flow, terms: Terms, number: int) -> Trial | None:
-    """What decides about the doubts in ``terms``; None if there are none that a run could decide."""
+    """A trial that decides the doubts in ``terms``; None if there are none that a run could decide."""
     rows, divisors = doubted_values(terms)
     made = [*(node for node, _ in rows), *divisors]
     if not made:
@@ -54,7 +54,7 @@ def trial_of(flow: Flow, terms: Terms, number: int) -> Trial | None:
 
 
 def _fix_statistics(module: GraphModule) -> None:
-    """Batch normalisation mixes examples, and ``micro_batch=`` answers for it: it must not hide what others do."""
+    """Fix the statistics of batch normalisation, for which ``micro_batch=`` exists: they must not hide other mixing."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=aten.batch_norm.default):
         if node.args[5] is True:

@@ -16,10 +16,10 @@ from torch.fx import GraphModule
 from varuna.partition.cut.split import SectionGraph
 
 PREFIX = "varuna."
-"""Of keys by which sections are given numbers of the whole batch; no sample has such."""
+"""Prefix of the keys under which sections get numbers of the whole batch; no sample has such keys."""
 
 SHARE = f"{PREFIX}share"
-"""The micro-batch's part of the batch's examples: of what does not depend on the micro-batch it counts so much."""
+"""Key of the micro-batch's part of the batch's examples, which scales what does not depend on the micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Leaf:
 
     @property
     def width(self) -> int:
-        """How many numbers."""
+        """Number of numbers."""
         return math.prod(self.shape)
 
 
@@ -56,7 +56,7 @@ class Whole:
 
     @property
     def width(self) -> int:
-        """Numbers that a micro-batch is counted in."""
+        """Number of numbers in a micro-batch's count."""
         return sum(leaf.width for leaf in self.leaves)
 
     def counts(self, batch: Mapping[str, Tensor], known: Mapping[str, Tensor], size: int) -> list[float]:
@@ -82,7 +82,7 @@ class Whole:
         return found
 
     def numbers(self, totals: Sequence[float], known: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of the whole batch, from its counts."""
+        """Numbers of the whole batch, from its counts."""
         values: list[Any] = []
         rest = list(totals)
         for leaf in self.leaves:

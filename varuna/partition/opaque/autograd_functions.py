@@ -110,6 +110,6 @@ def _as_op(function: type[torch.autograd.Function], args: tuple[Any, ...]) -> An
 
 
 def _name_of(function: type[torch.autograd.Function], spec: TreeSpec, leaves: list[Any]) -> str:
-    """The same in every process: it is part of the section's digest."""
+    """The op's name, the same in every process, since it is part of the section's digest."""
     what = (function.__module__, function.__qualname__, str(spec), repr(leaves))
     return f"{function.__name__.lower()}_{hashlib.sha256(repr(what).encode()).hexdigest()[:12]}"

@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class Given(NamedTuple):
-    """What stands for a tensor among the arguments."""
+    """Stands for a tensor among the arguments."""
 
     dtype: torch.dtype
     fixed: tuple[int, ...]
@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 
 class Made(NamedTuple):
-    """What stands for a tensor among the results."""
+    """Stands for a tensor among the results."""
 
     dtype: torch.dtype
     fixed: tuple[int, ...]
@@ -66,7 +66,7 @@ class GrowingSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Learned:
-    """What real runs have shown."""
+    """What real runs of a module have shown."""
 
     results: TreeSpec
     leaves: tuple[Any, ...]
@@ -82,12 +82,12 @@ class Learned:
 
     @property
     def made(self) -> list[Made]:
-        """Its tensors."""
+        """The tensors among the results."""
         return [leaf for leaf in self.leaves if isinstance(leaf, Made)]
 
 
 class Lost:
-    """What stands for a result that is neither a tensor nor a plain value: it may be handed on, not looked at."""
+    """Stands for a result that is neither a tensor nor a plain value: it may be passed on, but not used."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -109,7 +109,7 @@ class Lost:
 
 
 class Ran(NamedTuple):
-    """One call of a module."""
+    """The outcome of one call of a module."""
 
     leaves: list[Any]
     """tensors, plain values, and what stands for others"""
@@ -161,7 +161,7 @@ class Call:
         return Ran(leaves, structure, marks.written(), module)
 
     def kernel(self, batch: int, tensors: list[Tensor], state: list[Tensor], sizes: list[int]) -> list[Tensor]:
-        """What the operation does; tensors among the results."""
+        """The operation's kernel; returns the tensors among the results."""
         assert self.learned is not None
         if any(isinstance(value, FakeTensor) for value in (*tensors, *state)):
             made = apply_of_torch(_Shaped, self.learned, batch, *tensors, *state)
@@ -322,7 +322,7 @@ def operation_of(name: str) -> Any:
 
 
 def known(name: str) -> Call | None:
-    """What was registered."""
+    """The call that was registered under a name."""
     return _calls.get(name)
 
 
@@ -338,7 +338,7 @@ def register(name: str, call: Call) -> None:
 
 
 def call_of(target: object) -> Call | None:
-    """What a node of a graph calls, if that is a module."""
+    """The call that a node of a graph makes, if it runs a module."""
     if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
         return _calls[target._opname]
     return None

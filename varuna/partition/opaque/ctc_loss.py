@@ -67,7 +67,7 @@ _losses.register_autograd(_backward, setup_context=_keep)
 
 
 class Alignments(TorchFunctionMode):
-    """While a model is captured, ``ctc_loss`` is that operation, if it is given the lengths as tensors."""
+    """While a model is captured, replaces ``ctc_loss`` by that operation, if lengths are given as tensors."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -84,7 +84,7 @@ class Alignments(TorchFunctionMode):
 
 
 def _reduced(each: Tensor, target_lengths: Tensor, reduction: int) -> Tensor:
-    """As torch does: a mean of each loss over its targets, then over the examples."""
+    """Reduce as torch does: a mean of each loss over its targets, then over the examples."""
     if reduction == _REDUCTIONS["mean"]:
         return (each / target_lengths.to(each.device, each.dtype).clamp_min(1)).mean()
     return each.sum() if reduction == _REDUCTIONS["sum"] else each

@@ -38,7 +38,7 @@ _BATCHED = "forward() calls torch.vmap or another function transform"
 
 
 class NotFollowedError(ModelError):
-    """Something in forward() that a graph would lose or spoil without a word."""
+    """Something in forward() that a graph would silently lose or spoil."""
 
     def __init__(self, why: str, where: str) -> None:
         self.why = why
@@ -51,7 +51,7 @@ class NotFollowedError(ModelError):
 
 
 class _AgainError(Exception):
-    """What was traced so far is spoilt."""
+    """What was traced so far is unusable; try again."""
 
 
 @dataclass
@@ -212,7 +212,7 @@ class Pieces:
         )
 
     def _values_of(self, tensors: Sequence[Tensor], kinds: Sequence[Given]) -> tuple[Tensor | None, ...]:
-        """Of the arguments, for as many samples as there are in the larger run; None where they are unknown."""
+        """Values of the arguments for as many samples as in the larger run; None where they are unknown."""
         found = [None if self._values is None else self._values(value) for value in tensors]
         return tuple(
             value if value is not None and list(value.shape) == kind.shape(SIZES[-1]) else None
@@ -220,7 +220,7 @@ class Pieces:
         )
 
     def _initial(self, name: str, value: Tensor) -> Tensor:
-        """Of one parameter or buffer: its own, or random numbers where they are unknown."""
+        """Values of one parameter or buffer: its own, or random numbers where they are unknown."""
         with plainly():
             made = self._drawn(name, tuple(value.shape), value.dtype)
         return made.requires_grad_(value.requires_grad)
@@ -264,7 +264,7 @@ def _unwind(calls: int, batch_size: Any) -> None:
     """Forget what a call that failed has left in the capture.
 
     Args:
-        calls: so many modules were being called before.
+        calls: number of modules that were being called before.
         batch_size: of the capture.
     """
     while len(_module_stack()) > calls:
@@ -305,7 +305,7 @@ def _in_batch(size: Any, batch: Any) -> GrowingSize:
 
 
 def _name_of(path: str, kind: type, what: object) -> str:
-    """The same in every process: it is part of the section's digest. Its first part names the module's place."""
+    """The op's name, the same in every process for the section's digest; its first part names the module's place."""
     place, rest = (hashlib.sha256(repr(each).encode()).hexdigest()[:12] for each in (path, what))
     return f"{kind.__name__.lower()}_{place}_{rest}"
 
@@ -341,7 +341,7 @@ def _at(line: str | None) -> str:
 
 @contextmanager
 def _own_gradients() -> Iterator[None]:
-    """A gradient that forward() computes would become a constant of the graph."""
+    """Refuse gradients that forward() computes, which would become constants of the graph."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotFollowedError("forward() computes gradients itself", _at(user_line()))

@@ -23,19 +23,19 @@ from varuna.partition.opaque.template import UnfitError
 from varuna.partition.watching.live_bytes import Allocated
 
 SIZES = (2, 3)
-"""Examples in the runs; the samples at hand are as many as the larger."""
+"""Examples in the two runs; as many samples as in the larger one are read."""
 _BYTES_PER_FLOP = 0.9e12 / 15e12
-"""Of the nominal device; see ``partition.graph.costs``."""
+"""Rate of the nominal device; see ``partition.graph.costs``."""
 _BYTES_PER_S = 0.9e12
 
 _torch: Any = torch
 engine_of_torch = _torch.autograd._engine_run_backward
-"""What computes gradients, by whatever name it is asked to."""
+"""torch's function that computes gradients, however it is called."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the runs are given."""
+    """Arguments of the runs."""
 
     tensors: tuple[Tensor | None, ...]
     """values for ``SIZES[-1]`` examples; None where they are unknown"""
@@ -86,7 +86,7 @@ def learn(call: Call, arguments: Arguments) -> Learned:
 
 @contextmanager
 def plainly() -> Iterator[None]:
-    """Run as without a capture, in the middle of one."""
+    """Run normally in the middle of a capture."""
     compiler, kept = _torch.compiler, torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
     engine = _torch.autograd._engine_run_backward
@@ -225,5 +225,5 @@ class _Work(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def with_learned(call: Call, arguments: Arguments) -> Call:
-    """The call, learned."""
+    """The call, with what its runs have shown."""
     return replace(call, learned=learn(call, arguments))

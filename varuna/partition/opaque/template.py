@@ -44,7 +44,7 @@ class Template:
 
 
 def template_of(module: nn.Module, rebuilt: Callable[[], nn.Module]) -> Template:
-    """Of a module that is being captured.
+    """The template of a module that is being captured.
 
     Args:
         module: its parameters and buffers may be fakes.
@@ -147,7 +147,7 @@ def _source(kind: type) -> str:
 
 
 def _described(value: object) -> object:
-    """An attribute, without what differs between processes."""
+    """An attribute as text, without what differs between processes."""
     if isinstance(value, _RUN_AND_CHECKED):
         return repr(value)
     if isinstance(value, Tensor):
@@ -169,7 +169,7 @@ def _described(value: object) -> object:
 
 
 class Marks:
-    """What a module held before a call."""
+    """The contents of a module before a call."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

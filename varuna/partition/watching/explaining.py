@@ -72,7 +72,7 @@ class NotExportedError(Exception):
 
 
 def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: ForwardFindings | None = None) -> str:
-    """What to tell the user about ``error``: what the model cannot, where, why, and what to do."""
+    """The message for ``error``: what cannot be done, where, why, and what to do."""
     where = user_frame(error)
     place = f" at {where}" if where else ""
     if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
@@ -91,7 +91,7 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
 
 
 def of_model(said: str, model: nn.Module, error: BaseException, *, is_small: bool) -> str:
-    """What ``explain`` says, with what is so of this model.
+    """The message of ``explain`` with details of this model.
 
     Args:
         said: of ``error``.
@@ -154,7 +154,7 @@ def in_plain_words(text: str) -> str:
 
 
 def _is_raised_by_user(error: BaseException) -> bool:
-    """The last line that ran is the user's, and what it says is not about tracing."""
+    """Whether the last line that ran is the user's, and its error is not about tracing."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and _is_users(frames[-1].filename) and not re.search(r"Sym(Int|Float|Bool)", str(error))
 

@@ -26,7 +26,7 @@ class Allocated:
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
 
     def watch(self) -> AbstractContextManager[object]:
-        """Count the storages that this thread's ops make meanwhile; each thread enters it by itself."""
+        """In this block, count the storages that this thread's ops make; each thread enters it by itself."""
         return _Watch(self.add)
 
     def add(self, tensor: Tensor) -> None:

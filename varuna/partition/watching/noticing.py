@@ -30,7 +30,7 @@ class Noticing(TorchFunctionMode):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Within, also what is no call of a tensor operation is noticed."""
+        """In this block, also notice what is not a tensor operation."""
         environments: Any = ShapeEnv
         fix = environments._set_replacement
 

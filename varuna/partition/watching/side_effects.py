@@ -1,4 +1,4 @@
-"""What user code does beside computing, while it runs: hooks on gradients, draws from Python and NumPy.
+"""What user code does besides computing: hooks on gradients, draws from Python and NumPy.
 
 A captured graph has neither: no hook is called, and what was drawn once holds for the whole run.
 """
@@ -73,7 +73,7 @@ def watched(respond: Respond | None = None) -> Iterator[Seen]:
 
 
 def _differ(one: Any, two: Any) -> bool:
-    """States of a Mersenne twister of NumPy's."""
+    """Whether two states of NumPy's Mersenne twister differ."""
     keys = np.array_equal(one["state"]["key"], two["state"]["key"])
     return not keys or one["state"]["pos"] != two["state"]["pos"] or one["has_gauss"] != two["has_gauss"]
 

@@ -1,4 +1,4 @@
-"""Which code a model is made of, so that a run that goes on notices that it was changed.
+"""Which code a model is made of, so that a resumed run notices changes.
 
 A captured graph does not show everything: hooks on gradients, draws from Python's generator and writes to attributes
 leave no trace in it. The check before step 0 finds them, and looks again when the code is another one.
@@ -19,7 +19,7 @@ from varuna.core.version import __version__
 from varuna.partition.watching.own_code import OWN
 
 _VERSIONS = (("varuna", __version__), ("torch", str(torch.__version__)))
-"""The files of these two are not read: their versions tell."""
+"""Packages whose versions stand for their files."""
 
 
 def source_digest(model: nn.Module, *functions: object) -> str:
@@ -43,7 +43,7 @@ def _file_of_class(kind: type) -> str | None:
 
 
 def _files_of(function: object) -> Iterator[str]:
-    """Where a function is defined: a partial's own, a callable object's class."""
+    """Files that define a function: a partial's function, a callable object's class."""
     if callable(function):
         function = inspect.unwrap(function)
     while isinstance(function, functools.partial):

@@ -1,4 +1,4 @@
-"""Which line of the user's code is at work, and whether it adds values up over a loop."""
+"""Which line of the user's code is running, and whether it adds values up over a loop."""
 
 import ast
 import inspect
@@ -29,7 +29,7 @@ class UserLine(NamedTuple):
 
 
 def place_of(code: Any, fallback: str = "<unknown>") -> UserLine:
-    """Where a callable is written; for one of torch's own, as for what is no Python, ``fallback``."""
+    """Line where a callable is defined; ``fallback`` for torch's own, and for what is not Python."""
     try:
         code = inspect.unwrap(code)
         code = getattr(code, "func", code)  # functools.partial
