@@ -30,9 +30,8 @@ from varuna import __version__
 from varuna.core.messages import Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.manager.cluster_manager import ClusterManager, ManagerConfig
+from varuna.fleet.manager.cluster_manager import ClusterManager, ManagerConfig, cluster_config
 from varuna.fleet.manager.reconcile import node_of
-from varuna.fleet.manager.start import cluster_config
 from varuna.fleet.net.ca import SERVER_NAME, client_context
 from varuna.fleet.net.protocol import (
     DownItem,

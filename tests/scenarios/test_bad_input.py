@@ -291,7 +291,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(end: Ends) -> None:
 
 def test_a_script_that_does_not_exist_is_named(end: Ends) -> None:
     missing = end("missing")
-    missing.says(2, f"no script at {missing.folder}/missing.py. Name a Python file")
+    missing.says(2, f"no script at {missing.folder}/missing.py. Name the Python file that you train with.")
 
 
 def test_what_cannot_be_used_is_refused_before_anything_starts(end: Ends) -> None:

@@ -130,10 +130,9 @@ def close() -> None:
 def import_everything() -> None:
     """What workers and the command line import, and a first capture, which imports more."""
     for name in (
-        "cli.cluster",
-        "cli.run_commands",
+        "cli.main",
         "fleet.agent.agent",
-        "fleet.manager.start",
+        "fleet.manager.cluster_manager",
         "fleet.manager.local_run",
         "observe.progress",
         "trainer",

@@ -1,6 +1,5 @@
 """Checks the assumptions of a capture before a run begins."""
 
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 
@@ -20,7 +19,7 @@ from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
-from varuna.process.console import say
+from varuna.process.console import say, warn
 
 _LOOKED_AT = 16
 _TOKENS = 3
@@ -100,11 +99,9 @@ def _check_loops(recipe: Recipe, initial: Initial, source: SampleSource, count: 
                 )
             if places.added:
                 return
-    print(
-        "varuna: warning: forward() loops over the places where a mask is true; Varuna visits all of them. "
-        "Whether this gives the same result could not be checked, because the first samples leave no place out.",
-        file=sys.stderr,
-        flush=True,
+    warn(
+        "forward() loops over the places where a mask is true; Varuna visits all of them. "
+        "Whether this gives the same result could not be checked, because the first samples leave no place out."
     )
 
 

@@ -2,32 +2,46 @@
 
 import time
 from pathlib import Path
+from typing import Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.file import write_calibration
 from varuna.calibration.fit import assemble
 from varuna.calibration.format import Calibration, Network
-from varuna.calibration.measure.collect import collect
-from varuna.calibration.measure.rendezvous import StoreHost
+from varuna.cli import options
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
+from varuna.process.scripts import check_script
 
 
-def calibrate_job(script: Path, args: list[str], *, workers: int, output: Path) -> None:
-    """Measure, write the file, show what was found.
+def calibrate(
+    script: options.JobScript,
+    args: options.ScriptArguments = None,
+    workers: Annotated[
+        int,
+        typer.Option("--workers", "-n", min=1, help="Processes that measure at once; with 1, no network is measured."),
+    ] = 2,
+    output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the calibration.")] = Path(
+        "calibration.json"
+    ),
+) -> None:
+    """Measure the job of SCRIPT on this hardware, once, for plans of any size.
 
-    Raises:
-        UsageError: there is no such script, or the file cannot be written.
-        VarunaError: a worker raised it.
+    Times the model's sections, links, all-reduces and a few real steps. Take as
+    many workers as will share this machine.
     """
-    if not script.is_file():
-        raise UsageError(f"no script at {script}. Name the Python file that you train with.")
+    check_script(script)
     _check_writable(output)
+
+    from varuna.calibration.measure.collect import collect
+    from varuna.calibration.measure.rendezvous import StoreHost
+
     store = StoreHost()
     begin_s = time.monotonic()
-    measured = collect(script, args, workers=workers, store=store.address())
+    measured = collect(script, args or [], workers=workers, store=store.address())
     calibration = assemble(measured, name=script.stem, created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
     write_calibration(calibration, output)
     show(Console(), calibration)

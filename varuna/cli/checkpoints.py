@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna.core.errors import CheckpointError, UsageError
+from varuna.process.console import warn
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -114,12 +115,12 @@ def export(
             raise CheckpointError(f"{store.url} has no complete checkpoint")
         manifest, warnings = found
         for warning in warnings:
-            typer.echo(f"varuna: warning: {warning}", err=True)
+            warn(warning)
     done = export_checkpoint(store, manifest, folder, config=text)
     files = "1 file" if done.files == 1 else f"{done.files} files"
-    typer.echo(f"step {manifest.step}: {done.tensors} tensors, {format_bytes(done.size_bytes)}, in {files} in {folder}")
+    print(f"step {manifest.step}: {done.tensors} tensors, {format_bytes(done.size_bytes)}, in {files} in {folder}")
     if not done.has_config:
-        typer.echo("varuna: warning: no config.json: the model has no configuration. Give --config FILE.", err=True)
+        warn("no config.json: the model has no configuration. Give --config FILE.")
 
 
 def _open(directory: str, step: int | None = None) -> "tuple[Store, list[StepFolder]]":
@@ -189,7 +190,7 @@ def _show(table: "Table", problems: dict[int, str]) -> None:
 
     Console().print(table)
     for step, problem in problems.items():
-        typer.echo(f"  step {step}: {problem}")
+        print(f"  step {step}: {problem}")
 
 
 def _table(*columns: str) -> "Table":

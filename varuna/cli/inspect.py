@@ -1,32 +1,66 @@
 """``varuna inspect``: what Varuna makes of a job's model."""
 
 import json
+import math
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
-from varuna.checks.dependencies.findings import Dependency
-from varuna.checks.dependencies.tracer import trace
-from varuna.checks.mixing import check_mixing
+from varuna.cli import options
 from varuna.core.errors import DataError, ModelError, NoPlanError
 from varuna.core.units import format_bytes
-from varuna.job.script_runner import output_as_errors, take_trainer
-from varuna.partition.model import PartitionedModel
 from varuna.planner.balance import balance
+
+if TYPE_CHECKING:
+    from varuna.checks.dependencies.findings import Dependency
+    from varuna.partition.model import PartitionedModel
 
 _NAMES_SHOWN = 6
 _EXAMPLES = 4
 
 
+def inspect(
+    script: options.JobScript,
+    args: options.ScriptArguments = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Group the sections into P stages.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Compare with plain PyTorch; exit code 1 if it differs.")
+    ] = False,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="Run a step; report code that needs values of several stages.")
+    ] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Show where Varuna cuts the model of SCRIPT, and what crosses each cut."""
+    from varuna.checks.dependencies.tracer import trace as find_dependencies
+    from varuna.job.script_runner import output_as_errors, take_trainer
+
+    with output_as_errors():  # whatever the script and the model's constructor print
+        trainer = take_trainer(script, args or []).trainer
+        model = trainer.partition()
+        verification = _verified(trainer, model) if verify else None
+        dependencies = None
+        if trace:
+            initial = trainer.initial()
+            job = trainer.job(model, initial.buffers)
+            dependencies = find_dependencies(job, trainer.recipe, initial, trainer.batch(_EXAMPLES))
+        report = describe(model, stages, verification, dependencies)
+    if as_json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(Console(), report)
+    if verification is not None and verification["finding"] is not None:
+        raise typer.Exit(1)
+
+
 def describe(
-    model: PartitionedModel,
+    model: "PartitionedModel",
     stages: int | None,
     verification: dict[str, Any] | None,
-    dependencies: list[Dependency] | None,
+    dependencies: "list[Dependency] | None",
 ) -> dict[str, Any]:
     """Everything that is printed, as JSON values; None for what was not asked for.
 
@@ -45,7 +79,7 @@ def describe(
     }
 
 
-def _cut_points(model: PartitionedModel) -> list[dict[str, Any]]:
+def _cut_points(model: "PartitionedModel") -> list[dict[str, Any]]:
     total = sum(section.forward_s for section in model.facts.sections) or 1.0
     found = []
     for section, facts, into in zip(model.sections, model.facts.sections, model.split.crossings[1:], strict=False):
@@ -61,7 +95,7 @@ def _cut_points(model: PartitionedModel) -> list[dict[str, Any]]:
                         "shape": [_extent(*extent) for extent in zip(c.fixed, c.per_example, strict=True)],
                         "dtype": str(c.dtype).removeprefix("torch."),
                         "gradient": c.differentiable,
-                        "bytes_per_example": torch.Size(c.shape(1)).numel() * c.dtype.itemsize,
+                        "bytes_per_example": math.prod(c.shape(1)) * c.dtype.itemsize,
                     }
                     for c in into
                 ],
@@ -77,7 +111,7 @@ def _extent(fixed: int, per_example: int) -> int | str:
     return f"{'' if per_example == 1 else per_example}B{f'+{fixed}' if fixed else ''}"
 
 
-def _stages(model: PartitionedModel, stages: int) -> list[dict[str, Any]]:
+def _stages(model: "PartitionedModel", stages: int) -> list[dict[str, Any]]:
     facts = model.facts.sections
     if stages > len(facts):
         raise NoPlanError(
@@ -169,32 +203,10 @@ def show_dependencies(console: Console, dependencies: list[dict[str, Any]]) -> N
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def inspect_job(
-    script: Path, args: list[str], *, stages: int | None, verifies: bool, traces: bool, as_json: bool
-) -> bool:
-    """Run the script up to its first step and print what its model looks like; whether it trains as plain PyTorch does.
-
-    Raises:
-        VarunaError: the script has no job, or its model cannot be captured.
-    """
-    with output_as_errors():  # whatever the script and the model's constructor print
-        trainer = take_trainer(script, args).trainer
-        model = trainer.partition()
-        verification = _verified(trainer, model) if verifies else None
-        dependencies = None
-        if traces:
-            initial = trainer.initial()
-            dependencies = trace(trainer.job(model, initial.buffers), trainer.recipe, initial, trainer.batch(_EXAMPLES))
-        report = describe(model, stages, verification, dependencies)
-    if as_json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(Console(), report)
-    return verification is None or verification["finding"] is None
-
-
-def _verified(trainer: Any, model: PartitionedModel) -> dict[str, Any]:
+def _verified(trainer: Any, model: "PartitionedModel") -> dict[str, Any]:
     """The check before step 0: figures, or what is wrong."""
+    from varuna.checks.mixing import check_mixing
+
     try:
         check_mixing(model, trainer.micro_batch, accepted=trainer.checks.per_micro_batch)
         checked = trainer.checks.compare(model, trainer.beginning(model).whole())

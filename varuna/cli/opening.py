@@ -8,15 +8,17 @@ from typing import Annotated
 
 import typer
 
-from varuna.cli.run_commands import RunDir, ask
+from varuna.cli import options
+from varuna.cli.run_commands import ask
 from varuna.core.errors import UsageError
+from varuna.process.console import say
 
 _FILE = "open.html"
 _DISPLAYS = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
 def open_page(
-    run: RunDir = None,
+    run: options.RunDir = None,
     only_print: Annotated[bool, typer.Option("--print", help="Print the link instead of starting a browser.")] = False,
     void: Annotated[bool, typer.Option("--void", help="Revoke all links and all open pages; print no link.")] = False,
 ) -> None:
@@ -40,10 +42,10 @@ def open_page(
     host = f"[{access.host}]" if ":" in access.host else access.host
     link = f"{scheme}://{host}:{access.port}/#login={code}"
     if scheme == "https":
-        print("varuna: the browser will warn about the certificate, which is the run's own", file=sys.stderr)
+        say("the browser will warn about the certificate, which is the run's own")
     if only_print or not _show(folder, link):
         print(link)
-        print(f"varuna: the link works once, within {LINK_LIFE_S / 60:.0f} minutes", file=sys.stderr)
+        say(f"the link works once, within {LINK_LIFE_S / 60:.0f} minutes")
 
 
 def _show(folder: Path, link: str) -> bool:

@@ -18,9 +18,15 @@ MemoryPerWorker = Annotated[
         metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Memory that plans must fit into, such as 2GiB."
     ),
 ]
+MicroBatch = Annotated[int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")]
+GpusPerVm = Annotated[int | None, typer.Option(min=1, help="GPUs per VM, if not the calibration's.")]
 JsonLog = Annotated[Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")]
 New = Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from checkpoints.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --new: move existing checkpoints aside.")]
+RunDir = Annotated[
+    Path | None,
+    typer.Option("--run", metavar="DIR", envvar="VARUNA_RUN", help="Folder of the run. Default: your newest run."),
+]
 JobScript = Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")]
 ScriptArguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -43,3 +49,15 @@ def check_replacing(new: bool, overwrite: bool) -> None:
     """
     if overwrite and not new:
         raise UsageError("--overwrite requires --new: give both, --new --overwrite, or neither")
+
+
+def write_picture(svg: Path, picture: str) -> None:
+    """Write what ``--svg`` asked for.
+
+    Raises:
+        UsageError: it cannot be written there.
+    """
+    try:
+        svg.write_text(picture)
+    except OSError as error:
+        raise UsageError(f"cannot write {svg}: {error.strerror}. Give another --svg file.") from error

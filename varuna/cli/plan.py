@@ -3,17 +3,19 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.file import RUN_FILE, check_matches, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
+from varuna.cli import options
 from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
-from varuna.core.units import format_bytes, format_duration
+from varuna.core.units import format_bytes, format_duration, parse_bytes
 from varuna.planner.choose import explain
 from varuna.planner.report import RankingReport, report
 from varuna.planner.request import Objective, PlanRequest
@@ -22,6 +24,13 @@ from varuna.planner.sweep import Rejection, rank_plans
 if TYPE_CHECKING:
     import torch
 
+EXAMPLES = """Examples:
+
+\b
+varuna plan train.py --gpus 36
+varuna plan train.py --gpus 36 --calibration calibration.json -- --lr 1e-3
+varuna plan --calibration examples/calibrations/gpt2-8.3b-v100.json --gpus 128 --json
+"""
 DEFAULT_GLOBAL_BATCH = 8192
 """The paper's global batch, unless a job or a flag gives another."""
 _SHOWN = 5  # plans that are simulated and printed
@@ -30,32 +39,51 @@ _REJECTED = 4
 _STAGES_SHOWN = 20
 
 
-def plan_command(
-    script: Path | None,
-    args: Sequence[str],
-    *,
-    calibration: Path | None,
-    gpus: int,
-    gpus_per_vm: int | None,
-    global_batch: int | None,
-    micro_batch: int | None,
-    stages: int | None,
-    memory_bytes: int | None,
-    price_per_hour: float | None,
-    objective: Objective,
-    offload_optimizer: bool,
-    shard_optimizer: bool,
-    as_json: bool,
+def plan(
+    script: Annotated[
+        Path | None, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")
+    ] = None,
+    args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measured or written by hand. Default: nominal figures.")
+    ] = None,
+    from_run: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="Plan from what the steps of this run took.")
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", "-n", min=1, help="Number of GPUs.")] = ...,  # type: ignore[assignment]
+    gpus_per_vm: options.GpusPerVm = None,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Examples per step. Default: the script's, or 8192.")
+    ] = None,
+    micro_batch: options.MicroBatch = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages P. Default: all that fit.")] = None,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory per GPU, such as 16GB. Default: the calibration's.")
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(metavar="DOLLARS", help="Price per GPU and hour. Default: the calibration's.")
+    ] = None,
+    objective: Annotated[Objective, typer.Option(help="The fastest step, or the most examples per dollar.")] = "time",
+    offload_optimizer: Annotated[
+        bool, typer.Option("--offload-optimizer", help="Keep optimizer state in host memory, like the Trainer's.")
+    ] = False,
+    shard_optimizer: Annotated[
+        bool,
+        typer.Option("--shard-optimizer", help="Distribute optimizer state over replicas, like the Trainer's option."),
+    ] = False,
+    as_json: options.AsJson = False,
 ) -> None:
-    """Rank the plans and print them.
+    """Rank the plans for N GPUs, and show what each step spends its time on.
 
-    Raises:
-        UsageError: flags that contradict each other, or a calibration that cannot be.
-        NoPlanError: nothing fits; with ``--json`` the rejections are printed first.
+    With --calibration this needs neither torch nor a GPU. Nothing is started.
     """
-    if price_per_hour is not None and not (math.isfinite(price_per_hour) and price_per_hour >= 0):
-        raise UsageError(f"--price {price_per_hour} is not a price. Give dollars per GPU and hour, such as 0.61")
-    known, job_batch, job_micro_batch, combines, apart = _calibration(script, args, calibration)
+    if calibration is not None and from_run is not None:
+        raise UsageError("--calibration and --from-run both name what to plan from. Give one of them.")
+    if price is not None and not (math.isfinite(price) and price >= 0):
+        raise UsageError(f"--price {price} is not a price. Give dollars per GPU and hour, such as 0.61")
+    memory_bytes = parse_bytes(memory, "--memory") if memory else None
+    file = calibration if from_run is None else calibration_of_run(from_run)
+    known, job_batch, job_micro_batch, combines, apart = _calibration(script, args or [], file)
     if shard_optimizer:
         known = known.shared_out()
     if offload_optimizer:
@@ -74,11 +102,7 @@ def plan_command(
         wanted=_SHOWN,
     )
     ranking = rank_plans(request)
-    found = report(
-        request,
-        ranking,
-        price_per_hour=known.hardware.price_per_hour if price_per_hour is None else price_per_hour,
-    )
+    found = report(request, ranking, price_per_hour=known.hardware.price_per_hour if price is None else price)
     if as_json:
         print(found.model_dump_json(indent=2))
     else:

@@ -2,60 +2,62 @@
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from varuna.calibration.format import Calibration
-from varuna.core.errors import UsageError
+from varuna.cli import options
 from varuna.core.units import format_duration
-from varuna.replay.figure import draw
-from varuna.replay.replay import Replay
-from varuna.replay.report import ReplayOutcome
-from varuna.replay.trace import read_trace
+
+if TYPE_CHECKING:
+    from varuna.replay.report import ReplayOutcome
 
 
-def replay_trace(
-    trace: Path,
-    calibration: Calibration,
-    *,
-    gpus_per_node: int,
-    global_batch: int,
-    micro_batch: int | None,
-    policy: str,
-    notice_s: float,
-    as_json: bool,
-    svg: Path | None,
+def replay(
+    trace: Annotated[Path, typer.Argument(help="CSV: `time, add|remove, node` or `time, number of nodes`.")],
+    calibration: Annotated[Path, typer.Option(metavar="FILE", help="Calibration of the model on the hardware.")],
+    global_batch: Annotated[int, typer.Option(min=1, help="Examples per step.")],
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of workers per node.")] = 1,
+    micro_batch: options.MicroBatch = None,
+    policy: Annotated[
+        Literal["morph", "restart"],
+        typer.Option(
+            help="morph; or restart, which kills all workers and reads the last checkpoint, with morph for comparison."
+        ),
+    ] = "morph",
+    notice: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How early a node gives notice.")] = 0.0,
+    as_json: options.AsJson = False,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw examples per second over time.")] = None,
 ) -> None:
-    """Replay and print; with ``policy="restart"`` both, side by side.
+    """Replay a recorded cluster in virtual time, with the real state machine and planner.
 
-    Raises:
-        UsageError: the trace or the SVG file cannot be used.
-        NoPlanError: the whole cluster could not run the job.
+    Goodput is the number of committed examples relative to a run that is always
+    on the best plan and whose morphs cost nothing. Times in the trace are
+    milliseconds or timestamps.
     """
-    replay = Replay(
-        read_trace(trace),
-        calibration,
-        gpus_per_node=gpus_per_node,
-        global_batch=global_batch,
-        micro_batch=micro_batch,
+    from varuna.calibration.file import read_calibration
+    from varuna.replay.figure import draw
+    from varuna.replay.replay import Replay
+    from varuna.replay.trace import read_trace
+
+    known = read_calibration(calibration)
+    cluster = Replay(
+        read_trace(trace), known, gpus_per_node=gpus_per_node, global_batch=global_batch, micro_batch=micro_batch
     )
-    morphing = replay.morphing(notice_s=notice_s)
-    outcomes = [morphing] if policy == "morph" else [replay.restarting(), morphing]
+    morphing = cluster.morphing(notice_s=notice)
+    outcomes = [morphing] if policy == "morph" else [cluster.restarting(), morphing]
     if svg is not None:
-        title = f"{calibration.model.name} on {calibration.hardware.name}, {trace.name}, policy {outcomes[0].policy}"
-        try:
-            svg.write_text(draw(outcomes[0], gpus_per_node, title))
-        except OSError as error:
-            raise UsageError(f"cannot write {svg}: {error.strerror}. Give another --svg file.") from error
+        title = f"{known.model.name} on {known.hardware.name}, {trace.name}, policy {outcomes[0].policy}"
+        options.write_picture(svg, draw(outcomes[0], gpus_per_node, title))
     if as_json:
         first = outcomes[0].describe()
-        typer.echo(json.dumps(first if len(outcomes) == 1 else {**first, "beside": outcomes[1].describe()}, indent=2))
+        print(json.dumps(first if len(outcomes) == 1 else {**first, "beside": outcomes[1].describe()}, indent=2))
     else:
         for outcome in outcomes:
-            typer.echo(_sentences(outcome))
+            print(_sentences(outcome))
 
 
-def _sentences(outcome: ReplayOutcome) -> str:
+def _sentences(outcome: "ReplayOutcome") -> str:
     plans = ", ".join(f"{shape} {100 * share:.0f} %" for shape, share in list(outcome.plans.items())[:8])
     morphs = ", ".join(f"{count} {kind}" for kind, count in sorted(outcome.morphs.items()))
     price = "" if outcome.dollars is None else f", {outcome.dollars:,.0f} dollars"

@@ -11,21 +11,18 @@ import typer
 
 from varuna.cli import options
 from varuna.core.errors import FleetError, UsageError
+from varuna.process.console import say
 
 if TYPE_CHECKING:
     from varuna.fleet.net.client import ManagerRemote
 
-RunDir = Annotated[
-    Path | None,
-    typer.Option("--run", metavar="DIR", envvar="VARUNA_RUN", help="Folder of the run. Default: your newest run."),
-]
 _WATCH_S = 1.0
 _FOLLOW_S = 0.5
 _TAIL_BYTES = 64 * 1024
 
 
 def status(
-    run: RunDir = None,
+    run: options.RunDir = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -69,7 +66,7 @@ def status(
 
 
 def logs(
-    run: RunDir = None,
+    run: options.RunDir = None,
     rank: Annotated[int | None, typer.Option(min=0, help="Rank in the newest generation. Default: 0.")] = None,
     worker: Annotated[str, typer.Option(metavar="NAME", help="Name of a worker, also of one that is gone.")] = "",
     first_failure: Annotated[
@@ -124,21 +121,21 @@ def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: 
     raise FleetError(f"no log of worker {name} was kept in {folder}")
 
 
-def stop(run: RunDir = None) -> None:
+def stop(run: options.RunDir = None) -> None:
     """Stop a run after the current step, with a checkpoint, and release its machines."""
     ask(_remote(run), "/stop", {})
-    typer.echo("the run will stop after the current step")
+    print("the run will stop after the current step")
 
 
-def morph(run: RunDir = None) -> None:
+def morph(run: options.RunDir = None) -> None:
     """Switch to the best plan for the current workers, now."""
     ask(_remote(run), "/morph", {})
-    typer.echo("requested; see `varuna status`")
+    print("requested; see `varuna status`")
 
 
 def drain(
     node: Annotated[str, typer.Argument(help="Name of the machine in `varuna status`.")],
-    run: RunDir = None,
+    run: options.RunDir = None,
     now: Annotated[
         bool, typer.Option("--now", help="Do not trust it any more: revoke its secret and drop its workers at once.")
     ] = False,
@@ -148,23 +145,21 @@ def drain(
     If the machine's agent is away, its secret is revoked without waiting.
     """
     said = ask(_remote(run), "/drain", {"node": node, "now": now})
-    typer.echo(f"node {node} {'was removed' if said['accepted'] == 'send away' else 'will be released'}")
+    print(f"node {node} {'was removed' if said['accepted'] == 'send away' else 'will be released'}")
 
 
 def join_token(
-    run: RunDir = None,
+    run: options.RunDir = None,
     uses: Annotated[int, typer.Option(min=1, help="Number of machines that may join with it.")] = 1,
     hours: Annotated[float, typer.Option(min=0.01, help="How long it is valid.")] = 24.0,
     void: Annotated[bool, typer.Option("--void", help="Revoke all JOIN strings printed before; print none.")] = False,
 ) -> None:
     """Print another JOIN string, for more machines."""
     if void:
-        typer.echo(
-            f"{ask(_remote(run), '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay"
-        )
+        print(f"{ask(_remote(run), '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay")
         return
     answer = ask(_remote(run), "/tokens", {"uses": uses, "life_s": hours * 3600})
-    typer.echo(answer["join"])
+    print(answer["join"])
 
 
 def _remote(run: Path | None) -> "ManagerRemote":
@@ -247,7 +242,7 @@ def _worker(status: Mapping[str, Any], rank: int | None, first_failure: bool) ->
         if not status["failures"]:
             raise FleetError("no worker of this run has failed or been lost")
         first = status["failures"][0]
-        print(f"{first['worker']}: {first['cause']}", file=sys.stderr)
+        say(f"{first['worker']}: {first['cause']}")
         return str(first["worker"])
     members = status["members"]
     if not members:

@@ -3,13 +3,15 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Jitter
+from varuna.cli import options
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes, format_duration
@@ -18,39 +20,28 @@ from varuna.planner.choose import best_plan
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
-from varuna.schedule.policy import POLICIES, split_last
+from varuna.schedule import policy as policies
+from varuna.simulator import step as simulator
 from varuna.simulator.costs import LinkCosts, uniform
-from varuna.simulator.step import simulate
 from varuna.simulator.trace import StepTrace
 
+EXAMPLES = """Examples:
+
+\b
+varuna simulate --unit --stages 4 --micro-batches 5 --policy varuna
+varuna simulate --unit --stages 8 --micro-batches 32 --network 0.05,0.4,0.2 --svg step.svg
+varuna simulate --calibration calibration.json --gpus 64 --global-batch 8192 --json
+"""
 _MOST_FORWARDS = 1_000_000  # over all stages: some five seconds
 _CAPTION = "transfer: idle while a message was on its way; stash: most in flight; live: most sets of activations"
 _LONGEST = 1e6  # forwards that a message may take: far beyond any network, and all sums stay exact enough
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """Options of the command line; None: not given."""
-
-    unit: bool
-    calibration: Path | None
-    stages: int | None
-    micro_batches: int | None
-    gpus: int | None
-    global_batch: int | None
-    micro_batch: int | None
-    gpus_per_vm: int | None
-    policy: str
-    network: str | None
-    split_last: int | None
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
     """A simulated step, and the plan that it is of; None in units."""
 
-    options: Options
+    policy: str
     trace: StepTrace
     micro_batches: int
     split_last: int
@@ -59,87 +50,120 @@ class SimulatedStep:
     @property
     def title(self) -> str:
         """The policy and its shape."""
-        return f"{self.options.policy}, {len(self.trace.rows)} stages, {self.micro_batches} micro-batches"
+        return f"{self.policy}, {len(self.trace.rows)} stages, {self.micro_batches} micro-batches"
 
 
-def simulate_step(options: Options) -> SimulatedStep:
-    """Run the step that was asked for.
+def simulate(
+    unit: Annotated[
+        bool, typer.Option("--unit", help="Equal stages, in units of one forward: F = R = I = W = 1, B = 2.")
+    ] = False,
+    calibration: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Simulate the best plan for this calibration, in seconds.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Number of pipeline stages P.")] = None,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Number of micro-batches; with --unit.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs to plan for; with --calibration.")] = None,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="Examples per step; with --calibration.")] = None,
+    micro_batch: options.MicroBatch = None,
+    gpus_per_vm: options.GpusPerVm = None,
+    policy: Annotated[str, typer.Option(help="One of gpipe, 1f1b, varuna, varuna-strict and adaptive.")] = "adaptive",
+    network: Annotated[
+        str | None,
+        typer.Option(metavar="LATENCY,SERIALISATION,JITTER", help="Of each link, in units of a forward; with --unit."),
+    ] = None,
+    split_last: Annotated[
+        int | None, typer.Option(min=0, help="How many of the last backwards run in two halves.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the jitter.")] = 0,
+    svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw the step to this file.")] = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Simulate one step of a pipeline, with the policies that the engine runs.
+
+    Prints the length of the step and, for each stage, how long it computes and
+    waits, and what it holds.
+    """
+    policies.check_policy(policy)
+    if unit == (calibration is not None):
+        raise UsageError("say what to simulate: either --unit --stages P --micro-batches N, or --calibration FILE")
+    if calibration is None:
+        _refuse("--unit", gpus=gpus, global_batch=global_batch, micro_batch=micro_batch, gpus_per_vm=gpus_per_vm)
+        link = LinkCosts() if network is None else _parse_network(network)
+        outcome = _in_units(stages, micro_batches, policy, link, split_last, seed)
+    else:
+        _refuse("--calibration", micro_batches=micro_batches, network=network)
+        if gpus is None or global_batch is None:
+            raise UsageError("--calibration needs --gpus N and --global-batch M")
+        request = PlanRequest(
+            calibration=read_calibration(calibration),
+            workers=gpus,
+            global_batch=global_batch,
+            micro_batch=micro_batch,
+            stages=stages,
+            gpus_per_vm=gpus_per_vm,
+            policy=policy,
+        )
+        outcome = _of_plan(request, split_last, seed)
+    if svg is not None:
+        note = f"bubble {outcome.trace.bubble_fraction:.0%}"
+        row = simulated(outcome.title, note, outcome.trace)
+        options.write_picture(svg, draw("One simulated step", [row], unit="s" if outcome.plan else "units"))
+    if as_json:
+        print(json.dumps(report(outcome, seed)))
+    else:
+        show(Console(), outcome)
+
+
+def _refuse(mode: str, **foreign: object) -> None:
+    for name, given in foreign.items():
+        if given is not None:
+            raise UsageError(f"--{name.replace('_', '-')} has no effect with {mode}. Leave it out.")
+
+
+def _in_units(
+    stages: int | None, micro_batches: int | None, policy: str, link: LinkCosts, split_last: int | None, seed: int
+) -> SimulatedStep:
+    """Equal stages.
 
     Raises:
-        UsageError: options that contradict each other, or lack something.
-        NoPlanError: no plan fits the calibration's memory.
+        UsageError: no shape, or a step that is too long.
     """
-    if options.policy not in POLICIES:
-        raise UsageError(f"there is no schedule policy {options.policy!r}. Choose one of {', '.join(POLICIES)}.")
-    if options.unit == (options.calibration is not None):
-        raise UsageError("say what to simulate: either --unit --stages P --micro-batches N, or --calibration FILE")
-    return _in_units(options) if options.unit else _calibrated(options)
-
-
-def _in_units(options: Options) -> SimulatedStep:
-    _refuse(options, "--unit", "gpus", "global_batch", "micro_batch", "gpus_per_vm")
-    if options.stages is None or options.micro_batches is None:
+    if stages is None or micro_batches is None:
         raise UsageError("--unit needs a shape: varuna simulate --unit --stages 4 --micro-batches 5")
-    _check_size(options.stages, options.micro_batches)
-    split = options.split_last
-    if split is None:
-        split = split_last(options.stages, options.micro_batches, options.policy)
-    trace = simulate(
-        uniform(options.stages, link=LinkCosts() if options.network is None else _parse_network(options.network)),
-        micro_batches=options.micro_batches,
-        policy=options.policy,
-        split_last=split,
-        seed=options.seed,
+    _check_size(stages, micro_batches)
+    split = policies.split_last(stages, micro_batches, policy) if split_last is None else split_last
+    trace = simulator.simulate(
+        uniform(stages, link=link), micro_batches=micro_batches, policy=policy, split_last=split, seed=seed
     )
-    return SimulatedStep(options=options, trace=trace, micro_batches=options.micro_batches, split_last=split)
+    return SimulatedStep(policy=policy, trace=trace, micro_batches=micro_batches, split_last=split)
 
 
-def _calibrated(options: Options) -> SimulatedStep:
-    assert options.calibration is not None
-    _refuse(options, "--calibration", "micro_batches", "network")
-    if options.gpus is None or options.global_batch is None:
-        raise UsageError("--calibration needs --gpus N and --global-batch M")
-    if options.gpus < 1 or options.global_batch < 1:
-        raise UsageError(
-            f"--gpus {options.gpus} --global-batch {options.global_batch} leaves nothing to do: both must be at least 1"
-        )
-    calibration = read_calibration(options.calibration)
-    request = PlanRequest(
-        calibration=calibration,
-        workers=options.gpus,
-        global_batch=options.global_batch,
-        micro_batch=options.micro_batch,
-        stages=options.stages,
-        gpus_per_vm=options.gpus_per_vm,
-        policy=options.policy,
-    )
+def _of_plan(request: PlanRequest, split_last: int | None, seed: int) -> SimulatedStep:
+    """The best plan.
+
+    Raises:
+        NoPlanError: no plan fits the calibration's memory.
+        UsageError: a step that is too long.
+    """
     plan = best_plan(request)
-    if options.split_last is not None:
-        plan = plan.model_copy(update={"split_last": options.split_last})
+    if split_last is not None:
+        plan = plan.model_copy(update={"split_last": split_last})
     micro_batches = len(plan.micro_batches_of(0))
     _check_size(plan.stages, micro_batches)
-    trace = simulate(
-        pipeline_costs(profile(calibration, plan.micro_batch), plan, gpus_per_vm=request.vm_size),
+    trace = simulator.simulate(
+        pipeline_costs(profile(request.calibration, plan.micro_batch), plan, gpus_per_vm=request.vm_size),
         micro_batches=micro_batches,
         policy=plan.policy,
         stash_limits=plan.stash_limits,
         split_last=plan.split_last,
-        seed=options.seed,
+        seed=seed,
     )
     return SimulatedStep(
-        options=options, trace=trace, micro_batches=micro_batches, split_last=plan.split_last, plan=plan
+        policy=plan.policy, trace=trace, micro_batches=micro_batches, split_last=plan.split_last, plan=plan
     )
-
-
-def _refuse(options: Options, mode: str, *foreign: str) -> None:
-    given = [name for name in foreign if getattr(options, name) is not None]
-    if given:
-        raise UsageError(f"--{given[0].replace('_', '-')} has no effect with {mode}. Leave it out.")
 
 
 def _check_size(stages: int, micro_batches: int) -> None:
-    if stages < 1 or micro_batches < 1:
-        raise UsageError(f"{stages} stages and {micro_batches} micro-batches: a step needs at least one of each")
     if stages * micro_batches > _MOST_FORWARDS:
         raise UsageError(
             f"{stages} stages x {micro_batches} micro-batches are {stages * micro_batches:,} forwards, more than "
@@ -164,10 +188,10 @@ def _parse_network(text: str) -> LinkCosts:
     )
 
 
-def report(outcome: SimulatedStep) -> dict[str, Any]:
+def report(outcome: SimulatedStep, seed: int) -> dict[str, Any]:
     """Everything that is printed, as JSON values."""
     trace, plan = outcome.trace, outcome.plan
-    found: dict[str, Any] = {"policy": outcome.options.policy, "micro_batches": outcome.micro_batches}
+    found: dict[str, Any] = {"policy": outcome.policy, "micro_batches": outcome.micro_batches}
     suffix = "_s"
     if plan is None:
         suffix = ""
@@ -178,7 +202,7 @@ def report(outcome: SimulatedStep) -> dict[str, Any]:
             "examples_per_s": plan.global_batch / trace.step_s if trace.step_s else None,
             "plan": plan.model_dump(mode="json"),
         }
-    found |= {"bubble": trace.bubble_fraction, "split_last": outcome.split_last, "seed": outcome.options.seed}
+    found |= {"bubble": trace.bubble_fraction, "split_last": outcome.split_last, "seed": seed}
     stages = []
     for use, times, bytes_held in zip(trace.usage, trace.stage_times, trace.stage_bytes, strict=True):
         stage: dict[str, Any] = {"stash": use.stash, "live": use.live}
@@ -210,25 +234,3 @@ def show(console: Console, outcome: SimulatedStep) -> None:
         cells = [str(stage), *map(time, times[:3]), str(use.stash), str(use.live)]
         table.add_row(*cells, *([time(times.reduce_s), format_bytes(bytes_held)] if plan else []))
     console.print(table)
-
-
-def simulate_command(options: Options, *, as_json: bool, svg: Path | None) -> None:
-    """Simulate, print, draw.
-
-    Raises:
-        VarunaError: see ``simulate_step``; or the picture cannot be written.
-    """
-    outcome = simulate_step(options)
-    if svg is not None:
-        note = f"bubble {outcome.trace.bubble_fraction:.0%}"
-        picture = draw(
-            "One simulated step", [simulated(outcome.title, note, outcome.trace)], unit="s" if outcome.plan else "units"
-        )
-        try:
-            svg.write_text(picture)
-        except OSError as error:
-            raise UsageError(f"cannot write the picture to {svg}: {error.strerror}. Give another file.") from None
-    if as_json:
-        print(json.dumps(report(outcome)))
-    else:
-        show(Console(), outcome)

@@ -1,7 +1,6 @@
 """The demo from its start to its exit code."""
 
 import shutil
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +18,7 @@ from varuna.fleet.state.fleet import FleetConfig
 from varuna.fleet.state.run_events import RunEvent, StepRecorded
 from varuna.observe.progress import Progress, RunView, generation_table
 from varuna.planner.choose import plan_run
+from varuna.process.console import say
 
 WORKERS = 4
 MEMORY_BYTES = 40 * 2**20
@@ -110,7 +110,7 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
     )
     ended = director.run.start_and_wait()
     if ended.exit_code:
-        print(f"varuna: {ended.text}", file=sys.stderr)
+        say(ended.text)
     return ended.exit_code
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from varuna.core.errors import UsageError, VarunaError, WorkerError
+from varuna.process.scripts import check_script
 
 _active = False
 
@@ -60,8 +61,7 @@ def take_trainer(script: Path, args: Sequence[str]) -> Intercepted:
         WorkerError: it raised an exception.
     """
     global _active
-    if not script.is_file():
-        raise UsageError(f"no script at {script}. Name the Python file that you train with.")
+    check_script(script)
     argv, path = sys.argv, list(sys.path)
     sys.argv, sys.path[0:0] = [str(script), *args], [str(script.parent)]
     _active = True

@@ -15,7 +15,7 @@ from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
 from varuna.planner.search import search
 from varuna.planner.split_last import with_best_split
-from varuna.schedule.policy import POLICIES
+from varuna.schedule.policy import check_policy
 
 
 class Rejection(Value):
@@ -55,8 +55,7 @@ def rank_plans(request: PlanRequest) -> Ranking:
     Raises:
         UsageError: no such policy, no stages, or an m outside the global batch.
     """
-    if request.policy not in POLICIES:
-        raise UsageError(f"there is no schedule policy {request.policy!r}. Choose one of {', '.join(POLICIES)}.")
+    check_policy(request.policy)
     depths, rejected = _depths(request)
     if not depths:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)

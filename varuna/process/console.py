@@ -1,11 +1,16 @@
 """Lines that a process prints to standard error for its user."""
 
 import sys
+from contextlib import suppress
 
 
 def say(text: str) -> None:
-    """Print one line to standard error, with the program's name, and flush it, since the process may be killed."""
-    print(f"varuna: {text}", file=sys.stderr, flush=True)
+    """Print one line to standard error, with the program's name, and flush it, since the process may be killed.
+
+    A reader that is gone, or a full disk, must not stop whoever has something to say.
+    """
+    with suppress(OSError, ValueError):  # ValueError: closed
+        print(f"varuna: {text}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:

@@ -226,7 +226,7 @@ def make_policy(
     Raises:
         UsageError: no such policy, or something that it cannot do.
     """
-    _check_name(name)
+    check_policy(name)
     if split_last and name != "adaptive":
         raise UsageError(f"policy {name!r} never splits a backward. Use the policy 'adaptive', or split_last=0.")
     if keeps_all and name.startswith("varuna"):
@@ -268,7 +268,7 @@ def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varu
     Raises:
         UsageError: no such policy.
     """
-    _check_name(policy)
+    check_policy(policy)
     depth = {"gpipe": micro_batches, "1f1b": stages - stage}.get(policy, 3 * (stages - stage) + 2)
     return min(micro_batches, depth)
 
@@ -282,11 +282,16 @@ def split_last(stages: int, micro_batches: int, policy: str) -> int:
     Raises:
         UsageError: no such policy.
     """
-    _check_name(policy)
+    check_policy(policy)
     return min(stages, micro_batches) if policy == "adaptive" else 0
 
 
-def _check_name(name: str) -> None:
+def check_policy(name: str) -> None:
+    """Refuse a name that is not in ``POLICIES``.
+
+    Raises:
+        UsageError: there is no such policy.
+    """
     if name not in POLICIES:
         raise UsageError(f"there is no schedule policy {name!r}. Choose one of {', '.join(POLICIES)}.")
 

@@ -6,17 +6,17 @@ from rich.console import Console
 from tests.unit.calibration.test_fit import measured
 from varuna.calibration.fit import assemble
 from varuna.calibration.samples import RingSamples, Sized
-from varuna.cli.calibrate import calibrate_job, show
+from varuna.cli.calibrate import calibrate, show
 from varuna.core.errors import UsageError
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     with pytest.raises(UsageError, match="no script at"):
-        calibrate_job(script, [], workers=1, output=tmp_path / "out.json")
+        calibrate(script, [], workers=1, output=tmp_path / "out.json")
     script.write_text("raise SystemExit('never run')")
     with pytest.raises(UsageError, match=r"cannot write .*Give another file with --output"):
-        calibrate_job(script, [], workers=1, output=tmp_path / "no" / "out.json")
+        calibrate(script, [], workers=1, output=tmp_path / "no" / "out.json")
 
 
 def test_a_calibration_is_shown_per_example(capsys: pytest.CaptureFixture[str]) -> None:

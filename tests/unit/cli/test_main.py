@@ -61,7 +61,7 @@ def test_a_missing_script_ends_in_a_hint(monkeypatch: pytest.MonkeyPatch, capsys
     assert run_main(monkeypatch, "run", "--workers", "2", "nowhere.py") == 2
     error = capsys.readouterr().err
     assert "nowhere.py" in error
-    assert "varuna run" in error
+    assert "Name the Python file that you train with" in error
     assert "Traceback" not in error
 
 

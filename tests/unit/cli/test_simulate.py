@@ -92,7 +92,7 @@ def test_a_calibration_gives_seconds_of_the_best_plan_or_of_the_stages_asked_for
         ((*FIGURE, "--policy", "zb"), "no schedule policy 'zb'. Choose one of gpipe"),
         ((*FIGURE, "--policy", "gpipe", "--split-last", "1"), "'gpipe' never splits a backward"),
         (("--unit", "--stages", "100000", "--micro-batches", "1000"), "100,000,000 forwards, more than 1,000,000"),
-        ((*FIGURE, "--svg", "/no/such/folder/step.svg"), "cannot write the picture to /no/such/folder/step.svg"),
+        ((*FIGURE, "--svg", "/no/such/folder/step.svg"), "cannot write /no/such/folder/step.svg"),
         (("--calibration", "some.json", "--network", "0,0,0"), "--network has no effect with --calibration"),
         (("--calibration", "some.json"), "--calibration needs --gpus N and --global-batch M"),
         (("--calibration", "no.json", "--gpus", "2", "--global-batch", "8"), "cannot read a calibration from no.json"),

@@ -7,7 +7,6 @@ that is away does not disturb them: what counts is remembered (``worker_record``
 import queue
 import secrets
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -401,8 +400,3 @@ class Agent:
             self._inputs.put(_Impatience(number))
         else:
             self._inputs.put(SpotWarning(SIGTERM_NOTICE_S, f"received {signal.Signals(number).name}"))
-
-
-def to_stderr(line: str) -> None:
-    """Print a line to standard error."""
-    print(f"varuna agent: {line}", file=sys.stderr, flush=True)

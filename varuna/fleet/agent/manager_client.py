@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-import logging
 import random
 import secrets
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,6 +38,7 @@ from varuna.fleet.net.protocol import (
     WorkerSnapshot,
     down_frame,
 )
+from varuna.process.console import warn
 
 _PULSE_S = 1.0
 _SILENCE_S = 8.0
@@ -48,8 +49,6 @@ _MOST_FAULTS = 5  # connections in a row that end with an error that nobody fore
 _MOST_REJECTIONS = 20  # the same with words that the manager does not take
 _ITEMS_WAITING = 8192
 _PRINTED_WAITING = 1000
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -197,9 +196,9 @@ class ManagerClient:
                 except FleetError as error:
                     self._on_event(Refused(str(error)))
                     return
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - a few are told, then one is raised
                     fault, trouble = error, f"internal error (please report it): {error!r}"
-                    log.exception("the connection to %s ended with an unexpected error", self.place)
+                    warn(f"the connection to {self.place} ended with an unexpected error:\n{traceback.format_exc()}")
                     self._begin_anew()  # whatever was said halfway is said again
                 faults = 0 if fault is None else faults + 1
                 if fault is not None and faults == _MOST_FAULTS:

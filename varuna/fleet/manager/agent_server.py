@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable
 
@@ -58,6 +57,7 @@ from varuna.fleet.state.inputs import (
     WorkerExited,
     WorkerSpawned,
 )
+from varuna.process.console import warn
 
 PATIENCE_S = 15.0
 """An agent that says nothing, or confirms nothing, for so long is cut; it may come back."""
@@ -66,8 +66,6 @@ _RETURN_S = 0.5  # a living agent is back within this time
 _GOODBYE_S = 2.0
 _NO_GOODBYE = (1005, 1006)  # agents say 1000 when they end a connection, also one that is silent
 _REVOKED_S = 10.0  # for the rest of its logs
-
-log = logging.getLogger(__name__)
 
 
 class AgentServer:
@@ -271,7 +269,7 @@ class AgentServer:
         try:
             await asyncio.wait([sending, receiving, ending], return_when=asyncio.FIRST_COMPLETED)
             if connection.cut:
-                log.warning("closing the connection of agent %s: %s", link.node, connection.cut)
+                warn(f"closing the connection of agent {link.node}: {connection.cut}")
                 with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
                     async with asyncio.timeout(_GOODBYE_S):
                         await websocket.close(STALLED, connection.cut)

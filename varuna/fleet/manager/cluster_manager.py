@@ -33,11 +33,14 @@ from varuna.fleet.state.fleet import Ended, FleetConfig
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
 from varuna.fleet.state.questions import Planner
 from varuna.fleet.state.run_events import Notice, RunEvent
+from varuna.fleet.state.stutter import SLOW_RATIO
 from varuna.process.file_lock import own
 from varuna.process.signals import INTERRUPTED, handled
 
 _FAREWELL_S = 10.0
 """For agents to hear that the run is over, and to send the rest of their logs."""
+FUTILE_S = 1800.0
+"""Cables between machines have so long to come back: as long as agents without a manager and a step wait."""
 
 
 _ODD = (
@@ -295,3 +298,17 @@ def _own_address(host: str) -> str:
             return socket.gethostname()
         address: str = probe.getsockname()[0]
     return address
+
+
+def cluster_config(workers: int) -> FleetConfig:
+    """How patient a manager is with machines that come by themselves."""
+    return FleetConfig(
+        workers=workers,
+        elastic=True,
+        futile_s=FUTILE_S,
+        replace=False,
+        wait_s=float("inf"),
+        suspect_lease_s=2.5,  # agents pass beats on once a second
+        slow_ratio=SLOW_RATIO,
+        exit_grace_s=0.5,  # an agent reports an exit at once, and its own end has had a moment's grace already
+    )

@@ -1,15 +1,12 @@
-"""``varuna run``: an elastic run on this machine, from its first process to its exit code."""
+"""An elastic run on this machine, from its first process to its end."""
 
 import secrets
-import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from varuna.calibration.cache import cache_file
 from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import ToWorker
 from varuna.fleet.manager.calibrator import Calibrator
@@ -28,6 +25,7 @@ from varuna.fleet.state.run_events import Notice, RunEvent
 from varuna.fleet.workers.launcher import Launcher
 from varuna.fleet.workers.worker_server import WorkerServer
 from varuna.process.file_lock import own
+from varuna.process.scripts import check_script
 from varuna.process.signals import INTERRUPTED, handled
 
 _STOP_GRACE_S = 2.0
@@ -78,8 +76,7 @@ class LocalRun:
         environment: dict[str, str] | None = None,
         calibrator: Calibrator | None = None,
     ) -> None:
-        if not script.is_file():
-            raise UsageError(f"no script at {script}. Pass a Python file.")
+        check_script(script)
         token, operator_token = (secrets.token_urlsafe(24) for _ in range(2))
         people = OperatorApi(
             status=lambda: self._picture.describe(self.manager.fleet, time.monotonic()),
@@ -186,60 +183,6 @@ class LocalRun:
     def _observe(self, event: RunEvent) -> None:
         self._picture.take(event)
         self._on_event(event)
-
-
-def run_job(
-    script: Path,
-    args: Sequence[str],
-    *,
-    workers: int,
-    memory_bytes: int | None = None,
-    stages: int | None = None,
-    json_log: Path | None = None,
-    run_dir: Path | None = None,
-    new: bool = False,
-    overwrite: bool = False,
-    port: int = 0,
-    on_event: Observer = lambda event: None,
-) -> int:
-    """Train ``script`` on local workers; a failure's text goes to standard error. Returns the exit code.
-
-    Without ``run_dir``, a folder of the run's own is kept only if the run fails.
-
-    Raises:
-        VarunaError: the run cannot start.
-    """
-    from varuna.planner.choose import planner
-
-    plan = planner(memory_bytes=memory_bytes, stages=stages)
-
-    folder = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
-    calibrator = Calibrator(plan, run_dir=folder, cache=cache_file)
-    is_over = True
-    try:
-        run = LocalRun(
-            script,
-            args,
-            config=FleetConfig(workers=workers),
-            planner=calibrator.plan,
-            calibrator=calibrator,
-            run_dir=folder,
-            kept=run_dir is not None,
-            json_log=json_log,
-            new=new,
-            overwrite=overwrite,
-            port=port,
-            on_event=on_event,
-        )
-        is_over = False
-        ended = run.start_and_wait()
-        is_over = ended.exit_code == 0
-    finally:
-        if is_over and run_dir is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    if ended.exit_code:
-        print(f"varuna: logs are kept in {folder}\nvaruna: {ended.text}", file=sys.stderr)
-    return ended.exit_code
 
 
 class _Hands:

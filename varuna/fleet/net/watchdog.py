@@ -1,7 +1,6 @@
 """Whether an event loop runs: who holds it up is named, and what was not heard meanwhile is nobody's silence."""
 
 import asyncio
-import logging
 import sys
 import threading
 import time
@@ -9,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from varuna.process.console import warn
+
 STOOD_STILL_S = 1.0
 """A loop that answers within this time is well."""
 _EVERY_S = 0.25
 _PACKAGE = str(Path(__file__).parents[2])
-
-log = logging.getLogger(__name__)
 
 
 class Watchdog:
@@ -25,9 +24,7 @@ class Watchdog:
         clock: seconds.
     """
 
-    def __init__(
-        self, say: Callable[[str], None] = log.warning, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, say: Callable[[str], None] = warn, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._say, self._clock = say, clock
         self._ran_s: float | None = None
         self._loop_thread = 0

@@ -5,7 +5,6 @@ them, an agent that skips bytes. What is not here is named where it is missing.
 """
 
 import errno
-import logging
 import os
 import threading
 import time
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from varuna.fleet.net.protocol import Output
+from varuna.process.console import warn
 
 MAX_LOG_BYTES = 256 * 2**20
 """More of a worker's output than this stays on its machine."""
@@ -24,8 +24,6 @@ MOST_LOGS = 20_000
 _LINGER_S = 5.0
 _FULL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 _FULL_S, _OTHER_S = 60.0, 1.0  # until the disk is tried again
-
-log = logging.getLogger(__name__)
 
 
 class LogKeeper:
@@ -125,7 +123,7 @@ class LogKeeper:
             self._paused_until_s = self._clock() + (_FULL_S if error.errno in _FULL else _OTHER_S)
             if path.name not in self._told:
                 self._told.add(path.name)
-                log.warning("%s is missing output: %s. The output is on the worker's machine.", path, error.strerror)
+                warn(f"{path} is missing output: {error.strerror}. The output is on the worker's machine.")
             return len(rest)
         return 0
 

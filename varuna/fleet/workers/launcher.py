@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import logging
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from typing import IO
 from varuna.fleet.net.join_string import JOIN_VARIABLE
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.output_lines import Lines, Tail
+from varuna.process.console import warn
 
 _READ_BYTES = 64 * 2**10
 _PIPE_BYTES = 2**20
@@ -25,8 +25,6 @@ _LOG_BYTES = 2**30
 """More of one worker's output than this is not kept: a machine's disk is shared with what it trains."""
 _KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
 _DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
-
-logger = logging.getLogger(__name__)
 
 
 def tether() -> list[str]:
@@ -253,7 +251,7 @@ class _Log:
 
     def _complain(self, why: str | None) -> None:
         if not self._complained:
-            logger.warning("%s is missing output: %s. The worker continues.", self._path, why)
+            warn(f"{self._path} is missing output: {why}. The worker continues.")
         self._complained = True
 
     def close(self) -> None:

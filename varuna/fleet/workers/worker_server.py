@@ -1,7 +1,6 @@
 """The workers' door: a WebSocket per worker of this machine. A thin asynchronous shell."""
 
 import asyncio
-import logging
 from collections.abc import Callable, Sequence
 
 from starlette.applications import Starlette
@@ -13,12 +12,12 @@ from varuna.core.messages import MAX_FRAME_BYTES, Hello, ToWorker, from_worker
 from varuna.fleet.net.requests import bearer, same
 from varuna.fleet.net.serving import Serving
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
+from varuna.process.console import warn
 
 _QUEUE_FRAMES = 1024  # a worker that reads nothing for so long is gone
 _LAST_WORDS_S = 5.0
 _BAD_MESSAGE, _BAD_NAME = 4400, 4409
 
-log = logging.getLogger(__name__)
 
 Outbox = asyncio.Queue[str | None]
 
@@ -76,7 +75,7 @@ class WorkerServer:
             outbox.get_nowait()  # room for the end
             outbox.put_nowait(None)
             del self._outboxes[worker]
-            log.warning("worker %s does not read its messages: closing its connection", worker)
+            warn(f"worker {worker} does not read its messages: closing its connection")
             self._on_event(ConnectionLost(worker, "it does not read its messages"))
         else:
             outbox.put_nowait(frame)
@@ -85,12 +84,12 @@ class WorkerServer:
         """One worker's connection, from its first frame to its end."""
         name = websocket.query_params.get("worker", "")
         if not same(bearer(websocket.headers.get("authorization", "")), self._token):
-            log.warning("a connection from %s with a wrong token was refused", websocket.client)
+            warn(f"a connection from {websocket.client} with a wrong token was refused")
             await websocket.send_denial_response(PlainTextResponse("wrong token", 403))
             return
         await websocket.accept()
         if not name or name in self._outboxes:
-            log.warning("a second connection for worker %r was refused", name)
+            warn(f"a second connection for worker {name!r} was refused")
             await websocket.close(_BAD_NAME, f"worker {name[:64]!r} is already connected, or has no name")
             return
         outbox = self._outboxes[name] = asyncio.Queue(_QUEUE_FRAMES)
@@ -119,7 +118,7 @@ class WorkerServer:
                     raise ValueError(f"worker {name} claims to be {message.worker}")
                 self._on_event(MessageReceived(name, message))
         except ValueError as error:  # a ValidationError is one
-            log.warning("worker %s sent a malformed message: %s", name, error)
+            warn(f"worker {name} sent a malformed message: {error}")
             if websocket.application_state is WebSocketState.CONNECTED:
                 await websocket.close(_BAD_MESSAGE, "malformed message")
 

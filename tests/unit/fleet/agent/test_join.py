@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from varuna.cli.cluster import invited
+from varuna.cli.agent import invited
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.agent import join as module
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity

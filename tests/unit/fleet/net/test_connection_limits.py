@@ -198,5 +198,5 @@ def test_garbage_brings_nothing_to_the_terminal_and_a_mistake_of_ours_one_line(
     said_aloud = capfd.readouterr()
     assert (said_aloud.out, said_aloud.err.splitlines()) == (
         "",
-        ["a request failed with an unexpected error: ZeroDivisionError()"],
+        ["varuna: warning: a request failed with an unexpected error: ZeroDivisionError()"],
     )

@@ -1,0 +1,123 @@
+"""``varuna agent``: one machine's part in a run."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from varuna.core.errors import UsageError
+from varuna.process.console import say, warn
+from varuna.process.scripts import check_script
+
+if TYPE_CHECKING:
+    from varuna.fleet.net.join_string import JoinString
+
+EXAMPLES = """Examples:
+
+\b
+varuna agent 'varuna://...' -- train.py
+varuna agent --join-file /run/secrets/varuna-join --state-dir /var/lib/varuna -- train.py --lr 1e-3
+"""
+
+
+def agent(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[JOIN] -- SCRIPT [ARGS]...", help="What `varuna manager` printed, then the script to run."
+        ),
+    ] = None,
+    join_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="File with the JOIN string. Arguments are visible to all users of the machine."
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None, typer.Option("--workers", "-n", min=1, help="Number of workers. Default: one per GPU, or one.")
+    ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the agent's identity here: a restarted agent is the same machine."),
+    ] = None,
+    interface: Annotated[
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Private address of this machine for tensors. Default: the one that leads to the manager.",
+        ),
+    ] = "",
+) -> None:
+    """Join a run with this machine; start one agent per VM.
+
+    Starts one worker per GPU, restarts workers that are killed, and sends their
+    output to the manager. SIGTERM counts as a preemption notice. Tensors travel
+    unencrypted, so the interface must be private. Other users of the machine
+    can see arguments: give the JOIN string in --join-file or VARUNA_JOIN.
+    """
+    from varuna.fleet.agent.agent import Agent, AgentConfig, SpotWarning
+    from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
+    from varuna.fleet.agent.join import serve
+    from varuna.fleet.agent.manager_client import ManagerAddress
+    from varuna.fleet.clouds.spot_notices import SpotNotices
+    from varuna.process.output_pump import unread_allowed
+
+    invitation, (script, *args) = invited(words or [], join_file)
+    check_script(Path(script))
+    folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
+    home = AgentFolder(folder)
+    ownership = home.own()
+    config = AgentConfig(Path(script), tuple(args), workers or count_gpus() or 1, interface)
+
+    def run(card: AgentIdentity) -> int:
+        place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem)
+        member = Agent(place, home, card, config, say)
+        SpotNotices(lambda notice: member.notify(SpotWarning(notice.in_s, f"spot notice: {notice.action}"))).start()
+        return member.run()
+
+    with unread_allowed():
+        exit_code = serve(invitation, home, run, say)
+    ownership.release()
+    if exit_code == 0 and state_dir is None:
+        shutil.rmtree(folder, ignore_errors=True)
+    raise typer.Exit(exit_code)
+
+
+def invited(words: list[str], join_file: Path | None) -> "tuple[JoinString, list[str]]":
+    """Return the JOIN string, from wherever it is, and the words after it.
+
+    Raises:
+        UsageError: there is none, or no script.
+    """
+    from varuna.fleet.net.join_string import JOIN_VARIABLE, SCHEME, parse_invitation
+
+    join = os.environ.get(JOIN_VARIABLE, "")
+    if join_file is not None:
+        try:
+            join = join_file.read_text()
+        except (OSError, ValueError) as error:
+            raise UsageError(f"cannot read --join-file {join_file}: {error}") from error
+    if words and (not join or words[0].startswith(SCHEME)):
+        join, words = words[0], words[1:]
+    if not words:
+        raise UsageError("say what to join and what to run: varuna agent JOIN -- train.py")
+    return parse_invitation(join), words
+
+
+def count_gpus() -> int:
+    """GPUs that workers may use, without loading torch: CUDA_VISIBLE_DEVICES, else what the driver lists."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        warn(f"cannot count GPUs ({error}); give --workers")
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

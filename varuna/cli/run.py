@@ -1,0 +1,85 @@
+"""``varuna run``: an elastic run on this machine."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from varuna.cli import options
+from varuna.process.console import say
+
+EXAMPLES = """Examples:
+
+\b
+varuna run --workers 4 train.py
+varuna run --workers 4 --memory-per-worker 2GiB train.py --lr 1e-3
+varuna run --workers 4 --stages 2 --json-log steps.jsonl train.py
+"""
+
+
+def run(
+    script: Annotated[Path, typer.Argument(help="Training script: the same file that runs with `python train.py`.")],
+    args: options.ScriptArguments = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Worker processes to keep alive.")] = 1,
+    stages: options.Stages = None,
+    memory_per_worker: options.MemoryPerWorker = None,
+    json_log: options.JsonLog = None,
+    run_dir: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep logs and journal here. Default: only if the run fails.")
+    ] = None,
+    new: options.New = False,
+    overwrite: options.Overwrite = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port of the status page on loopback; 0 picks a free one.")
+    ] = 0,
+) -> None:
+    """Train SCRIPT on N local workers; workers that die are replaced.
+
+    Only the main worker's standard output is shown. Morphs and warnings go to
+    standard error. With a checkpoint_dir in the script, the same command resumes.
+    Ctrl-C stops after the current step; a second Ctrl-C stops at once.
+    """
+    options.check_replacing(new, overwrite)
+    memory_bytes = options.memory_bytes_of(memory_per_worker)
+
+    from rich.console import Console
+
+    from varuna.calibration.cache import cache_file
+    from varuna.fleet.manager.calibrator import Calibrator
+    from varuna.fleet.manager.local_run import LocalRun
+    from varuna.fleet.state.fleet import FleetConfig
+    from varuna.observe.progress import Progress, RunView
+    from varuna.planner.choose import planner
+    from varuna.process.output_pump import unread_allowed
+
+    with unread_allowed(), Progress(Console(stderr=True), live_line=False) as progress:
+        folder = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
+        calibrator = Calibrator(planner(memory_bytes=memory_bytes, stages=stages), run_dir=folder, cache=cache_file)
+        is_over = True  # a folder of the run's own is kept only if the run fails
+        try:
+            local = LocalRun(
+                script,
+                args or [],
+                config=FleetConfig(workers=workers),
+                planner=calibrator.plan,
+                calibrator=calibrator,
+                run_dir=folder,
+                kept=run_dir is not None,
+                json_log=json_log,
+                new=new,
+                overwrite=overwrite,
+                port=port,
+                on_event=RunView(progress),
+            )
+            is_over = False
+            ended = local.start_and_wait()
+            is_over = ended.exit_code == 0
+        finally:
+            if is_over and run_dir is None:
+                shutil.rmtree(folder, ignore_errors=True)
+        if ended.exit_code:
+            say(f"logs are kept in {folder}")
+            say(ended.text)
+    raise typer.Exit(ended.exit_code)
