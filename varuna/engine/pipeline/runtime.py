@@ -25,10 +25,11 @@ from varuna.engine.pipeline.lookahead import pace_of
 from varuna.engine.pipeline.message_layouts import Layouts
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.whole_batch import WholeBatch
-from varuna.engine.stage.losses import WeightFunction, sums_of
+from varuna.engine.stage.losses import sums_of
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.section_inputs import examples_of
 from varuna.engine.stage.stage import Stage
+from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import Policy, make_policy

@@ -1,15 +1,14 @@
 """What a micro-batch says about the loss: sums, because means of micro-batches must not be averaged."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from varuna.core.errors import DataError
 from varuna.data.samples import MicroBatch
 from varuna.engine.stage.section import Examples
+from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.model import PartitionedModel
-
-WeightFunction = Callable[[dict[str, Tensor]], float | Tensor]
 
 
 def sums_of(

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
 from varuna.engine.stage.parameter_groups import ParameterGroup, complete
+from varuna.partition.optimizer_needs import NamedParameters as NamedParameters
+from varuna.partition.optimizer_needs import OptimizerFactory as OptimizerFactory
 
-NamedParameters = Sequence[tuple[str, nn.Parameter]]
-OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Written = Callable[[Mapping[str, Tensor]], None]
 """Called with parameters, by name, that have just been updated."""

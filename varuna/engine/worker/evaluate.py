@@ -20,10 +20,11 @@ from varuna.engine.links.links import Courier, Receiver, Sender
 from varuna.engine.links.message import Layout
 from varuna.engine.pipeline.length_variants import Variants
 from varuna.engine.pipeline.whole_batch import WholeBatch
-from varuna.engine.stage.losses import WeightFunction, sums_of
+from varuna.engine.stage.losses import sums_of
 from varuna.engine.stage.section_inputs import examples_of
 from varuna.engine.stage.stage import flow_on
 from varuna.engine.worker.generation import Generation
+from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.cut.split import Crossing
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import PartitionedModel

@@ -22,9 +22,9 @@ from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.stage.job import Job
-from varuna.engine.stage.losses import WeightFunction
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.forming import Formed, form_generation
+from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.watching.explaining import user_frame
 
 

@@ -23,7 +23,6 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Doing, Patience, Waiting, doing_of
 from varuna.engine.pipeline.action_times import StepTimes
 from varuna.engine.stage.job import Job
-from varuna.engine.stage.losses import WeightFunction
 from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.worker.reporting import Reporter
@@ -31,6 +30,7 @@ from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import overflowed, run_step
 from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
 from varuna.engine.worker.worker_state import WorkerState
+from varuna.partition.batch_weight import WeightFunction
 from varuna.process.console import warn
 from varuna.process.threads import join_all
 

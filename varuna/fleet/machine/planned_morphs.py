@@ -175,14 +175,14 @@ def _consider_newcomers(turn: Transition, phase: Running) -> None:
     plan = plan_to_come(turn, known, len(fleet.available))
     weighing = weigh(
         running,
-        running if plan.same_work(running) else plan,  # an older prediction of the same work is no gain
+        plan,
         computing_s=fleet.step_wall_s * _steps_before_change(turn),
         stall_s=fleet.experience.stall_s(fleet.job, plan),
         exposed_s=_exposed_s(turn),
     )
     named = [name for name in newcomers if not fleet.is_member(name)] or newcomers
     who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
-    if weighing.pays and (weighing.faster > fleet.config.min_gain or weighing.spared_s > 0):
+    if weighing.is_worth(fleet.config.min_gain):
         turn.notice(f"{who} will be admitted: {weighing}")
         _regroup(turn, f"{who} joined")
         return

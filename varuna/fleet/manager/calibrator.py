@@ -27,8 +27,6 @@ from varuna.planner.pricing.predict import predict
 LEAST_S = 10.0
 """Of training in a generation: less is noise, and a run that is over by then needs no better plan."""
 LEAST_STEPS = 5
-_WORTH_A_MORPH = 0.10
-"""Share of the step time: predictions are not better than some percent."""
 
 _TOLD_APART = {
     "micro_batch": "m = {}",
@@ -162,8 +160,6 @@ class Calibrator:
             best = self.plan(known, len(fleet.available), fleet.micro_batch)
         except NoPlanError:
             return []
-        if best.same_work(plan):
-            return []  # a newer prediction of the same work is no gain
         weighing = weigh(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
             best,
@@ -171,7 +167,7 @@ class Calibrator:
             stall_s=fleet.experience.stall_s(job, best),
             exposed_s=0.0,  # the same workers: nobody becomes safer
         )
-        if not weighing.pays or weighing.faster <= _WORTH_A_MORPH:
+        if not weighing.is_worth(fleet.config.min_measured_gain):
             return []
         favoured = f"{_named(best, plan)} over {_named(plan, best)}"
         return [Notice(text=f"measured times favour {favoured}: {weighing}"), MorphRequested()]

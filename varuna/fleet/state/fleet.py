@@ -43,6 +43,8 @@ class FleetConfig:
     """Workers that join within this time are taken in together."""
     min_gain: float = 0.01
     """Share of the step time that a newcomer must save to be worth a morph."""
+    min_measured_gain: float = 0.10
+    """The same for another plan of the same workers, since predictions are not better than some percent."""
     hold_timeout_s: float = 120.0
     """From Hold (or Apply) until a worker that has not answered is killed."""
     start_timeout_s: float = 300.0

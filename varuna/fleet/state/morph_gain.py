@@ -64,6 +64,10 @@ class Weighing:
         """Whether the switch gains more than it costs."""
         return self.saved_s + self.spared_s > self.stall_s
 
+    def is_worth(self, least: float) -> bool:
+        """Whether it pays, and for more than a share ``least`` of the step time, or for safety."""
+        return self.pays and (self.faster > least or self.spared_s > 0)
+
     def __str__(self) -> str:
         if self.faster <= 0 and not self.spared_s:
             return "a plan with more workers would not be faster"
@@ -76,7 +80,7 @@ class Weighing:
 
 
 def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s: float) -> Weighing:
-    """Weigh a switch from ``old`` to ``new``.
+    """Weigh a switch from ``old`` to ``new``; another prediction of the same work is no gain.
 
     Args:
         old: what runs.
@@ -85,6 +89,6 @@ def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s
         stall_s: what the switch costs.
         exposed_s: work that the loss of a section's only holder would undo.
     """
-    faster = 1 - new.step_s / old.step_s if old.step_s > 0 else 0.0
+    faster = 1 - new.step_s / old.step_s if old.step_s > 0 and not new.same_work(old) else 0.0
     gains_safety = old.replicas == 1 < new.replicas
     return Weighing(computing_s * faster, stall_s, faster, _LOSSES * exposed_s if gains_safety else 0.0)
