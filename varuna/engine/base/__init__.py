@@ -1,4 +1,4 @@
-"""What the engine stands on: the one place where a training thread waits, how long, and c10d behind a seam.
+"""The engine's foundation: the one place where a training thread waits, bounds of waits, and torch's c10d.
 
 In: arrivals of all threads. Out: one event at a time, or an error that names rank, stage, step and action.
 """

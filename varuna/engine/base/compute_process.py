@@ -1,4 +1,4 @@
-"""What a process that computes sets for all of itself: threads, and on a CPU an allocator that keeps what it has."""
+"""Settings of a process that computes: threads, and on a CPU an allocator that keeps freed memory."""
 
 import os
 

@@ -37,7 +37,7 @@ class Inbox:
 
         Args:
             patience: bounds of waits.
-            who: waits here, for errors: the log that has them may be another rank's.
+            who: name of the waiting rank in errors, which another rank may log.
             rank: the same as a number.
             ranks: all that run a stage of the generation.
             tell: is given what people should hear of a wait that lasts.
@@ -77,7 +77,7 @@ class Inbox:
         self.over.set()
 
     def stir(self) -> None:
-        """Whoever waits looks again: something else has changed than what is here."""
+        """Let the waiting thread look again, after a change that is not an arrival."""
         with self._changed:
             self._changed.notify_all()
 
@@ -88,7 +88,7 @@ class Inbox:
 
     @property
     def ended(self) -> bool:
-        """The generation was aborted."""
+        """Whether the generation was aborted."""
         return self._failure is not None
 
     def has(self, key: Hashable) -> bool:
@@ -100,7 +100,7 @@ class Inbox:
         return isinstance(self._arrived.get(key), BaseException)
 
     def pace(self, *step_s: float) -> None:
-        """Steps take so long, as predicted and as measured: all ranks wait for each other that much longer at most."""
+        """Set how long a step takes, predicted or measured; bounds of waits for other ranks follow from it."""
         self._stalled_s, self._step_s = self.patience.stalled_after_s(*step_s), max(step_s, default=0.0)
 
     def busy_after_s(self, longest_s: float) -> float:

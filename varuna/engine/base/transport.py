@@ -20,14 +20,14 @@ FORMING_BOUND_S = 30.0
 
 
 class Work:
-    """A transfer under way; keeps its buffer alive."""
+    """A transfer in progress; keeps its buffer alive."""
 
     def __init__(self, work: Any, buffer: Tensor) -> None:
         self._work = work
         self.buffer = buffer
 
     def wait(self) -> Tensor:
-        """Block until it is through.
+        """Block until the transfer is done.
 
         Raises:
             RuntimeError: the peer is gone, the group was abandoned, or the bound has passed.
@@ -59,7 +59,7 @@ class Group:
         self.size = size
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Work:
-        """Start to send; ``buffer`` must stay as it is until it is through."""
+        """Start to send; ``buffer`` must not change until the transfer is done."""
         return Work(self._group.send([buffer], peer, tag), buffer)
 
     def receive(self, buffer: Tensor, peer: int, tag: int) -> Work:
@@ -101,7 +101,7 @@ class Group:
 
 
 def _bytes(values: Tensor) -> Tensor:
-    """The same memory: gloo does not know every dtype."""
+    """The same memory as bytes, since gloo does not know every dtype."""
     return values.view(torch.uint8)
 
 

@@ -23,7 +23,7 @@ from pydantic import Field
 from varuna.core.value import Value
 
 _NAMED = 4
-"""Ranks whose doing is told one by one."""
+"""Most ranks whose activity is told one by one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Patience:
     busy_times: float = 4.0
     """The same beside the longest such piece that ended well."""
     last_s: float = 86_400.0
-    """Whatever the reason."""
+    """Bound on any wait, whatever the reason."""
 
     def stalled_after_s(self, *step_s: float) -> float:
         """How long all ranks may wait for each other in a step, which takes ``step_s``: predicted, or measured."""
@@ -135,7 +135,7 @@ class Scene:
     """see ``Patience.stalled_after_s``"""
 
     def told(self, awaited: Awaited, waited_s: float) -> str:
-        """What to say of a wait that lasts."""
+        """The report of a wait that lasts."""
         return f"{self.who} has waited {waited_s:.0f} s for {_source(awaited)}{self._others(awaited)}"
 
     def fault(self, waiting: Waiting, now_s: float, patience: Patience) -> str | None:
@@ -181,7 +181,7 @@ class Scene:
         return min(each.read_s for each in known) - max(since_s, *(each.since_s for each in known))
 
     def _others(self, awaited: Awaited) -> str:
-        """What those do that are waited for, those at work first: the others wait for somebody themselves."""
+        """What the awaited ranks do: first those at work, then those that wait for others themselves."""
         known = [(rank, self.heard[rank].doing) for rank in awaited.on if rank in self.heard]
         known.sort(key=lambda each: bool(each[1].on))
         said = "; ".join(f"rank {rank}: {doing.text}" for rank, doing in known[:_NAMED])

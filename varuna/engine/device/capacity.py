@@ -1,4 +1,4 @@
-"""What this worker computes on: its name, and how many bytes a calibration may use of it."""
+"""The device of this worker: its name, and how many of its bytes a calibration may use."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def sharers(workers: int, gpus: int) -> int:
 
 
 def usable_bytes(device: torch.device, workers: int) -> int | None:
-    """Most of what is free, shared fairly by the ``workers`` of this machine; None where nobody knows."""
+    """Most of the free bytes, shared equally by the ``workers`` of this machine; None if unknown."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free * _SHARE / sharers(workers, torch.cuda.device_count()))

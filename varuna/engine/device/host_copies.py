@@ -91,7 +91,7 @@ CPU_COPIES = HostCopies()
 
 
 class StreamCopies(HostCopies):
-    """Those of a GPU: through pinned memory, on two streams.
+    """The copies of a GPU: through pinned memory, on two streams.
 
     Down follows the computation, up follows nothing: what has arrived crosses while the device still computes.
     """

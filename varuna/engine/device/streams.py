@@ -138,11 +138,11 @@ class CudaStreams:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     def memory(self) -> DeviceFacts:
-        """The GPU's."""
+        """Free and total bytes of the GPU."""
         found = torch.cuda.get_device_properties(self._device)
         return DeviceFacts(name=str(found.uuid), memory_bytes=found.total_memory)
 
 
 def streams_of(device: torch.device) -> Streams | None:
-    """Those of a GPU; None for the CPU, which is done when a call returns."""
+    """The streams of a GPU; None for the CPU, which is done when a call returns."""
     return CudaStreams(device) if device.type == "cuda" else None

@@ -42,7 +42,7 @@ class Compiler:
     backend: str | Backend
     """a name that ``torch.compile`` knows, or a backend itself"""
     is_compiling: bool = False
-    """just now, which may take long"""
+    """whether the backend is running, which may take long"""
     _compiled: dict[Hashable, Run] = field(default_factory=dict)
 
     def of(self, section: SectionGraph, arguments: Sequence[Any], seeded: Seeded) -> Run:
@@ -114,7 +114,7 @@ def compiler_of(choice: bool | str, device: torch.device) -> Compiler | None:
 
 
 def _missing(device: torch.device) -> str | None:
-    """What inductor needs and does not find; None if all is there."""
+    """What inductor needs and does not find; None if nothing is missing."""
     if device.type == "cuda":
         return None if importlib.util.find_spec("triton") else "the package triton"
     cxx = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
@@ -134,7 +134,7 @@ def _backend(name: str | Backend) -> Backend:
 
 
 def _drawing_as_eager() -> AbstractContextManager[object]:
-    """Inductor has a generator of its own, whose draws are not those of the uncompiled section."""
+    """In this block, inductor draws as eager code does, and not from a generator of its own."""
     import torch._inductor.config as inductor
 
     patched: AbstractContextManager[object] = inductor.patch(fallback_random=True)

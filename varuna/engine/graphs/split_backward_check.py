@@ -56,7 +56,7 @@ class Halves:
 
 
 def _agree(whole: Run, halves: Run, arguments: Sequence[Any], seeded: Seeded) -> bool:
-    """Both give the same results, and the same gradients of all arguments, bit for bit."""
+    """Whether both give the same results, and the same gradients of all arguments, bit for bit."""
     expected = outcome(whole, arguments, seeded)
     pending = PendingWeights()
     try:

@@ -17,7 +17,7 @@ _BYTES = 32
 
 
 def prove(group: Group, *, secret: str, name: str, rank: int, bound_s: float = PROOF_BOUND_S) -> None:
-    """Blocks until all other members of a group have proven that they know the secret, as this one does.
+    """Block until all members of a group, this one included, have proven that they know the secret.
 
     Args:
         group: just made.

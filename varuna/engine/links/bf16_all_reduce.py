@@ -6,7 +6,7 @@ from torch import Tensor
 from varuna.engine.base.transport import Group
 
 _AT_ONCE = 2**22
-"""Numbers that are on their way together: what they need beside the sums stays below 16 MiB."""
+"""Numbers that travel together, so that their buffers stay below 16 MiB."""
 
 
 def all_reduce_rounded(group: Group, values: Tensor) -> None:

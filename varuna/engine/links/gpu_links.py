@@ -152,7 +152,7 @@ class GpuChannel:
         self._pass(values, bound_s)
 
     def _pass(self, value: Tensor, bound_s: float) -> None:
-        """Wait until the device is through with what was asked for last."""
+        """Wait until the device has finished what was asked for last."""
         self._streams.keep(value, self._stream)  # an abort frees this thread before it frees the device
         self._until(self._communicator.ready, bound_s, "NCCL to launch")
         event = self._streams.mark(self._stream)

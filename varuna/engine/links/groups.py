@@ -61,14 +61,14 @@ def _shut(connections: list[socket.socket]) -> None:
 
 
 def _drop(abandoned: list[Groups]) -> None:
-    """Destructors of groups may join threads of theirs: let this thread wait for them."""
+    """Drop groups on this thread, since their destructors may join threads."""
     for groups in abandoned:
         groups.vote = groups.stage = None
         vars(groups).pop("world", None)
 
 
 def _drop_kept() -> None:
-    """Groups of sessions that have ended, in a process that went on: each has threads that wake 100 times a second."""
+    """Drop groups of earlier sessions of this process: each has threads that wake 100 times a second."""
     abandoned = list(_kept)
     del _kept[: len(abandoned)]
     for groups in abandoned:

@@ -66,7 +66,7 @@ class Sender:
             self._unready.put(message)
 
     def close(self) -> None:
-        """Let the threads end once everything is through or its group is abandoned."""
+        """Let the threads end once everything is sent or the group is abandoned."""
         (self._under_way if self._unready is None else self._unready).put(None)
 
     def _start(self, message: Packed) -> None:
@@ -188,7 +188,7 @@ class Courier:
         start(name, self._run)
 
     def submit(self, key: Hashable, work: Callable[[], object]) -> None:
-        """Queue ``work``; its result, or an exception that is no link's, arrives in the inbox under ``key``."""
+        """Queue ``work``; its result, or an exception that is not a link's, arrives in the inbox under ``key``."""
         self._queue.put((key, work))
 
     def close(self) -> None:
@@ -221,6 +221,6 @@ def _failure(error: Exception, what: str) -> Exception:
 
 
 def _first_line(error: BaseException) -> str:
-    """Without the place in gloo's sources, and what it guesses: both hide who was not reached."""
+    """The message without the place in gloo's sources, and without its guesses, which hide who was not reached."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return re.sub(r"\[[^\]]*\.(cc|cpp|h):\d+\] ?|\. This is typically caused by.*", "", line)[:300]

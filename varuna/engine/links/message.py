@@ -16,12 +16,12 @@ from varuna.partition.cut.split import Crossing
 
 _ALIGNMENT_BYTES = 64
 _DEVICE_ALIGNMENT_BYTES = 512
-"""That of torch's own allocations: kernels may be chosen by it, and what has arrived is computed with where it is."""
+"""Alignment of torch's own allocations: kernels may be chosen by it, and arrivals are used where they lie."""
 _DIGEST_BYTES = 8
 
 
 class Packed(NamedTuple):
-    """A message that is made."""
+    """A message that is ready to be sent, or will be."""
 
     buffer: Tensor
     """bytes in host memory; nobody looks at them before they are ready"""

@@ -38,7 +38,7 @@ class StepTimes(NamedTuple):
         return [took.seconds for took in self.actions if took.action.kind is kind]
 
     def per_micro_batch_s(self) -> tuple[float, float]:
-        """Compute of one micro-batch: forward, and backward with its recomputation; medians, as hiccups are no news."""
+        """Compute of one micro-batch: medians of F, and of B with its R, since outliers do not matter."""
         backward: dict[int, float] = {}
         for action, begin_s, end_s in self.actions:
             if action.kind is not Kind.FORWARD:

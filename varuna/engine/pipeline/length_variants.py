@@ -21,7 +21,7 @@ class Variants:
         self.several = bool(model.variants)
 
     def note(self, step: int, micro_batch: int, batch: MicroBatch) -> None:
-        """The samples are there.
+        """Note the graph for a micro-batch whose samples have been read.
 
         Raises:
             DataError: their length was not declared.
@@ -30,11 +30,11 @@ class Variants:
             self._known[step, micro_batch] = variant_of(self._model, batch.tensors, batch.indices)
 
     def of(self, step: int, micro_batch: int) -> int:
-        """Index into the model's graphs; the samples are there."""
+        """Index into the model's graphs, once the samples have been read."""
         return self._known[step, micro_batch] if self.several else 0
 
     def wait(self, step: int, micro_batch: int) -> bool:
-        """Wait until the samples are there; False if the generation ends first."""
+        """Wait until the samples have been read; False if the generation ends first."""
         if not self.several:
             return True
         try:
@@ -44,7 +44,7 @@ class Variants:
         return True
 
     def forget(self, before: int) -> None:
-        """Steps that are over."""
+        """Forget steps before ``before``."""
         if self.several:
             for key in [key for key in self._known if key[0] < before]:
                 del self._known[key]

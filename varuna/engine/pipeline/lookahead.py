@@ -53,7 +53,7 @@ class HostLookahead:
         self._note(self._waits, awaited)
 
     def acting(self) -> None:
-        """What choosing an action takes counts with it."""
+        """The time of choosing an action counts with it."""
 
     def acted(self, action: Action) -> None:
         """The action ends now."""
@@ -64,7 +64,7 @@ class HostLookahead:
         rows.append(Took(action, since_s, self._now_s))
 
     def finish(self) -> StepTimes:
-        """What the step took."""
+        """The times of the step."""
         return StepTimes(self._step, self._begin_s, self._now_s, tuple(self._actions), tuple(self._waits))
 
     def close(self) -> None:
@@ -82,7 +82,7 @@ class Noted(NamedTuple):
 
 
 class DeviceLookahead:
-    """The pace of a GPU: times come from its events, and one action may be queued after the running one."""
+    """The lookahead of a GPU: times come from its events, and one action may be queued after the running one."""
 
     def __init__(self, streams: Streams, inbox: Inbox) -> None:
         self._streams, self._inbox = streams, inbox
@@ -155,5 +155,5 @@ def times_of(step: int, noted: Sequence[Noted], at_s: Callable[[Event], float], 
 
 
 def pace_of(streams: Streams | None, inbox: Inbox) -> Lookahead:
-    """Return the pace for a device with these streams."""
+    """Return the lookahead for a device with these streams."""
     return HostLookahead() if streams is None else DeviceLookahead(streams, inbox)

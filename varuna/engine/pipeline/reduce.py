@@ -54,7 +54,7 @@ class Reducer:
         return tuple(sorted(homes - {self._rank}))
 
     def section_done(self, step: int, section: int) -> None:
-        """The section's last backward is through: its sums may leave."""
+        """Note that the section's last backward is done, so that its sums may be reduced."""
         flat = self._stage.buckets[section].flat
         group = self._groups.stage
         if group is not None and flat.numel():
@@ -125,14 +125,14 @@ class Reducer:
             self._votes.submit(("counted", step), lambda: group.all_reduce(table))
 
     def added_up(self, step: int) -> None:
-        """Wait until that is done."""
+        """Wait until the counts of ``add_up`` are summed."""
         plan, last = self._plan, self._plan.stages - 1
         counting = (plan.rank_of(replica, last) for replica in range(plan.replicas))
         on = tuple(rank for rank in counting if rank != self._rank)
         self._take(("counted", step), f"what the other replicas counted (step {step})", on)
 
     def tally(self, step: int, vector: Tensor) -> tuple[float, ...]:
-        """Sum what will be voted on: nobody may commit on it."""
+        """Sum what will be voted on; this is not the vote, and nobody may commit on it."""
         group, known = self._groups.vote, vector.clone()
         assert group is not None
         self._votes.submit(("tally", step), lambda: group.all_reduce(known))

@@ -143,7 +143,7 @@ class Runtime:
         )
 
     def _new_stash(self, policy: Policy) -> InputStash:
-        """Empty, for one step; keyed by global micro-batch."""
+        """An empty stash for one step, keyed by global micro-batch."""
         order = [self._mine[local] for local in policy.backward_order]
         if not self._plan.stash_on_device:
             return InputStash(order)
@@ -237,7 +237,7 @@ class Runtime:
     def _arrived(self, step: int, policy: Policy) -> tuple[int, int]:
         """How many inputs and gradients have come so far, in the order of their use; both only grow.
 
-        An input counts once its F has a place for what it makes: the next stage, or the network, may be behind. Its
+        An input counts once its F has a place for what it makes: the next stage, or the network, may be late. Its
         receiver takes whatever comes, so that this waits for no action of any stage, and no order can block itself.
         """
         total = len(self._mine)
@@ -252,7 +252,7 @@ class Runtime:
 
     @property
     def _places(self) -> int:
-        """For messages that leave: so many more forwards may run."""
+        """How many more forwards may run before the next stage has taken messages."""
         return len(self._mine) if self._downstream is None else max(0, MESSAGES_LEAVING - self._downstream.waiting)
 
     def _has_input(self, step: int, micro_batch: int) -> bool:
@@ -352,7 +352,7 @@ class Runtime:
         self._stage.weight_backward(flight.left, self._done(step, is_final))
 
     def _done(self, step: int, is_final: bool) -> Callable[[int], None]:
-        """Called when a section has finished a micro-batch: after the last one its sums may leave."""
+        """A function to call when a section has finished a micro-batch; after the last one it starts the reduction."""
         return (lambda section: self._reducer.section_done(step, section)) if is_final else (lambda section: None)
 
     def _gradients(self, step: int, micro_batch: int, flight: Flight) -> dict[str, Tensor]:
@@ -375,7 +375,7 @@ class Runtime:
             self._upstream.send(layout.pack(gradients, copies=self._copies_of(layout)))
 
     def _here(self, key: tuple[str, int, int]) -> Any:
-        """What the action that runs needs: the policy saw it arrive."""
+        """Take what the running action needs; the policy has seen it arrive."""
         return self._inbox.take(key, lambda: Awaited(f"the {key[0]} of micro-batch {key[2]} (step {key[1]})"))
 
     def _take_batch(self, step: int, micro_batch: int) -> MicroBatch | None:

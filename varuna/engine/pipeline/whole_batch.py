@@ -24,12 +24,12 @@ AddUp = Callable[[Tensor], None]
 
 
 class WholeBatch:
-    """Of one rank in one generation, or in one evaluation."""
+    """The numbers of one rank in one generation, or in one evaluation."""
 
     def __init__(
         self, model: PartitionedModel, buffers: Mapping[str, Tensor], plan: Plan, rank: int, inbox: Inbox
     ) -> None:
-        """Nothing is counted yet.
+        """Begin with nothing counted.
 
         Args:
             model: in the mode that runs.
@@ -149,7 +149,7 @@ class WholeBatch:
             return len(self._rows.get(step, ())) == len(self._mine)
 
     def numbers(self, variant: int, size: int) -> dict[str, Tensor]:
-        """What sections are given for a micro-batch of so many examples."""
+        """Numbers that sections are given for a micro-batch of ``size`` examples."""
         if not self.reads:
             return {}
         return {**self._numbers[variant], SHARE: torch.tensor(size / self._plan.global_batch)}

@@ -18,7 +18,7 @@ from varuna.partition.cut.split import SectionGraph
 
 
 class Statistics:
-    """Those of one step, for the sections of one stage."""
+    """Statistics of one step, for the sections of one stage."""
 
     def __init__(self, sections: Sequence[SectionGraph], plan: Plan, copies: HostCopies) -> None:
         self._sections = {section.index: section for section in sections if section.updates}
@@ -28,7 +28,7 @@ class Statistics:
         self._complete: dict[int, list[dict[str, Tensor]]] = {}
 
     def clear(self) -> None:
-        """A step begins, perhaps again."""
+        """Forget all: a step begins, perhaps again."""
         self._noted.clear()
         self._complete.clear()
 

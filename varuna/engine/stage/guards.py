@@ -26,7 +26,7 @@ class Truths:
         self._found[micro_batch, section.index] = section.truths, flat
 
     def clear(self) -> None:
-        """Forget them: the step begins again."""
+        """Forget all truths: the step begins again."""
         self._found = {}
 
     def take_false(self) -> tuple[int, str] | None:
@@ -57,7 +57,7 @@ class Truths:
 
 
 def another_way(place: str, indices: Sequence[int]) -> str:
-    """What to say of a branch at ``place`` that goes another way for samples than it was captured."""
+    """The message about a branch at ``place`` that goes another way for samples than it was captured."""
     return (
         f"forward() branches on a computed value at {place}, and the batch of dataset indices {list(indices)} "
         "takes another branch than the one that was captured (that of the first samples with the constructor's "

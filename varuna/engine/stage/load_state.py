@@ -1,4 +1,4 @@
-"""What a stage takes over from the states of its sections: parameters, buffers, optimizer state, loss scale."""
+"""What a stage takes from the states of its sections: parameters, buffers, optimizer state, loss scale."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
@@ -84,7 +84,7 @@ def is_lent_along(name: str) -> bool:
 
 
 def loss_scale_of(states: States) -> LossScale:
-    """As the newest step left it: every section's state carries it, so that it goes wherever state goes."""
+    """The loss scale after the newest step, which the state of every section carries."""
     for state in states.values():
         match state.scalars.get(LOSS_SCALE):
             case [float(value), int(good_steps)]:

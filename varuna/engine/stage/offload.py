@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, and with it the fp32 parameters behind half-precision copies.
+"""Optimizer state in host memory, and with it the fp32 parameters of which sections use half-precision copies.
 
 At the end of a step each section's state passes through the device: while one section is updated, the next one's
 state is on its way in. Each section has an optimizer of its own, which the user's factory builds as it would on a
@@ -24,7 +24,7 @@ _NOT_SHARED = (
 
 
 class OffloadedOptimizer:
-    """In place of a ``StageOptimizer``: one for each section, whose state lives in host memory between steps."""
+    """Replaces ``StageOptimizer``: one optimizer for each section, whose state lives in host memory between steps."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Section:
         return self._copies.fetch([*(master.detach() for master in self._masters.values()), *state], after)
 
     def update(self, fetched: list[Tensor], written: Written) -> list[tuple[Tensor, Tensor]]:
-        """Step on what was fetched; what is to be brought back, and where to. ``fetched`` is empty afterwards."""
+        """Step on what was fetched, and empty ``fetched``; returns what is to be copied back, and where to."""
         for name in self._masters:
             self.held[name].data = fetched.pop(0)
             self.held[name].grad = self._gradients[name]

@@ -82,7 +82,7 @@ class StageOptimizer:
         return self._named
 
     def prepare(self) -> None:
-        """A step is about to be applied: nothing to do, with everything at hand."""
+        """Get ready to apply a step: nothing to do, since all state is on the device."""
 
     def update(self, written: Written) -> None:
         """Apply the gradients, and show the new parameters to ``written``."""

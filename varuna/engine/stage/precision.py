@@ -49,7 +49,7 @@ class ComputeCopies:
         return self._copies[name]
 
     def refresh(self, written: Mapping[str, Tensor]) -> None:
-        """The optimizer has changed these parameters."""
+        """Renew the copies of parameters that the optimizer has changed."""
         if not self._is_copy:
             return
         with torch.no_grad():
@@ -59,7 +59,7 @@ class ComputeCopies:
 
 
 class HalfGradients:
-    """Of parameters that the model itself trains in half precision, in a run in fp32: fp32 sums, rounded once."""
+    """Gradients of parameters that the model has in half precision, in an fp32 run: fp32 sums, rounded once."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sums: Mapping[str, Tensor]) -> None:
         self._pairs = [
@@ -74,6 +74,6 @@ class HalfGradients:
             parameter.grad = total.to(parameter.dtype)
 
     def hide(self) -> None:
-        """Let a backward add to nothing that is summed already."""
+        """Hide the gradients again, so that no backward adds to them."""
         for parameter, _ in self._pairs:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""One section at work: forward without or with a graph, and backward.
+"""Runs one section: forward without or with a graph, and backward.
 
 Values are detached at every section boundary, also within a stage, so that a section computes the same bits
 wherever the stage boundaries lie.
@@ -137,7 +137,7 @@ class SectionRunner:
         return self._runs[examples.size]
 
     def _taken(self, values: Mapping[str, Tensor]) -> list[Tensor]:
-        """What the section takes, as leaves of its own; F and R are given the same kind."""
+        """The values that the section takes, as leaves of its own; F and R get the same kind."""
         return [
             values[name].detach().requires_grad_() if grad else values[name]
             for name, grad in zip(self.section.takes, self._grad_taken, strict=True)

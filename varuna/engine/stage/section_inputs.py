@@ -1,4 +1,4 @@
-"""From a micro-batch as it was read to what the sections of a stage are given."""
+"""From a micro-batch as it was read to the inputs of a stage's sections."""
 
 from collections.abc import Mapping
 

@@ -27,7 +27,7 @@ _NOT_SHARED = (
 
 
 class SharedOptimizerState:
-    """What of a stage's optimizer state one replica holds: everything, unless the job shares it out."""
+    """The part of a stage's optimizer state that one replica holds: everything, unless the job shards it."""
 
     def __init__(self, plan: Plan, job: Job, stage: int, replica: int) -> None:
         self.replica, self.replicas = replica, plan.replicas
@@ -56,7 +56,7 @@ class SharedOptimizerState:
         self.complete = self.complete and (overflowed or not self.lent)
 
     def alone(self) -> AbstractContextManager[None]:
-        """While an optimizer steps that other replicas do not step at the same time."""
+        """In this block an optimizer steps that other replicas do not step at the same time."""
         return forbidden(_NOT_SHARED) if self._is_shared else nullcontext()
 
     def rounds(self) -> list[list[tuple[int, int]]]:

@@ -270,7 +270,7 @@ class Stage:
     # -- gradients -----------------------------------------------------------------------------------
 
     def clear_gradients(self) -> None:
-        """Start a step: sums at zero."""
+        """Start a step: set all sums to zero."""
         for bucket in self.buckets.values():
             bucket.flat.zero_()
         self._halves.hide()

@@ -91,7 +91,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
 
 
 def _holdings(model: PartitionedModel, plan: Plan) -> Iterator[_Holding]:
-    """All of them, those of the same thing next to each other."""
+    """All holdings, those of the same thing next to each other."""
     for section in model.sections:
         label = f"section {section.index} ({section.label})"
         keys = tuple(f"parameters/{name}" for name in dict.fromkeys(section.parameters))

@@ -35,7 +35,7 @@ _AHEAD = 8
 
 
 class EvaluationSums(NamedTuple):
-    """Over all examples of an evaluation; the same numbers on every rank and in every plan."""
+    """Sums over all examples of an evaluation; the same numbers on every rank and in every plan."""
 
     loss: float
     """weighted mean"""

@@ -289,5 +289,5 @@ def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
 
 
 def _belongs(parameters: tuple[str, ...], name: str) -> bool:
-    """Whether an entry of a section's state is of one of ``parameters``."""
+    """Whether an entry of a section's state belongs to one of ``parameters``."""
     return any(name == f"parameters/{p}" or name.startswith(f"optimizer/{p}/") for p in parameters)

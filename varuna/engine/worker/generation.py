@@ -79,7 +79,7 @@ class Generation:
         return span(name, rank=self.assignment.rank, stage=self.stage.index, step=step)
 
     def close(self, *, exiting: bool = False) -> None:
-        """Abandon it without waiting for anyone."""
+        """Abandon the generation without waiting for anyone."""
         self.inbox.abort(GenerationEnded(self.assignment.generation))
         self.runtime.close()
         self.reducer.close()
@@ -95,7 +95,7 @@ def form(
     doing: Callable[[int], Doing],
     give_up: Callable[[str], None],
 ) -> Formed:
-    """Groups, and the state of this rank's sections; blocks until all members are there, or the inbox is aborted.
+    """Make groups and get the state of this rank's sections; blocks until all members are there, or the inbox aborts.
 
     Args:
         setting: of the worker.
@@ -151,7 +151,7 @@ def form(
 
 
 def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
-    """The user's code builds the model here, and runs it on the first samples.
+    """First values; the user's code builds the model here, and runs it on the first samples.
 
     Raises:
         ModelError: it raised what would pass for a broken link.
@@ -169,14 +169,14 @@ def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Ma
 
 
 def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
-    """This rank's stage with its state."""
+    """Build this rank's stage with its state."""
     plan = assignment.plan
     place = plan.place_of(assignment.rank)
     return Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica)
 
 
 def open_generation(setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage) -> Generation:
-    """Links, loader and reductions of a formed generation."""
+    """Open links, loader and reductions of a formed generation."""
     plan, rank = assignment.plan, assignment.rank
     reducer = Reducer(stage, plan, rank, groups, inbox)
     runtime = Runtime(

@@ -9,10 +9,10 @@ from varuna.core.times import Carried, RankTimes, Typical
 from varuna.engine.pipeline.action_times import StepTimes
 
 WARM_STEPS = 2
-"""Of a generation, not told: the first is applied tentatively, the optimizer builds its state, caches are cold."""
+"""First steps of a generation, which are not reported: the optimizer builds its state, and caches are cold."""
 
 _STEPS_KEPT, _TRANSFERS_KEPT = 1_000, 20_000
-"""The newest ones: without a manager nobody drains, and a run must not grow."""
+"""Most steps and transfers that are kept: without a manager nobody drains them, and memory must not grow."""
 
 
 class Reporter:
@@ -26,7 +26,7 @@ class Reporter:
         self._reductions: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
 
     def begin(self) -> None:
-        """A new generation: what came before was under another plan."""
+        """Begin a generation: drop what was under another plan."""
         with self._lock:
             self._skip = WARM_STEPS
             self._clear()
@@ -40,7 +40,7 @@ class Reporter:
         messages: Sequence[tuple[int, float]],
         reductions: Sequence[tuple[int, float]],
     ) -> None:
-        """A step is through.
+        """Take the times of a step.
 
         Args:
             times: its actions and waits.
@@ -58,7 +58,7 @@ class Reporter:
             self._reductions += reductions
 
     def drain(self) -> RankTimes | None:
-        """What has been since the last call; None if that was no whole step."""
+        """Times since the last call; None if no whole step was done."""
         with self._lock:
             if not self._steps:
                 return None

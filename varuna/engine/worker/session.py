@@ -36,7 +36,7 @@ from varuna.process.threads import join_all
 
 _EXIT_BOUND_S = 5.0
 _RECENT_STEPS = 32
-"""The median of so many tells how long a step takes: one may compile, or wait for code of the training loop."""
+"""The median of this many steps tells how long a step takes: a single one may compile, or wait for user code."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class Session:
         self._membership.leaving(standing.next_step or 0)
 
     def _save_the_end(self) -> None:
-        """A rank that was told the verdict on the last step has its part of the last checkpoint to write, too."""
+        """Write this rank's part of the last checkpoint, also if it got the last step by a verdict."""
         stage, assignment = self.standing.stage, self._assignment
         if stage is None or assignment is None or self._saver is None or not self.standing.is_over(self._facts.steps):
             return
@@ -208,7 +208,7 @@ class Session:
         return False
 
     def _form(self, assignment: Assignment) -> Generation | None:
-        """Groups, state, stage; None for a spare."""
+        """Form a generation: groups, state, stage; None for a spare."""
         standing, plan = self.standing, assignment.plan
         inbox = Inbox(self._patience, who=_who(assignment), rank=assignment.rank, ranks=range(plan.workers))
         standing.enter(assignment.generation, inbox)
@@ -304,7 +304,7 @@ class Session:
             self._saver.save(stage, assignment)
 
     def _farewell(self) -> None:
-        """Nobody closes a link that a slower rank still needs for the last vote.
+        """Wait for slower ranks, which still need the links for the last vote.
 
         The run is complete by then: whoever is gone already is not missed.
         """

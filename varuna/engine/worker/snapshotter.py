@@ -1,4 +1,4 @@
-"""When a rank saves, and what: its share of the sections, copied at the end of a step, written in the background."""
+"""When a rank saves, and what: its parts of the sections, copied at the end of a step, written in the background."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ FLUSH_BOUND_S = 600.0
 
 
 class _Snapshot(NamedTuple):
-    """What the buffer holds, and of which generation."""
+    """The content of the buffer, and its generation."""
 
     assignment: Assignment
     step: int
@@ -62,7 +62,7 @@ class Snapshotter:
     def is_due(self, step: int) -> bool:
         """Whether the state after ``step`` should be saved; asked on rank 0 before it runs, told to all by the vote.
 
-        Of the ends of steps, the one that is nearest to the wished moment is taken.
+        The end of a step that is nearest to the due moment is taken.
         """
         if isinstance(self._every, int):
             return (step + 1) % self._every == 0
@@ -73,7 +73,7 @@ class Snapshotter:
         return now_s + 1.5 * self._step_s - self._last_s >= self._every.total_seconds()
 
     def begin(self, stage: Stage, assignment: Assignment) -> None:
-        """A generation starts: write what the dead of the one before have not, and make room for its snapshots.
+        """Begin a generation: write what lost ranks of the last one have not, and make room for its snapshots.
 
         Both happen in the background. Only who lives through a morph has something to write for others.
         """
@@ -81,7 +81,7 @@ class Snapshotter:
             forsaken = _forsaken(self._snapshot, set(assignment.members))
             if forsaken:
                 self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
-        self._snapshot, self._asked = None, (-2, 0.0)  # a morph is no step
+        self._snapshot, self._asked = None, (-2, 0.0)  # a morph is not a step
         stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: _expected_state(stage, section) for section in stage.shares.held}
         size_bytes = needed_bytes(self._shares(stage, assignment, expected))
@@ -115,7 +115,7 @@ class Snapshotter:
             )
 
     def close(self) -> None:
-        """The process ends: let the writer finish what it can in a moment."""
+        """Let the writer finish what it can in a moment: the process ends."""
         self._writer.close()
 
     def _shares(self, stage: Stage, assignment: Assignment, states: Mapping[int, SectionState]) -> list[Share]:
@@ -129,7 +129,7 @@ class Snapshotter:
 
 
 def check_writable(store: Store) -> None:
-    """Find out now, not at the first save.
+    """Check now, not at the first save, that the store can be written.
 
     Raises:
         CheckpointError: nothing can be written there.

@@ -50,7 +50,7 @@ def exchange(
 
 
 def _lent(state: SectionState) -> SectionState:
-    """The section for a rank that does not update it."""
+    """The section's state for a rank that does not update it."""
     return SectionState(
         state.section,
         {name: value for name, value in state.tensors.items() if is_lent_along(name)},

@@ -27,7 +27,7 @@ def run_step(
     """Run and apply ``step``. Nothing may interrupt between the vote's result and the apply.
 
     Args:
-        generation: formed.
+        generation: a formed one.
         step: the stage's next one.
         flags: what this rank says in the vote besides norms and losses.
         shares: apply before the vote, for a job whose steps talk across stages (or may: the first one finds out).
@@ -104,7 +104,7 @@ def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> Non
 
 
 def layout_of(stage: Stage) -> VoteLayout:
-    """What lies where in the votes of a stage's plan."""
+    """Layout of the votes under a stage's plan."""
     plan = stage.plan
     return VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=stage.job.model.metrics)
 

@@ -1,4 +1,4 @@
-"""Which line of the user's code a thread is at, seen from another one: so that who waits for it can say where it is."""
+"""Which line of the user's code a thread is running, seen from another thread, for reports of waits."""
 
 import sys
 import sysconfig
@@ -16,11 +16,11 @@ _SKIPPED = (str(Path(torch.__file__).parent), sysconfig.get_path("stdlib"), "<")
 _SITE = "site-packages"
 _READS = "varuna-loader"
 _DEBUGGERS = ("pdb.py", "bdb.py", "debugpy", "pydevd", "IPython")
-"""Parts of paths: somebody looks at the process, and takes the time that it takes."""
+"""Parts of paths of debuggers: a debugged process may take any time."""
 
 
 class Whereabouts(NamedTuple):
-    """Of a thread."""
+    """Where a thread is."""
 
     place: str
     """``file:line`` of the user's code that runs; empty if none does"""
@@ -30,7 +30,7 @@ class Whereabouts(NamedTuple):
 
     @property
     def stack(self) -> str:
-        """For people. Every heartbeat asks where a thread is, and reads no source files for that."""
+        """The stack as text. Heartbeats do not ask for it, so that they read no source files."""
         return "" if self.frame is None else "".join(traceback.format_stack(self.frame))
 
 

@@ -1,4 +1,4 @@
-"""Where a worker stands: its generation, the state that it holds, and what it reports when a generation ends.
+"""A worker's state: its generation, the sections that it holds, and what it reports when a generation ends.
 
 The training thread runs everything here but ``on_hold`` and ``on_flag``, which the membership calls on its own
 thread. Whoever finds the state at rest (between steps, or no part of a generation) may report it.
@@ -64,7 +64,7 @@ class WorkerState:
                 raise GenerationEnded(generation)
 
     def forget_votes(self) -> None:
-        """Begin anew or from a checkpoint: older votes are of steps that will be run again."""
+        """Forget votes, since their steps will be run again: the run begins anew, or from a checkpoint."""
         self._votes.clear()
 
     def take(self, stage: Stage | None) -> None:
@@ -109,7 +109,7 @@ class WorkerState:
         return stage.next_step == steps or layout_of(stage).read(newest.vector).stop
 
     def apply_verdict(self, directive: Apply) -> None:
-        """The verdict is COMMIT: some survivor held the vote's result, and here the reduced gradients wait."""
+        """Apply a COMMIT: some survivor held the vote's result, and the reduced gradients are still here."""
         with self._lock:
             if self.stage is None:
                 raise WorkerError("was told to apply a step, but holds no state")
@@ -121,7 +121,7 @@ class WorkerState:
 
     @contextmanager
     def resting(self, *, regroup: bool) -> Iterator[None]:
-        """The user's code runs: the state is at rest, and a hold is answered at once.
+        """In this block the user's code runs: the state is at rest, and a hold is answered at once.
 
         A planned regroup waits for that code, which may evaluate, unless the manager loses patience.
         """
@@ -136,7 +136,7 @@ class WorkerState:
             self._at_rest = False
 
     def on_hold(self, generation: int) -> None:
-        """The manager has ended a generation."""
+        """End a generation, since the manager has."""
         with self._lock:
             self._ended = max(self._ended, generation)
             if generation < self.generation and self.generation >= 0:
@@ -147,18 +147,18 @@ class WorkerState:
                 self._inbox.abort(GenerationEnded(generation))
 
     def on_flag(self, generation: int, flag: Flag) -> None:
-        """The manager wants all ranks to do the same after one step."""
+        """Put the manager's flag into the next vote, so that all ranks act after the same step."""
         with self._lock:
             self._asked[flag] = generation
 
     def give_up(self, generation: int) -> None:
-        """The training thread has stopped: report, unless that is done."""
+        """Report that the training thread has stopped, unless that is done."""
         with self._lock:
             self._at_rest = True
             self._end(max(generation, self._ended))
 
     def suspend(self, generation: int) -> None:
-        """A link broke: the manager finds out who is gone, and ends the generation."""
+        """Stop after a broken link; the manager finds out who is gone, and ends the generation."""
         with self._lock:
             self._at_rest = True
             if self._ended >= generation:
