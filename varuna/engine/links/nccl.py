@@ -1,17 +1,17 @@
-"""The seam to NCCL: its C functions, called as they are.
+"""The seam to NCCL, by NVIDIA's own binding, nccl4py.
 
 torch's ``ProcessGroupNCCL`` is not used: it runs on streams of its own, connects when it is first used, and brings a
 watchdog per group that ends the process when a peer is gone, which is when a worker must go on. NCCL itself needs four
 calls: connect without blocking, queue on a given stream, look for errors, abort.
 """
 
-import ctypes
 import fcntl
 import os
 import socket
 import struct
 import threading
-from ctypes import POINTER, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,123 +21,95 @@ from varuna.core.errors import UsageError
 from varuna.engine.device.streams import Stream
 
 _SUCCESS, _IN_PROGRESS = 0, 7
-_BYTES, _FLOATS, _SUM = 0, 7, 0
-_IDENTITY_BYTES = 128
-_OLDEST = 21400
-"""2.14, the first that connects without blocking."""
 _ADDRESS_OF_INTERFACE = 0x8915
 """SIOCGIFADDR"""
 
 
-class _Identity(ctypes.Structure):
-    _fields_ = [("internal", c_char * _IDENTITY_BYTES)]
-
-
-class _Config(ctypes.Structure):
-    """The fields of version 2.14; newer libraries take what follows from their defaults."""
-
-    _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
-
-
-_FUNCTIONS: dict[str, list[Any]] = {
-    "ncclGetVersion": [POINTER(c_int)],
-    "ncclGetUniqueId": [POINTER(_Identity)],
-    "ncclCommInitRankConfig": [POINTER(c_void_p), c_int, _Identity, c_int, POINTER(_Config)],
-    "ncclCommGetAsyncError": [c_void_p, POINTER(c_int)],
-    "ncclCommAbort": [c_void_p],
-    "ncclSend": [c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
-    "ncclRecv": [c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
-    "ncclAllReduce": [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p],
-}
-
-
-def load(name: str = "libnccl.so.2") -> Any:
-    """The library, which torch has loaded for itself where it is built with CUDA.
+def load() -> Any:
+    """Return the binding, ``nccl.core``; it finds the NCCL that torch brings where it is built with CUDA.
 
     Raises:
-        UsageError: there is none, or it is too old.
+        UsageError: the binding is not installed, or finds no library.
     """
-    advice = 'Leave links= out to send through host memory. (links="nccl" uses the NCCL that torch brings.)'
     try:
-        library: Any = ctypes.CDLL(name)
-    except OSError as error:
-        raise UsageError(f'links="nccl" needs {name}, which cannot be loaded ({error}). {advice}') from None
-    for function, arguments in _FUNCTIONS.items():
-        if hasattr(library, function):
-            getattr(library, function).argtypes = arguments
-    for function, arguments in (("ncclGetErrorString", [c_int]), ("ncclGetLastError", [c_void_p])):
-        getattr(library, function).argtypes, getattr(library, function).restype = arguments, c_char_p
-    version = c_int()
-    _check(library, library.ncclGetVersion(version))
-    if version.value < _OLDEST:
-        raise UsageError(f'links="nccl" needs NCCL 2.14 or newer, but found {version.value}. {advice}')
-    return library
+        from nccl import core
 
-
-def _check(library: Any, result: int) -> bool:
-    """Whether it is done; not yet, else."""
-    if result not in (_SUCCESS, _IN_PROGRESS):
-        what, detail = library.ncclGetErrorString(result), library.ncclGetLastError(None)
-        raise RuntimeError(f"NCCL: {what.decode()}; {(detail or b'').decode(errors='replace')}")
-    return result == _SUCCESS
+        core.get_version()
+    except (ImportError, RuntimeError) as error:  # the latter: no library
+        raise UsageError(
+            f'links="nccl" needs nccl4py and the NCCL that torch brings ({error}). Install varuna-train[nccl] where '
+            "torch is built with CUDA, or leave links= out to send through host memory."
+        ) from None
+    return core
 
 
 class NcclCommunicator:
     """A ``gpu_links.Communicator`` of NCCL."""
 
-    def __init__(self, library: Any, handle: c_void_p) -> None:
-        self._library, self._handle = library, handle
+    def __init__(self, core: Any, communicator: Any) -> None:
+        self._core, self._communicator = core, communicator
         self._lock = threading.Lock()  # NCCL takes one call at a time per communicator; none of them blocks
 
     def send(self, buffer: Tensor, peer: int, stream: Stream) -> None:
         """See ``gpu_links.Communicator``."""
-        self._call(self._library.ncclSend, buffer.data_ptr(), buffer.nbytes, _BYTES, peer, stream=stream)
+        with self._called() as communicator:
+            communicator.send(buffer, peer, stream=stream.cuda_stream)
 
     def receive(self, buffer: Tensor, peer: int, stream: Stream) -> None:
         """See ``gpu_links.Communicator``."""
-        self._call(self._library.ncclRecv, buffer.data_ptr(), buffer.nbytes, _BYTES, peer, stream=stream)
+        with self._called() as communicator:
+            communicator.recv(buffer, peer, stream=stream.cuda_stream)
 
     def all_reduce(self, values: Tensor, stream: Stream) -> None:
         """See ``gpu_links.Communicator``."""
         assert values.dtype is torch.float32
         assert values.is_contiguous()
-        place = values.data_ptr()
-        self._call(self._library.ncclAllReduce, place, place, values.numel(), _FLOATS, _SUM, stream=stream)
+        with self._called() as communicator:
+            communicator.allreduce(values, values, self._core.SUM, stream=stream.cuda_stream)
 
     def ready(self) -> bool:
         """See ``gpu_links.Communicator``."""
-        state = c_int()
-        with self._lock:
-            _check(self._library, self._library.ncclCommGetAsyncError(self._alive(), state))
-            return _check(self._library, state.value)
+        with self._called() as communicator:
+            state = int(communicator.get_async_error())
+        if state not in (_SUCCESS, _IN_PROGRESS):
+            raise RuntimeError(f"NCCL: {self._core.get_error_string(state)}")
+        return state == _SUCCESS
 
     def abort(self) -> None:
         """See ``gpu_links.Communicator``."""
         with self._lock:
-            handle, self._handle = self._handle, c_void_p()
-            if handle:
-                self._library.ncclCommAbort(handle)
+            if self._communicator.is_valid:
+                self._communicator.abort()
 
-    def _call(self, function: Any, *arguments: int, stream: Stream) -> None:
-        with self._lock:
-            _check(self._library, function(*arguments, self._alive(), stream.cuda_stream))
+    @contextmanager
+    def _called(self) -> Iterator[Any]:
+        with self._lock, _reported():
+            if not self._communicator.is_valid:
+                raise RuntimeError("the communicator was aborted")
+            yield self._communicator
 
-    def _alive(self) -> c_void_p:
-        if not self._handle:
-            raise RuntimeError("the communicator was aborted")
-        return self._handle
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """The binding's errors have no base of their own."""
+    try:
+        yield
+    except RuntimeError:
+        raise
+    except Exception as error:
+        raise RuntimeError(f"NCCL: {error}") from error
 
 
 class Nccl:
     """A ``gpu_links.Fabric`` of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """Load the library.
+        """Load the binding.
 
         Raises:
             UsageError: there is none that will do.
         """
-        self._device, self._library = device, load()
+        self._device, self._core = device, load()
 
     def bind(self, interface_host: str) -> None:
         """Before the first communicator: NCCL reads this once. ``NCCL_SOCKET_IFNAME`` as the user set it stays."""
@@ -146,17 +118,17 @@ class Nccl:
 
     def offer(self) -> bytes:
         """See ``gpu_links.Fabric``."""
-        identity = _Identity()
-        _check(self._library, self._library.ncclGetUniqueId(identity))
-        return bytes(identity)
+        with _reported():
+            return bytes(self._core.get_unique_id())
 
     def connect(self, identity: bytes, rank: int, size: int) -> NcclCommunicator:
         """See ``gpu_links.Fabric``."""
-        config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, _OLDEST, blocking=0)
-        handle, whole = c_void_p(), _Identity.from_buffer_copy(identity)
-        with torch.cuda.device(self._device):
-            _check(self._library, self._library.ncclCommInitRankConfig(handle, size, whole, rank, config))
-        return NcclCommunicator(self._library, handle)
+        core = self._core
+        with torch.cuda.device(self._device), _reported():
+            communicator = core.Communicator.init(
+                size, rank, core.UniqueId.from_bytes(identity), core.NCCLConfig(blocking=False)
+            )
+        return NcclCommunicator(core, communicator)
 
 
 def interface_with(address: str) -> str | None:

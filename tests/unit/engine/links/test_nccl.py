@@ -1,7 +1,8 @@
-"""The seam to NCCL, over a library that only notes what it is given; and the library itself, where there is one."""
+"""The seam to NCCL, over a binding that only notes what it is given; and the binding itself, where there is one."""
 
-import ctypes
 import os
+import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,44 +15,51 @@ from varuna.engine.links import nccl
 from varuna.engine.links.nccl import Nccl, NcclCommunicator, interface_with, load
 
 STREAM = SimpleNamespace(cuda_stream=99)
-HANDLE = 77
+ERRORS = {2: "unhandled system error", 6: "remote process exited"}
+
+
+class BindingError(Exception):
+    """What nccl4py raises."""
 
 
 class Noting:
-    """Functions of NCCL, as ctypes would call them."""
+    """Functions of ``nccl.core``, and its communicator."""
+
+    SUM = "sum"
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.result = self.state = 0
+        self.is_valid = True
+        self.Communicator = SimpleNamespace(init=self.init)
+        self.UniqueId = SimpleNamespace(from_bytes=lambda data: ("identity", data))
+        self.NCCLConfig = lambda **options: options
+        self.send, self.recv, self.allreduce = map(self.noted, ("send", "recv", "allreduce"))
 
-    def ncclCommInitRankConfig(self, handle: Any, size: int, identity: Any, rank: int, config: Any) -> int:
-        assert (config.size, config.magic, config.version, config.blocking) == (24, 0xCAFEBEEF, 21400, 0)
-        self.calls.append(("init", size, bytes(identity), rank))
-        handle.value = HANDLE
-        return 7
+    def init(self, size: int, rank: int, identity: tuple[str, bytes], config: dict[str, Any]) -> "Noting":
+        self.calls.append(("init", size, rank, identity, config))
+        return self
 
-    def ncclGetUniqueId(self, identity: Any) -> int:
-        ctypes.memset(ctypes.addressof(identity), 5, ctypes.sizeof(identity))
-        return 0
-
-    def ncclCommGetAsyncError(self, handle: Any, state: Any) -> int:
-        assert handle.value == HANDLE
-        state.value = self.state
-        return 0
-
-    def ncclGetErrorString(self, result: int) -> bytes:
-        return {2: b"unhandled system error", 6: b"remote process exited"}[result]
-
-    def ncclGetLastError(self, handle: Any) -> bytes | None:
-        return None
-
-    def __getattr__(self, name: str) -> Any:
-        def function(*arguments: Any) -> int:
-            plain = [argument.value if isinstance(argument, ctypes.c_void_p) else argument for argument in arguments]
-            self.calls.append((name, *plain))
-            return self.result
+    def noted(self, name: str) -> Callable[..., None]:
+        def function(*arguments: Any, stream: int) -> None:
+            self.calls.append((name, *arguments, stream))
+            if self.result:
+                raise BindingError(ERRORS[self.result])
 
         return function
+
+    def get_unique_id(self) -> bytes:
+        return b"\5" * 128
+
+    def get_async_error(self) -> int:
+        return self.state
+
+    def get_error_string(self, result: int) -> str:
+        return ERRORS[result]
+
+    def abort(self) -> None:
+        self.calls.append(("abort",))
+        self.is_valid = False
 
 
 @pytest.fixture
@@ -64,20 +72,21 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Noting:
 
 def communicator(library: Noting) -> NcclCommunicator:
     made = Nccl(torch.device("cuda", 0)).connect(bytes(range(128)), 1, 2)
-    assert library.calls.pop() == ("init", 2, bytes(range(128)), 1)
+    assert library.calls.pop() == ("init", 2, 1, ("identity", bytes(range(128))), {"blocking": False})
     return made
 
 
-def test_calls_say_where_how_much_to_whom_and_on_which_stream(library: Noting) -> None:
+def test_calls_say_what_to_whom_and_on_which_stream(library: Noting) -> None:
     made, body, sums = communicator(library), torch.zeros(10, dtype=torch.uint8), torch.zeros(6)
     made.send(body, 1, STREAM)
     made.receive(body, 0, STREAM)
     made.all_reduce(sums, STREAM)
-    assert library.calls == [
-        ("ncclSend", body.data_ptr(), 10, 0, 1, HANDLE, 99),
-        ("ncclRecv", body.data_ptr(), 10, 0, 0, HANDLE, 99),
-        ("ncclAllReduce", sums.data_ptr(), sums.data_ptr(), 6, 7, 0, HANDLE, 99),
-    ]
+    sent, received, summed = library.calls
+    assert (sent[0], *sent[2:]) == ("send", 1, 99)
+    assert (received[0], *received[2:]) == ("recv", 0, 99)
+    assert (summed[0], *summed[3:]) == ("allreduce", "sum", 99)
+    assert sent[1] is received[1] is body
+    assert summed[1] is summed[2] is sums
 
 
 def test_it_is_ready_once_nothing_is_under_way_and_an_error_says_which(library: Noting) -> None:
@@ -102,7 +111,7 @@ def test_it_is_aborted_once_and_asked_nothing_afterwards(library: Noting) -> Non
         made.send(torch.zeros(1), 0, STREAM)
     with pytest.raises(RuntimeError, match="was aborted"):
         made.ready()
-    assert library.calls == [("ncclCommAbort", HANDLE)]
+    assert library.calls == [("abort",)]
 
 
 def test_an_identity_is_the_librarys(library: Noting) -> None:
@@ -124,21 +133,22 @@ def test_nccl_keeps_to_the_private_interface_unless_the_user_says_otherwise(
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that the end of the test takes it away
 
 
-def test_without_the_library_the_error_says_what_to_do() -> None:
-    with pytest.raises(UsageError, match=r"needs libnothere\.so, which cannot be loaded .* Leave links= out"):
-        load("libnothere.so")
+def test_without_the_binding_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nccl", None)
+    with pytest.raises(UsageError, match=r"needs nccl4py .*Install varuna-train\[nccl\] .*or leave links= out"):
+        load()
 
 
-def test_the_library_itself_takes_these_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_binding_itself_takes_these_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         load()
     except UsageError:
-        pytest.skip("needs libnccl.so.2")
+        pytest.skip("needs nccl4py and libnccl.so.2")
     fabric = Nccl(torch.device("cuda", 0))
     first, second = fabric.offer(), fabric.offer()
     assert len(first) == 128
     assert first != second
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-        with pytest.raises(RuntimeError, match=r"NCCL: unhandled cuda error"):
+        with pytest.raises(RuntimeError, match=r"NCCL: .*unhandled cuda error"):
             fabric.connect(first, 0, 2)
