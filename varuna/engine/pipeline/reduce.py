@@ -104,25 +104,22 @@ class Reducer:
         number = count()
 
         def rows(row: Tensor) -> Tensor:
-            group, place = self._groups.vote, self._plan.place_of(self._rank)
-            assert group is not None
+            place = self._plan.place_of(self._rank)
             table = torch.zeros(self._plan.stages, row.numel(), dtype=torch.float64)
             if place.replica == 0:  # one writer per row: the sum is exact, and equal on all replicas
                 table[place.stage] = row
-            key = ("shared", step, next(number))
-            self._votes.submit(key, lambda: group.all_reduce(table))
-            self._take(key, f"the other stages' part of a shared value (step {step})", self._others)
+            what = f"the other stages' part of a shared value (step {step})"
+            self.sum_over_grid(("shared", step, next(number)), table, what)
             return table
 
         return StageExchange(rows, self._stage.owned)
 
     def add_up(self, step: int, table: Tensor) -> None:
         """Start to sum what the ranks have counted of the step's samples, in place."""
-        group = self._groups.vote
-        if group is None:
+        if self._groups.vote is None:
             self._inbox.put(("counted", step), None)
         else:
-            self._votes.submit(("counted", step), lambda: group.all_reduce(table))
+            self._start_sum(("counted", step), table)
 
     def added_up(self, step: int) -> None:
         """Wait until the counts of ``add_up`` are summed."""
@@ -133,20 +130,25 @@ class Reducer:
 
     def tally(self, step: int, vector: Tensor) -> tuple[float, ...]:
         """Sum what will be voted on; this is not the vote, and nobody may commit on it."""
-        group, known = self._groups.vote, vector.clone()
-        assert group is not None
-        self._votes.submit(("tally", step), lambda: group.all_reduce(known))
-        self._take(("tally", step), f"the totals of step {step}", self._others)
+        known = vector.clone()
+        self.sum_over_grid(("tally", step), known, f"the totals of step {step}")
         return tuple(known.tolist())
 
     def vote(self, step: int, vector: Tensor) -> tuple[float, ...]:
         """Sum the vote over the grid: whoever gets the result may apply the step."""
-        group = self._groups.vote
-        if group is None:
-            return tuple(vector.tolist())
-        self._votes.submit(("vote", step), lambda: group.all_reduce(vector))
-        self._take(("vote", step), f"the vote on step {step}", self._others)
+        self.sum_over_grid(("vote", step), vector, f"the vote on step {step}")
         return tuple(vector.tolist())
+
+    def sum_over_grid(self, key: Hashable, table: Tensor, what: str) -> None:
+        """Sum a table over all ranks, in place, and wait until that is done; every ``key`` is used once."""
+        if self._groups.vote is not None or self._others:
+            self._start_sum(key, table)
+            self._take(key, what, self._others)
+
+    def _start_sum(self, key: Hashable, table: Tensor) -> None:
+        group = self._groups.vote
+        assert group is not None
+        self._votes.submit(key, lambda: group.all_reduce(table))
 
     def gather(self, step: int) -> None:
         """Wait until the parameters that other replicas have updated are here too."""
@@ -159,10 +161,7 @@ class Reducer:
 
     def farewell(self) -> None:
         """Wait until every rank of the grid has the result of its last vote."""
-        group = self._groups.vote
-        if group is not None:
-            self._votes.submit("farewell", lambda: group.all_reduce(torch.zeros(1)))
-            self._take("farewell", "the end of the last step", self._others)
+        self.sum_over_grid("farewell", torch.zeros(1), "the end of the last step")
 
     def close(self) -> None:
         """Let the threads end."""

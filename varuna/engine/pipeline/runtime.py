@@ -1,40 +1,31 @@
 """One replica's stage at work: asks the policy, runs the action, hands on what it makes."""
 
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD, Plan
-from varuna.data.loader import Loader
-from varuna.data.samples import MicroBatch, SampleSource, verify_digests
+from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, Plan
+from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
-from varuna.engine.device.host_copies import HostCopies
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
-from varuna.engine.links.message import Layout
 from varuna.engine.pipeline.action_times import StepTimes
+from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.in_flight import Flight
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
-from varuna.engine.pipeline.length_variants import Variants
 from varuna.engine.pipeline.lookahead import pace_of
-from varuna.engine.pipeline.message_layouts import Layouts
 from varuna.engine.pipeline.reduce import Reducer
-from varuna.engine.pipeline.whole_batch import WholeBatch
-from varuna.engine.stage.losses import sums_of
 from varuna.engine.stage.section import Examples
-from varuna.engine.stage.section_inputs import examples_of
 from varuna.engine.stage.stage import Stage
 from varuna.partition.batch_weight import WeightFunction
-from varuna.partition.graph.sample_guards import check_conditions
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import Policy, make_policy
 
-_ACTIVATION_TAG, _GRADIENT_TAG = 1, 2
+_GRADIENT_TAG = 2
 
 
 class Runtime:
@@ -71,64 +62,47 @@ class Runtime:
         self._replica = plan.place_of(rank).replica
         self._mine = plan.micro_batches_of(self._replica)
         self._graphs = stage.job.model.graphs
-        self._variants = Variants(stage.job.model, inbox)
         self._stash, job = InputStash(()), stage.job
-        self._keys = self._input_keys()
-        self._whole = WholeBatch(job.model, job.buffers, plan, rank, inbox)
-        ahead = SAMPLES_AHEAD + self._whole.ahead
-        self._loader = Loader(source, deliver=self._deliver, lookahead=ahead) if self._reads_inputs else None
+        self._forward_pass = ForwardPass(
+            stage,
+            plan,
+            rank,
+            model=job.model,
+            buffers=job.buffers,
+            groups=groups,
+            inbox=inbox,
+            source=source,
+            weight=weight,
+            steps=range(stage.next_step, steps),
+            purpose=TRAINING,
+        )
+        self._whole = self._forward_pass.whole
+        self._layouts, self._downstream = self._forward_pass.layouts, self._forward_pass.downstream
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = self._forwards = 0
         self._kept = len(plan.kept_sections_of(stage.index))
         last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
         self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
         self._copies, self._pace = job.traffic.links, pace_of(job.traffic.streams, inbox)
-        ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
-        apart = frozenset(section for peer, section in ends if peer in groups.direct.sends)
-        self._layouts = Layouts(plan, stage.sections, self._graphs, self._variants, apart)
-        self._open_links(groups)
+        self._open_gradient_links(groups)
         self.activity = "starting"
         self.losses: list[tuple[int, list[float]]] = []
         """(global micro-batch, [weighted loss, weight, metric sums...]) of the step; last stage only"""
         self.times: StepTimes | None = None
         """of the newest whole step"""
 
-    def _input_keys(self) -> tuple[str, ...] | None:
-        """Inputs to read; None for all of them, which the user's weight may want."""
-        if self._stage.is_last and self._weight is not None:
-            return None
-        return self._stage.job.model.keys_of(self._stage.sections)
-
-    @property
-    def _reads_inputs(self) -> bool:
-        return self._keys is None or bool(self._keys)
-
-    def _open_links(self, groups: Groups) -> None:
-        stage, rank = self._stage, self._rank
-        self._upstream = self._downstream = None
+    def _open_gradient_links(self, groups: Groups) -> None:
+        stage, rank, forward_pass = self._stage, self._rank, self._forward_pass
+        self._upstream: Sender | None = None
         if stage.index > 0:
-            name = f"of rank {rank} with rank {rank - 1} (stage {stage.index - 1})"
-            channels = groups.direct.sends.get(rank - 1), groups.direct.receives.get(rank - 1)
-            self._upstream = Sender(groups.world, rank - 1, _GRADIENT_TAG, self._inbox, name, channels[0])
-            expected = self._expected("activation", self._layouts.activation_in, range(len(self._mine)))
-            Receiver(groups.world, rank - 1, _ACTIVATION_TAG, self._inbox, name, expected, self._copies, channels[1])
+            where = (groups.world, rank - 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank - 1))
+            self._upstream = Sender(*where, groups.direct.sends.get(rank - 1))
         if not stage.is_last:
-            name = f"of rank {rank} with rank {rank + 1} (stage {stage.index + 1})"
-            channels = groups.direct.sends.get(rank + 1), groups.direct.receives.get(rank + 1)
-            self._downstream = Sender(groups.world, rank + 1, _ACTIVATION_TAG, self._inbox, name, channels[0])
-            expected = self._expected("gradient", self._layouts.gradient_in, self._policy().backward_order)
-            where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, name)
-            Receiver(*where, expected, self._copies, channels[1], places=GRADIENTS_COMING)
-
-    def _expected(
-        self, kind: str, layout: Callable[[int, int], Layout], order: range | tuple[int, ...]
-    ) -> Iterator[tuple[tuple[str, int, int], int, int]]:
-        for step in range(self._stage.next_step, self._steps):
-            for micro_batch in (self._mine[local] for local in order):
-                if not self._variants.wait(step, micro_batch):
-                    return
-                message = layout(step, micro_batch)
-                yield (kind, step, micro_batch), message.size_bytes, message.body_bytes
+            order, steps = self._policy().backward_order, range(stage.next_step, self._steps)
+            expected = forward_pass.expected("gradient", self._layouts.gradient_in, order, steps)
+            where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank + 1))
+            channel = groups.direct.receives.get(rank + 1)
+            Receiver(*where, expected, self._copies, channel, places=GRADIENTS_COMING)
 
     def _policy(self) -> Policy:
         plan, stage = self._plan, self._stage.index
@@ -150,9 +124,6 @@ class Runtime:
         places = self._plan.stash_on_device[self._stage.index]
         return InputStash(order, places=places, copies=self._stage.job.traffic.stash)
 
-    def _copies_of(self, layout: Layout) -> HostCopies:
-        return self._stage.job.traffic.direct if layout.apart else self._copies
-
     # -- the step ----------------------------------------------------------------------------------------
 
     def run(self, step: int) -> None:
@@ -165,7 +136,7 @@ class Runtime:
         """
         begin_s = time.monotonic()
         self._request(step)
-        self._variants.forget(step)
+        self._forward_pass.variants.forget(step)
         self._whole.begin(step, lambda table: self._reducer.add_up(step, table))
         if self._whole.reads:
             self._whole.settle(lambda: self._reducer.added_up(step))
@@ -207,32 +178,16 @@ class Runtime:
 
     def close(self) -> None:
         """Drop queued work; threads end when their queues are empty or their groups abandoned."""
-        for sender in (self._upstream, self._downstream):
-            if sender is not None:
-                sender.close()
-        if self._loader is not None:
-            self._loader.close(timeout_s=0.0)
+        if self._upstream is not None:
+            self._upstream.close()
+        self._forward_pass.close()
         self._pace.close()
 
     def _request(self, step: int) -> None:
         """Read this step's micro-batches, then the next step's."""
-        while self._loader is not None and self._requested <= min(step + 1, self._steps - 1):
-            base = self._requested * self._plan.global_batch
-            work = [(j, [base + offset for offset in self._plan.samples_of(j)]) for j in self._mine]
-            self._loader.request(self._requested, work, self._keys)
+        while self._requested <= min(step + 1, self._steps - 1):
+            self._forward_pass.request(self._requested, self._requested * self._plan.global_batch)
             self._requested += 1
-
-    def _deliver(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
-        found: MicroBatch | BaseException = batch
-        if isinstance(batch, MicroBatch):
-            try:
-                self._variants.note(step, micro_batch, batch)
-                self._whole.note(step, micro_batch, batch)
-            except Exception as error:  # noqa: BLE001 - for the thread that needs it
-                found = error
-        if isinstance(found, BaseException):
-            self._whole.note(step, micro_batch, found)
-        self._inbox.put(("batch", step, micro_batch), found)
 
     def _arrived(self, step: int, policy: Policy) -> tuple[int, int]:
         """How many inputs and gradients have come so far, in the order of their use; both only grow.
@@ -241,7 +196,7 @@ class Runtime:
         receiver takes whatever comes, so that this waits for no action of any stage, and no order can block itself.
         """
         total = len(self._mine)
-        while self._inputs_in < total and self._has_input(step, self._mine[self._inputs_in]):
+        while self._inputs_in < total and self._forward_pass.has_input(step, self._mine[self._inputs_in]):
             self._inputs_in += 1
         order = policy.backward_order
         while self._gradients_in < total and (
@@ -255,19 +210,13 @@ class Runtime:
         """How many more forwards may run before the next stage has taken messages."""
         return len(self._mine) if self._downstream is None else max(0, MESSAGES_LEAVING - self._downstream.waiting)
 
-    def _has_input(self, step: int, micro_batch: int) -> bool:
-        if self._inbox.failed(("batch", step, micro_batch)):
-            return True  # F raises it: the activation may never come, for want of a length that the samples tell
-        activation_here = self._stage.index == 0 or self._inbox.has(("activation", step, micro_batch))
-        return activation_here and (self._loader is None or self._inbox.has(("batch", step, micro_batch)))
-
     def _wait(self, step: int, policy: Policy, arrived: tuple[int, int], awaited: Action) -> None:
         whole = Action(awaited.stage, awaited.kind, self._mine[awaited.micro_batch])
 
         def describe() -> Awaited:
             if awaited.kind is not Kind.FORWARD:
                 return Awaited(f"the gradient of {whole} (step {step})", (self._rank + 1,))
-            if self._loader is not None and not self._inbox.has(("batch", step, whole.micro_batch)):
+            if not self._forward_pass.has_samples(step, whole.micro_batch):
                 return Awaited(f"the samples of {whole} (step {step})")  # nobody else's business, however long it takes
             if not self._places:
                 return Awaited(f"places for the activation of {whole} (step {step})", (self._rank + 1,))
@@ -294,34 +243,23 @@ class Runtime:
             self._weight_backward(step, flights.pop(micro_batch), is_final=is_final)
 
     def _forward(self, step: int, micro_batch: int, *, keep: int, split: bool) -> Flight:
-        stage, digests = self._stage, None
+        stage, forward_pass = self._stage, self._forward_pass
         self._stash.settle()
-        batch = self._take_batch(step, micro_batch)
-        values: dict[str, Tensor] = {}
-        if stage.index > 0:
-            buffer = self._here(("activation", step, micro_batch))
-            layout = self._layouts.activation_in(step, micro_batch)
-            values, digests = layout.unpack(buffer, self._copies_of(layout)), layout.digests_of(buffer)
-            self._compare(batch, digests)
-        if batch is not None:
-            digests = list(batch.digests)
-        examples = self._examples(step, micro_batch, batch)
+        arrived = forward_pass.take(step, micro_batch)
+        examples = arrived.examples
         flight = Flight(examples.size, examples.variant)
         out, results, flight.tapes, begin = stage.forward(
-            values, examples, step, micro_batch, keep=keep, split=split
-        )  # fmt: skip
+            arrived.values, examples, step, micro_batch, keep=keep, split=split
+        )
         if keep < len(stage.sections):
             self._stash.put(micro_batch, StashedInput(begin, dict(examples.inputs)))
-        if self._downstream is not None:
-            layout = self._layouts.activation_out(step, micro_batch)
-            self._downstream.send(layout.pack(out, digests or [], self._copies_of(layout)))
-            self._forwards += 1
-        else:
-            model = stage.job.model
-            global_batch = self._plan.global_batch
-            sums = sums_of(model, self._weight, micro_batch, results, examples, batch, global_batch)
+        if stage.is_last:
+            sums = forward_pass.sums(micro_batch, results, arrived)
             self.losses.append((micro_batch, sums))
-            flight.weight = float(global_batch) if self._whole.used else sums[1]
+            flight.weight = float(self._plan.global_batch) if self._whole.used else sums[1]
+        else:
+            forward_pass.hand_on(step, micro_batch, out, arrived)
+            self._forwards += 1
         return flight
 
     def _recompute(self, step: int, micro_batch: int, flight: Flight, *, split: bool) -> None:
@@ -365,33 +303,14 @@ class Runtime:
             scaled = flight.weight * stage.gradient_scale
             seed = torch.full((), scaled, dtype=flight.tapes[-1].made[0].dtype, device=stage.job.device)
             return {loss: seed} if flight.weight else {}
-        buffer = self._here(("gradient", step, micro_batch))
+        buffer = self._inbox.take(  # it is here: the policy saw it arrive
+            ("gradient", step, micro_batch),
+            lambda: Awaited(f"the gradient of micro-batch {micro_batch} (step {step})", (self._rank + 1,)),
+        )
         layout = self._layouts.gradient_in(step, micro_batch)
-        return layout.unpack(buffer, self._copies_of(layout))
+        return layout.unpack(buffer, self._forward_pass.copies_of(layout))
 
     def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
             layout = self._layouts.gradient_out(step, micro_batch)
-            self._upstream.send(layout.pack(gradients, copies=self._copies_of(layout)))
-
-    def _here(self, key: tuple[str, int, int]) -> Any:
-        """Take what the running action needs; the policy has seen it arrive."""
-        return self._inbox.take(key, lambda: Awaited(f"the {key[0]} of micro-batch {key[2]} (step {key[1]})"))
-
-    def _take_batch(self, step: int, micro_batch: int) -> MicroBatch | None:
-        if self._loader is None:
-            return None
-        batch: MicroBatch = self._here(("batch", step, micro_batch))
-        self._loader.taken()
-        return batch
-
-    def _compare(self, batch: MicroBatch | None, theirs: list[int]) -> None:
-        if batch is not None and any(theirs):
-            verify_digests(batch, theirs, who=f"an earlier stage (below stage {self._stage.index})")
-
-    def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None) -> Examples:
-        variant, size = self._variants.of(step, micro_batch), len(self._plan.samples_of(micro_batch))
-        graph, job = self._graphs[variant], self._stage.job
-        if batch is not None and self._stage.index == 0:
-            check_conditions(graph.conditions, batch.tensors, batch.indices, job.buffers)
-        return examples_of(batch, size, graph.inputs, self._copies, variant, self._whole.numbers(variant, size))
+            self._upstream.send(layout.pack(gradients, copies=self._forward_pass.copies_of(layout)))

@@ -1,0 +1,223 @@
+"""F of one rank's micro-batches, in training and in evaluation: what it begins with, and where its results go.
+
+samples (loader) ---------+
+                          +--> take --> sections of the stage --> hand_on to the next stage, or
+activation (link, inbox) -+                                       sums of the loss
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from varuna.core.plan import SAMPLES_AHEAD, Plan
+from varuna.data.loader import Loader
+from varuna.data.samples import MicroBatch, SampleSource, verify_digests
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.device.host_copies import HostCopies
+from varuna.engine.links.gpu_links import Direct
+from varuna.engine.links.groups import Groups
+from varuna.engine.links.links import Receiver, Sender
+from varuna.engine.links.message import Layout
+from varuna.engine.pipeline.length_variants import Variants
+from varuna.engine.pipeline.message_layouts import Layouts
+from varuna.engine.pipeline.whole_batch import WholeBatch
+from varuna.engine.stage.losses import sums_of
+from varuna.engine.stage.section import Examples
+from varuna.engine.stage.section_inputs import examples_of
+from varuna.engine.stage.stage import Stage
+from varuna.partition.batch_weight import WeightFunction
+from varuna.partition.graph.sample_guards import check_conditions
+from varuna.partition.model import PartitionedModel
+
+
+class Purpose(NamedTuple):
+    """What keeps training and an evaluation apart between the same ranks."""
+
+    tag: int
+    """of activations"""
+    key: str
+    """first part of keys in the inbox"""
+    name: str
+    """last part of names that people read"""
+    trains: bool
+
+
+TRAINING = Purpose(1, "", "", trains=True)
+EVALUATION = Purpose(3, "evaluation's ", " in an evaluation", trains=False)
+
+
+class Arrived(NamedTuple):
+    """What F of a micro-batch begins with."""
+
+    values: dict[str, Tensor]
+    """that crossed into the stage, by name"""
+    examples: Examples
+    batch: MicroBatch | None
+    """None: the stage reads no samples"""
+    digests: Sequence[int]
+    """of the samples; empty if no stage up to this one has read them"""
+
+
+class ForwardPass:
+    """Samples and activations of one rank's micro-batches, and what leaves after F."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        plan: Plan,
+        rank: int,
+        *,
+        model: PartitionedModel,
+        buffers: Mapping[str, Tensor],
+        groups: Groups,
+        inbox: Inbox,
+        source: SampleSource,
+        weight: WeightFunction | None,
+        steps: range,
+        purpose: Purpose,
+    ) -> None:
+        """Open the links, and make a thread that reads samples once they are requested.
+
+        Args:
+            stage: this rank's stage.
+            plan: whose global batch is run.
+            rank: this rank.
+            model: what runs, cut as the stage's own model.
+            buffers: those that guards of samples, and counts, may ask for.
+            groups: the generation's groups.
+            inbox: the generation's inbox.
+            source: reads samples.
+            weight: the user's weight of a micro-batch, if any.
+            steps: steps whose activations will arrive.
+            purpose: in training, what is read is counted for the whole batch as well, as far ahead as that needs.
+        """
+        self._stage, self._plan, self._model, self._buffers = stage, plan, model, buffers
+        self._inbox, self._weight, self._rank, self._purpose = inbox, weight, rank, purpose
+        self._copies = stage.job.traffic.links
+        self._batch, self._activation = f"{purpose.key}batch", f"{purpose.key}activation"
+        self._mine = plan.micro_batches_of(plan.place_of(rank).replica)
+        self.variants = Variants(model, inbox)
+        self.whole = WholeBatch(model, buffers, plan, rank, inbox)
+        # The user's weight may want any input.
+        self._keys = None if stage.is_last and weight is not None else model.keys_of(stage.sections)
+        reads, ahead = self._keys is None or bool(self._keys), self.whole.ahead if purpose.trains else 0
+        self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD + ahead) if reads else None
+        direct = groups.direct if purpose.trains else Direct()
+        ends = (rank - 1, stage.sections.start), (rank + 1, stage.sections.stop)
+        apart = frozenset(section for peer, section in ends if peer in direct.sends)
+        self.layouts = Layouts(plan, stage.sections, model.graphs, self.variants, apart)
+        self.downstream: Sender | None = None
+        if stage.index > 0:
+            expected = self.expected(self._activation, self.layouts.activation_in, range(len(self._mine)), steps)
+            name, channel = self.link_name(rank - 1), direct.receives.get(rank - 1)
+            Receiver(groups.world, rank - 1, purpose.tag, inbox, name, expected, self._copies, channel)
+        if not stage.is_last:
+            name, channel = self.link_name(rank + 1), direct.sends.get(rank + 1)
+            self.downstream = Sender(groups.world, rank + 1, purpose.tag, inbox, name, channel)
+
+    def link_name(self, peer: int) -> str:
+        """Name of the link with a neighbour, for errors."""
+        stage = self._stage.index + peer - self._rank
+        return f"of rank {self._rank} with rank {peer} (stage {stage}){self._purpose.name}"
+
+    def expected(
+        self, kind: str, layout: Callable[[int, int], Layout], order: Iterable[int], steps: range
+    ) -> Iterator[tuple[tuple[str, int, int], int, int]]:
+        """Key and sizes of each message of a link, as ``Receiver`` wants them; waits for lengths that samples tell."""
+        locals_ = tuple(order)
+        for step in steps:
+            for micro_batch in (self._mine[local] for local in locals_):
+                if not self.variants.wait(step, micro_batch):
+                    return
+                message = layout(step, micro_batch)
+                yield (kind, step, micro_batch), message.size_bytes, message.body_bytes
+
+    def copies_of(self, layout: Layout) -> HostCopies:
+        """The copies that messages of this layout go by."""
+        return self._stage.job.traffic.direct if layout.apart else self._copies
+
+    def request(self, step: int, first: int = 0) -> None:
+        """Start to read a step's micro-batches, whose samples begin at position ``first``."""
+        if self._loader is not None:
+            work = [(j, [first + offset for offset in self._plan.samples_of(j)]) for j in self._mine]
+            self._loader.request(step, work, self._keys)
+
+    def _deliver(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
+        found: MicroBatch | BaseException = batch
+        if isinstance(batch, MicroBatch):
+            try:
+                self.variants.note(step, micro_batch, batch)
+                if self._purpose.trains:
+                    self.whole.note(step, micro_batch, batch)
+            except Exception as error:  # noqa: BLE001 - for the thread that needs it; a silent loader would hang it
+                found = error
+        if self._purpose.trains and isinstance(found, BaseException):
+            self.whole.note(step, micro_batch, found)
+        self._inbox.put((self._batch, step, micro_batch), found)
+
+    def has_samples(self, step: int, micro_batch: int) -> bool:
+        """Whether the samples are there, or none are needed."""
+        return self._loader is None or self._inbox.has((self._batch, step, micro_batch))
+
+    def has_input(self, step: int, micro_batch: int) -> bool:
+        """Whether F can run, or must, to raise what was wrong with the samples."""
+        if self._inbox.failed((self._batch, step, micro_batch)):
+            return True  # the activation may never come, for want of a length that the samples tell
+        activation_here = self._stage.index == 0 or self._inbox.has((self._activation, step, micro_batch))
+        return activation_here and self.has_samples(step, micro_batch)
+
+    def take(self, step: int, micro_batch: int) -> Arrived:
+        """Wait for what F of a micro-batch begins with.
+
+        Raises:
+            GenerationEnded: the manager ended the generation.
+            LinkError: a link broke, or nothing came within the bound.
+            DataError: a sample is not what the model was captured with, or differs between stages.
+        """
+        stage, batch = self._stage, None
+        if self._loader is not None:
+            batch = self._here(self._batch, "samples", step, micro_batch, ())
+            self._loader.taken()
+        values, digests = dict[str, Tensor](), list[int]()
+        if stage.index > 0:
+            buffer = self._here(self._activation, "activation", step, micro_batch, (self._rank - 1,))
+            layout = self.layouts.activation_in(step, micro_batch)
+            values, digests = layout.unpack(buffer, self.copies_of(layout)), layout.digests_of(buffer)
+            if batch is not None and any(digests):
+                verify_digests(batch, digests, who=f"an earlier stage (below stage {stage.index})")
+        if batch is not None:
+            digests = list(batch.digests)
+        return Arrived(values, self._examples(step, micro_batch, batch), batch, digests)
+
+    def _here(self, key: str, what: str, step: int, micro_batch: int, on: tuple[int, ...]) -> Any:
+        where = self._purpose.name or f" (step {step})"
+        return self._inbox.take(
+            (key, step, micro_batch), lambda: Awaited(f"the {what} of micro-batch {micro_batch}{where}", on)
+        )
+
+    def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None) -> Examples:
+        variant, size = self.variants.of(step, micro_batch), len(self._plan.samples_of(micro_batch))
+        graph = self._model.graphs[variant]
+        if batch is not None and self._stage.index == 0:
+            check_conditions(graph.conditions, batch.tensors, batch.indices, self._buffers)
+        return examples_of(batch, size, graph.inputs, self._copies, variant, self.whole.numbers(variant, size))
+
+    def hand_on(self, step: int, micro_batch: int, values: Mapping[str, Tensor], arrived: Arrived) -> None:
+        """Send what crosses into the next stage."""
+        assert self.downstream is not None
+        layout = self.layouts.activation_out(step, micro_batch)
+        self.downstream.send(layout.pack(values, arrived.digests, self.copies_of(layout)))
+
+    def sums(self, micro_batch: int, results: Sequence[Tensor], arrived: Arrived) -> list[float]:
+        """[weighted loss, weight, metric sums...] of a micro-batch, from the results of the last stage."""
+        examples, batch = arrived.examples, arrived.batch
+        return sums_of(self._model, self._weight, micro_batch, results, examples, batch, self._plan.global_batch)
+
+    def close(self) -> None:
+        """Drop queued work; threads end when their queues are empty or their groups abandoned."""
+        if self.downstream is not None:
+            self.downstream.close()
+        if self._loader is not None:
+            self._loader.close(timeout_s=0.0)
