@@ -24,7 +24,7 @@ import torch.distributed.checkpoint as checkpoint
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.checkpoint.io.snapshot import SnapshotBuffer, needed_bytes, shares_of
+from varuna.checkpoint.io.snapshot import SnapshotBuffer, needed_bytes, parts_of
 from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.manifest import Manifest, commit
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
@@ -66,17 +66,17 @@ class Ours:
     def __init__(self, states: dict[int, SectionState], root: Path) -> None:
         self.states, self.store, self.saved = states, FolderStore(root), list[SavedShard]()
         self.buffer = SnapshotBuffer()
-        self.buffer.reserve(needed_bytes(self.shares()), CPU_COPIES.room)  # at the start of a run, in the background
+        self.buffer.reserve(needed_bytes(self.parts()), CPU_COPIES.room)  # at the start of a run, in the background
         self.writer = BackgroundWriter(self.store, on_saved=self.saved.append, on_error=_fail)
 
-    def shares(self) -> Any:
-        return shares_of(list(self.states.values()), replica=0, holders=dict.fromkeys(self.states, (0,)), generation=0)
+    def parts(self) -> Any:
+        return parts_of(list(self.states.values()), replica=0, holders=dict.fromkeys(self.states, (0,)), generation=0)
 
     def save(self, step: int) -> tuple[float, float]:
         """Seconds of stall, and from there until all shards are durable."""
         self.saved.clear()
         begin_s = time.perf_counter()
-        parts, pairs = self.buffer.place(self.shares(), self.states, CPU_COPIES.room)
+        parts, pairs = self.buffer.place(self.parts(), self.states, CPU_COPIES.room)
         copied = CPU_COPIES.down(pairs)
         stalled_s = time.perf_counter()
         self.writer.submit(step, parts, copied.wait)

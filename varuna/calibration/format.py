@@ -192,7 +192,7 @@ class OptimizerCosts(Finite):
         default=None, description="state lives in host memory, and crosses to the GPU and back at this rate"
     )
     streamed_bytes: Bytes = Field(default=0, description="of such state, what is on the GPU at once, at most")
-    shared_out: bool = Field(default=False, description="replicas of a stage share the state out by section")
+    sharded: bool = Field(default=False, description="replicas of a stage divide the state by section")
     together: bool = Field(default=False, description="update_bytes of a stage add up; else the most counts")
 
 
@@ -278,9 +278,9 @@ class Calibration(Finite):
         kinds = {name: kind.model_copy(update={"input_s": (), "weight_s": ()}) for name, kind in self.kinds.items()}
         return self.model_copy(update={"kinds": kinds})
 
-    def shared_out(self) -> "Calibration":
+    def with_sharded_optimizer(self) -> "Calibration":
         """This calibration for a job whose replicas divide the optimizer's state."""
-        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"shared_out": True})})
+        return self.model_copy(update={"optimizer": self.optimizer.model_copy(update={"sharded": True})})
 
     def offloaded(self, *, apart: bool = True) -> "Calibration":
         """This calibration for a job whose optimizer state lives in host memory, and is streamed by section.

@@ -85,7 +85,7 @@ def plan(
     file = calibration if from_run is None else calibration_of_run(from_run)
     known, job_batch, job_micro_batch, combines, apart = _calibration(script, args or [], file)
     if shard_optimizer:
-        known = known.shared_out()
+        known = known.with_sharded_optimizer()
     if offload_optimizer:
         known = known.offloaded()
     request = PlanRequest(
@@ -144,7 +144,7 @@ def _calibration(
         check_matches(given, facts)
     known = given or _on_this(trainer.device, nominal_calibration(facts))
     if trainer.shares_state:
-        known = known.shared_out()
+        known = known.with_sharded_optimizer()
     if trainer.offload != "none":
         known = known.offloaded(apart=trainer.offload == "host")
     known = known.rounded() if trainer.reduction == "bf16" else known

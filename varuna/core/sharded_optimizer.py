@@ -20,7 +20,7 @@ def holders_of(plan: Plan, sections: Sequence[SectionFacts], *, shared: bool) ->
     return tuple(
         holders
         for stage in range(plan.stages)
-        for holders in share_out([sections[s].optimizer_bytes for s in plan.sections_of(stage)], plan.replicas)
+        for holders in assign_holders([sections[s].optimizer_bytes for s in plan.sections_of(stage)], plan.replicas)
     )
 
 
@@ -29,7 +29,7 @@ def held_by(holders: Holders, sections: range, replica: int) -> tuple[int, ...]:
     return tuple(section for section in sections if replica in holders[section])
 
 
-def share_out(state_bytes: Sequence[int], replicas: int) -> Holders:
+def assign_holders(state_bytes: Sequence[int], replicas: int) -> Holders:
     """Holders of a stage's sections: an owner and a mirror each, so that the fullest replica holds little.
 
     The mirror is the replica half-way round. Ranks of one VM are neighbours, so a VM that has no more than half of the

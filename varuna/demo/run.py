@@ -57,13 +57,13 @@ def run_demo(output: Path, steps: int) -> int:
         exit_code = _train(example, steps, work, view)
     if exit_code:
         return exit_code
-    console.print(generation_table(view.story.generations, last_step=steps - 1))
+    console.print(generation_table(view.history.generations, last_step=steps - 1))
 
     console.print("\nFor comparison: a plain PyTorch loop on the same samples.", highlight=False)
     order = sample_order(steps, global_batch=GLOBAL_BATCH, size=dataset_size(example, LENGTH), seed=SEED)
     with Progress(console) as progress:
         reference = train_reference(example / "reference.py", order, MODEL_FLAGS, work, progress.show)
-    report = DemoReport.of(view.story.generations, view.story.curve(steps), reference)
+    report = DemoReport.of(view.history.generations, view.history.curve(steps), reference)
     (output / "report.json").write_text(report.model_dump_json(indent=2) + "\n")
     console.print(loss_table(report.losses, report.reference_losses))
     return _conclude(console, report, output / "report.json")
@@ -82,7 +82,7 @@ class _Director:
         self._view(event)
         if self.run is None or not isinstance(event, StepRecorded):
             return
-        match self._disturbance.after(event.step, self._view.story.morphs):
+        match self._disturbance.after(event.step, self._view.history.morphs):
             case Act.KILL_LAST:
                 self.run.kill(self.run.worker_of(-1))
             case Act.KILL_FIRST:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from varuna.core.units import format_duration
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
-from varuna.observe.report import GenerationRow, Morph, RunStory
+from varuna.observe.report import GenerationRow, Morph, RunHistory
 
 
 def format_rate(per_s: float) -> str:
@@ -137,28 +137,28 @@ class RunView:
     """
 
     def __init__(self, progress: Progress, total: int = 0, tokens_per_example: int | None = None) -> None:
-        self.story = RunStory()
+        self.history = RunHistory()
         self._progress = progress
         self._total = total
         self._tokens_per_example = tokens_per_example
 
     def recall(self, event: RunEvent) -> None:
         """Take an event that an earlier manager has already shown."""
-        self.story.take(event)
+        self.history.take(event)
 
     def __call__(self, event: RunEvent) -> None:
         """Take the next event; called on the run's own thread."""
-        morph = self.story.take(event)
+        morph = self.history.take(event)
         if morph is not None:
             self._progress.tell(morph_line(morph, self._progress.arrow), style="yellow")
         match event:
-            case GenerationStarted() if len(self.story.generations) == 1:
-                self._progress.tell(plan_line(self.story.generations[0]))
+            case GenerationStarted() if len(self.history.generations) == 1:
+                self._progress.tell(plan_line(self.history.generations[0]))
             case StepRecorded(step=step, loss=loss, examples_per_s=rate):
-                row = self.story.generations[-1]
+                row = self.history.generations[-1]
                 line = progress_line(step, self._total, loss, rate, self._tokens_per_example, row)
                 self._progress.show(line, final=step + 1 == self._total)
-            case WorkerLost(cause=cause) if not self.story.generations:
+            case WorkerLost(cause=cause) if not self.history.generations:
                 self._progress.tell(f"lost   {cause}", style="yellow")
             case Notice(text=text, warning=warning):
                 self._progress.tell(f"warning  {text}" if warning else text, style="red" if warning else "dim")

@@ -63,7 +63,7 @@ class Morph(NamedTuple):
     after: GenerationRow
 
 
-class RunStory:
+class RunHistory:
     """Collects what a report needs; a step that runs again replaces its earlier record."""
 
     def __init__(self) -> None:

@@ -281,8 +281,8 @@ class Builder:
         return tuple(depths)
 
     def _sharing(self, shape: Shape) -> int:
-        """Over how many replicas optimizer state is shared out: for all else, D makes no difference to memory."""
-        return shape.replicas if self.profile.calibration.optimizer.shared_out else 1
+        """The number of replicas that divide optimizer state; for all else, D makes no difference to memory."""
+        return shape.replicas if self.profile.calibration.optimizer.sharded else 1
 
     def _limited(self, sharing: int) -> Spans:
         if sharing not in self._spans:

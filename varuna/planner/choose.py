@@ -53,7 +53,7 @@ def plan_run(
     """
     known = calibration or nominal_calibration(job.model)
     if job.shard_optimizer:
-        known = known.shared_out()
+        known = known.with_sharded_optimizer()
     if job.offload_optimizer != "none":
         known = known.offloaded(apart=job.offload_optimizer == "host")
     if job.reduction == "bf16":

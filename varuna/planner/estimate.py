@@ -80,13 +80,11 @@ class Guesser:
         self._work, self._recompute = (
             _Windows([sums.values[i] for i in heavy]) for sums in (profile.work_s, profile.recompute_s)
         )
-        lendable = (
-            profile.optimizer_bytes.values if profile.calibration.optimizer.shared_out else [0.0] * profile.sections
-        )
-        self._lendable_bytes = sum(lendable)
-        needs = [state - lent for state, lent in zip(profile.resident_bytes.values, lendable, strict=True)]
+        divided = profile.optimizer_bytes.values if profile.calibration.optimizer.sharded else [0.0] * profile.sections
+        self._lendable_bytes = sum(divided)
+        needs = [state - lent for state, lent in zip(profile.resident_bytes.values, divided, strict=True)]
         if request.tentative:
-            copies = zip(profile.own_bytes.values, lendable, strict=True)
+            copies = zip(profile.own_bytes.values, divided, strict=True)
             needs = [need + own - lent for need, (own, lent) in zip(needs, copies, strict=True)]
         self._odd = list(accumulate((1 / (_DEPTH_FACTOR * b + 1) for b in range(profile.sections + 1)), initial=0.0))
         self._needs = _Windows([needs[i] for i in _heavy(needs)])

@@ -6,7 +6,7 @@ import torch
 
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.checkpoint.io.snapshot import SnapshotBuffer, shares_of
+from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
 from varuna.checkpoint.io.writer import write_part
 from varuna.checkpoint.manifest import Manifest, commit
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
@@ -78,17 +78,17 @@ def save_parts(
         for stage in range(plan.stages):
             for replica in range(plan.replicas) if replicas is None else replicas:
                 held = {section: states[section] for section in plan.sections_of(stage)}
-                shares = shares_of(
+                planned = parts_of(
                     list(held.values()),
                     replica=replica,
                     holders=dict.fromkeys(held, range(plan.replicas)),
                     generation=generation,
                     smallest_bytes=16,
                 )
-                parts, pairs = SnapshotBuffer().place(shares, held, CPU_COPIES.room)
+                parts, pairs = SnapshotBuffer().place(planned, held, CPU_COPIES.room)
                 CPU_COPIES.down(pairs)
                 for copied in parts:
-                    if copied.share.writer == replica:
+                    if copied.part.writer == replica:
                         saved.append(write_part(store, step, copied, "0123456789abcdef", beside))
     return saved
 

@@ -1,4 +1,4 @@
-from tests.unit.observe.stories import plan
+from tests.unit.observe.recorded_events import plan
 from varuna.demo.proof import DemoReport
 from varuna.observe.report import GenerationRow, PlanShape
 

@@ -25,7 +25,7 @@ from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.calibration.measure.network import Peers
 from varuna.calibration.measure.window import Window
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.checkpoint.io.snapshot import SnapshotBuffer, shares_of
+from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
 from varuna.core.devices import worker_bytes
 from varuna.engine.base.transport import local_store
 from varuna.engine.device.host_copies import DONE, Ready, StreamCopies
@@ -143,10 +143,10 @@ def test_a_snapshot_is_of_its_moment_though_the_next_update_is_queued_behind_it(
     values = {f"parameters/{number}": torch.zeros(1 << 22, device=DEVICE) for number in range(8)}
     count = torch.zeros(())  # as AdamW's step: in host memory
     states = {0: SectionState(0, {**values, "optimizer/step": count}, {})}
-    shares = shares_of(list(states.values()), replica=0, holders={0: (0,)}, generation=0)
+    planned = parts_of(list(states.values()), replica=0, holders={0: (0,)}, generation=0)
     buffer = SnapshotBuffer()
     for round_number in range(10):
-        parts, pairs = buffer.place(shares, states, copies.room)
+        parts, pairs = buffer.place(planned, states, copies.room)
         copied = copies.down(pairs)
         for value in values.values():
             value * 2.0  # a forward, which need not wait
@@ -154,8 +154,8 @@ def test_a_snapshot_is_of_its_moment_though_the_next_update_is_queued_behind_it(
         for value in (*values.values(), count):
             value += 1
         copied.wait()
-        for share, data in parts:
-            for piece in share.pieces:
+        for part, data in parts:
+            for piece in part.pieces:
                 run = torch.frombuffer(
                     bytearray(data[piece.offset : piece.offset + piece.size_bytes]), dtype=torch.float32
                 )

@@ -254,7 +254,7 @@ def test_the_stash_never_holds_more_than_the_plan_allows() -> None:
 def test_state_that_is_shared_out_is_promised_for_the_fullest_replica(precision: Precision) -> None:
     setup = setup_of(8, build=Heavy, micro_batch=1, precision=precision, share=True)
     request = PlanRequest(
-        calibration=nominal_calibration(setup.model.facts).shared_out(),
+        calibration=nominal_calibration(setup.model.facts).with_sharded_optimizer(),
         workers=4,
         stages=1,
         global_batch=8,

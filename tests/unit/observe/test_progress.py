@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tests.unit.observe.stories import generation, morphed, plan, recorded
+from tests.unit.observe.recorded_events import generation, morphed, plan, recorded
 from varuna.fleet.state.run_events import Notice
 from varuna.observe.progress import Progress, RunView, format_rate, generation_table, morph_line, progress_line
 from varuna.observe.report import GenerationRow, Morph, PlanShape

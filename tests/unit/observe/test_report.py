@@ -2,47 +2,47 @@ import math
 
 import pytest
 
-from tests.unit.observe.stories import generation, morphed, recorded
-from varuna.observe.report import RunStory, largest_relative_difference
+from tests.unit.observe.recorded_events import generation, morphed, recorded
+from varuna.observe.report import RunHistory, largest_relative_difference
 
 
 def test_the_first_generation_is_no_morph() -> None:
-    story = RunStory()
-    assert story.take(generation(0, (2, 2))) is None
-    assert story.take(recorded(0)) is None
-    assert [str(row.plan) for row in story.generations] == ["2x2"]
-    assert story.morphs == 0
+    history = RunHistory()
+    assert history.take(generation(0, (2, 2))) is None
+    assert history.take(recorded(0)) is None
+    assert [str(row.plan) for row in history.generations] == ["2x2"]
+    assert history.morphs == 0
 
 
 def test_a_morph_is_told_when_its_first_step_ends() -> None:
-    story = RunStory()
-    story.take(generation(0, (2, 2)))
-    story.take(recorded(0))
-    assert story.take(generation(1, (3, 1))) is None
-    morph = story.take(morphed(1, (3, 1), recovery_seconds=1.25))
+    history = RunHistory()
+    history.take(generation(0, (2, 2)))
+    history.take(recorded(0))
+    assert history.take(generation(1, (3, 1))) is None
+    morph = history.take(morphed(1, (3, 1), recovery_seconds=1.25))
     assert morph is not None
     assert (str(morph.before.plan), str(morph.after.plan)) == ("2x2", "3x1")
-    assert story.generations[-1].recovery_seconds == 1.25
-    assert story.morphs == 1
+    assert history.generations[-1].recovery_seconds == 1.25
+    assert history.morphs == 1
 
 
 def test_a_morph_that_is_overtaken_is_told_by_the_next() -> None:
-    story = RunStory()
-    story.take(generation(0, (2, 2)))
-    story.take(generation(1, (3, 1)))
-    overtaken = story.take(generation(2, (2, 1)))
+    history = RunHistory()
+    history.take(generation(0, (2, 2)))
+    history.take(generation(1, (3, 1)))
+    overtaken = history.take(generation(2, (2, 1)))
     assert overtaken is not None
     assert overtaken.after.generation == 1
     assert overtaken.after.recovery_seconds is None
 
 
 def test_steps_that_run_again_replace_their_losses() -> None:
-    story = RunStory()
-    story.take(generation(0, (2, 2)))
+    history = RunHistory()
+    history.take(generation(0, (2, 2)))
     for loss in (5.0, 4.0, 4.0):
-        story.take(recorded(1, loss))
-    assert story.losses == {1: 4.0}
-    curve = story.curve(2)
+        history.take(recorded(1, loss))
+    assert history.losses == {1: 4.0}
+    curve = history.curve(2)
     assert math.isnan(curve[0])
     assert curve[1] == 4.0
 

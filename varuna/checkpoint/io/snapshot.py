@@ -19,10 +19,10 @@ _ALIGNMENT = 64
 
 
 Room = Callable[[int], Tensor]
-"""Allocates host memory of so many bytes."""
+"""Allocates that many bytes of host memory."""
 
 
-class Share(NamedTuple):
+class SectionPart(NamedTuple):
     """A part of a section that this rank copies, and which replica should write it."""
 
     name: ShardName
@@ -38,44 +38,44 @@ class Share(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A share, and the part of the buffer that its bytes are copied into."""
+    """A part of a section, and the region of the buffer that its bytes are copied into."""
 
-    share: Share
+    part: SectionPart
     data: memoryview
 
 
-def shares_of(
+def parts_of(
     states: Sequence[SectionState],
     *,
     replica: int,
     holders: Mapping[int, Sequence[int]],
     generation: int,
     smallest_bytes: int = SMALLEST_PART_BYTES,
-) -> list[Share]:
-    """What one replica copies of the sections that it holds: the parts that it writes, and those it is understudy for.
+) -> list[SectionPart]:
+    """The parts of its sections that one replica copies: those that it writes, and those that it is understudy for.
 
     Args:
         states: of sections that ``replica`` holds.
-        replica: who copies.
-        holders: of each section: all replicas of the stage, or those who have its optimizer state.
-        generation: in which this happens.
+        replica: the one that copies.
+        holders: by section: all replicas of the stage, or those that have its optimizer state.
+        generation: the one in which this happens.
         smallest_bytes: of a part, if there are to be several.
 
     Raises:
         CheckpointError: a tensor's dtype has no place in safetensors, or a scalar none in JSON.
     """
-    shares: list[Share] = []
+    found: list[SectionPart] = []
     for state in states:
         tensors = [_facts(state, name, value) for name, value in state.tensors.items()]
         among = holders[state.section]
-        parts = count_parts(sum(tensor.size_bytes for tensor in tensors), len(among), smallest_bytes)
+        count = count_parts(sum(tensor.size_bytes for tensor in tensors), len(among), smallest_bytes)
         scalars = scalars_as_json(state)
-        for part, pieces in enumerate(divide(tensors, parts)):
-            writer = writer_of(state.section, part, among)
-            if replica in (writer, understudy_of(state.section, part, among)):
-                name = ShardName(state.section, part, parts, generation)
-                shares.append(Share(name, writer, tuple(pieces), scalars if part == 0 else "{}"))
-    return sorted(shares, key=lambda share: share.writer != replica)  # what this replica writes comes first
+        for number, pieces in enumerate(divide(tensors, count)):
+            writer = writer_of(state.section, number, among)
+            if replica in (writer, understudy_of(state.section, number, among)):
+                name = ShardName(state.section, number, count, generation)
+                found.append(SectionPart(name, writer, tuple(pieces), scalars if number == 0 else "{}"))
+    return sorted(found, key=lambda part: part.writer != replica)  # what this replica writes comes first
 
 
 def _facts(state: SectionState, name: str, value: Tensor) -> TensorFacts:
@@ -102,26 +102,26 @@ class SnapshotBuffer:
             self._buffer = room(size_bytes).fill_(0)
 
     def place(
-        self, shares: Sequence[Share], states: Mapping[int, SectionState], room: Room
+        self, parts: Sequence[SectionPart], states: Mapping[int, SectionState], room: Room
     ) -> tuple[list[Copied], list[tuple[Tensor, Tensor]]]:
-        """Where each share's bytes go, and what is to be copied: values of the states, each with its host memory."""
-        self.reserve(needed_bytes(shares), room)
+        """Where each part's bytes go, and what is to be copied: values of the states, each with its host memory."""
+        self.reserve(needed_bytes(parts), room)
         copied, start = [], 0
         pairs: list[tuple[Tensor, Tensor]] = []
-        for share in shares:
-            end = start + share.size_bytes
+        for part in parts:
+            end = start + part.size_bytes
             region = self._buffer[start:end]
-            tensors = states[share.name.section].tensors
-            for piece in share.pieces:
+            tensors = states[part.name.section].tensors
+            for piece in part.pieces:
                 source = tensors[piece.name].detach().resolve_conj().resolve_neg().reshape(-1)
                 run = source[piece.first : piece.first + piece.count]
                 target = region[piece.offset : piece.offset + piece.size_bytes]
                 pairs.append((run, target.view(run.dtype)))
-            copied.append(Copied(share, region.numpy().data))
+            copied.append(Copied(part, region.numpy().data))
             start = end + -end % _ALIGNMENT
         return copied, pairs
 
 
-def needed_bytes(shares: Sequence[Share]) -> int:
-    """Bytes of a buffer that holds these shares."""
-    return sum(share.size_bytes + -share.size_bytes % _ALIGNMENT for share in shares)
+def needed_bytes(parts: Sequence[SectionPart]) -> int:
+    """Bytes of a buffer that holds these parts."""
+    return sum(part.size_bytes + -part.size_bytes % _ALIGNMENT for part in parts)

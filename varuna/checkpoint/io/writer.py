@@ -137,28 +137,28 @@ def write_part(store: Store, step: int, copied: Copied, writer: str, beside: Cre
     Raises:
         StoreError: it cannot be written; nothing is left under its name.
     """
-    share, data = copied
-    beginning = header_of(step, share.name, share.pieces, share.scalars)
-    sums = [beside.submit(zlib.crc32, data[p.offset : p.offset + p.size_bytes]) for p in share.pieces]
+    part, data = copied
+    beginning = header_of(step, part.name, part.pieces, part.scalars)
+    sums = [beside.submit(zlib.crc32, data[p.offset : p.offset + p.size_bytes]) for p in part.pieces]
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield beginning
         for begin in range(0, len(data), _CHUNK_BYTES):
             yield data[begin : begin + _CHUNK_BYTES]
 
-    file = shard_file(share.name, writer)
+    file = shard_file(part.name, writer)
     store.write(f"{step_folder(step)}/{file}", chunks)
     return SavedShard(
         step=step,
-        generation=share.name.generation,
-        section=share.name.section,
-        part=share.name.part,
-        parts=share.name.parts,
+        generation=part.name.generation,
+        section=part.name.section,
+        part=part.name.part,
+        parts=part.name.parts,
         file=file,
         size_bytes=len(beginning) + len(data),
         pieces=tuple(
             piece.model_copy(update={"offset": len(beginning) + piece.offset, "crc32": checksum.result()})
-            for piece, checksum in zip(share.pieces, sums, strict=True)
+            for piece, checksum in zip(part.pieces, sums, strict=True)
         ),
-        scalars=share.scalars,
+        scalars=part.scalars,
     )

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.checkpoint.io.snapshot import Copied, Share, SnapshotBuffer, needed_bytes, shares_of
+from varuna.checkpoint.io.snapshot import Copied, SectionPart, SnapshotBuffer, needed_bytes, parts_of
 from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.pieces import SMALLEST_PART_BYTES
 from varuna.core.errors import CheckpointError, StoreError
@@ -34,7 +34,7 @@ class _Snapshot(NamedTuple):
 
 
 class Snapshotter:
-    """Decides (on rank 0) when a checkpoint is due, and copies this rank's share of it for the writer.
+    """Decides (on rank 0) when a checkpoint is due, and copies this rank's parts of it for the writer.
 
     At most one copy of the rank's state is held, whatever happens: what is due meanwhile is skipped.
     """
@@ -84,7 +84,7 @@ class Snapshotter:
         self._snapshot, self._asked = None, (-2, 0.0)  # a morph is not a step
         stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: _expected_state(stage, section) for section in stage.shares.held}
-        size_bytes = needed_bytes(self._shares(stage, assignment, expected))
+        size_bytes = needed_bytes(self._parts(stage, assignment, expected))
         room = stage.job.traffic.saves.room
         self._writer.do(lambda: self._buffer.reserve(size_bytes, room))
 
@@ -98,12 +98,12 @@ class Snapshotter:
             return
         self.flush()  # memory for it may still be made ready
         states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
-        shares = self._shares(stage, assignment, states)
+        planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
-        parts, pairs = self._buffer.place(shares, states, copies.room)
+        parts, pairs = self._buffer.place(planned, states, copies.room)
         self._copied = stage.copied = copied = copies.down(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
-        mine = [copied for copied in parts if copied.share.writer == stage.shares.replica]
+        mine = [copied for copied in parts if copied.part.writer == stage.shares.replica]
         if mine:
             self._writer.submit(stage.next_step, mine, copied.wait)
 
@@ -118,8 +118,8 @@ class Snapshotter:
         """Let the writer finish what it can in a moment: the process ends."""
         self._writer.close()
 
-    def _shares(self, stage: Stage, assignment: Assignment, states: Mapping[int, SectionState]) -> list[Share]:
-        return shares_of(
+    def _parts(self, stage: Stage, assignment: Assignment, states: Mapping[int, SectionState]) -> list[SectionPart]:
+        return parts_of(
             list(states.values()),
             replica=stage.shares.replica,
             holders={section: stage.shares.holders[section] for section in states},
@@ -149,7 +149,7 @@ def _forsaken(snapshot: _Snapshot, alive: set[str]) -> list[Copied]:
     return [
         copied
         for copied in snapshot.parts
-        if copied.share.writer != own.replica and members[plan.rank_of(copied.share.writer, own.stage)] not in alive
+        if copied.part.writer != own.replica and members[plan.rank_of(copied.part.writer, own.stage)] not in alive
     ]
 
 

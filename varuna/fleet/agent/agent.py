@@ -303,9 +303,9 @@ class Agent:
     def _leave(self, dismissal: Dismiss) -> None:
         """Wait until workers that were released have ended, then exit."""
         self._tell(dismissal.reason)
-        for ward in self._roster.all():
-            if ward.hello is None:  # it is still starting, and would wait for a part that never comes
-                self._launcher.kill(ward.name)
+        for record in self._roster.all():
+            if record.hello is None:  # it is still starting, and would wait for a part that never comes
+                self._launcher.kill(record.name)
         self._launcher.stop_all(_LEAVE_S)
         if dismissal.drained:
             self._home.forget()
@@ -366,11 +366,11 @@ class Agent:
 
     def _end_alone(self) -> None:
         """End because all workers ended and the manager gave no instruction."""
-        wards = self._roster.all()
-        ended = (ward for ward in wards if ward.exited is not None and not isinstance(ward.leaving, Leaving))
-        codes = [ward.exited.code for ward in ended if ward.exited is not None]
+        records = self._roster.all()
+        ended = (record for record in records if record.exited is not None and not isinstance(record.leaving, Leaving))
+        codes = [record.exited.code for record in ended if record.exited is not None]
         worst = max((abs(code) for code in codes), default=0)
-        text = next((w.exited.stderr_tail for w in reversed(wards) if w.exited is not None and w.exited.code), "")
+        text = next((w.exited.stderr_tail for w in reversed(records) if w.exited is not None and w.exited.code), "")
         if worst and text:
             self._tell(text.rstrip())
         self._tell("no workers left and no instructions from the manager; exiting")

@@ -18,13 +18,13 @@ LIGHTEST = 0.25
 """Sections lighter than this share of the median one join their neighbour."""
 
 
-def choose_cuts(costs: Sequence[float], live_bytes: Sequence[float | None], wished: int | None = None) -> list[int]:
+def choose_cuts(costs: Sequence[float], live_bytes: Sequence[float | None], requested: int | None = None) -> list[int]:
     """Positions to cut after, ascending.
 
     Args:
         costs: cost of each op, in graph order; any unit.
         live_bytes: bytes that cross a cut after each op; None where cutting is not allowed.
-        wished: number of cut-points; fewer come back where the graph has fewer places to cut. None: as many
+        requested: number of cut-points; fewer come back where the graph has fewer places to cut. None: as many
             valleys as there are, up to 255 of equal weight.
     """
     reached = list(accumulate(costs))
@@ -33,12 +33,12 @@ def choose_cuts(costs: Sequence[float], live_bytes: Sequence[float | None], wish
     if not allowed or total <= 0:
         return []
     valleys = _without_plateaus(_valleys(allowed, reached, live_bytes), reached, live_bytes)
-    if wished is None:
+    if requested is None:
         gaps = [b - a for a, b in pairwise([0.0, *(reached[i] for i in valleys), total])]
         spaced = _spaced(valleys, reached, max(total / MOST_SECTIONS / 2, LIGHTEST * median(gaps)))
         return spaced if len(spaced) < MOST_SECTIONS else _even(spaced, reached, MOST_SECTIONS - 1)
-    candidates = valleys if len(valleys) >= wished else allowed
-    return _lightest_in_windows(candidates, reached, live_bytes, wished)
+    candidates = valleys if len(valleys) >= requested else allowed
+    return _lightest_in_windows(candidates, reached, live_bytes, requested)
 
 
 def _valleys(allowed: Sequence[int], reached: Sequence[float], live_bytes: Sequence[float | None]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from varuna.core.plan import Plan
 from varuna.planner.pricing.network import crossings, exchange_s, link_of, reduce_s
 from varuna.planner.pricing.profile import Profile
-from varuna.planner.pricing.sharded_optimizer import shared_out
+from varuna.planner.pricing.sharded_optimizer import sharding_of
 from varuna.planner.pricing.stage_size import Size, crossing_time_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts
 
@@ -183,8 +183,8 @@ class Pricer:
 
     def _optimizer_s(self, starts: Sequence[int], ends: Sequence[int], replicas: int) -> float:
         """Optimizer seconds of the slowest stage; with a sharded optimizer, until all have the new parameters."""
-        if self._profile.calibration.optimizer.shared_out:
-            return max(self._shared_s(*span, len(starts), replicas) for span in zip(starts, ends, strict=True))
+        if self._profile.calibration.optimizer.sharded:
+            return max(self._sharded_s(*span, len(starts), replicas) for span in zip(starts, ends, strict=True))
         optimizer, profile = self._profile.calibration.optimizer, self._profile
         state, gradients, parameters = (
             sums.before for sums in (profile.state_bytes, profile.gradient_bytes, profile.parameter_bytes)
@@ -199,17 +199,17 @@ class Pricer:
             streamed_s = [2 * (state[b] - state[a] - (parameters[b] - parameters[a])) / rate for a, b in spans]
         return max(optimizer.fixed_s + here + streamed for here, streamed in zip(here_s, streamed_s, strict=True))
 
-    def _shared_s(self, start: int, stop: int, stages: int, replicas: int) -> float:
+    def _sharded_s(self, start: int, stop: int, stages: int, replicas: int) -> float:
         """Seconds of the fullest replica's update and of the gather, which is half an all-reduce of the parameters."""
         profile, span = self._profile, range(start, stop)
-        optimizer, shared = profile.calibration.optimizer, shared_out(profile, start, stop, replicas)
-        state, parameters = profile.state_bytes.over(span) - shared.lent_state, profile.parameter_bytes.over(span)
+        optimizer, sharding = profile.calibration.optimizer, sharding_of(profile, start, stop, replicas)
+        state, parameters = profile.state_bytes.over(span) - sharding.absent_state, profile.parameter_bytes.over(span)
         seconds = optimizer.fixed_s
         if optimizer.bytes_per_s is not None:
             seconds += (state + profile.gradient_bytes.over(span)) / optimizer.bytes_per_s
         if optimizer.host_bytes_per_s is not None:
             seconds += 2 * (state - parameters) / optimizer.host_bytes_per_s
-        if shared.gathered:
+        if sharding.gathered:
             seconds += 0.5 * self._reduce_s(parameters, stages, replicas, members=replicas)
         return seconds
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from varuna.core.plan import ACTIVATIONS_COMING, GRADIENTS_COMING, MESSAGES_LEAVING, SAMPLES_AHEAD
 from varuna.planner.pricing.profile import Profile
-from varuna.planner.pricing.sharded_optimizer import UNSHARED, Shared, shared_out
+from varuna.planner.pricing.sharded_optimizer import UNSHARDED, Sharding, sharding_of
 
 
 class Room(NamedTuple):
@@ -65,10 +65,10 @@ class Spans:
         back = (0, *profile.gradient_boundary_bytes[: profile.sections - 1], 0)
         self._front = [there + ACTIVATIONS_COMING * into for there, into in zip(back, self.incoming, strict=False)]
         self._rear = [0, *(MESSAGES_LEAVING * a + GRADIENTS_COMING * b for a, b in zip(behind, back[1:], strict=True))]
-        self._replicas = replicas if profile.calibration.optimizer.shared_out else 1
+        self._replicas = replicas if profile.calibration.optimizer.sharded else 1
         self._has_host_bytes = bool(profile.host_bytes.before[-1])
         self._has_updates = bool(profile.update_bytes.before[-1] or self._streamed_bytes or self._replicas > 1)
-        self._shared: dict[tuple[int, int], Shared] = {}
+        self._sharding: dict[tuple[int, int], Sharding] = {}
         self._rooms: dict[tuple[int, int, bool, bool], Room] = {}
         self._known_s: dict[tuple[int, ...], dict[tuple[int, int], float]] = {}
 
@@ -146,17 +146,17 @@ class Spans:
         """Bytes that the optimizer needs while it steps, with streamed state and the copies of a tentative step."""
         if not copies and not self._has_updates:
             return 0.0
-        profile, span, shared = self.profile, range(start, stop), self.shared(start, stop)
+        profile, span, sharding = self.profile, range(start, stop), self.sharding(start, stop)
         needed = profile.update_bytes.over(span) if self._together else profile.most_update_bytes.over(start, stop)
         if self._streamed_bytes:
             needed += min(self._streamed_bytes, profile.state_bytes.over(span))
         own = self._own[stop] - self._own[start]
         if not copies or not own:
-            return max(needed, shared.gathered)
-        own -= shared.lent_state + shared.lent_parameters
+            return max(needed, sharding.gathered)
+        own -= sharding.absent_state + sharding.absent_parameters
         if stop - start > self._tied_span:
             own -= sum(self.counted_twice(start, stop))
-        return max(needed + own, shared.gathered)
+        return max(needed + own, sharding.gathered)
 
     def host_bytes(self, start: int, stop: int, copies: bool) -> int:
         """Offloaded state, and the copy that a tentative step makes of it."""
@@ -164,23 +164,25 @@ class Spans:
             return 0
         profile, span = self.profile, range(start, stop)
         held = profile.host_bytes.over(span)
-        shared = self.shared(start, stop)
-        copied = profile.host_copy_bytes.over(span) - shared.lent_state - shared.lent_parameters if copies else 0
-        return int(held - shared.lent_state + copied)
+        sharding = self.sharding(start, stop)
+        copied = (
+            profile.host_copy_bytes.over(span) - sharding.absent_state - sharding.absent_parameters if copies else 0
+        )
+        return int(held - sharding.absent_state + copied)
 
-    def shared(self, start: int, stop: int) -> Shared:
+    def sharding(self, start: int, stop: int) -> Sharding:
         """What a sharded optimizer changes; nothing where every replica holds everything."""
         if self._replicas == 1:
-            return UNSHARED
-        known = self._shared.get((start, stop))
+            return UNSHARDED
+        known = self._sharding.get((start, stop))
         if known is None:
-            known = self._shared[start, stop] = shared_out(self.profile, start, stop, self._replicas)
+            known = self._sharding[start, stop] = sharding_of(self.profile, start, stop, self._replicas)
         return known
 
     def lent(self, start: int, stop: int) -> int:
         """Optimizer state that would be on the device, but is on other replicas."""
         on_host = self.profile.calibration.optimizer.host_bytes_per_s is not None
-        return 0 if on_host else self.shared(start, stop).lent_state
+        return 0 if on_host else self.sharding(start, stop).absent_state
 
     def counted_twice(self, start: int, stop: int) -> tuple[int, int]:
         """Parameter and optimizer bytes of tied parameters beyond their first section in the span."""
@@ -190,7 +192,7 @@ class Spans:
             for index in [section for section in tied.sections if start <= section < stop][1:]:
                 parameters += tied.size_bytes
                 if (
-                    profile.trainable_bytes[index] and not self.shared(start, stop).lent_state
+                    profile.trainable_bytes[index] and not self.sharding(start, stop).absent_state
                 ):  # its share of the section's optimizer state
                     state = int(profile.optimizer_bytes.values[index])
                     optimizer += state * tied.size_bytes // profile.trainable_bytes[index]

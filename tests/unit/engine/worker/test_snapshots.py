@@ -18,7 +18,7 @@ from tests.unit.engine.worker.test_resuming import train
 from tests.unit.engine.worker.test_snapshotter import assigned, make_plan, manifest_of, stage_of
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.checkpoint.io.snapshot import SnapshotBuffer, shares_of
+from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
 from varuna.core.saved import SavedShard
 from varuna.engine.device.host_copies import Ready, StreamCopies
 from varuna.engine.links.traffic import Traffic, traffic_over
@@ -184,8 +184,8 @@ def test_a_copy_is_queued_behind_the_update_and_not_behind_the_next_step() -> No
     copies, value = StreamCopies(streams), torch.zeros(16)
     streams.compute.put(lambda: value.fill_(7.0))  # an update
     states = {0: SectionState(0, {"parameters/w": value}, {})}
-    shares = shares_of([states[0]], replica=0, holders={0: (0,)}, generation=0)
-    [part], pairs = SnapshotBuffer().place(shares, states, copies.room)
+    planned = parts_of([states[0]], replica=0, holders={0: (0,)}, generation=0)
+    [part], pairs = SnapshotBuffer().place(planned, states, copies.room)
     copied = copies.down(pairs)
     streams.compute.put(lambda: None)  # the next step's F, R and B
     copied.wait()

@@ -48,14 +48,14 @@ def assign(generation: int, *, fresh: bool = False) -> Assign:
     )
 
 
-def ward() -> WorkerRecord:
-    ward = WorkerRecord("n0.0")
-    ward.hear(HELLO)
-    return ward
+def record() -> WorkerRecord:
+    record = WorkerRecord("n0.0")
+    record.hear(HELLO)
+    return record
 
 
 def test_what_nobody_has_recorded_is_said_again_and_nothing_else() -> None:
-    w = ward()
+    w = record()
     w.told(assign(0, fresh=True))
     votes = [Voted(vote=make_vote(PLAN, 0, step)) for step in range(5)]
     for vote in votes:
@@ -70,7 +70,7 @@ def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
     plan = PLAN.model_copy(update={"global_batch": 2 * 8192})
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
     vector = tuple(1.0 / (1 + place) for place in range(layout.size))
-    w, tally = ward(), layout.tally(vector)
+    w, tally = record(), layout.tally(vector)
     for step in range(4000):
         w.hear(Voted(vote=Vote(generation=0, step=step, vector=vector, tally=tally)))
     said = [message.vote for message in w.charge().said if isinstance(message, Voted)]
@@ -82,7 +82,7 @@ def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
 
 
 def test_standing_still_is_remembered_until_there_is_a_new_part() -> None:
-    w = ward()
+    w = record()
     w.told(assign(0))
     suspect, held = Suspect(generation=0, reason="a link broke"), Held(generation=0, next_step=1)
     w.hear(suspect)
@@ -100,7 +100,7 @@ def saved(step: int, section: int) -> Saved:
 
 
 def test_shards_of_the_newest_checkpoints_are_said_again_until_a_rollback() -> None:
-    w = ward()
+    w = record()
     said = [saved(step, section) for step in (10, 20, 30) for section in (0, 1)]
     for shard in said:
         w.hear(shard)
@@ -112,7 +112,7 @@ def test_shards_of_the_newest_checkpoints_are_said_again_until_a_rollback() -> N
 
 
 def test_a_beat_is_passed_on_once_so_that_silence_looks_like_silence() -> None:
-    w = ward()
+    w = record()
     w.hear(Beat(generation=0, step=1, activity=""))
     w.hear(Beat(generation=0, step=2, activity=""))
     beat = w.take_beat()
@@ -122,7 +122,7 @@ def test_a_beat_is_passed_on_once_so_that_silence_looks_like_silence() -> None:
 
 
 def test_what_steps_took_is_not_lost_between_two_pulses() -> None:
-    w = ward()
+    w = record()
     times = RankTimes(steps=2, step_s=1.0, waited_s=0.0, reduced_s=0.0, actions={})
     w.hear(Beat(generation=0, step=1, activity="", times=times, forward_s=1.0, backward_s=2.0))
     w.hear(Beat(generation=0, step=2, activity="", times=times.model_copy(update={"steps": 6, "step_s": 5.0})))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.fleet.manager.test_checkpoint_coordinator import record
-from tests.unit.observe.stories import recorded
+from tests.unit.observe.recorded_events import recorded
 from varuna.core.errors import FleetError
 from varuna.core.messages import Vote
 from varuna.fleet.run_folder import journal as journal_module

@@ -47,9 +47,11 @@ def test_nothing_can_be_cut_behind_the_last_op_or_in_an_empty_graph() -> None:
     st.lists(st.tuples(st.floats(0, 10), st.one_of(st.none(), st.floats(0, 100))), min_size=1, max_size=120),
     st.one_of(st.none(), st.integers(1, 30)),
 )
-def test_cuts_are_ascending_allowed_and_few_enough(curve: list[tuple[float, float | None]], wished: int | None) -> None:
+def test_cuts_are_ascending_allowed_and_few_enough(
+    curve: list[tuple[float, float | None]], requested: int | None
+) -> None:
     costs, live = [cost for cost, _ in curve], [size for _, size in curve]
-    cuts = choose_cuts(costs, live, wished)
+    cuts = choose_cuts(costs, live, requested)
     assert cuts == sorted(set(cuts))
     assert all(live[cut] is not None and cut < len(costs) - 1 for cut in cuts)
-    assert len(cuts) <= (wished if wished is not None else MOST_SECTIONS - 1)
+    assert len(cuts) <= (requested if requested is not None else MOST_SECTIONS - 1)

@@ -26,19 +26,21 @@ def sizer(calibration: Calibration, replicas: int) -> Sizer:
 
 @pytest.mark.parametrize(("replicas", "held"), [(1, 4), (2, 4), (3, 3), (4, 2), (8, 1)])
 def test_the_fullest_replica_counts(replicas: int, held: int) -> None:
-    stage = sizer(calibrated(FOUR).shared_out(), replicas).detail(0, 0, 4, Size(1, 0))
+    stage = sizer(calibrated(FOUR).with_sharded_optimizer(), replicas).detail(0, 0, 4, Size(1, 0))
     assert stage.optimizer == held * 200 * MB
     assert stage.parameters == stage.gradients == 400 * MB
     assert sizer(calibrated(FOUR), replicas).detail(0, 0, 4, Size(1, 0)).optimizer == 800 * MB
 
 
 def test_what_is_on_its_way_counts_when_nothing_else_is_in_flight() -> None:
-    assert sizer(calibrated(FOUR).shared_out(), 4).detail(0, 0, 4, Size(1, 0)).update == 400 * MB  # one of each replica
-    assert sizer(calibrated(FOUR).shared_out(), 2).detail(0, 0, 4, Size(1, 0)).update == 0
+    assert (
+        sizer(calibrated(FOUR).with_sharded_optimizer(), 4).detail(0, 0, 4, Size(1, 0)).update == 400 * MB
+    )  # one of each replica
+    assert sizer(calibrated(FOUR).with_sharded_optimizer(), 2).detail(0, 0, 4, Size(1, 0)).update == 0
 
 
 def test_offloaded_state_is_shared_out_in_host_memory() -> None:
-    both = calibrated(FOUR).shared_out().offloaded()
+    both = calibrated(FOUR).with_sharded_optimizer().offloaded()
     stage = sizer(both, 4).detail(0, 0, 4, Size(1, 0))
     assert (stage.optimizer, stage.host) == (0, 2 * 200 * MB)
 
@@ -61,7 +63,8 @@ def test_the_gather_takes_half_an_all_reduce_of_the_parameters() -> None:
         stages=1, replicas=4, micro_batch=1, global_batch=8, starts=(0,), sections=4, stash_limits=(1,)
     )  # fmt: skip
     plain, shared = (
-        pipeline_costs(profile(known, 1), plan, gpus_per_vm=1) for known in (calibration, calibration.shared_out())
+        pipeline_costs(profile(known, 1), plan, gpus_per_vm=1)
+        for known in (calibration, calibration.with_sharded_optimizer())
     )
     gather_s = 0.5 * reduce_s(calibration, 400 * MB, stages=1, replicas=4, gpus_per_vm=1, members=4)
     assert calibration.optimizer.bytes_per_s is None  # else the update takes less
@@ -70,7 +73,7 @@ def test_the_gather_takes_half_an_all_reduce_of_the_parameters() -> None:
 
 def test_depths_that_fit_by_sharing_only_are_found_and_nobody_lacks_less_than_nothing() -> None:
     plain = calibrated(FOUR, across_vms=FAST)
-    for known, fitting in ((plain, {2, 3, 4}), (plain.shared_out(), {1, 2, 3, 4})):
+    for known, fitting in ((plain, {2, 3, 4}), (plain.with_sharded_optimizer(), {1, 2, 3, 4})):
         found = rank_plans(PlanRequest(calibration=known, workers=8, global_batch=16, memory_bytes=LITTLE, wanted=4))
         assert {plan.stages for plan in found.plans} == fitting
         assert all((rejection.missing_bytes or 0) > 0 for rejection in found.rejected)
