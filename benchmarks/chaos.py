@@ -24,9 +24,10 @@ from pathlib import Path
 from tests.scenarios.launch import json_log, processes_with
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.manager.local_run import LocalRun
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
+from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import Ended, FleetConfig, Running
 from varuna.fleet.state.inputs import DrainRequested, FinishRequested, SpawnRequested
 from varuna.planner.choose import plan_run
@@ -39,7 +40,7 @@ LEASE_S = 3.0
 class Chaos:
     """Takes workers away and brings them back, as a seeded script says."""
 
-    def __init__(self, run: LocalRun, seed: int) -> None:
+    def __init__(self, run: ManagerService[LocalWorkers], seed: int) -> None:
         self._run, self._choose = run, random.Random(seed)
         self.acts: Counter[str] = Counter()
 
@@ -52,18 +53,18 @@ class Chaos:
             self._act()
 
     def _act(self) -> None:
-        live = [name for name in self._run.manager.fleet.joined if self._run.launcher.pid(name) is not None]
+        live = [name for name in self._run.manager.fleet.joined if self._run.workers.pid(name) is not None]
         if len(live) < 2 or (len(live) < WORKERS and self._choose.random() < 0.6):
             missing = WORKERS - len(live)
             self._note("return", missing)
-            self._run.manager.post(SpawnRequested(self._choose.randint(1, max(1, missing))))
+            self._run.mailbox.post(SpawnRequested(self._choose.randint(1, max(1, missing))))
             return
         act = self._choose.choice(("kill", "kill", "kill two", "freeze", "hiccup", "drain"))
         victims = self._choose.sample(live, 2 if act == "kill two" else 1)
         self._note(act, victims)
         for name in victims:
             if act == "drain":
-                self._run.manager.post(DrainRequested(name))
+                self._run.mailbox.post(DrainRequested(name))
             else:
                 self._signal(name, signal.SIGSTOP if act in ("freeze", "hiccup") else signal.SIGKILL)
         if act == "hiccup":  # shorter than the lease: nothing may happen
@@ -71,7 +72,7 @@ class Chaos:
             self._signal(victims[0], signal.SIGCONT)
 
     def _signal(self, name: str, number: int) -> None:
-        pid = self._run.launcher.pid(name)
+        pid = self._run.workers.pid(name)
         if pid is not None:
             try:
                 os.killpg(pid, number)
@@ -90,20 +91,18 @@ def disturbed(folder: Path, seconds: float, seed: int) -> tuple[dict[int, float]
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, stages=min(2, workers), micro_batch=micro_batch)
 
-    run = LocalRun(
-        JOB,
-        ["--pause", "0.2", "--checkpoints", str(folder / "checkpoints")],
+    args = ("--pause", "0.2", "--checkpoints", str(folder / "checkpoints"))
+    run = ManagerService(
+        ServiceConfig(run_dir=folder / "run", json_log=log),
+        LocalLaunch(JOB, args, {"PYTHONPATH": str(JOB.parents[1])}),
         config=FleetConfig(workers=WORKERS, replace=False, lease_s=LEASE_S),
         planner=plan,
-        run_dir=folder / "run",
-        json_log=log,
         on_event=lambda event: (
             print(getattr(event, "cause", "") or getattr(event, "text", ""), file=sys.stderr)
             if type(event).__name__ in ("WorkerLost", "Notice")
             else None
         ),
         write=lambda line: None,
-        environment={"PYTHONPATH": str(JOB.parents[1])},
     )
     chaos = Chaos(run, seed)
 
@@ -111,12 +110,13 @@ def disturbed(folder: Path, seconds: float, seed: int) -> tuple[dict[int, float]
         while not (isinstance(run.manager.fleet.phase, Running) and run.manager.fleet.formed):
             time.sleep(0.1)
         chaos.play(time.monotonic() + seconds)
-        run.manager.post(SpawnRequested(1))  # whatever is left, somebody can finish
-        run.manager.post(FinishRequested("the script is over"))
+        run.mailbox.post(SpawnRequested(1))  # whatever is left, somebody can finish
+        run.mailbox.post(FinishRequested("the script is over"))
 
     director = threading.Thread(target=direct, daemon=True)
     director.start()
-    ended = run.start_and_wait()
+    ended = run.manage()
+    assert ended is not None
     return {row["step"]: row["loss"] for row in json_log(log)}, chaos.acts, ended
 
 

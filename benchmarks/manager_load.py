@@ -30,7 +30,6 @@ from varuna import __version__
 from varuna.core.messages import Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.manager.cluster_manager import ClusterManager, ManagerConfig, cluster_config
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.net.ca import SERVER_NAME, client_context
 from varuna.fleet.net.protocol import (
@@ -47,6 +46,8 @@ from varuna.fleet.net.protocol import (
 )
 from varuna.fleet.net.serving import raise_open_files
 from varuna.fleet.run_folder.registry import Registry, hashed
+from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 
 JOB = JobIdentity(version=__version__, script="train.py", script_sha256="0" * 64, args_sha256="0" * 64)
 
@@ -57,12 +58,11 @@ def manage(run_dir: Path, pipe: Connection) -> None:
     def no_plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         raise AssertionError("no worker ever says Hello here")
 
-    cluster = ClusterManager(
-        ManagerConfig(run_dir=run_dir),
+    cluster = ManagerService(
+        ServiceConfig(run_dir=run_dir),
+        ClusterLaunch(),
         config=cluster_config(10**6),
         planner=no_plan,
-        on_event=lambda event: None,
-        on_past=lambda event: None,
         write=lambda line: None,
     )
 
@@ -72,12 +72,12 @@ def manage(run_dir: Path, pipe: Connection) -> None:
             if order == "tell":
                 began_s = time.monotonic()
                 for name in cluster.manager.fleet.workers:
-                    cluster.manager._hands.send(name, Finish(reason="an instruction for all"))
+                    cluster.workers.send(name, Finish(reason="an instruction for all"))
                 pipe.send(time.monotonic() - began_s)
             elif order == "usage":
                 usage = resource.getrusage(resource.RUSAGE_SELF)
                 pipe.send((usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, len(cluster.manager.fleet.workers)))
-        cluster._serving.stop()
+        cluster.workers.close()
         pipe.send("ended")
 
     import threading

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.service.local_workers import LocalLaunch
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import Ended, FleetConfig
 from varuna.fleet.state.inputs import MorphRequested, StopRequested
 from varuna.planner.choose import plan_run
@@ -47,16 +48,14 @@ def main() -> None:
 
     rows: dict[int, list[dict[str, int]]] = {}
     with tempfile.TemporaryDirectory() as name:
-        run = LocalRun(
-            JOB,
-            [],
+        run = ManagerService(
+            ServiceConfig(run_dir=Path(name)),
+            LocalLaunch(JOB, (), {"PYTHONPATH": str(JOB.parents[1])}),
             config=FleetConfig(workers=2, replace=False),
             planner=plan,
-            run_dir=Path(name),
             write=lambda line: None,
-            environment={"PYTHONPATH": str(JOB.parents[1])},
         )
-        thread = threading.Thread(target=run.start_and_wait)
+        thread = threading.Thread(target=run.manage)
         thread.start()
         begin_s = time.monotonic()
         try:
@@ -68,10 +67,10 @@ def main() -> None:
                     time.sleep(0.01)
                 if generation in (BASE, args.morphs):
                     time.sleep(1.0)  # what is being let go of may take a moment
-                    rows[generation] = [measure(run.launcher.pid(worker) or 0) for worker in ("w0", "w1")]
-                run.manager.post(MorphRequested())
+                    rows[generation] = [measure(run.workers.pid(worker) or 0) for worker in ("w0", "w1")]
+                run.mailbox.post(MorphRequested())
         finally:
-            run.manager.post(StopRequested("measured", 0))
+            run.mailbox.post(StopRequested("measured", 0))
             thread.join()
     ratios = {
         key: max(after[key] / before[key] for before, after in zip(rows[BASE], rows[args.morphs], strict=True))

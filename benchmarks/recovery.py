@@ -31,7 +31,8 @@ from typing import NamedTuple
 
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.service.local_workers import LocalLaunch
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, SpawnRequested
 from varuna.fleet.state.run_events import RunEvent, StepRecorded
@@ -119,17 +120,15 @@ class Stage:
         def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
             return plan_run(job, workers=workers, stages=2, micro_batch=micro_batch)
 
-        self.run = LocalRun(
-            JOB,
-            ["--marks", str(folder)],
+        self.run = ManagerService(
+            ServiceConfig(run_dir=folder / "run"),
+            LocalLaunch(JOB, ("--marks", str(folder)), {"PYTHONPATH": str(JOB.parents[1])}),
             config=FleetConfig(workers=WORKERS, replace=False, join_grace_s=0.1),
             planner=plan,
-            run_dir=folder / "run",
             on_event=self.note,
             write=lambda line: None,
-            environment={"PYTHONPATH": str(JOB.parents[1])},
         )
-        self.thread = threading.Thread(target=self.run.start_and_wait, daemon=True)
+        self.thread = threading.Thread(target=self.run.manage, daemon=True)
         self.thread.start()
 
     def note(self, event: RunEvent) -> None:
@@ -151,13 +150,13 @@ class Stage:
     def make_whole(self) -> None:
         missing = WORKERS - self.run.manager.fleet.wanted  # a drained worker is replaced without being asked for
         if missing > 0:
-            self.run.manager.post(SpawnRequested(missing))
+            self.run.mailbox.post(SpawnRequested(missing))
         self.settle(WORKERS)
 
     def victim(self) -> tuple[str, int]:
         """The worker of the last rank."""
-        name = self.run.worker_of(WORKERS - 1)
-        pid = self.run.launcher.pid(name)
+        name = self.run.manager.fleet.members[WORKERS - 1]
+        pid = self.run.workers.pid(name)
         assert pid is not None
         return name, pid
 
@@ -166,7 +165,7 @@ class Stage:
         victim, pid = self.victim()
         if kind == "planned loss":
             generation = self.run.manager.fleet.generation
-            self.run.manager.post(DrainRequested(victim))
+            self.run.mailbox.post(DrainRequested(victim))
             return self.stall_around_generation(generation + 1)
         self.tail.look()
         since_s = time.monotonic()

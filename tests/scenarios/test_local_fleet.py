@@ -18,9 +18,11 @@ from tests.scenarios.launch import BOUND_S
 from tests.unit.fleet.support import make_plan
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
-from varuna.fleet.manager.local_run import LocalRun
 from varuna.fleet.run_folder.journal import read_events
+from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.inputs import SpawnRequested
 from varuna.fleet.state.run_events import Morphed, RunEvent, StepRecorded, WorkerJoined, WorkerLost
 
 ROOT = Path(__file__).parents[2]
@@ -41,21 +43,21 @@ class Theatre:
         self.ended: Ended | None = None
         self.json_log = folder / "steps.jsonl"
         self.folder = folder
-        self.run = LocalRun(
-            SCRIPT,
-            [str(folder / "counter"), str(steps), fault],
+        self.run = ManagerService(
+            ServiceConfig(run_dir=folder / "run", json_log=self.json_log),
+            LocalLaunch(SCRIPT, [str(folder / "counter"), str(steps), fault], {"PYTHONPATH": str(ROOT)}),
             config=FleetConfig(**{"lease_s": 60.0, **config}),  # a busy machine is none that froze
             planner=partial(make_plan, stages=1),
-            run_dir=folder / "run",
-            json_log=self.json_log,
             on_event=self.observe,
             write=self.lines.append,
-            environment={"PYTHONPATH": str(ROOT)},
         )
         self.thread = threading.Thread(target=self.go)
 
     def go(self) -> None:
-        self.ended = self.run.start_and_wait()
+        self.ended = self.run.manage()
+
+    def kill(self, rank: int) -> None:
+        self.run.workers.kill(self.run.manager.fleet.members[rank])
 
     def observe(self, event: RunEvent) -> None:
         self.events.append(event)
@@ -100,7 +102,7 @@ def once_at(step: int, act: Callable[[], None]) -> Callable[[RunEvent], None]:
 
 def test_a_killed_worker_is_replaced_and_no_step_is_missed(tmp_path: Path) -> None:
     theatre = Theatre(tmp_path, steps=60, fault="until-2", workers=3, join_grace_s=0.1)
-    theatre.hooks.append(once_at(10, lambda: theatre.run.kill(theatre.run.worker_of(2))))
+    theatre.hooks.append(once_at(10, lambda: theatre.kill(2)))
     assert theatre.finish() == Ended(0, "60 steps done")
     causes = [event.record.cause for event in theatre.of(Morphed)]
     assert causes == ["worker w2 killed by SIGKILL", "worker w3 joined"]
@@ -115,7 +117,7 @@ def test_a_killed_worker_is_replaced_and_no_step_is_missed(tmp_path: Path) -> No
 
 def test_losing_rank_0_only_changes_who_is_heard(tmp_path: Path) -> None:
     theatre = Theatre(tmp_path, steps=60, fault="until-1", workers=2, replace=False)
-    theatre.hooks.append(once_at(10, lambda: theatre.run.kill(theatre.run.worker_of(0))))
+    theatre.hooks.append(once_at(10, lambda: theatre.kill(0)))
     assert theatre.finish().exit_code == 0
     assert theatre.of(WorkerLost)[0].cause == "worker w0 killed by SIGKILL"
     assert (tmp_path / "run" / "w1.log").read_bytes().startswith(b"hello of w1\n")
@@ -125,7 +127,7 @@ def test_a_frozen_worker_is_evicted_and_killed(tmp_path: Path) -> None:
     theatre = Theatre(tmp_path, steps=60, fault="until-1", workers=3, lease_s=2.0, replace=False)
 
     def freeze() -> None:
-        pid = theatre.run.launcher.pid(theatre.run.worker_of(2))
+        pid = theatre.run.workers.pid(theatre.run.manager.fleet.members[2])
         assert pid is not None
         os.killpg(pid, signal.SIGSTOP)
 
@@ -137,7 +139,7 @@ def test_a_frozen_worker_is_evicted_and_killed(tmp_path: Path) -> None:
 
 def test_a_worker_can_be_added_by_hand(tmp_path: Path) -> None:
     theatre = Theatre(tmp_path, steps=60, fault="until-1", workers=1, replace=False, join_grace_s=0.1)
-    theatre.hooks.append(once_at(5, theatre.run.spawn))
+    theatre.hooks.append(once_at(5, lambda: theatre.run.mailbox.post(SpawnRequested(1))))
     assert theatre.finish().exit_code == 0
     assert [event.record.cause for event in theatre.of(Morphed)] == ["worker w1 joined"]
 
@@ -156,11 +158,13 @@ def test_workers_die_with_their_parent(tmp_path: Path) -> None:
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
 from varuna.fleet.run_folder.journal import read_events
-from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.service.local_workers import LocalLaunch
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import FleetConfig
-LocalRun(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"], config=FleetConfig(workers=2),
-    planner=make_plan, run_dir=Path({str(tmp_path)!r}),
-    on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
+ManagerService(ServiceConfig(run_dir=Path({str(tmp_path)!r})),
+    LocalLaunch(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"]),
+    config=FleetConfig(workers=2), planner=make_plan,
+    on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).manage()
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
@@ -179,11 +183,13 @@ def test_sigterm_ends_everything(tmp_path: Path) -> None:
 from pathlib import Path
 from tests.unit.fleet.support import make_plan
 from varuna.fleet.run_folder.journal import read_events
-from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.service.local_workers import LocalLaunch
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import FleetConfig
-ended = LocalRun(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"],
-    config=FleetConfig(workers=2), planner=make_plan, run_dir=Path({str(tmp_path)!r}), write=lambda line: None,
-    on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).start_and_wait()
+ended = ManagerService(ServiceConfig(run_dir=Path({str(tmp_path)!r})),
+    LocalLaunch(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"]),
+    config=FleetConfig(workers=2), planner=make_plan, write=lambda line: None,
+    on_event=lambda event: print(getattr(event, "pid", "other"), flush=True)).manage()
 raise SystemExit(ended.exit_code)
 """
     with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
@@ -197,14 +203,19 @@ raise SystemExit(ended.exit_code)
 
 def test_a_port_in_use_is_named_with_a_way_out(tmp_path: Path) -> None:
     first = Theatre(tmp_path, steps=1, workers=1)
-    port = first.run.server.port
+    port = first.run.port
     try:
         with pytest.raises(FleetError, match=rf"port {port} on 127.0.0.1 cannot be used .* --port"):
-            LocalRun(SCRIPT, config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path / "other", port=port)
+            service(LocalLaunch(SCRIPT), tmp_path / "other", port)
     finally:
         first.finish()
 
 
 def test_a_missing_script_is_a_usage_error(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no script at"):
-        LocalRun(tmp_path / "no.py", config=FleetConfig(workers=1), planner=make_plan, run_dir=tmp_path)
+        service(LocalLaunch(tmp_path / "no.py"), tmp_path)
+
+
+def service(launch: LocalLaunch, folder: Path, port: int = 0) -> ManagerService[LocalWorkers]:
+    place = ServiceConfig(run_dir=folder, port=port)
+    return ManagerService(place, launch, config=FleetConfig(workers=1), planner=make_plan)

@@ -11,9 +11,10 @@ from tests.scenarios.launch import JOB, json_log, python
 from tests.waiting import wait_for
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.manager.local_run import LocalRun
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
+from varuna.fleet.service.local_workers import LocalLaunch
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import Ended, FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, MorphRequested
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent
@@ -34,13 +35,11 @@ class Play:
         def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
             return plan_run(job, workers=workers, stages=planner(workers), micro_batch=micro_batch)
 
-        self.run = LocalRun(
-            Path(JOB),
-            args,
+        self.run = ManagerService(
+            ServiceConfig(run_dir=folder / "run", json_log=folder / "log.jsonl"),
+            LocalLaunch(Path(JOB), args),
             config=config,
             planner=plan,
-            run_dir=folder / "run",
-            json_log=folder / "log.jsonl",
             on_event=self.events.append,
             write=lambda line: None,
         )
@@ -48,7 +47,7 @@ class Play:
         self.thread.start()
 
     def _go(self) -> None:
-        self.ended = self.run.start_and_wait()
+        self.ended = self.run.manage()
 
     def of(self, kind: type[E]) -> list[E]:
         return [event for event in self.events if isinstance(event, kind)]
@@ -82,7 +81,7 @@ def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_pa
         assert "w3" not in first.grid
         assert any(notice.warning and "worker w3 on node w3 is slow" in notice.text for notice in play.of(Notice))
         drained = first.grid[0]
-        play.run.manager.post(DrainRequested(drained))
+        play.run.mailbox.post(DrainRequested(drained))
         play.trains(2)
         second = play.run.manager.fleet.record
         assert second.cause == f"node {drained} will leave (drained)"
@@ -112,7 +111,7 @@ def test_morph_after_morph_leaves_nothing_behind(tmp_path: Path) -> None:
     early: list[tuple[int, int]] = []
 
     def now() -> list[tuple[int, int]]:
-        return [counts(play.run.launcher.pid(name)) for name in ("w0", "w1")]
+        return [counts(play.run.workers.pid(name)) for name in ("w0", "w1")]
 
     def is_as_early() -> bool:
         return all(
@@ -127,7 +126,7 @@ def test_morph_after_morph_leaves_nothing_behind(tmp_path: Path) -> None:
                 early = now()
             if generation == 39:
                 wait_for(is_as_early)  # old groups are let go by and by
-            play.run.manager.post(MorphRequested())
+            play.run.mailbox.post(MorphRequested())
     finally:
         play.run.stop("seen enough", 0)
         play.finish()

@@ -132,8 +132,8 @@ def import_everything() -> None:
     for name in (
         "cli.main",
         "fleet.agent.agent",
-        "fleet.manager.cluster_manager",
-        "fleet.manager.local_run",
+        "fleet.service.cluster_workers",
+        "fleet.service.local_workers",
         "observe.progress",
         "trainer",
     ):

@@ -70,8 +70,8 @@ def manager(
 
     from varuna.calibration.file import RUN_FILE
     from varuna.fleet.manager.calibrator import Calibrator
-    from varuna.fleet.manager.cluster_manager import ClusterManager, ManagerConfig, cluster_config
-    from varuna.fleet.manager.local_run import to_stdout
+    from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
+    from varuna.fleet.service.service import ManagerService, ServiceConfig
     from varuna.observe.progress import Progress, RunView
     from varuna.planner.choose import planner
     from varuna.process.output_pump import unread_allowed
@@ -82,29 +82,28 @@ def manager(
         calibrator = Calibrator(
             planner(memory_bytes=memory_bytes, stages=stages), run_dir=run_dir, cache=lambda job: run_dir / RUN_FILE
         )
-        cluster = ClusterManager(
-            ManagerConfig(
+        service = ManagerService(
+            ServiceConfig(
                 run_dir=run_dir,
                 host=host,
                 port=port,
-                advertised=advertise,
                 json_log=json_log,
                 new=new,
                 overwrite=overwrite,
                 checkpoints=checkpoints,
             ),
+            ClusterLaunch(advertise),
             config=cluster_config(workers),
             planner=calibrator.plan,
             calibrator=calibrator,
             on_event=view,
             on_past=view.recall,
-            write=to_stdout,
         )
-        print(f"JOIN {cluster.invite()}", flush=True)
-        grower = grow(cluster.manager.warn) if grow is not None else None
+        print(f"JOIN {service.workers.invite()}", flush=True)
+        grower = grow(service.mailbox.warn) if grow is not None else None
         if grower is not None:
             grower.start()
-        ended = cluster.manage()
+        ended = service.manage()
         if grower is not None and ended is not None:
             grower.close()  # gives back what was asked for
         if ended is None:

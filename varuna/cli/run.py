@@ -48,7 +48,8 @@ def run(
 
     from varuna.calibration.cache import cache_file
     from varuna.fleet.manager.calibrator import Calibrator
-    from varuna.fleet.manager.local_run import LocalRun
+    from varuna.fleet.service.local_workers import LocalLaunch
+    from varuna.fleet.service.service import ManagerService, ServiceConfig
     from varuna.fleet.state.fleet import FleetConfig
     from varuna.observe.progress import Progress, RunView
     from varuna.planner.choose import planner
@@ -59,22 +60,17 @@ def run(
         calibrator = Calibrator(planner(memory_bytes=memory_bytes, stages=stages), run_dir=folder, cache=cache_file)
         is_over = True  # a folder of the run's own is kept only if the run fails
         try:
-            local = LocalRun(
-                script,
-                args or [],
+            service = ManagerService(
+                ServiceConfig(run_dir=folder, port=port, json_log=json_log, new=new, overwrite=overwrite),
+                LocalLaunch(script, args or [], is_kept=run_dir is not None),
                 config=FleetConfig(workers=workers),
                 planner=calibrator.plan,
                 calibrator=calibrator,
-                run_dir=folder,
-                kept=run_dir is not None,
-                json_log=json_log,
-                new=new,
-                overwrite=overwrite,
-                port=port,
                 on_event=RunView(progress),
             )
             is_over = False
-            ended = local.start_and_wait()
+            ended = service.manage()
+            assert ended is not None  # nobody tells this manager to leave
             is_over = ended.exit_code == 0
         finally:
             if is_over and run_dir is None:

@@ -13,8 +13,10 @@ from varuna.demo.disturbance import ACTS, Act, Disturbance
 from varuna.demo.example import dataset_size, example_folder
 from varuna.demo.proof import DemoReport, loss_table
 from varuna.demo.reference import sample_order, train_reference
-from varuna.fleet.manager.local_run import LocalRun
+from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
+from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.inputs import SpawnRequested
 from varuna.fleet.state.run_events import RunEvent, StepRecorded
 from varuna.observe.progress import Progress, RunView, generation_table
 from varuna.planner.choose import plan_run
@@ -75,7 +77,7 @@ class _Director:
     def __init__(self, view: RunView, steps: int) -> None:
         self._view = view
         self._disturbance = Disturbance(steps)
-        self.run: LocalRun | None = None
+        self.run: ManagerService[LocalWorkers] | None = None
 
     def __call__(self, event: RunEvent) -> None:
         """Take an event, on the thread of the run."""
@@ -84,11 +86,11 @@ class _Director:
             return
         match self._disturbance.after(event.step, self._view.history.morphs):
             case Act.KILL_LAST:
-                self.run.kill(self.run.worker_of(-1))
+                self.run.workers.kill(self.run.manager.fleet.members[-1])
             case Act.KILL_FIRST:
-                self.run.kill(self.run.worker_of(0))
+                self.run.workers.kill(self.run.manager.fleet.members[0])
             case Act.RETURN:
-                self.run.spawn()
+                self.run.mailbox.post(SpawnRequested(1))
 
 
 def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
@@ -99,16 +101,17 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
 
     director = _Director(view, steps)
     checkpoints = ("--checkpoint-dir", str(work / "checkpoints"), "--checkpoint-every", str(CHECKPOINT_EVERY))
-    director.run = LocalRun(
-        example / "train.py",
-        ["--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), *checkpoints, *MODEL_FLAGS],
+    args = ("--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), *checkpoints, *MODEL_FLAGS)
+    director.run = ManagerService(
+        ServiceConfig(run_dir=work),
+        LocalLaunch(example / "train.py", args),
         config=FleetConfig(workers=WORKERS, replace=False),
         planner=plan,
-        run_dir=work,
         on_event=director,
         write=lambda line: None,
     )
-    ended = director.run.start_and_wait()
+    ended = director.run.manage()
+    assert ended is not None  # nobody tells its manager to leave
     if ended.exit_code:
         say(ended.text)
     return ended.exit_code

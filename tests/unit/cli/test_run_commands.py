@@ -58,8 +58,8 @@ class Desk:
             mint=lambda uses, life_s: f"varuna://for-{uses}-of-{life_s:.0f}",
             operator_token="operator",
         )
-        self.serving = Serving(Starlette(routes=people.routes()), port=0, max_frame_bytes=1000)
-        self.serving.start()
+        self.serving = Serving(port=0, max_frame_bytes=1000)
+        self.serving.start(Starlette(routes=people.routes()))
         self.publish("operator")
 
     def ask(self, event: Event) -> bool:

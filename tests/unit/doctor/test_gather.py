@@ -81,8 +81,8 @@ def test_what_agents_tell_of_their_machines_is_looked_at_too(tmp_path: Path) -> 
         hosts=lambda: dict(told),
         operator_token="operator",
     )
-    server = WorkerServer(port=0, token="t", on_event=lambda event: None, routes=people.routes())
-    server.start()
+    server = WorkerServer(port=0, token="t", on_event=lambda event: None)
+    server.start(people.routes())
     try:
         access = Access(host="127.0.0.1", port=server.port, certificate_pem=None, token="operator")
         findings = diagnose(gather(tmp_path, access, reads=False))

@@ -52,8 +52,8 @@ def release(turn: Transition) -> None:
         if not fleet.departing[node].released:
             departing = {**turn.fleet.departing, node: replace(fleet.departing[node], released=True)}
             turn.update(departing=departing)
-            turn.instructions.append(Release(node))
-            if departing[node].deadline_s == float("inf"):
+            turn.instructions.append(Release(node, drained=departing[node].is_drain))
+            if departing[node].is_drain:
                 turn.publish(Answered(what="drain", node=node))
 
 
@@ -78,7 +78,7 @@ def reprieve(turn: Transition) -> None:
         node: departure
         for node, departure in fleet.departing.items()
         if turn.now_s < departure.deadline_s + _REPRIEVE_S
-        and (fleet.workers.on(node) or not departure.released or departure.deadline_s < float("inf"))
+        and (fleet.workers.on(node) or not departure.released or not departure.is_drain)
     }
     if kept != fleet.departing:
         turn.update(departing=kept)

@@ -1,5 +1,6 @@
 """The manager's shell around the state machine of ``varuna.fleet.machine``.
 
 In: frames of agents and workers, requests of operators, exits of processes, time. Out: what the state machine decides:
-frames, journal lines, checkpoints committed, machines asked for. ``local_run`` and ``cluster_manager`` put it together.
+frames, journal lines, checkpoints committed, machines asked for. ``fleet.service``
+puts it together.
 """

@@ -9,12 +9,12 @@ from varuna.process.threads import start
 Work = Callable[[], None]
 
 
-class Desk:
-    """Beside the manager's thread.
+class BackgroundWork:
+    """Of one kind, beside the manager's thread.
 
     Args:
         name: of the thread.
-        fail: hears of an error that work did not deal with; called on the desk's thread.
+        fail: hears of an error that work did not deal with; called on that thread.
     """
 
     def __init__(self, name: str, fail: Callable[[BaseException], None]) -> None:
@@ -47,5 +47,5 @@ class Desk:
         while (work := self._queue.get()) is not None:
             try:
                 work()
-            except BaseException as error:  # noqa: BLE001  whoever owns the desk decides
+            except BaseException as error:  # noqa: BLE001  whoever hears of it decides
                 self._fail(error)

@@ -1,20 +1,19 @@
 """Gives the state machine its events, and does what it says, on one thread."""
 
 import math
-import queue
 import secrets
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 from varuna.core.messages import Assign, Beat, Offered, Recorded, Sought, ToWorker
 from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.manager.background_work import Desk
+from varuna.fleet.manager.background_work import BackgroundWork
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
+from varuna.fleet.manager.mailbox import Broken, Leave, Mailbox, Posted, Request
 from varuna.fleet.manager.reconcile import Reconciliation, reunite
 from varuna.fleet.manager.rendezvous import Meeting
 from varuna.fleet.manager.resume import lost_workers, resume
@@ -40,26 +39,8 @@ _TICK_S = 0.2
 _SYNC_S = 1.0
 _CLOSE_S = 150.0  # for the last commits, and for the lease
 _HUNG_S = 2.0
-_ASK_S = 8.0  # less than the patience of who asks
 
 Observer = Callable[[RunEvent], None]
-
-
-class Request(NamedTuple):
-    """Somebody waits until ``event`` is written down."""
-
-    event: Event
-    done: threading.Event
-
-
-class Broken(NamedTuple):
-    """The manager cannot go on."""
-
-    error: BaseException
-
-
-Posted = Event | Request | Reconciliation | Audited | Notice | GenerationTimed | Broken
-"""What may be posted: events for the state machine, an agent's return, and lines for the journal."""
 
 
 class Executor(Protocol):
@@ -81,8 +62,8 @@ class Executor(Protocol):
         """Send a message to a worker."""
         ...
 
-    def release(self, node: str) -> None:
-        """The run has left a machine."""
+    def release(self, node: str, *, drained: bool) -> None:
+        """The run has left a machine; one that was drained may not come back."""
         ...
 
     def heard_s(self) -> float | None:
@@ -91,13 +72,14 @@ class Executor(Protocol):
 
 
 class Manager:
-    """Owns the fleet. ``post`` may be called by any thread and by signal handlers; the rest runs in ``run``."""
+    """Owns the fleet: takes what comes into its mailbox, on the thread that calls ``run``."""
 
     def __init__(
         self,
         config: FleetConfig,
         planner: Planner,
         *,
+        mailbox: Mailbox,
         hands: Executor,
         journal: Journal,
         keeper: CheckpointCoordinator,
@@ -107,11 +89,11 @@ class Manager:
     ) -> None:
         self._calibrator = calibrator
         self._planner, self._hands, self._journal, self._keeper = planner, hands, journal, keeper
-        self._store, self._planning = Desk("store", self._break), Desk("planning", self._break)
+        self._store, self._planning = BackgroundWork("store", mailbox.fail), BackgroundWork("planning", mailbox.fail)
         self._secret = ""  # of the newest generation, by which its members recognise each other
         self._observer = observer
         self._meeting = Meeting()
-        self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
+        self._mailbox = mailbox
         self._leaving, self._was_finite = False, True
         self._owed: dict[str, Recorded] = {}  # by worker: what it may forget once the disk has it
         self._synced_s = float("-inf")
@@ -120,28 +102,6 @@ class Manager:
         self.fleet = resume(past, config, now_s) if past is not None else Fleet.empty(config, now_s)
         """Replaced as a whole, so any thread may read it."""
 
-    def post(self, event: Posted) -> None:
-        """Queue an event; any thread may call this."""
-        self._queue.put(event)
-
-    def ask(self, event: Event, bound_s: float = _ASK_S) -> bool:
-        """Something that somebody wants; returns whether it is certain to be carried out, by this manager or the next.
-
-        False if it was not taken down in time: it may be, later. Waits; not for the manager's own thread.
-        """
-        request = Request(event, threading.Event())
-        self._queue.put(request)
-        return request.done.wait(bound_s)
-
-    def warn(self, text: str) -> None:
-        """Log and show a warning soon; any thread may ask for it."""
-        self._queue.put(Notice(text=text, warning=True))
-
-    def leave(self) -> None:
-        """Manage no more, while the run goes on; ``run`` returns soon."""
-        self._leaving = True
-        self._queue.put(Tick())
-
     def run(self) -> Ended | None:
         """Manage until the run ends; workers are told, but may still live. None if it goes on without this manager."""
         try:
@@ -149,8 +109,7 @@ class Manager:
         finally:
             self._close_store()
             self._planning.close()
-            while not self._queue.empty():  # what the keeper warned of at last
-                event = self._queue.get()
+            for event in self._mailbox.rest():  # what the keeper warned of at last
                 if isinstance(event, Notice):
                     self._publish(event)
         if ended is None or ended.exit_code:
@@ -173,10 +132,8 @@ class Manager:
                 next_tick_s, last_tick_s = now_s + _TICK_S, now_s
                 self._tell_recorded(now_s)
                 continue
-            try:
-                self._take(self._queue.get(timeout=next_tick_s - now_s))
-            except queue.Empty:
-                continue
+            if (event := self._mailbox.take(next_tick_s - now_s)) is not None:
+                self._take(event)
         return self.fleet.phase
 
     def _tell_recorded(self, now_s: float) -> None:
@@ -210,6 +167,8 @@ class Manager:
                 self._publish(event)
             case Broken(error=error):
                 raise error
+            case Leave():
+                self._leaving = True
             case Reconciliation():
                 events, fenced = reunite(self.fleet, self._lost, event)
                 for name in fenced:
@@ -249,20 +208,16 @@ class Manager:
             def learn() -> None:
                 told = calibrator.hear(fleet, worker, beat, now_s)
                 if told and fleet.job is not None:
-                    self._post_all(calibrator.begin(fleet.job, fleet.record))
-                self._post_all(told)
+                    self._mailbox.post_all(calibrator.begin(fleet.job, fleet.record))
+                self._mailbox.post_all(told)
 
             self._planning.do(learn)
-
-    def _post_all(self, events: Iterable[Posted]) -> None:
-        for event in events:
-            self.post(event)
 
     def _find_out(self, ask: Ask) -> None:
         """On the thread whose business it is."""
 
         def post(answer: Answer) -> None:
-            self.post(AnswerReceived(ask.question, ask.number, answer))
+            self._mailbox.post(AnswerReceived(ask.question, ask.number, answer))
 
         question = ask.question
         if isinstance(question, WhichCheckpoint):
@@ -271,15 +226,13 @@ class Manager:
             predicted_s = self._calibrator.predicted_s if self._calibrator is not None else _as_planned_s
             self._planning.do(lambda: post(plan_answer(self._planner, predicted_s, question, ask.job, ask.running)))
 
-    def _break(self, error: BaseException) -> None:
-        """Something that nobody foresaw ends the manager, as it would have on its own thread."""
-        self._queue.put(Broken(error))
-
     def _close_store(self) -> None:
         """Give the directory free; a store that does not answer is not waited for any longer than a run's last save."""
         looks = any(isinstance(question, WhichCheckpoint) for question in self.fleet.asked)
         if not self._store.wait_for(self._keeper.close, _HUNG_S if looks else _CLOSE_S):
-            self.warn("the store of the checkpoints does not answer: whether they are complete, the next run will see")
+            self._mailbox.warn(
+                "the store of the checkpoints does not answer: whether they are complete, the next run will see"
+            )
         self._store.close()
 
     def _handle(self, event: Event) -> None:
@@ -313,8 +266,8 @@ class Manager:
                 self._store.do(lambda: self._keeper.complain(worker, reason))
             case Publish(event=event):
                 self._publish(event)
-            case Release(node=node):
-                self._hands.release(node)
+            case Release(node=node, drained=drained):
+                self._hands.release(node, drained=drained)
             case EndRun():
                 pass  # the fleet's phase says it
         return []
@@ -335,7 +288,7 @@ class Manager:
             self._secret = secrets.token_hex(32)
             self._store.do(lambda: self._keeper.begin(record))
             if (calibrator := self._calibrator) is not None and (job := self.fleet.job) is not None:
-                self._planning.do(lambda: self._post_all(calibrator.begin(job, record)))
+                self._planning.do(lambda: self._mailbox.post_all(calibrator.begin(job, record)))
             self._meeting.begin(event.record.generation, event.record.members)
             self._hands.set_main(event.record.members[0])
         self._observer(event)
@@ -344,7 +297,7 @@ class Manager:
         """A run whose loss is no number goes on, since it may come back; a person should know before checkpoints go."""
         is_finite = math.isfinite(step.loss)
         if self._was_finite and not is_finite:
-            self.warn(
+            self._mailbox.warn(
                 f"the loss of step {step.step} is {step.loss}. The run continues, but its parameters may also be "
                 "NaN, and new checkpoints will replace the good ones. Check the data and the learning rate."
             )

@@ -28,7 +28,9 @@ _STOP_S = 5.0
 
 
 class Serving:
-    """Serves ``app`` on an event loop that nobody else uses; all methods may be called by any thread.
+    """A port that an application is served on, by an event loop that nobody else uses; any thread may call this.
+
+    What it serves comes with ``start``: by then whoever answers there may know of the port.
 
     Raises:
         FleetError: the port is taken, or the address is not one of this machine.
@@ -36,7 +38,6 @@ class Serving:
 
     def __init__(
         self,
-        app: ASGIApp,
         *,
         port: int,
         max_frame_bytes: int,
@@ -49,25 +50,8 @@ class Serving:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog = Watchdog()
         self._ready = threading.Event()
-        keeper = Doorkeeper()
-        config = uvicorn.Config(
-            app,
-            http=partial(GuardedProtocol, keeper=keeper),  # type: ignore[arg-type]  # it is called as a class is
-            ws="websockets-sansio",
-            ws_max_size=max_frame_bytes,
-            ws_ping_interval=None,  # leases decide who is alive
-            ws_per_message_deflate=False,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=1,
-        )
-        logger = logging.getLogger("uvicorn.error")
-        logger.setLevel(logging.ERROR)
-        logger.handlers, logger.propagate = [Quiet()], False
-        self._uvicorn = _Uvicorn(config, tls, keeper)
+        self._max_frame_bytes, self._tls = max_frame_bytes, tls
+        self._uvicorn: _Uvicorn | None = None
         self._thread = threading.Thread(target=self._run, name="varuna-server", daemon=True)
 
     @property
@@ -75,12 +59,13 @@ class Serving:
         """The newest moment at which it could hear anybody (``time.monotonic``); None while it does not serve."""
         return self._watchdog.ran_s
 
-    def start(self) -> None:
-        """Serve from now on.
+    def start(self, app: ASGIApp) -> None:
+        """Serve ``app`` from now on.
 
         Raises:
             FleetError: the thread's event loop did not start within 10 s.
         """
+        self._uvicorn = _uvicorn(app, self._max_frame_bytes, self._tls)
         self._thread.start()
         if not self._ready.wait(_START_S):
             raise FleetError(
@@ -90,7 +75,8 @@ class Serving:
 
     def stop(self) -> None:
         """Close all connections; returns once the thread is gone, or after 5 s."""
-        self._uvicorn.should_exit = True
+        if self._uvicorn is not None:
+            self._uvicorn.should_exit = True
         if self._thread.is_alive():
             self._thread.join(_STOP_S)
         self._socket.close()
@@ -106,6 +92,7 @@ class Serving:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
+        assert self._uvicorn is not None
         self._loop = asyncio.get_running_loop()
         # A connection that breaks in the middle of a goodbye is no news to whoever watches the terminal.
         self._loop.set_exception_handler(lambda loop, context: None)
@@ -152,6 +139,28 @@ class _Uvicorn(uvicorn.Server):
                 self.server_state.connections.discard(connection)
                 connection.transport.abort()
         await super().shutdown(sockets)
+
+
+def _uvicorn(app: ASGIApp, max_frame_bytes: int, tls: ssl.SSLContext | None) -> _Uvicorn:
+    keeper = Doorkeeper()
+    config = uvicorn.Config(
+        app,
+        http=partial(GuardedProtocol, keeper=keeper),  # type: ignore[arg-type]  # it is called as a class is
+        ws="websockets-sansio",
+        ws_max_size=max_frame_bytes,
+        ws_ping_interval=None,  # leases decide who is alive
+        ws_per_message_deflate=False,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=1,
+    )
+    logger = logging.getLogger("uvicorn.error")
+    logger.setLevel(logging.ERROR)
+    logger.handlers, logger.propagate = [Quiet()], False
+    return _Uvicorn(config, tls, keeper)
 
 
 def raise_open_files() -> None:

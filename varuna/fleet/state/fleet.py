@@ -79,6 +79,11 @@ class Departure:
     released: bool = False
     """The run does not need it any more."""
 
+    @property
+    def is_drain(self) -> bool:
+        """Whether somebody wants the node back, and nobody takes it away."""
+        return self.deadline_s == float("inf")
+
 
 @dataclass(frozen=True, slots=True)
 class Straggler:

@@ -38,6 +38,8 @@ class Release:
     """The run has left ``node``: its workers were sent home, and it needs no state of theirs any more."""
 
     node: str
+    drained: bool
+    """Somebody wanted it back: it may not return by itself."""
 
 
 @dataclass(frozen=True, slots=True)

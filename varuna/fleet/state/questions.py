@@ -99,13 +99,23 @@ def plan_answer(
 ) -> Planned | Unplannable | Unusable:
     """Make the plan; may take seconds."""
     known = job.model_copy(update={"memory_bytes": question.memory_bytes})
+    running_s = _running_s(predicted_s, running)
     try:
-        running_s = predicted_s(running) if running is not None else 0.0
         return Planned(planner(known, question.workers, question.micro_batch), running_s)
     except NoPlanError as error:
         return Unplannable(str(error), running_s)
     except VarunaError as error:
         return Unusable(str(error), error.exit_code)
+
+
+def _running_s(predicted_s: Callable[[Plan], float], running: Plan | None) -> float:
+    """Seconds of a step of the plan that runs: as it was made, if what was measured since does not fit it."""
+    if running is None:
+        return 0.0
+    try:
+        return predicted_s(running)
+    except VarunaError:
+        return running.step_s
 
 
 def checkpoint_answer(newest: Callable[[JobFacts], Checkpoint | None], job: JobFacts) -> FoundCheckpoint | Unusable:

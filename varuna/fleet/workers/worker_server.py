@@ -29,7 +29,7 @@ class WorkerServer:
         port: 0 picks a free one.
         token: what workers must know.
         on_event: gets what workers say, on the server's thread; must return at once.
-        routes: what else this port offers.
+        host: address to listen on.
 
     Raises:
         FleetError: the port is taken.
@@ -41,15 +41,20 @@ class WorkerServer:
         port: int,
         token: str,
         on_event: Callable[[MessageReceived | ConnectionLost], None],
-        routes: Sequence[BaseRoute] = (),
         host: str = "127.0.0.1",
     ) -> None:
         self._token, self._on_event = token, on_event
         self._outboxes: dict[str, Outbox] = {}  # touched on the server's loop only
-        app = Starlette(routes=[WebSocketRoute("/worker", self._worker), *routes])
-        self._serving = Serving(app, host=host, port=port, max_frame_bytes=MAX_FRAME_BYTES)
-        self.host, self.port = self._serving.host, self._serving.port
-        self.start, self.stop = self._serving.start, self._serving.stop
+        self._serving = Serving(host=host, port=port, max_frame_bytes=MAX_FRAME_BYTES)
+        self.host, self.port, self.stop = self._serving.host, self._serving.port, self._serving.stop
+
+    def start(self, routes: Sequence[BaseRoute] = ()) -> None:
+        """Let workers in from now on; ``routes`` are what else this port offers.
+
+        Raises:
+            FleetError: the server's event loop did not start in time.
+        """
+        self._serving.start(Starlette(routes=[WebSocketRoute("/worker", self._worker), *routes]))
 
     @property
     def ran_s(self) -> float | None:

@@ -51,8 +51,8 @@ class Manager:
             write=lambda line: None,
         )
         app = Starlette(routes=self.door.routes())
-        self.serving = Serving(app, port=0, max_frame_bytes=LIMIT_BYTES, tls=self.authority.server_context())
-        self.serving.start()
+        self.serving = Serving(port=0, max_frame_bytes=LIMIT_BYTES, tls=self.authority.server_context())
+        self.serving.start(app)
         self.identity: Identity = join(self.registry)
         self.heard: queue.SimpleQueue[FromUplink] = queue.SimpleQueue()
 
@@ -183,10 +183,10 @@ def test_a_thread_that_does_not_start_is_named(manager: Manager, monkeypatch: py
     uplink._thread = threading.Thread(target=lambda: None)
     with pytest.raises(FleetError, match=r"connection to 127\.0\.0\.1:\d+ did not start within"):
         uplink.start()
-    serving = Serving(Starlette(), port=0, max_frame_bytes=1)
+    serving = Serving(port=0, max_frame_bytes=1)
     serving._thread = threading.Thread(target=lambda: None)
     with pytest.raises(FleetError, match=r"server at 127\.0\.0\.1:\d+ did not start within"):
-        serving.start()
+        serving.start(Starlette())
     serving.stop()
 
 

@@ -13,6 +13,7 @@ from varuna.core.messages import Assign, Beat, FromWorker, Held, Hello, Recorded
 from varuna.core.model import JobFacts
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
+from varuna.fleet.manager.mailbox import Mailbox
 from varuna.fleet.manager.status import describe
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.fleet import FleetConfig, Idle
@@ -50,7 +51,7 @@ class Hands:
             self.generation = message.assignment.generation
             self.on_generation(self.generation)
 
-    def release(self, node: str) -> None:
+    def release(self, node: str, *, drained: bool) -> None:
         pass
 
     def heard_s(self) -> float | None:
@@ -70,9 +71,11 @@ class Play:
         self.hands.on_generation = self.go_on
         self.journal = Journal(folder, None)
         self.journal.begin("r")
+        self.mailbox = Mailbox()
         self.manager = Manager(
             FleetConfig(workers=4, replace=False),
             two_stages,
+            mailbox=self.mailbox,
             hands=self.hands,
             journal=self.journal,
             keeper=keeper or CheckpointCoordinator(new=False, overwrite=False, warn=lambda text: None),
@@ -96,7 +99,7 @@ class Play:
     def go_on(self, generation: int) -> None:
         """Say what may be said now."""
         while self.script and self.script[0][0] <= generation:
-            self.manager.post(self.script.pop(0)[1])
+            self.mailbox.post(self.script.pop(0)[1])
 
     def held(self, worker: str) -> Held:
         stage = PLAN.place_of(MEMBERS.index(worker)).stage
@@ -152,7 +155,7 @@ def test_workers_may_forget_a_vote_only_once_the_disk_has_it(play: Play, monkeyp
     def sync() -> bool:
         synced.append(len(read_events(play.folder)))
         if len(synced) == 2:
-            play.manager.post(StopRequested("enough", 0))
+            play.mailbox.post(StopRequested("enough", 0))
         return len(synced) > 1  # the disk is full, and then it is not
 
     monkeypatch.setattr(play.journal, "sync", sync)
@@ -167,9 +170,9 @@ def test_a_promise_is_in_the_journal_before_it_is_made(play: Play) -> None:
     asked: list[tuple[bool, list[RunEvent]]] = []
 
     def ask() -> None:
-        kept = play.manager.ask(FinishRequested("enough"))
+        kept = play.mailbox.ask(FinishRequested("enough"))
         asked.append((kept, read_events(play.folder)))
-        play.manager.post(StopRequested("now", 0))
+        play.mailbox.post(StopRequested("now", 0))
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -178,7 +181,7 @@ def test_a_promise_is_in_the_journal_before_it_is_made(play: Play) -> None:
     [(kept, events)] = asked
     assert kept
     assert Asked(what="stop", reason="enough") in events
-    assert not play.manager.ask(FinishRequested("again"), bound_s=0.01)  # nobody manages any more
+    assert not play.mailbox.ask(FinishRequested("again"), bound_s=0.01)  # nobody manages any more
 
 
 def test_a_loss_that_is_no_number_is_said_when_it_begins(play: Play) -> None:
@@ -220,12 +223,12 @@ def test_while_a_store_hangs_beats_are_heard_status_is_answered_and_stop_is_obey
     def visit() -> None:
         assert store.asked.wait(10)
         for step in range(5):  # a second, in which the lease of whoever is not heard would be over
-            play.manager.post(MessageReceived("w1", Beat(generation=-1, step=step, activity="waits")))
+            play.mailbox.post(MessageReceived("w1", Beat(generation=-1, step=step, activity="waits")))
             time.sleep(0.2)
         fleet = play.manager.fleet
         beat = fleet.workers["w1"].beat
         said.extend([beat.step if beat else None, describe(fleet, time.monotonic())["state"], type(fleet.phase)])
-        said.append(play.manager.ask(FinishRequested("enough"), bound_s=2.0))
+        said.append(play.mailbox.ask(FinishRequested("enough"), bound_s=2.0))
 
     visitor = threading.Thread(target=visit)
     visitor.start()

@@ -50,8 +50,8 @@ async def echo(websocket: WebSocket) -> None:
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=PATIENCE_S))
     routes = [Route("/", hello), Route("/fail", fail), Route("/take", take, methods=["POST"])]
-    serving = Serving(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]), port=0, max_frame_bytes=1000)
-    serving.start()
+    serving = Serving(port=0, max_frame_bytes=1000)
+    serving.start(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]))
     yield serving.port
     serving.stop()
 
@@ -66,8 +66,8 @@ def secured(
     monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=3.0))
     authority = open_authority(tmp_path)
     app = Starlette(routes=[Route("/", hello)])
-    serving = Serving(app, port=0, max_frame_bytes=1000, tls=authority.server_context())
-    serving.start()
+    serving = Serving(port=0, max_frame_bytes=1000, tls=authority.server_context())
+    serving.start(app)
     yield authority, serving.port
     serving.stop()
 
@@ -163,8 +163,8 @@ def test_a_server_stops_though_somebody_says_goodbye_and_reads_nothing(capfd: py
         await websocket.receive()
         heard.set()
 
-    serving = Serving(Starlette(routes=[WebSocketRoute("/pour", pour)]), port=0, max_frame_bytes=1000)
-    serving.start()
+    serving = Serving(port=0, max_frame_bytes=1000)
+    serving.start(Starlette(routes=[WebSocketRoute("/pour", pour)]))
     with socket.create_connection(("127.0.0.1", serving.port), 5) as deaf:
         key = b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n"
         deaf.sendall(b"GET /pour HTTP/1.1\r\nHost: h\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n" + key + b"\r\n")

@@ -49,8 +49,8 @@ def serve(authority: CertificateAuthority | None) -> Serving:
         ]
     )
     tls = authority.server_context() if authority else None
-    serving = Serving(app, port=0, max_frame_bytes=1000, tls=tls)
-    serving.start()
+    serving = Serving(port=0, max_frame_bytes=1000, tls=tls)
+    serving.start(app)
     return serving
 
 
@@ -212,8 +212,8 @@ def test_an_answer_that_drips_has_a_bound_as_a_whole(place: Place, monkeypatch: 
 
         return StreamingResponse(drops())
 
-    serving = Serving(Starlette(routes=[Route("/drip", drip)]), port=0, max_frame_bytes=1000)
-    serving.start()
+    serving = Serving(port=0, max_frame_bytes=1000)
+    serving.start(Starlette(routes=[Route("/drip", drip)]))
     try:
         with pytest.raises(UnreachableError, match="did not answer within"):
             ManagerRemote("127.0.0.1", serving.port, None).get("/drip")

@@ -1,0 +1,82 @@
+"""What reaches the manager, in the order in which it came: the one thing that the parts around it share with it."""
+
+import queue
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from varuna.fleet.manager.reconcile import Reconciliation
+from varuna.fleet.state.inputs import Event
+from varuna.fleet.state.run_events import Audited, GenerationTimed, Notice
+
+_ASK_S = 8.0  # less than the patience of who asks
+
+
+class Request(NamedTuple):
+    """Somebody waits until ``event`` is written down."""
+
+    event: Event
+    done: threading.Event
+
+
+class Broken(NamedTuple):
+    """The manager cannot go on."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Leave:
+    """This manager manages no more, while the run goes on."""
+
+
+Posted = Event | Request | Reconciliation | Audited | Notice | GenerationTimed | Broken | Leave
+"""What may be posted: events for the state machine, an agent's return, and lines for the journal."""
+
+
+class Mailbox:
+    """Any thread may post, signal handlers too; the manager alone takes."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Posted] = queue.SimpleQueue()  # its put is safe in signal handlers
+
+    def post(self, event: Posted) -> None:
+        """Queue something; returns at once."""
+        self._queue.put(event)
+
+    def post_all(self, events: Iterable[Posted]) -> None:
+        """Queue several things, in order."""
+        for event in events:
+            self._queue.put(event)
+
+    def ask(self, event: Event, bound_s: float = _ASK_S) -> bool:
+        """Something that somebody wants; returns whether it is certain to be carried out, by this manager or the next.
+
+        False if it was not taken down in time: it may be, later. Waits; not for the manager's own thread.
+        """
+        request = Request(event, threading.Event())
+        self._queue.put(request)
+        return request.done.wait(bound_s)
+
+    def warn(self, text: str) -> None:
+        """Log and show a warning soon."""
+        self._queue.put(Notice(text=text, warning=True))
+
+    def fail(self, error: BaseException) -> None:
+        """Something that nobody foresaw ends the manager, as it would have on its own thread."""
+        self._queue.put(Broken(error))
+
+    def take(self, timeout_s: float) -> Posted | None:
+        """The oldest thing; None if nothing comes in time."""
+        try:
+            return self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def rest(self) -> list[Posted]:
+        """Everything that is there now."""
+        found = []
+        while not self._queue.empty():
+            found.append(self._queue.get())
+        return found

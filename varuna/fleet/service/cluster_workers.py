@@ -1,0 +1,205 @@
+"""Workers on other machines, reached through an agent on each: ``varuna manager``."""
+
+import gc
+import secrets
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+
+from varuna.core.messages import MAX_FRAME_BYTES, ToWorker
+from varuna.fleet.manager.agent_server import AgentServer
+from varuna.fleet.manager.logins import Logins
+from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.manager.reconcile import node_of
+from varuna.fleet.net.ca import open_authority
+from varuna.fleet.net.join_string import JoinString
+from varuna.fleet.net.protocol import End, Tell
+from varuna.fleet.net.serving import Serving, raise_open_files
+from varuna.fleet.run_folder.registry import TOKEN_LIFE_S, Registry
+from varuna.fleet.run_folder.worker_logs import LogKeeper
+from varuna.fleet.service.service import Parts, ServiceConfig
+from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.run_events import Notice
+from varuna.fleet.state.stutter import SLOW_RATIO
+
+_FAREWELL_S = 10.0
+"""For agents to hear that the run is over, and to send the rest of their logs."""
+FUTILE_S = 1800.0
+"""Cables between machines have so long to come back: as long as agents without a manager and a step wait."""
+
+_ODD = (
+    "{} has the keys of a run but an empty journal: starting a new run. If run.db was copied without its "
+    "run.db-wal, stop this manager, copy both, and start it again"
+)
+
+
+@dataclass(frozen=True)
+class ClusterLaunch:
+    """Machines come by themselves, each with an agent that starts its workers; they train on without their manager.
+
+    Args:
+        advertised: address under which agents reach the manager; empty: the one that it listens on, or this machine's
+            own if that is 0.0.0.0.
+    """
+
+    advertised: str = ""
+    outlives = True
+    logs = "logs"
+
+    def open(self, place: ServiceConfig, parts: Parts) -> "ClusterWorkers":
+        """Build the back end.
+
+        Raises:
+            FleetError: the port is taken, or the folder is of no use.
+        """
+        return ClusterWorkers(self.advertised or _own_address(place.host), place, parts)
+
+
+class ClusterWorkers:
+    """A ``service.BackEnd``; ``invite`` and ``send_away`` may be called by any thread."""
+
+    def __init__(self, advertised: str, place: ServiceConfig, parts: Parts) -> None:
+        raise_open_files()
+        self._advertised, self._run_dir = advertised, place.run_dir
+        self._is_odd = parts.is_new and (place.run_dir / "tls" / "ca.pem").exists()
+        self._registry = Registry(place.run_dir)
+        self._authority = open_authority(place.run_dir / "tls")
+        self.certificate_pem = self._authority.certificate_pem
+        self._door = AgentServer(
+            registry=self._registry,
+            certificate_pem=self.certificate_pem,
+            manager=secrets.token_hex(8),
+            run=parts.run,
+            post=parts.mailbox.post,
+            logs=LogKeeper(place.run_dir / "logs"),
+            audit=parts.audit,
+            write=parts.write,
+        )
+        self._serving = Serving(
+            host=place.host, port=place.port, max_frame_bytes=MAX_FRAME_BYTES, tls=self._authority.server_context()
+        )
+        self.port = self._serving.port
+        self.access_host = "127.0.0.1" if place.host in ("0.0.0.0", "127.0.0.1") else place.host
+
+    # -- what the manager wants --------------------------------------------------------------------------
+
+    def spawn(self) -> str:
+        """Never asked for: machines come by themselves."""
+        raise AssertionError("an elastic run cannot start workers")
+
+    def send(self, name: str, message: ToWorker) -> None:
+        """Send a message to a worker."""
+        self._serving.call(self._door.send, node_of(name), Tell(worker=name, message=message))
+
+    def kill(self, name: str) -> None:
+        """End a worker, as soon as its agent is there."""
+        self._serving.call(self._door.send, node_of(name), End(worker=name))
+
+    def set_main(self, name: str) -> None:
+        """Show the output of this worker."""
+        self._serving.call(self._door.set_main, name)
+
+    def heard_s(self) -> float | None:
+        """When agents could be heard."""
+        return self._serving.ran_s
+
+    def release(self, node: str, *, drained: bool) -> None:
+        """The run has left a machine; one that was drained may not come back with the same secret."""
+        reason = "drained" if drained else "the run no longer uses this machine"
+        if drained:
+            self._registry.revoke(node, reason)
+        self._serving.call(lambda: self._door.dismiss(node, reason, 0, drained=drained))
+
+    # -- what its operator wants -------------------------------------------------------------------------
+
+    def operator_api(self, plain: OperatorApi) -> OperatorApi:
+        """Machines can join, and be sent away."""
+        return replace(
+            plain,
+            hosts=self._door.hosts,
+            mint=lambda uses, life_s: str(self.invite(uses=uses, life_s=life_s)),
+            void_tokens=self._registry.void_tokens,
+            send_away=self.send_away,
+        )
+
+    def invite(self, *, uses: int = 1, life_s: float = TOKEN_LIFE_S) -> JoinString:
+        """Create a JOIN string."""
+        return JoinString(
+            host=self._advertised,
+            port=self.port,
+            fingerprint=self._authority.fingerprint,
+            token=self._registry.mint(uses=uses, life_s=life_s),
+        )
+
+    def send_away(self, node: str) -> bool:
+        """Void a machine's secret, and drop its workers, now; False if no such machine ever joined."""
+        if not self._registry.revoke(node, "sent away"):
+            return False
+        self._serving.call(self._door.send_away, node, "its machine was removed")
+        return True
+
+    def status(self) -> dict[str, object]:
+        """Which agents are there."""
+        return {"connected": self._door.connected}
+
+    def introduction(self, logins: Logins) -> list[Notice]:
+        """Where the manager is, and whether its folder is as it should be."""
+        notices = [Notice(text=f"manager at {self._advertised}:{self.port}, run folder {self._run_dir}")]
+        return [*notices, *([Notice(text=_ODD.format(self._run_dir), warning=True)] if self._is_odd else [])]
+
+    # -- from start to end -------------------------------------------------------------------------------
+
+    def start(self, routes: Sequence[BaseRoute]) -> None:
+        """Let agents and people in from now on.
+
+        What was imported is kept out of garbage collections: looking through all of it, again and again, stopped the
+        beats of a thousand agents for a fifth of a second each time.
+        """
+        gc.freeze()
+        self._serving.start(Starlette(routes=[*self._door.routes(), *routes]))
+
+    def leave(self, ended: Ended | None) -> str:
+        """Agents leave by themselves once the run has ended and they have sent what they still had."""
+        if ended is not None:
+            reason = f"the run is over: {ended.text.splitlines()[0] if ended.text else 'done'}"
+            self._serving.call(self._door.dismiss, None, reason, ended.exit_code)
+            deadline_s = time.monotonic() + _FAREWELL_S
+            while self._door.connected and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+        return ""
+
+    def close(self) -> None:
+        """Give back the port, and close the registry."""
+        self._serving.stop()
+        self._registry.close()
+
+
+def cluster_config(workers: int) -> FleetConfig:
+    """How patient a manager is with machines that come by themselves."""
+    return FleetConfig(
+        workers=workers,
+        elastic=True,
+        futile_s=FUTILE_S,
+        replace=False,
+        wait_s=float("inf"),
+        suspect_lease_s=2.5,  # agents pass beats on once a second
+        slow_ratio=SLOW_RATIO,
+        exit_grace_s=0.5,  # an agent reports an exit at once, and its own end has had a moment's grace already
+    )
+
+
+def _own_address(host: str) -> str:
+    """The address by which this machine reaches others, if it listens on all; no packet is sent."""
+    if host not in ("0.0.0.0", "::"):
+        return host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+        except OSError:
+            return socket.gethostname()
+        address: str = probe.getsockname()[0]
+    return address

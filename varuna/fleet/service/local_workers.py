@@ -1,0 +1,123 @@
+"""Workers that are processes of this machine, each with a connection over loopback: ``varuna run``."""
+
+import secrets
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from starlette.routing import BaseRoute
+
+from varuna.core.messages import ToWorker
+from varuna.fleet.manager.logins import Logins
+from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.service.service import Parts, ServiceConfig
+from varuna.fleet.state.fleet import Ended
+from varuna.fleet.state.run_events import Notice
+from varuna.fleet.workers.launcher import Launcher
+from varuna.fleet.workers.worker_server import WorkerServer
+from varuna.process.scripts import check_script
+
+_STOP_GRACE_S = 2.0
+"""Time for dismissed workers to end by themselves."""
+
+
+@dataclass(frozen=True)
+class LocalLaunch:
+    """Each worker runs this script; all of them end with their manager.
+
+    Args:
+        script: the training script.
+        args: its arguments.
+        environment: more variables for the workers.
+        is_kept: whether the run folder outlives a run that ends well; its owner sees to that.
+    """
+
+    script: Path
+    args: Sequence[str] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    is_kept: bool = True
+    outlives = False
+    logs = ""
+
+    def __post_init__(self) -> None:
+        """Look for the script before a folder is made for its run.
+
+        Raises:
+            UsageError: there is none.
+        """
+        check_script(self.script)
+
+    def open(self, place: ServiceConfig, parts: Parts) -> "LocalWorkers":
+        """Build the back end.
+
+        Raises:
+            FleetError: the port is taken.
+        """
+        return LocalWorkers(self, place, parts)
+
+
+class LocalWorkers:
+    """A ``service.BackEnd``; ``kill`` and ``pid`` may be called by any thread."""
+
+    certificate_pem = None
+
+    def __init__(self, launch: LocalLaunch, place: ServiceConfig, parts: Parts) -> None:
+        token = secrets.token_urlsafe(24)
+        self._launch, self._run_dir = launch, place.run_dir
+        self._server = WorkerServer(host=place.host, port=place.port, token=token, on_event=parts.mailbox.post)
+        self.access_host, self.port = self._server.host, self._server.port
+        self._launcher = Launcher(
+            [str(launch.script), *launch.args],
+            environment={**launch.environment, "VARUNA_MANAGER": self._server.worker_url, "VARUNA_TOKEN": token},
+            run_dir=place.run_dir,
+            on_exit=parts.mailbox.post,
+            write=parts.write,
+        )
+        self.kill, self.set_main = self._launcher.kill, self._launcher.set_main
+        self.pid = self._launcher.pid
+
+    def spawn(self) -> str:
+        """Start a worker; returns its name."""
+        return self._launcher.spawn()
+
+    def send(self, name: str, message: ToWorker) -> None:
+        """Tell a worker."""
+        self._server.send(name, message)
+
+    def release(self, node: str, *, drained: bool) -> None:
+        """Its workers end by themselves; this machine stays."""
+
+    def heard_s(self) -> float | None:
+        """When workers could be heard."""
+        return self._server.ran_s
+
+    def operator_api(self, plain: OperatorApi) -> OperatorApi:
+        """Nobody else can join, so there is nothing more to do."""
+        return plain
+
+    def status(self) -> dict[str, object]:
+        """The fleet says it all."""
+        return {}
+
+    def introduction(self, logins: Logins) -> list[Notice]:
+        """Where logs and the page are."""
+        until = "" if self._launch.is_kept else " until the run succeeds (--run-dir keeps them)"
+        page = f"http://{self.access_host}:{self.port}/"
+        if sys.stderr.isatty():
+            page += f"#login={logins.invite()} (works once; `varuna open` opens it again)"
+        else:  # what a build server keeps must open nothing
+            page += " (`varuna open` prints a link)"
+        return [Notice(text=f"logs in {self._run_dir}{until}, status page at {page}")]
+
+    def start(self, routes: Sequence[BaseRoute]) -> None:
+        """Open the port."""
+        self._server.start(routes)
+
+    def leave(self, ended: Ended | None) -> str:
+        """Leave no process running."""
+        return self._launcher.stop_all(_STOP_GRACE_S)
+
+    def close(self) -> None:
+        """Give back the port."""
+        self._server.stop()

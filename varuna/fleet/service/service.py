@@ -1,0 +1,307 @@
+"""One elastic run, from its first process to its exit code, wherever its workers live.
+
+Parts are built in this order, and each knows only those before it; then the port is opened and the loop runs::
+
+    run folder ─> mailbox ─> back end: port, workers ─> manager's loop ─> operator API
+"""
+
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from starlette.routing import BaseRoute
+
+from varuna.core.errors import UsageError
+from varuna.fleet.manager.calibrator import Calibrator
+from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
+from varuna.fleet.manager.logins import Logins
+from varuna.fleet.manager.loop import Executor, Manager, Observer
+from varuna.fleet.manager.mailbox import Leave, Mailbox
+from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.manager.status import Picture
+from varuna.fleet.net.ca import make_private
+from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.connection_file import Access, publish, read_token
+from varuna.fleet.run_folder.journal import Journal
+from varuna.fleet.state.fleet import Ended, FleetConfig, Running
+from varuna.fleet.state.inputs import FinishRequested, StopRequested
+from varuna.fleet.state.questions import Planner
+from varuna.fleet.state.run_events import Notice, RunEvent
+from varuna.process.file_lock import own
+from varuna.process.signals import INTERRUPTED, handled
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """Where and how a manager runs.
+
+    Args:
+        run_dir: journal, keys, logs. If workers outlive their manager: give the same folder again, and the run goes on.
+        host: address to listen on.
+        port: 0 picks a free one.
+        json_log: file that gets a line per committed step.
+        new: start afresh instead of resuming from checkpoints.
+        overwrite: with ``new``: move existing checkpoints aside.
+        checkpoints: the job may save checkpoints here or below, and nowhere else; empty: where it wants.
+    """
+
+    run_dir: Path
+    host: str = "127.0.0.1"
+    port: int = 0
+    json_log: Path | None = None
+    new: bool = False
+    overwrite: bool = False
+    checkpoints: str = ""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is there before the back end, and what that may use.
+
+    Args:
+        run: what is managed, over all lives of its manager.
+        is_new: the run folder had no journal.
+        mailbox: takes what happens.
+        audit: hears who tried what.
+        write: gets the main worker's standard output.
+    """
+
+    run: str
+    is_new: bool
+    mailbox: Mailbox
+    audit: Audit
+    write: Callable[[bytes], None]
+
+
+class BackEnd(Executor, Protocol):
+    """Where the workers of a run live, and how they are reached; made by a ``Launch``."""
+
+    @property
+    def access_host(self) -> str:
+        """Address under which tools of this machine reach the manager."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """That workers and people connect to."""
+        ...
+
+    @property
+    def certificate_pem(self) -> str | None:
+        """Of the authority that vouches for the port; None if it speaks plainly, on loopback."""
+        ...
+
+    def operator_api(self, plain: OperatorApi) -> OperatorApi:
+        """``plain`` with what else an operator can do here."""
+        ...
+
+    def status(self) -> dict[str, object]:
+        """What ``GET /status`` says besides the fleet."""
+        ...
+
+    def introduction(self, logins: Logins) -> list[Notice]:
+        """What people should know at once."""
+        ...
+
+    def start(self, routes: Sequence[BaseRoute]) -> None:
+        """Open the port, for workers and for these routes.
+
+        Raises:
+            FleetError: the server's event loop did not start in time.
+        """
+        ...
+
+    def leave(self, ended: Ended | None) -> str:
+        """The run has ended, or goes on without this manager (None); returns a complaint, or nothing."""
+        ...
+
+    def close(self) -> None:
+        """Give back the port and files."""
+        ...
+
+
+B_co = TypeVar("B_co", bound=BackEnd, covariant=True)
+B = TypeVar("B", bound=BackEnd)
+
+
+class Launch(Protocol[B_co]):
+    """How workers come to be: a value, from which a service makes its back end."""
+
+    @property
+    def outlives(self) -> bool:
+        """Whether workers train on without their manager, and the next one takes them over."""
+        ...
+
+    @property
+    def logs(self) -> str:
+        """Folder of workers' logs in the run folder."""
+        ...
+
+    def open(self, place: ServiceConfig, parts: Parts) -> B_co:
+        """Build the back end; nobody is let in yet.
+
+        Raises:
+            FleetError: the port is taken, or the folder is of no use.
+        """
+        ...
+
+
+class ManagerService(Generic[B]):
+    """One run; ``manage`` may be called once, by a thread that outlives the run's workers, such as the main one.
+
+    Args:
+        place: where it lives.
+        launch: where its workers do.
+        config: how many, and how patient to be with them.
+        planner: plan for a number of workers.
+        on_event: sees every event, on the thread of ``manage``.
+        on_past: sees the events of managers before this one, at once.
+        write: gets the main worker's standard output, line by line.
+        calibrator: hears what steps take.
+
+    Raises:
+        FleetError: the port is taken, or the folder is of no use.
+        UsageError: the log or the folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        place: ServiceConfig,
+        launch: Launch[B],
+        *,
+        config: FleetConfig,
+        planner: Planner,
+        on_event: Observer = lambda event: None,
+        on_past: Observer = lambda event: None,
+        write: Callable[[bytes], None] | None = None,
+        calibrator: Calibrator | None = None,
+    ) -> None:
+        self._on_event, self._calibrator, self._outlives = on_event, calibrator, launch.outlives
+        self._picture, self._is_interrupted = Picture(), False
+        self.mailbox = Mailbox()
+        with ExitStack() as undo:
+            logs = place.run_dir / launch.logs
+            try:
+                make_private(place.run_dir, logs)
+                ownership = own(place.run_dir, "manager", remedy="Stop that one, or pass another --run-dir.")
+                undo.callback(ownership.release)
+                journal = Journal(place.run_dir, place.json_log)
+            except OSError as error:
+                raise UsageError(f"cannot write {error.filename}: {error.strerror}. Pass another place.") from error
+            undo.callback(journal.close)
+            is_new, past = journal.is_new, journal.read() if launch.outlives else None
+            run = past.run if past is not None else secrets.token_hex(8)
+            if past is None:
+                journal.begin(run)
+            for event in past.events if past is not None else ():
+                self._picture.take(event)
+                on_past(event)
+            audit = Audit(self.mailbox.post)
+            self.workers = launch.open(place, Parts(run, is_new, self.mailbox, audit, write or to_stdout))
+            """The back end."""
+            undo.callback(self.workers.close)
+            fresh = place.new and past is None  # a run that goes on keeps its checkpoints
+            self.manager = Manager(
+                config,
+                planner,
+                mailbox=self.mailbox,
+                hands=self.workers,
+                journal=journal,
+                keeper=CheckpointCoordinator(
+                    new=fresh,
+                    overwrite=fresh and place.overwrite,
+                    warn=self.mailbox.warn,
+                    allowed=place.checkpoints,
+                ),
+                observer=self._observe,
+                past=past,
+                calibrator=calibrator,
+            )
+            token = (read_token(place.run_dir) if launch.outlives else "") or secrets.token_urlsafe(24)
+            self._api = self.workers.operator_api(
+                OperatorApi(status=self.status, logs=logs, ask=self.mailbox.ask, audit=audit, operator_token=token)
+            )
+            access = Access(
+                host=self.workers.access_host,
+                port=self.port,
+                certificate_pem=self.workers.certificate_pem,
+                token=token,
+            )
+            publish(place.run_dir, access)
+            for notice in self.workers.introduction(self._api.logins):
+                self._observe(notice)
+            if ownership.warning:
+                self._observe(Notice(text=ownership.warning, warning=True))
+            self._closing = undo.pop_all()
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return self.workers.port
+
+    def open(self) -> None:
+        """Let workers and people in from now on."""
+        self.workers.start(self._api.routes())
+
+    def manage(self) -> Ended | None:
+        """Manage to the end; None if the run goes on without this manager."""
+        with self._closing:
+            self.open()
+            with handled(self._on_signal):
+                ended = None
+                try:
+                    ended = self.manager.run()
+                finally:
+                    if left := self.workers.leave(ended):
+                        self._observe(Notice(text=left, warning=True))
+            if ended is None:
+                return None
+            if self._is_interrupted and not self._outlives and ended.exit_code == 0:
+                ended = Ended(128 + signal.SIGINT, f"stopped by SIGINT, {ended.text}")  # as shells expect of a command
+            if self._calibrator is not None and self.manager.fleet.history:
+                self._calibrator.finish(self.manager.fleet.record.plan)
+            return ended
+
+    def stop(self, reason: str, exit_code: int) -> None:
+        """End the run soon; any thread may ask for it."""
+        self.mailbox.post(StopRequested(reason, exit_code))
+
+    def status(self) -> dict[str, object]:
+        """The answer to ``GET /status``; any thread may ask."""
+        return {**self._picture.describe(self.manager.fleet, time.monotonic()), **self.workers.status()}
+
+    def _on_signal(self, number: int) -> None:
+        """Ctrl-C is for the run: it ends after the current step, and at once if it comes again, or if none is running.
+
+        SIGTERM is for this process: without their manager, workers go on, or end too.
+        """
+        is_first, self._is_interrupted = not self._is_interrupted, self._is_interrupted or number == signal.SIGINT
+        if number == signal.SIGTERM and self._outlives:
+            self.mailbox.post(Leave())
+        elif number == signal.SIGINT and is_first and (self._outlives or isinstance(self.manager.fleet.phase, Running)):
+            self.mailbox.warn(INTERRUPTED)
+            self.mailbox.post(FinishRequested("Ctrl-C was pressed"))
+        else:
+            self.stop(f"stopped by {signal.Signals(number).name}", 128 + number)
+
+    def _observe(self, event: RunEvent) -> None:
+        self._picture.take(event)
+        self._on_event(event)
+
+
+def to_stdout(line: bytes) -> None:
+    """Pass on a line; a reader that is gone (``| head``), or a full disk, must not stop the worker that writes it.
+
+    Nor must one that does not read, which is up to whoever set standard output: see ``process.output_pump``.
+    """
+    try:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+    except (OSError, ValueError):  # ValueError: closed
+        return
