@@ -46,10 +46,10 @@ from varuna.fleet.workers.worker_server import WorkerServer
 from varuna.process.signals import handled
 
 SIGTERM_NOTICE_S = 25.0
-"""What a SIGTERM leaves us: Kubernetes and Slurm kill after 30 s."""
+"""Time that remains after a SIGTERM: Kubernetes and Slurm kill after 30 s."""
 _TICK_S = 0.25
 _FIRST_WELCOME_S = 600.0  # a machine may boot before its manager does
-_LEAVE_S = 8.0  # for workers that were sent home; less than a manager waits for its agents
+_LEAVE_S = 8.0  # for workers that were dismissed; less than a manager waits for its agents
 _FLUSH_S = 5.0
 _LOGS_KEPT = 64
 _FULL_S = 30.0  # until a machine that had no room for a worker is asked again
@@ -133,7 +133,7 @@ class Agent:
             place,
             card.identity,
             job_identity(config.script, config.args),
-            charges=self._roster.charges,
+            snapshots=self._roster.snapshots,
             beats=self._roster.beats,
             host=lambda: self._host.newest,
             on_event=self._inputs.put,

@@ -17,7 +17,7 @@ _FILE, _WISH = "agent.json", "joining.json"
 
 
 class JoinAttempt(Value):
-    """What a machine is about to join with: written first, so that a lost answer costs no token."""
+    """The secret with which a machine is about to join, written first, so that a lost answer costs no token."""
 
     secret: str
     token_sha256: str
@@ -91,19 +91,19 @@ class AgentFolder:
         write_private(self.folder / _FILE, card.model_dump_json().encode())
         (self.folder / _WISH).unlink(missing_ok=True)
 
-    def wish(self, token_sha256: str, fingerprint: str) -> JoinAttempt:
-        """The one that was begun with this token, or a new one with a secret that nobody else has seen."""
+    def attempt(self, token_sha256: str, fingerprint: str) -> JoinAttempt:
+        """The attempt that was begun with this token, or a new one with a secret that nobody else has seen."""
         path = self.folder / _WISH
         with contextlib.suppress(OSError, ValidationError):
             begun = JoinAttempt.model_validate_json(path.read_bytes())
             if (begun.token_sha256, begun.fingerprint) == (token_sha256, fingerprint):
                 return begun
-        wish = JoinAttempt(secret=secrets.token_urlsafe(32), token_sha256=token_sha256, fingerprint=fingerprint)
-        write_private(path, wish.model_dump_json().encode())
-        return wish
+        attempt = JoinAttempt(secret=secrets.token_urlsafe(32), token_sha256=token_sha256, fingerprint=fingerprint)
+        write_private(path, attempt.model_dump_json().encode())
+        return attempt
 
     def forget(self) -> None:
-        """The identity is void."""
+        """Forget the identity, which is void."""
         (self.folder / _FILE).unlink(missing_ok=True)
 
 

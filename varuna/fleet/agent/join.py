@@ -31,18 +31,18 @@ def admit(invitation: JoinString, home: AgentFolder) -> AgentIdentity:
     if card is not None and card.fingerprint == invitation.fingerprint:
         return card
     certificate_pem = fetch_certificate(invitation)
-    wish = home.wish(hashed(invitation.token), invitation.fingerprint)
+    attempt = home.attempt(hashed(invitation.token), invitation.fingerprint)
     request = JoinRequest(
         token=invitation.token,
         version=__version__,
         hostname=socket.gethostname()[:255],
-        secret_sha256=hashed(wish.secret),
+        secret_sha256=hashed(attempt.secret),
     )
     answer = ManagerRemote(invitation.host, invitation.port, certificate_pem).post("/join", request.model_dump())
     if answer.status != 201:
         raise FleetError(f"the manager at {invitation.address} refused to let this machine join: {reason(answer.body)}")
     try:
-        identity = Identity(node=Joined.model_validate_json(answer.body).node, secret=wish.secret)
+        identity = Identity(node=Joined.model_validate_json(answer.body).node, secret=attempt.secret)
     except ValidationError as error:
         raise FleetError(
             f"the manager at {invitation.address} sent an answer that this version does not understand: {error}"
@@ -51,7 +51,7 @@ def admit(invitation: JoinString, home: AgentFolder) -> AgentIdentity:
         identity=identity,
         certificate_pem=certificate_pem,
         fingerprint=invitation.fingerprint,
-        token_sha256=wish.token_sha256,
+        token_sha256=attempt.token_sha256,
     )
     home.write(card)
     return card

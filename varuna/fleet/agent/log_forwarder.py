@@ -24,18 +24,18 @@ class LogForwarder:
         self._sizes: dict[str, int] = {}  # of the file, when it was looked at last
         self._under_way = 0
         self.epoch = 0
-        """Of the uplink: what was taken in one is worth nothing in the next."""
+        """The connection's epoch; what was taken in one says nothing about the next."""
 
     def begin(self, epoch: int, kept: dict[str, int]) -> None:
-        """A new epoch; ``kept`` says how much of each log the manager has."""
+        """Begin a new epoch; ``kept`` says how much of each log the manager has."""
         self.epoch, self._sent, self._under_way = epoch, dict(kept), 0
 
     def confirmed(self, outputs: list[Output]) -> None:
-        """The manager has these."""
+        """Note that the manager has these outputs."""
         self._under_way = max(0, self._under_way - sum(len(output.data) for output in outputs))
 
     def take(self) -> list[Output]:
-        """What may be sent now; a log that cannot be read, such as one that was just removed, is left alone."""
+        """Outputs to send now; a log that cannot be read, such as one that was just removed, is skipped."""
         taken: list[Output] = []
         for path in sorted(self._folder.glob("*.log")):
             with contextlib.suppress(OSError):

@@ -76,7 +76,7 @@ class Welcomed:
 
 @dataclass(frozen=True)
 class Refused:
-    """The manager does not want this agent, or this side cannot go on: nothing is tried any more."""
+    """The manager refuses this agent, or this side cannot go on: there is no further try."""
 
     reason: str
     is_void: bool = False
@@ -102,7 +102,7 @@ class ManagerClient:
         place: where the manager is.
         identity: who we are.
         job: what we run.
-        charges: all workers with what counts of them; called on the loop.
+        snapshots: gives the snapshots of all workers; called on the loop.
         beats: new beats; called on the loop.
         host: what is known of this machine; called on the loop.
         on_event: hears of the connection, on the loop.
@@ -116,7 +116,7 @@ class ManagerClient:
         identity: Identity,
         job: JobIdentity,
         *,
-        charges: Callable[[], tuple[WorkerSnapshot, ...]],
+        snapshots: Callable[[], tuple[WorkerSnapshot, ...]],
         beats: Callable[[], dict[str, Beat]],
         host: Callable[[], HostFacts | None] = lambda: None,
         on_event: Callable[[FromUplink], None],
@@ -124,7 +124,7 @@ class ManagerClient:
         on_confirmed: Callable[[list[Output]], None],
     ) -> None:
         self.place, self._identity, self._job = place, identity, job
-        self._charges, self._beats, self._host = charges, beats, host
+        self._snapshots, self._beats, self._host = snapshots, beats, host
         self._on_event, self._on_body, self._on_confirmed = on_event, on_body, on_confirmed
         self._tls = client_context(place.certificate_pem)
         self._session = secrets.token_hex(8)
@@ -165,7 +165,7 @@ class ManagerClient:
                 self._loop.call_soon_threadsafe(work, *args)
 
     def _stay(self) -> None:
-        """The thread: whatever ends it, the agent hears of it, for without it nobody hears of the agent."""
+        """The thread's work; whatever ends it is reported to the agent, which is cut off without it."""
         try:
             asyncio.run(self._main())
         except Exception as error:  # noqa: BLE001
@@ -251,14 +251,14 @@ class ManagerClient:
                 self._outgoing = None
 
     async def _talk(self, websocket: ClientConnection) -> str:
-        mark = self._channel.sent  # what is queued from here on is not in the charges
+        mark = self._channel.sent  # what is queued from here on is not in the snapshots
         greet = Greet(
             session=self._session,
             manager=self._manager,
             run=self._run,
             job=self._job,
             received=self._channel.received,
-            charges=self._charges(),
+            snapshots=self._snapshots(),
         )
         async with asyncio.timeout(_OPEN_S):  # a frozen manager does not read what exceeds the sockets' buffers
             await websocket.send(greet.model_dump_json())

@@ -30,7 +30,7 @@ class Slots:
 
     @property
     def workers(self) -> list[str]:
-        """Those that run."""
+        """Names of workers that run."""
         return [slot.worker for slot in self._slots if slot.worker]
 
     @property
@@ -43,11 +43,11 @@ class Slots:
         return [slot for slot in self._slots if not slot.worker and not slot.is_done and now_s >= slot.start_at_s]
 
     def started(self, slot: Slot, worker: str, now_s: float) -> None:
-        """A worker runs in it."""
+        """Note that a worker runs in a slot."""
         slot.worker, slot.started_s = worker, now_s
 
     def ended(self, worker: str, code: int, now_s: float) -> bool:
-        """A process ended, by a signal if ``code`` is negative; False if it was in no slot."""
+        """Note that a process ended, by a signal if ``code`` is negative; False if it was in no slot."""
         slot = next((slot for slot in self._slots if slot.worker == worker), None)
         if slot is None:
             return False
@@ -60,6 +60,6 @@ class Slots:
         return True
 
     def begin_anew(self) -> None:
-        """Another run: those that ended by themselves are followed after all."""
+        """Begin another run: slots whose workers ended by themselves are used again."""
         for slot in self._slots:
             slot.is_done, slot.failures, slot.start_at_s = False, 0, 0.0

@@ -21,7 +21,7 @@ from varuna.core.times import merged
 from varuna.fleet.net.protocol import Exited, WorkerSnapshot
 
 _VOTES_KEPT = 16_384
-"""Steps that nobody has recorded: the manager may be away for as many. All but the newest are a few numbers each."""
+"""Most unrecorded steps that are kept while the manager is away; all but the newest take a few numbers each."""
 _SAVES_KEPT = 2
 """Checkpoints whose shards are remembered: nobody says here which ones are complete, and the next may be under way."""
 
@@ -35,7 +35,7 @@ class WorkerRecord:
     step: int = 0
     hello: Hello | None = None
     beat: Beat | None = None
-    """The newest one that no pulse has carried yet: silence must look like silence."""
+    """The newest beat that no pulse has carried yet; each is sent once, so that silence shows."""
     votes: deque[Voted] = field(default_factory=lambda: deque(maxlen=_VOTES_KEPT))
     saved: tuple[Saved, ...] = ()
     """Shards of the newest checkpoints: a manager that starts again knows of none that is not complete."""
@@ -46,7 +46,7 @@ class WorkerRecord:
     exited: Exited | None = None
 
     def hear(self, message: FromWorker) -> bool:
-        """The worker said something; returns whether it got on with its work."""
+        """Take a worker's message; returns whether the worker has made progress."""
         step_before = self.step
         match message:
             case Hello():
@@ -71,7 +71,7 @@ class WorkerRecord:
         return self.step > step_before
 
     def told(self, message: ToWorker) -> None:
-        """The manager said something to it."""
+        """Take a message of the manager to the worker."""
         match message:
             case Assign(assignment=assignment):
                 self.generation, self.held, self.suspect = assignment.generation, None, None
@@ -84,7 +84,7 @@ class WorkerRecord:
             case _:
                 pass
 
-    def charge(self) -> WorkerSnapshot:
+    def snapshot(self) -> WorkerSnapshot:
         """Everything that counts, in the order in which it has to be heard."""
         said = (self.hello, *self.saved, *self.votes, self.suspect, self.held, self.leaving, self.failed)
         return WorkerSnapshot(
@@ -95,13 +95,13 @@ class WorkerRecord:
         )
 
     def take_beat(self) -> Beat | None:
-        """The newest beat, once."""
+        """The newest beat, if it was not taken before."""
         beat, self.beat = self.beat, None
         return beat
 
 
 def _joined(before: Beat | None, beat: Beat) -> Beat:
-    """Two beats as one: what the older one had measured travels with the newer."""
+    """Merge two beats: the measurements of the older one travel with the newer."""
     if before is None or before.generation != beat.generation:
         return beat
     changes: dict[str, object] = {}

@@ -8,7 +8,7 @@ from varuna.fleet.net.protocol import Exited, WorkerSnapshot
 
 
 class WorkerRecords:
-    """Wards by name; every method may be called by any thread: the uplink's loop reads what the agent's thread writes.
+    """Records by name; any thread may call every method: the connection's loop reads what the agent's thread writes.
 
     Args:
         kept: how many workers that have ended are remembered, in case the manager has not heard of them.
@@ -20,7 +20,7 @@ class WorkerRecords:
         self._records: dict[str, WorkerRecord] = {}
 
     def add(self, name: str) -> None:
-        """A process is about to start; the oldest ends are forgotten."""
+        """Add a process that is about to start; the oldest ended ones are forgotten."""
         with self._lock:
             self._records[name] = WorkerRecord(name)
             ended = [each for each, record in self._records.items() if record.exited is not None]
@@ -28,24 +28,24 @@ class WorkerRecords:
                 del self._records[old]
 
     def clear(self) -> None:
-        """Another run: none of them counts any more."""
+        """Forget all workers: another run begins."""
         with self._lock:
             self._records.clear()
 
     def hear(self, name: str, message: FromWorker) -> tuple[bool, bool]:
-        """A worker said something; whether it is one of ours, and whether it got on with its work."""
+        """Take a worker's message; returns whether it is one of ours, and whether it has made progress."""
         with self._lock:
             record = self._records.get(name)
             return record is not None, record is not None and record.hear(message)
 
     def told(self, name: str, message: ToWorker) -> None:
-        """The manager said something to a worker."""
+        """Take a message of the manager to a worker."""
         with self._lock:
             if name in self._records:
                 self._records[name].told(message)
 
     def ended(self, name: str, exited: Exited) -> bool:
-        """A process ended; False if it is none of ours, as after ``clear``."""
+        """Note that a process ended; False if it is not one of ours, as after ``clear``."""
         with self._lock:
             if name not in self._records:
                 return False
@@ -53,14 +53,14 @@ class WorkerRecords:
             return True
 
     def all(self) -> list[WorkerRecord]:
-        """In the order of their start."""
+        """All records, in the order in which the workers started."""
         with self._lock:
             return list(self._records.values())
 
-    def charges(self) -> tuple[WorkerSnapshot, ...]:
-        """Everything that a manager must hear which knows nothing."""
+    def snapshots(self) -> tuple[WorkerSnapshot, ...]:
+        """Snapshots of all workers, for a manager that knows nothing."""
         with self._lock:
-            return tuple(record.charge() for record in self._records.values())
+            return tuple(record.snapshot() for record in self._records.values())
 
     def beats(self) -> dict[str, Beat]:
         """The newest beat of each, if no pulse has carried it yet."""

@@ -1,4 +1,4 @@
-"""AWS Auto Scaling: the run wishes for a size, and the group supplies instances that start an agent as they boot.
+"""AWS Auto Scaling: the run sets a desired size, and the group supplies instances that start an agent as they boot.
 
 Needs the extra ``aws``, and these permissions of ``autoscaling``: SetDesiredCapacity, DescribeAutoScalingGroups,
 DescribeScalingActivities.
@@ -27,7 +27,7 @@ class AutoScalingProvider:
 
     Args:
         group: its name.
-        before: keeps the size that it has before the first wish, over managers' restarts.
+        before: keeps the size that it has before the first request, over managers' restarts.
         region: such as ``us-east-1``; by default the environment's.
         endpoint_url: of a stand-in for AWS; by default AWS itself.
 
@@ -99,7 +99,7 @@ class AutoScalingProvider:
         return group
 
     def _refusal(self) -> str:
-        """Why the newest launch failed, if that was for want of machines."""
+        """Why the newest launch failed, if there were no machines."""
         activities = self._call("describe_scaling_activities", AutoScalingGroupName=self._group, MaxRecords=5)
         for activity in activities["Activities"]:
             message = str(activity.get("StatusMessage", ""))

@@ -1,4 +1,4 @@
-"""Keeps asking a provider for the wished size, on a thread of its own: a cloud's API may take its time."""
+"""Keeps asking a provider for the requested size, on a thread of its own, since a cloud's API may be slow."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ class Grower:
     Args:
         provider: of nodes.
         config: bounds and patience.
-        warn: gets a sentence for people when the cloud refuses, once until it grants again.
+        warn: gets a message when the cloud refuses, once until it grants again.
         clock: seconds that only grow.
     """
 
@@ -82,7 +82,7 @@ class Grower:
             self._warned = ""
 
     def _settle(self, after: Growth, before: Growth) -> None:
-        """Keep the outcome, unless the wish has changed meanwhile."""
+        """Keep the outcome, unless the request has changed meanwhile."""
         with self._lock:
             if self._growth == before:
                 self._growth = after

@@ -12,7 +12,7 @@ class GrowthConfig:
     least: int = 0
     most: int
     every_s: float = 30.0
-    """Between two looks at a group that has the wished size."""
+    """Seconds between two looks at a group that has the requested size."""
     first_backoff_s: float = 15.0
     most_backoff_s: float = 300.0
 
@@ -45,13 +45,13 @@ class Growth:
         return now_s >= self.next_s
 
     def granted(self, size: int, now_s: float) -> "Growth":
-        """The wish was taken down; ``size`` nodes exist so far. A group that stays too small is asked again, slower."""
+        """Note an accepted request; ``size`` nodes exist so far. A group that stays too small is asked less often."""
         if size >= self.wanted:
             return replace(self, asked=self.wanted, refusals=0, next_s=now_s + self.config.every_s)
         return self._wait(now_s)
 
     def refused(self, now_s: float) -> "Growth":
-        """There is no capacity."""
+        """Note that there is no capacity."""
         return self._wait(now_s)
 
     def _wait(self, now_s: float) -> "Growth":

@@ -32,7 +32,7 @@ class OriginalSize:
         return int(body)
 
     def drop(self) -> None:
-        """It was given back.
+        """Forget the size, which was given back.
 
         Raises:
             FleetError: the database cannot be used.

@@ -1,4 +1,4 @@
-"""The seam between a run and whoever supplies its nodes."""
+"""The interface between a run and the cloud that supplies its nodes."""
 
 from typing import Protocol
 
@@ -10,13 +10,13 @@ class CapacityError(FleetError):
 
 
 class Provider(Protocol):
-    """A group of nodes with a wished size. Engines and clouds keep it at that size as well as they can."""
+    """A group of nodes with a requested size. Engines and clouds keep it at that size as well as they can."""
 
     def resize(self, nodes: int) -> None:
-        """Wish for this many nodes; returns once the wish is taken down, not once they run.
+        """Request this many nodes; returns once the request is accepted, not once they run.
 
         Raises:
-            CapacityError: not now; the wish may still stand.
+            CapacityError: not now; the request may still stand.
             FleetError: never, such as without permission or without such a group.
         """
         ...

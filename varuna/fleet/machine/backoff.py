@@ -12,12 +12,12 @@ from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet, Idle
 
 MANY = 3
-"""So many in a row are no coincidence."""
+"""This many in a row are not a coincidence."""
 _LONGEST_PAUSE_S = 30.0
 
 
 def note_broken(turn: Transition) -> None:
-    """The newest generation is over; whether it broke in vain."""
+    """Note that the newest generation is over, and whether it broke before a step."""
     fleet = turn.fleet
     if fleet.formed or any(cause.took_somebody for cause in fleet.causes):
         return
@@ -58,13 +58,13 @@ def waits(turn: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
 
 
 def _left_s(fleet: Fleet) -> float:
-    """Of the time in which a step must be done."""
+    """Seconds that are left until a step must be done."""
     assert fleet.futile_since_s is not None
     return fleet.futile_since_s + fleet.config.futile_s - fleet.listened_s
 
 
 def _pause_s(futile: int) -> float:
-    """None after the first one; then 1, 2, 4, ... seconds."""
+    """Seconds to wait: none after the first one, then 1, 2, 4, ..."""
     return 0.0 if futile < 2 else min(_LONGEST_PAUSE_S, 2.0 ** (futile - 2))
 
 
@@ -73,7 +73,7 @@ def _nth(number: int) -> str:
 
 
 def _drop_newcomers(turn: Transition, live: tuple[str, ...]) -> bool:
-    """Those who never trained, if there are others; they do not set back the time in which a step must be done."""
+    """Drop workers that never trained, if there are others; this does not extend the time until a step must be done."""
     fleet = turn.fleet
     newcomers = [name for name in live if _has_nothing(fleet, name) and fleet.record.has_seat(name)]
     if not newcomers or len(newcomers) == len(live):

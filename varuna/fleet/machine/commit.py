@@ -15,7 +15,7 @@ from varuna.fleet.state.worker import Holding
 
 
 def note_held(turn: Transition, name: str, held: Held) -> None:
-    """A member stands still and says what it has; its votes are known from now on, even if it dies."""
+    """Note what a member that has stopped holds; its votes are known from now on, even if it dies."""
     fleet = turn.fleet
     if held.generation != fleet.generation or not fleet.is_member(name):
         return
@@ -32,7 +32,7 @@ def note_held(turn: Transition, name: str, held: Held) -> None:
 
 
 def note_voted(turn: Transition, name: str, vote: Vote) -> None:
-    """A step is committed."""
+    """Note that a step is committed."""
     fleet = turn.fleet
     if not fleet.is_member(name) or vote.generation != fleet.generation or not _counts(fleet, vote):
         return
@@ -42,7 +42,7 @@ def note_voted(turn: Transition, name: str, vote: Vote) -> None:
 
 
 def note_suspect(turn: Transition, name: str, suspect: Suspect) -> None:
-    """Evidence that a peer is gone; or, after a regroup vote, that it has left before this one had its result."""
+    """Note evidence that a peer is gone; or, after a regroup vote, that it left before this one had its result."""
     fleet = turn.fleet
     if suspect.generation != fleet.generation or not fleet.is_member(name) or not fleet.is_joined(name):
         return
@@ -59,7 +59,7 @@ def _counts(fleet: Fleet, vote: Vote) -> bool:
 
 
 def _with(known: Mapping[int, Vote], votes: Iterable[Vote]) -> dict[int, Vote]:
-    """The first word on a step stands, but a whole vote says more than its totals."""
+    """Add votes: the first one on a step stays, but a whole vote replaces totals."""
     both = dict(known)
     for vote in votes:
         if vote.step not in both or (vote.is_whole and not both[vote.step].is_whole):
@@ -124,7 +124,7 @@ def _record(turn: Transition, vote: Vote) -> None:
 
 
 def _note_formed(turn: Transition, vote: Vote) -> None:
-    """The newest generation trains."""
+    """Note that the newest generation trains."""
     fleet = turn.fleet
     if fleet.planned:
         stall_s = max(0.0, turn.now_s - fleet.broke_s - vote.wall_s)
@@ -136,7 +136,7 @@ def _note_formed(turn: Transition, vote: Vote) -> None:
 
 
 def _note_proven(turn: Transition) -> None:
-    """Who has trained is no replacement on trial any more: its loss is the cloud's doing."""
+    """Note that members have trained: if one is lost now, that is not counted as a failed start."""
     for name, worker in turn.fleet.workers.items():
         if worker.replacement and worker.seated:
             turn.update_worker(name, replacement=False)
@@ -178,7 +178,7 @@ def _copying(fleet: Fleet) -> list[str]:
 
 
 def stop_generation(turn: Transition, cause: EndCause | None = None, *, planned: bool = False) -> None:
-    """The generation is over. After a regroup vote its ranks stop by themselves, so Hold is said only to the late.
+    """End the generation. After a regroup vote its ranks stop by themselves, so Hold is sent only to late ones.
 
     Spares took no part in that vote, and a rank whose link broke does not have its result: they are told at once.
     """
@@ -232,7 +232,7 @@ def _awaited(fleet: Fleet) -> list[str]:
 
 
 def press(turn: Transition, phase: Stopping) -> None:
-    """Say Hold, once, to those who do not know that the generation is over."""
+    """Send Hold, once, to members that do not know that the generation is over."""
     fleet = turn.fleet
     if phase.hold_at_s is not None and turn.now_s >= phase.hold_at_s:
         for name in _awaited(fleet):
@@ -241,10 +241,10 @@ def press(turn: Transition, phase: Stopping) -> None:
 
 
 def judge(turn: Transition, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, ...]]:
-    """The newest vote, and who of those that have answered has to apply it; state that no vote explains is struck out.
+    """The newest vote, and which members that have answered must apply it; state that no vote explains is discarded.
 
-    A state is that of the newest step if it is where the generation began, or behind the newest vote. One step
-    behind it, a rank of the grid still holds its reduced gradients. Whatever else turns up belongs to a timeline
+    A state is that of the newest step if it is where the generation began, or after the newest vote. One step
+    earlier, a rank of the grid still holds its reduced gradients. Whatever else turns up belongs to a timeline
     that a rollback abandoned, or to a spare that has not followed.
     """
     fleet = turn.fleet

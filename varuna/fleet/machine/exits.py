@@ -12,7 +12,7 @@ from varuna.fleet.state.worker import Exit, Standing, Worker
 
 
 def note_exited(turn: Transition, event: WorkerExited) -> None:
-    """A process ended. Only a signal speaks for itself; else its last words may still be under way."""
+    """Note that a process ended. Only a signal decides at once; else its last messages may still be on their way."""
     worker = turn.fleet.workers.get(event.worker)
     if worker is None:
         return
@@ -26,14 +26,14 @@ def note_exited(turn: Transition, event: WorkerExited) -> None:
 
 
 def note_connection_lost(turn: Transition, event: ConnectionLost) -> None:
-    """A connection ended: in a moment we know whether its process did."""
+    """Note that a connection ended; soon it will be known whether its process did."""
     if event.worker in turn.fleet.workers:
         turn.update_worker(event.worker, disconnected_s=turn.now_s)
         turn.watch(event.worker)
 
 
 def note_failed(turn: Transition, name: str, failed: Failed) -> None:
-    """A worker's own code raised: another worker would fail the same way, so the run ends."""
+    """End the run, since a worker's own code raised: another worker would fail in the same way."""
     if turn.fleet.workers[name].standing is not Standing.DISMISSED:
         text = f"worker {_title(turn.fleet, name)} failed: {failed.summary}"
         turn.forget(name)
@@ -41,7 +41,7 @@ def note_failed(turn: Transition, name: str, failed: Failed) -> None:
 
 
 def note_leaving(turn: Transition, name: str) -> None:
-    """A worker's loop is over."""
+    """Note that a worker's loop is over."""
     fleet = turn.fleet
     if fleet.is_member(name) and fleet.is_joined(name):
         turn.update_worker(name, standing=Standing.LEFT, holding=None)
@@ -50,7 +50,7 @@ def note_leaving(turn: Transition, name: str) -> None:
 
 
 def expire(turn: Transition) -> None:
-    """Draw conclusions from what did not happen in time.
+    """Draw conclusions from deadlines that have passed.
 
     All workers are looked at only when somebody's time may be up; those with something unusual about them at each tick,
     and one of whom an event tells at once.
@@ -101,7 +101,7 @@ def _is_unusual(fleet: Fleet, name: str) -> bool:
 
 
 def _check_joined(turn: Transition, worker: Worker) -> None:
-    """A worker that is silent while its machine is heard is frozen; one without a connection is as good as dead."""
+    """Lose a worker that is silent while its machine is heard (frozen), or that has no connection."""
     config, phase = turn.fleet.config, turn.fleet.phase
     suspected = isinstance(phase, Running) and phase.suspicion is not None
     silent_s = turn.fleet.silence_s(worker)
@@ -114,7 +114,7 @@ def _check_joined(turn: Transition, worker: Worker) -> None:
 
 
 def _check_starting(turn: Transition, worker: Worker) -> None:
-    """A worker that never becomes warm makes room for another."""
+    """Lose a worker that does not become warm in time; another one is started."""
     config = turn.fleet.config
     if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
         turn.lose(worker.name, "closed its connection before joining", kill=True)
@@ -123,7 +123,7 @@ def _check_starting(turn: Transition, worker: Worker) -> None:
 
 
 def _conclude_exit(turn: Transition, worker: Worker, exit_: Exit) -> None:
-    """A process that ended by itself, once everything that it said has been heard."""
+    """Conclude the exit of a process that ended by itself, once all its messages have been heard."""
     fleet = turn.fleet
     if worker.disconnected_s is None and turn.now_s < exit_.at_s + fleet.config.exit_grace_s:
         return
@@ -149,7 +149,7 @@ def _conclude_exit(turn: Transition, worker: Worker, exit_: Exit) -> None:
 def finish_if_all_left(turn: Transition) -> None:
     """The run is complete when no rank of the grid is left in it; spares and newcomers are dismissed."""
     fleet = turn.fleet
-    # Whoever has joined and is no newcomer has a seat.
+    # A worker that has joined and is not a newcomer has a seat.
     if fleet.is_leaving and fleet.workers.count(Standing.JOINED) == len(fleet.workers.newcomers):
         record_votes(turn)
         turn.update(phase=Finishing())

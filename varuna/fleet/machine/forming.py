@@ -1,4 +1,4 @@
-"""A new generation: who waits for whom, where state comes from, and the assignments."""
+"""A new generation: its workers, where state comes from, and the assignments."""
 
 from dataclasses import dataclass, replace
 
@@ -67,7 +67,7 @@ def _joined(fleet: Fleet) -> int:
 
 
 def _just_joined(fleet: Fleet, now_s: float) -> bool:
-    """Whether somebody came within the last moment."""
+    """Whether a worker joined a moment ago."""
     return any(now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fleet.joined)
 
 
@@ -94,7 +94,7 @@ def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:
 
 
 def _wait_for_store(turn: Transition, phase: Idle) -> None:
-    """A store that does not answer for long is named, and nobody who wants the run to end waits for it."""
+    """Report a store that does not answer for long; a run that is asked to end does not wait for it."""
     fleet = turn.fleet
     asked = fleet.asked.get(_which_checkpoint(fleet))
     if asked is None or turn.now_s < asked.at_s + _STORE_PATIENCE_S:
@@ -169,7 +169,7 @@ def _plan_and_workers(turn: Transition, live: tuple[str, ...]) -> tuple[Plan, tu
 
 
 def _plan_keeping(turn: Transition, workers: int) -> Plan:
-    """The plan that ran last, if nothing is clearly better: then only seats change hands.
+    """The plan that ran last, if nothing is clearly better: then only its seats get other workers.
 
     Raises:
         NoPlanError: nothing fits.
@@ -227,7 +227,7 @@ def plan_for(turn: Transition, workers: int) -> Planned:
 
 
 def _restore(turn: Transition) -> _Origin:
-    """The newest checkpoint, else the beginning.
+    """The newest checkpoint, or the beginning of the run.
 
     Raises:
         UnansweredError: it is being looked for.
@@ -256,7 +256,7 @@ def _tell_origin(turn: Transition, origin: _Origin) -> None:
 def _start(
     turn: Transition, phase: Idle, plan: Plan, usable: tuple[str, ...], origin: _Origin, holdings: placement.Holdings
 ) -> None:
-    """Seat everybody, write it down, then tell them."""
+    """Give all workers a seat, write the generation down, then tell them."""
     fleet, job = turn.fleet, _job(turn)
     weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
     # Old ranks first, so that among equals rank 0 keeps its worker.

@@ -11,7 +11,7 @@ from varuna.fleet.state.worker import Holding, Standing, Worker
 
 
 def note_spawned(turn: Transition, name: str, node: str) -> None:
-    """A process was started."""
+    """Note that a process was started."""
     fleet = turn.fleet
     replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
     worker = Worker(name=name, node=node, spawned_s=turn.now_s, seen_s=fleet.listened_s, replacement=replacement)

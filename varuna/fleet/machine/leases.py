@@ -1,4 +1,4 @@
-"""Who can be heard, and what silence means. Leases judge nobody for a cable that is out.
+"""Who can be heard, and what silence means. A broken network alone makes nobody count as dead.
 
 Silence is measured on a clock of its own, ``Fleet.listened_s``. It stands still while the manager could not have heard
 anybody: its process did not run, its door was not served, or, where workers are on other machines, nobody at all is
@@ -36,7 +36,7 @@ _UNUSUAL = 1.5
 
 
 def note_tick(turn: Transition, deaf_s: float) -> None:
-    """Time passed; it counts as silence only if the manager could have heard something."""
+    """Note that time passed; it counts as silence only if the manager could have heard something."""
     fleet = turn.fleet
     gap_s, was_alone = turn.now_s - fleet.ticked_s, fleet.is_alone
     deaf_s = max(deaf_s, gap_s if gap_s > _STALL_S else 0.0)
@@ -74,7 +74,7 @@ def _begin_anew(turn: Transition) -> None:
 
 
 def hear(turn: Transition, node: str) -> None:
-    """Something came from a machine; after a silence its workers have a whole lease to be heard, too."""
+    """Note that something came from a machine; after a silence its workers get a whole lease to be heard, too."""
     fleet = turn.fleet
     if not fleet.config.elastic:
         return
@@ -96,7 +96,7 @@ def hear(turn: Transition, node: str) -> None:
 
 
 def note_parted(turn: Transition, node: str, *, abruptly: bool) -> None:
-    """The connection to an agent ended; when all had been silent, that is what silence does to connections."""
+    """Note that an agent's connection ended; after a silence of all agents this says nothing about it."""
     fleet = turn.fleet
     if node in fleet.nodes and fleet.listened_s > fleet.regained_s + fleet.config.lease_s:
         sight = replace(fleet.nodes[node], parted_after=fleet.progresses, ended=abruptly)
@@ -105,7 +105,7 @@ def note_parted(turn: Transition, node: str, *, abruptly: bool) -> None:
 
 
 def note_beat(turn: Transition, name: str, beat: Beat) -> None:
-    """A beat says how long its rank waits, and whether a step is done."""
+    """Note how long a rank waits and whether a step is done, from its beat."""
     fleet, phase, before = turn.fleet, turn.fleet.phase, turn.fleet.workers[name].beat
     if not isinstance(phase, Running) or before is None or not fleet.workers[name].seated:
         return
@@ -118,7 +118,7 @@ def note_beat(turn: Transition, name: str, beat: Beat) -> None:
 
 
 def note_progress(turn: Transition) -> None:
-    """A step was committed: all ranks of the grid were alive, heard or not."""
+    """Note a committed step, which proves that all ranks of the grid were alive, heard or not."""
     fleet = turn.fleet
     if fleet.config.elastic:
         turn.update(progressed_s=fleet.listened_s, progresses=fleet.progresses + 1)
@@ -194,7 +194,7 @@ def _find_hidden(turn: Transition) -> None:
 
 
 def _forget_nodes(turn: Transition) -> None:
-    """Say once who is out of sight; a machine without workers is not missed."""
+    """Report once who is out of sight; a machine without workers does not matter."""
     fleet = turn.fleet
     for node in sorted(fleet.hidden):
         if not fleet.workers.on(node):
@@ -328,7 +328,7 @@ def waits_for_return(turn: Transition, phase: Stopping | Idle) -> bool:
 
 
 def is_dead(turn: Transition, worker: Worker) -> bool:
-    """Whether there is evidence, besides its silence, that a worker out of sight is no more."""
+    """Whether there is evidence, besides its silence, that a worker out of sight is dead."""
     fleet = turn.fleet
     notice, sight = fleet.departing.get(worker.node), fleet.nodes.get(worker.node)
     return (sight is not None and sight.ended and fleet.is_parted(worker.node)) or (
@@ -337,7 +337,7 @@ def is_dead(turn: Transition, worker: Worker) -> bool:
 
 
 def _seat_sections(fleet: Fleet, name: str) -> frozenset[int]:
-    """What a rank of the newest generation has."""
+    """Sections of a rank of the newest generation."""
     plan = fleet.record.plan
     return frozenset(plan.sections_of(plan.place_of(fleet.record.ranks[name]).stage))
 

@@ -83,7 +83,7 @@ class _Seating:
         self._at: dict[str, list[int]] = {}  # by node: the ranks of its workers
 
     def sit(self, rank: int, worker: str) -> None:
-        """Take a free seat."""
+        """Give a worker a free rank."""
         self.seats[rank] = worker
         del self.free[self.plan.place_of(rank).stage][rank]
         self._at.setdefault(self.nodes[worker], []).append(rank)
@@ -139,7 +139,7 @@ class _Queue:
 
 
 class _Wanted:
-    """What the seats of a plan want."""
+    """Sections that the seats of a plan need."""
 
     def __init__(self, plan: Plan, holders: Holders | None) -> None:
         self._plan, self._holders = plan, holders
@@ -152,7 +152,7 @@ class _Wanted:
 
 
 def uncovered(sections: int, holdings: Holdings) -> tuple[int, ...]:
-    """Sections that nobody has whole."""
+    """Sections that no worker has whole."""
     held = frozenset[int]().union(*holdings.values())
     return tuple(section for section in range(sections) if section not in held)
 

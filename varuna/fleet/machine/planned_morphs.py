@@ -130,7 +130,7 @@ def _step_ends_s(fleet: Fleet) -> float:
 
 
 def _answer_request(turn: Transition) -> None:
-    """Someone asked for a morph: it happens if the best plan is another one, or its workers are."""
+    """Answer a request for a morph: it happens if the best plan is another one, or its workers are."""
     fleet = turn.fleet
     plan = _plan(look_ahead(turn, len(fleet.available)))
     turn.update(morph_asked=False)
@@ -204,7 +204,7 @@ def _steps_before_change(turn: Transition) -> float:
 
 
 def _exposed_s(turn: Transition) -> float:
-    """Work that has no copy but in the workers: since the newest checkpoint, or all of it."""
+    """Seconds of work that only the workers hold: since the newest checkpoint, or all of it."""
     fleet = turn.fleet
     assert fleet.job is not None
     since_start_s = turn.now_s - fleet.experience.began_s

@@ -15,7 +15,7 @@ _REPRIEVE_S = 60.0
 
 
 def note_departure(turn: Transition, event: NoticeReceived | DrainRequested) -> None:
-    """A node will leave; of several deadlines the first counts."""
+    """Note that a node will leave; of several deadlines the first counts."""
     if isinstance(event, NoticeReceived):
         departure = Departure(deadline_s=event.deadline_s, reason=event.reason)
         when = f"in {max(0.0, event.deadline_s - turn.now_s):.0f} s"
@@ -39,7 +39,7 @@ def leavers(fleet: Fleet) -> list[str]:
 
 
 def release(turn: Transition) -> None:
-    """Send workers of leaving nodes home once nobody needs them: no rank of the grid, and no source of a morph."""
+    """Dismiss workers of leaving nodes once nobody needs them: they are neither in the grid nor sources of a morph."""
     for node in turn.fleet.departing:
         fleet = turn.fleet
         there = [fleet.workers[name] for name in fleet.workers.on(node)]

@@ -1,4 +1,4 @@
-"""What a worker may not have heard: said again whenever its agent has to be met anew, and so does the worker."""
+"""Repeats what a worker may not have heard, when its agent or the worker connects anew."""
 
 from varuna.core.messages import Apply, Finish, Hold, RaiseFlag
 from varuna.fleet.machine.transition import Transition

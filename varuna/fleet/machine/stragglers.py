@@ -71,7 +71,7 @@ def _condemn(turn: Transition, name: str, ratio: float) -> None:
 
 
 def readmit(turn: Transition) -> None:
-    """Forget those who are gone; who has served its time may be taken in again, as a newcomer is."""
+    """Forget stragglers that are gone; one whose time is over may be taken in again, like a newcomer."""
     fleet = turn.fleet
     over = {
         name for name, straggler in fleet.slow.items() if name not in fleet.workers or turn.now_s >= straggler.until_s

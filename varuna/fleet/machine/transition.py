@@ -46,22 +46,22 @@ class Transition:
             self.update(watched=self.fleet.watched | {name})
 
     def look_at_all(self) -> None:
-        """Something has made everybody's time shorter."""
+        """Look at all workers now, since an event has shortened their time."""
         self.update(expiring_s=float("-inf"))
 
     def expire_by(self, due_s: float) -> None:
-        """Look at all workers then, or before."""
+        """Look at all workers at ``due_s``, or earlier."""
         if due_s < self.fleet.expiring_s:
             self.update(expiring_s=due_s)
 
     def hasten(self) -> None:
-        """A member cannot stop by itself any more: the others are not waited for either, but told."""
+        """Tell members to stop at once, since one of them cannot stop by itself any more."""
         phase = self.fleet.phase
         if isinstance(phase, Stopping) and phase.hold_at_s is not None and phase.hold_at_s > self.now_s:
             self.update(phase=replace(phase, hold_at_s=self.now_s))
 
     def answer_to(self, question: Question) -> Answer:
-        """What was found out; otherwise it is asked for, once.
+        """The answer to a question; if there is none yet, ask once.
 
         Raises:
             UnansweredError: it is not known yet.
@@ -78,7 +78,7 @@ class Transition:
         return fleet.answers[question]
 
     def note_answer(self, question: Question, number: int, answer: Answer) -> None:
-        """Somebody found something out; if the question is not open any more, nobody needs it."""
+        """Take an answer; it is dropped if its question is not open any more."""
         fleet = self.fleet
         asked = fleet.asked.get(question)
         if asked is None or asked.number != number:
@@ -90,7 +90,7 @@ class Transition:
         self.update(asked=still_open, answers={**fleet.answers, question: answer})
 
     def ask_anew(self) -> None:
-        """What was found out may not hold any more."""
+        """Forget answers that may not hold any more."""
         self.update(asked={}, answers={})
 
     def send(self, worker: str, message: ToWorker) -> None:
@@ -110,7 +110,7 @@ class Transition:
         self.instructions.append(Kill(worker, why))
 
     def lose(self, name: str, what: str, *, kill: bool = False) -> None:
-        """A worker is gone, or is made to go; ``what`` continues the sentence "worker w3 ..."."""
+        """Remove a worker that is gone, or is made to go; ``what`` continues the sentence "worker w3 ..."."""
         cause = f"worker {name} {what}"
         if kill:
             self.kill(name, cause)
@@ -140,11 +140,11 @@ class Transition:
                 )
 
     def note_cause(self, ending: Ending, text: str) -> None:
-        """Why the newest generation ends, or has ended."""
+        """Note why the newest generation ends, or has ended."""
         self.update(causes=(*self.fleet.causes, EndCause(ending, text)))
 
     def note_change(self) -> None:
-        """Workers came or went: what the run learns its expectations from."""
+        """Note that workers came or went, from which the run learns how often that happens."""
         experience = self.fleet.experience.changed(self.now_s, self.fleet.config.join_grace_s)
         self.update(experience=experience)
 
@@ -161,7 +161,7 @@ class Transition:
                 return False
 
     def end(self, exit_code: int, text: str) -> None:
-        """The run is over; everybody who still listens is told."""
+        """End the run, and tell everybody who still listens."""
         if isinstance(self.fleet.phase, Ended):
             return
         reason = text.splitlines()[0] if exit_code else ""

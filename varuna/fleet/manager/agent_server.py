@@ -1,4 +1,4 @@
-"""The agents' door: joining by token, then one WebSocket for each machine. A thin asynchronous shell."""
+"""The server for agents: joining by token, then one WebSocket for each machine. A thin asynchronous shell."""
 
 import asyncio
 import contextlib
@@ -222,10 +222,10 @@ class AgentServer:
             if frame["type"] == "websocket.disconnect":
                 return None
             greet = greeting.validate_json(frame.get("text") or "")
-            for charge in greet.charges:
-                check_belongs(node, charge.worker)
-                for message in charge.said:
-                    check_speaker(charge.worker, message)
+            for snapshot in greet.snapshots:
+                check_belongs(node, snapshot.worker)
+                for message in snapshot.said:
+                    check_speaker(snapshot.worker, message)
         except (ValueError, TimeoutError) as error:
             await self._reject(websocket, node, error)
             return None
@@ -253,11 +253,11 @@ class AgentServer:
         )
         if not resumed:
             # Workers of another run are killed by their agent as soon as it hears which run this is.
-            charges = greet.charges if greet.run in ("", self._run) else ()
-            link.workers = {charge.worker for charge in charges if charge.exited is None}
+            snapshots = greet.snapshots if greet.run in ("", self._run) else ()
+            link.workers = {snapshot.worker for snapshot in snapshots if snapshot.exited is None}
             for worker in link.workers:
                 self._logs.begin(worker)
-            self._post(Reconciliation(node, charges))
+            self._post(Reconciliation(node, snapshots))
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         return link, connection

@@ -14,7 +14,7 @@ from varuna.fleet.manager.background_work import BackgroundWork
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.mailbox import Broken, Leave, Mailbox, Posted, Request
-from varuna.fleet.manager.reconcile import Reconciliation, reunite
+from varuna.fleet.manager.reconcile import Reconciliation, reconcile
 from varuna.fleet.manager.rendezvous import Meeting
 from varuna.fleet.manager.resume import lost_workers, resume
 from varuna.fleet.manager.validation import objection
@@ -170,7 +170,7 @@ class Manager:
             case Leave():
                 self._leaving = True
             case Reconciliation():
-                events, fenced = reunite(self.fleet, self._lost, event)
+                events, fenced = reconcile(self.fleet, self._lost, event)
                 for name in fenced:
                     self._hands.kill(name)
                 for each in events:

@@ -1,4 +1,4 @@
-"""An agent is back, or new: what the state machine must hear, and which of its workers may not go on.
+"""Reconciles an agent that is back, or new, with the fleet: events for the state machine, and workers to kill.
 
 The manager may have been away, or have started again; the agent says everything that a manager must know which
 remembers nothing but its journal.
@@ -17,7 +17,7 @@ class Reconciliation:
     """``node`` has these workers, and no others."""
 
     node: str
-    charges: tuple[WorkerSnapshot, ...]
+    snapshots: tuple[WorkerSnapshot, ...]
 
 
 def node_of(worker: str) -> str:
@@ -25,44 +25,48 @@ def node_of(worker: str) -> str:
     return worker.rpartition(".")[0]
 
 
-def reunite(fleet: Fleet, lost: frozenset[str] | set[str], reunion: Reconciliation) -> tuple[list[Event], list[str]]:
+def reconcile(
+    fleet: Fleet, lost: frozenset[str] | set[str], reconciliation: Reconciliation
+) -> tuple[list[Event], list[str]]:
     """Events for the state machine, in order, and workers to kill.
 
     Args:
         fleet: as it is now.
         lost: workers that this run has given up: they are fenced off and may not come back.
-        reunion: who is there.
+        reconciliation: the workers that the agent has.
     """
     events: list[Event] = []
     fenced: list[str] = []
-    for charge in reunion.charges:
-        if charge.worker in lost:
-            if charge.exited is None:
-                fenced.append(charge.worker)
+    for snapshot in reconciliation.snapshots:
+        if snapshot.worker in lost:
+            if snapshot.exited is None:
+                fenced.append(snapshot.worker)
             continue
-        if charge.worker not in fleet.workers:
-            if charge.exited is not None:
+        if snapshot.worker not in fleet.workers:
+            if snapshot.exited is not None:
                 continue  # nobody waits for it
-            events.append(WorkerSpawned(charge.worker, node=reunion.node))
-        events.extend(MessageReceived(charge.worker, message) for message in charge.said)
-        if charge.exited is not None:
-            events.append(WorkerExited(charge.worker, charge.exited.code, charge.exited.stderr_tail))
-        elif _missed_its_part(fleet, charge):
+            events.append(WorkerSpawned(snapshot.worker, node=reconciliation.node))
+        events.extend(MessageReceived(snapshot.worker, message) for message in snapshot.said)
+        if snapshot.exited is not None:
+            events.append(WorkerExited(snapshot.worker, snapshot.exited.code, snapshot.exited.stderr_tail))
+        elif _missed_its_part(fleet, snapshot):
             reason = f"it was not told about generation {fleet.generation}, because the manager was away"
-            events.append(MessageReceived(charge.worker, Suspect(generation=fleet.generation, reason=reason)))
-    here = {charge.worker for charge in reunion.charges}
-    gone = [name for name in fleet.workers.on(reunion.node) if name not in here]
+            events.append(MessageReceived(snapshot.worker, Suspect(generation=fleet.generation, reason=reason)))
+    here = {snapshot.worker for snapshot in reconciliation.snapshots}
+    gone = [name for name in fleet.workers.on(reconciliation.node) if name not in here]
     events.extend(WorkerExited(name, -9, "its agent was restarted") for name in gone)
     return events, fenced
 
 
-def _missed_its_part(fleet: Fleet, charge: WorkerSnapshot) -> bool:
-    """A member that never heard of the newest generation would keep all others waiting."""
-    return isinstance(fleet.phase, Running) and fleet.is_member(charge.worker) and charge.generation < fleet.generation
+def _missed_its_part(fleet: Fleet, snapshot: WorkerSnapshot) -> bool:
+    """Whether a member has never heard of the newest generation, and would keep all others waiting."""
+    return (
+        isinstance(fleet.phase, Running) and fleet.is_member(snapshot.worker) and snapshot.generation < fleet.generation
+    )
 
 
 def check_belongs(node: str, worker: str) -> None:
-    """An agent speaks for its own workers only.
+    """Check that an agent speaks for its own workers only.
 
     Raises:
         ValueError: it is another's.
@@ -72,7 +76,7 @@ def check_belongs(node: str, worker: str) -> None:
 
 
 def check_speaker(worker: str, message: FromWorker) -> None:
-    """A worker speaks for itself only.
+    """Check that a worker speaks for itself only.
 
     Raises:
         ValueError: it does not.

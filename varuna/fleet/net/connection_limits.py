@@ -1,4 +1,4 @@
-"""Who may stand in the server's door: strangers have few places, and little time to say what they want.
+"""Limits on unauthenticated connections: there may be few, and each has little time for its request.
 
 A connection is a stranger's until it has brought one whole request; what it costs before that (memory, a descriptor)
 nobody has to show a secret for. Who comes from where many strangers come from cannot crowd others out.
@@ -128,14 +128,14 @@ class GuardedProtocol(H11Protocol):
 
 
 class Quiet(logging.Handler):
-    """Takes what uvicorn says: who knocks with garbage is no news; a mistake of ours is one line, once."""
+    """Takes uvicorn's log: garbage from outside is ignored, and an error of our own is reported in one line, once."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
         self._told: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say what nobody outside can bring about."""
+        """Report a record that no outsider can cause."""
         error = record.exc_info[1] if record.exc_info else None
         what = type(error).__name__ if error is not None else record.getMessage()
         is_no_news = isinstance(error, h11.ProtocolError | ClientDisconnect | ConnectionError) or what == _DENIED

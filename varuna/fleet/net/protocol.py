@@ -16,9 +16,9 @@ WORKER_NAME: Final = r"^[a-z0-9][a-z0-9.-]{0,63}$"
 MAX_JOIN_BYTES: Final = 16 * 2**10
 OUTPUT_CHUNK_BYTES: Final = 32 * 2**10
 MAX_TAIL: Final = 256 * 2**10
-"""Characters of what a worker wrote last."""
+"""Most characters of a worker's newest output."""
 MAX_REASON: Final = 1000
-"""Characters."""
+"""Most characters of a reason."""
 BAD_MESSAGE, BAD_JOB, STALLED, BAD_TWIN = 4400, 4403, 4408, 4409
 """Codes with which the manager closes an agent's connection."""
 
@@ -91,7 +91,7 @@ class Greet(Value):
     run: str = Field(default="", max_length=64, description="run that its workers belong to")
     job: JobIdentity
     received: int = Field(default=0, ge=0, description="newest item that it has from that manager")
-    charges: tuple[WorkerSnapshot, ...] = Field(default=(), max_length=1024)
+    snapshots: tuple[WorkerSnapshot, ...] = Field(default=(), max_length=1024)
 
 
 class Pulse(Value):

@@ -194,7 +194,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
-    """Of uvloop, where it is installed: a third of the memory with a thousand connections."""
+    """An event loop of uvloop, where it is installed: it takes a third of the memory with a thousand connections."""
     try:
         import uvloop
     except ImportError:

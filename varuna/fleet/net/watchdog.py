@@ -1,4 +1,4 @@
-"""Whether an event loop runs: who holds it up is named, and what was not heard meanwhile is nobody's silence."""
+"""Whether an event loop runs: code that blocks it is named, and silence meanwhile counts against no worker."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""Who tried to do what: a line in the journal for each, and a flood of them stays a few lines."""
+"""Who tried to do what: one line each in the journal, and few lines even for a flood."""
 
 import time
 from collections.abc import Callable

@@ -22,7 +22,7 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
     """A connection, for one thread at a time; what is committed survives the death of this process.
 
     Raises:
-        FleetError: the file is no database, or another version's.
+        FleetError: the file is not a database, or is of another version.
     """
     path = run_dir / FILE
     try:

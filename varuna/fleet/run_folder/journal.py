@@ -19,7 +19,7 @@ from varuna.process.console import warn
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
 _PATIENCE_S = 60.0
-"""How long what binds the future is tried: nobody may hear of it before it is on disk."""
+"""How long a write that binds the future is retried: nobody may hear of it before it is on disk."""
 _PAUSE_S = 1.0
 _MOST_WAITING = 20_000
 _STEPS_READ = 2000
@@ -28,7 +28,7 @@ _REMEDY = "Is the disk full, or another process using the file?"
 
 
 class Past(Value):
-    """What a restarted manager must know."""
+    """What a restarted manager must know of its run."""
 
     run: str
     job: JobFacts | None = None

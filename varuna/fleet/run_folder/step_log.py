@@ -93,7 +93,7 @@ class StepLog:
 
 
 def _line(event: StepRecorded, time_s: float) -> bytes:
-    """A loss that is no number is written as NaN."""
+    """A line of the log; a loss that is not a number is written as NaN."""
     plan = event.plan
     values = {
         "step": event.step,

@@ -25,7 +25,7 @@ class EndCause:
 
     @property
     def took_somebody(self) -> bool:
-        """Whether the generation could not go on for want of a member."""
+        """Whether the generation could not go on because a member was lost."""
         return self.ending in (Ending.LOST, Ending.HIDDEN)
 
     def __str__(self) -> str:

@@ -53,7 +53,7 @@ class NodeParted:
     node: str
     reason: str = ""
     abruptly: bool = False
-    """From its side and without a goodbye: so a system ends the connections of a process that is no more."""
+    """From its side and without a goodbye: as a system ends the connections of a process that has ended."""
 
 
 @dataclass(frozen=True, slots=True)

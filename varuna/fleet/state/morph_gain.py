@@ -29,7 +29,7 @@ class Experience:
         return replace(self, changes=count, changed_s=now_s)
 
     def stalled(self, stall_s: float) -> "Experience":
-        """A planned morph cost this much."""
+        """Note how long a planned morph stalled training."""
         return replace(self, stalls_s=(*self.stalls_s, stall_s)[-_STALLS_KEPT:])
 
     def gap_s(self, now_s: float) -> float:
@@ -50,7 +50,7 @@ class Experience:
 
 @dataclass(frozen=True, slots=True)
 class Weighing:
-    """Both sides of the scale, in seconds of training."""
+    """Gain and cost of a switch, in seconds of training."""
 
     saved_s: float
     stall_s: float

@@ -1,4 +1,4 @@
-"""What the state machine cannot know by itself, and others find out for it: it never waits for an answer.
+"""Questions that the shell answers for the state machine, which never waits for an answer.
 
 A question goes out as ``Ask``, an instruction. Whoever executes it works the answer out where nobody waits for it, and
 posts it as ``AnswerReceived``, an event. The rule that asked is tried again then, and finds the answer. It counts only

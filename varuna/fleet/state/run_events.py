@@ -1,4 +1,4 @@
-"""The story of a run: what is worth a line in the journal, on the terminal and on the web page."""
+"""The events of a run that are worth a line in the journal, on the terminal and on the web page."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -42,7 +42,7 @@ class GenerationRecord(Value):
 
 
 class WorkerJoined(Value):
-    """A warm worker is there."""
+    """A warm worker has joined."""
 
     kind: Literal["worker_joined"] = "worker_joined"
     worker: str
@@ -68,7 +68,7 @@ class VerdictReached(Value):
 
 
 class GenerationStarted(Value):
-    """Everybody is about to be told their part."""
+    """A generation begins; its members are about to get their parts."""
 
     kind: Literal["generation_started"] = "generation_started"
     record: GenerationRecord
@@ -140,7 +140,7 @@ class Answered(Value):
 
 
 class RunEnded(Value):
-    """Nothing follows."""
+    """The run is over; no event follows."""
 
     kind: Literal["run_ended"] = "run_ended"
     exit_code: int

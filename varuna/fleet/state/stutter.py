@@ -30,14 +30,14 @@ class StutterEvidence:
     beats: int = 0
 
     def updated(self, ratio: float, slow_ratio: float) -> "StutterEvidence":
-        """One more beat."""
+        """The evidence after one more beat."""
         found = max(-_MOST, min(_MOST, log(ratio)))
         score = self.score + found - log(slow_ratio) / 2
         return NO_EVIDENCE if score <= 0 else StutterEvidence(score, self.log_ratios + log(ratio), self.beats + 1)
 
     @property
     def is_conclusive(self) -> bool:
-        """Slow for certain."""
+        """Whether the worker is slow for certain."""
         return self.score >= _ENOUGH
 
     @property

@@ -10,7 +10,7 @@ _STANDINGS = tuple(Standing)
 
 
 class Workers(Mapping[str, Worker]):
-    """By name, in the order in which they were spawned; immutable.
+    """Workers by name, in the order in which they were spawned; immutable.
 
     What rules ask for is kept up to date worker by worker, so that no event looks at all of them.
     """
@@ -45,7 +45,7 @@ class Workers(Mapping[str, Worker]):
         return iter(self._by_name)
 
     def count(self, standing: Standing) -> int:
-        """How many stand there."""
+        """Number of workers with this standing."""
         return self._counts[_STANDINGS.index(standing)]
 
     def on(self, node: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The workers' door: a WebSocket per worker of this machine. A thin asynchronous shell."""
+"""The server for workers: a WebSocket per worker of this machine. A thin asynchronous shell."""
 
 import asyncio
 from collections.abc import Callable, Sequence

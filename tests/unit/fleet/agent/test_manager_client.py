@@ -56,12 +56,12 @@ class Manager:
         self.identity: Identity = join(self.registry)
         self.heard: queue.SimpleQueue[FromUplink] = queue.SimpleQueue()
 
-    def uplink(self, charges: Callable[[], tuple[WorkerSnapshot, ...]] = lambda: ()) -> ManagerClient:
+    def uplink(self, snapshots: Callable[[], tuple[WorkerSnapshot, ...]] = lambda: ()) -> ManagerClient:
         return ManagerClient(
             ManagerAddress("127.0.0.1", self.serving.port, self.authority.certificate_pem),
             self.identity,
             JOB,
-            charges=charges,
+            snapshots=snapshots,
             beats=dict,
             host=lambda: HostFacts(disks=(DiskFacts(use="logs", path="/s", free_bytes=1, size_bytes=2),)),
             on_event=self.heard.put,
@@ -87,12 +87,12 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 def test_an_error_that_nobody_foresaw_is_said_and_the_connection_made_again(manager: Manager) -> None:
     faults = iter([ZeroDivisionError("once"), KeyError("twice")])
 
-    def charges() -> tuple[WorkerSnapshot, ...]:
+    def snapshots() -> tuple[WorkerSnapshot, ...]:
         for fault in faults:
             raise fault
         return ()
 
-    uplink = manager.uplink(charges)
+    uplink = manager.uplink(snapshots)
     uplink.start()
     try:
         assert manager.hears() == Trouble(
@@ -109,10 +109,10 @@ def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(
 ) -> None:
     monkeypatch.setattr(uplink_module, "_LONGEST_DELAY_S", 0.01)
 
-    def charges() -> tuple[WorkerSnapshot, ...]:
+    def snapshots() -> tuple[WorkerSnapshot, ...]:
         raise ZeroDivisionError("always")
 
-    uplink = manager.uplink(charges)
+    uplink = manager.uplink(snapshots)
     uplink.start()
     heard = [manager.hears() for _ in range(5)]
     assert [type(event) for event in heard] == [Trouble] * 4 + [Refused]

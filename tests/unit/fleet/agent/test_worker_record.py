@@ -61,8 +61,8 @@ def test_what_nobody_has_recorded_is_said_again_and_nothing_else() -> None:
     for vote in votes:
         w.hear(vote)
     w.told(Recorded(step=2))
-    assert w.charge().said == (HELLO, *votes[3:])
-    assert w.charge().generation == 0
+    assert w.snapshot().said == (HELLO, *votes[3:])
+    assert w.snapshot().generation == 0
 
 
 def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
@@ -73,11 +73,11 @@ def test_a_greeting_after_a_long_absence_fits_into_a_frame() -> None:
     w, tally = record(), layout.tally(vector)
     for step in range(4000):
         w.hear(Voted(vote=Vote(generation=0, step=step, vector=vector, tally=tally)))
-    said = [message.vote for message in w.charge().said if isinstance(message, Voted)]
+    said = [message.vote for message in w.snapshot().said if isinstance(message, Voted)]
     assert [vote.step for vote in said] == list(range(4000))
     assert [vote.is_whole for vote in said] == [False] * 3999 + [True]
     greet = Greet(session="s", job=JobIdentity(version="1", script="s", script_sha256="", args_sha256=""))
-    size_bytes = len(greet.model_copy(update={"charges": (w.charge(),)}).model_dump_json())
+    size_bytes = len(greet.model_copy(update={"snapshots": (w.snapshot(),)}).model_dump_json())
     assert size_bytes < MAX_FRAME_BYTES / 20
 
 
@@ -86,13 +86,13 @@ def test_standing_still_is_remembered_until_there_is_a_new_part() -> None:
     w.told(assign(0))
     suspect, held = Suspect(generation=0, reason="a link broke"), Held(generation=0, next_step=1)
     w.hear(suspect)
-    assert w.charge().said == (HELLO, suspect)
+    assert w.snapshot().said == (HELLO, suspect)
     w.hear(held)
-    assert w.charge().said == (HELLO, held)
+    assert w.snapshot().said == (HELLO, held)
     w.told(assign(1))
-    assert (w.charge().said, w.charge().generation) == ((HELLO,), 1)
+    assert (w.snapshot().said, w.snapshot().generation) == ((HELLO,), 1)
     w.hear(Leaving(step=9))
-    assert w.charge().said[-1] == Leaving(step=9)
+    assert w.snapshot().said[-1] == Leaving(step=9)
 
 
 def saved(step: int, section: int) -> Saved:
@@ -104,11 +104,11 @@ def test_shards_of_the_newest_checkpoints_are_said_again_until_a_rollback() -> N
     said = [saved(step, section) for step in (10, 20, 30) for section in (0, 1)]
     for shard in said:
         w.hear(shard)
-    assert w.charge().said == (HELLO, *said[2:])
+    assert w.snapshot().said == (HELLO, *said[2:])
     w.told(assign(1))
-    assert w.charge().said == (HELLO, *said[2:])
+    assert w.snapshot().said == (HELLO, *said[2:])
     w.told(assign(2, fresh=True))
-    assert w.charge().said == (HELLO,)
+    assert w.snapshot().said == (HELLO,)
 
 
 def test_a_beat_is_passed_on_once_so_that_silence_looks_like_silence() -> None:

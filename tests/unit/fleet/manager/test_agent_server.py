@@ -1,4 +1,4 @@
-"""The agents' door, in memory: who comes in, what gets through, and what happens to those who misbehave."""
+"""The server for agents, in memory: who comes in, what gets through, and what happens to those who misbehave."""
 
 import asyncio
 import json
@@ -208,8 +208,8 @@ def test_what_an_agent_says_reaches_the_manager_in_order_and_once(gate: Gate) ->
         agent.say(SpotNoticeSeen(in_s=30, reason="spot"))
         agent.say(ProcessEnded(worker=worker, exited=Exited(code=3)))
         assert agent.sync() == 5
-    reunion, spawned, heard, notice, exited = gate.events
-    assert reunion == Reconciliation(gate.me.node, ())
+    reconciliation, spawned, heard, notice, exited = gate.events
+    assert reconciliation == Reconciliation(gate.me.node, ())
     assert spawned == WorkerSpawned(worker, node=gate.me.node)
     assert heard == MessageReceived(worker, hello)
     assert isinstance(notice, NoticeReceived)
@@ -235,12 +235,12 @@ def test_a_broken_connection_loses_nothing_that_was_on_its_way(gate: Gate) -> No
 
 def test_another_manager_or_another_life_of_the_agent_begins_anew(gate: Gate) -> None:
     worker = f"{gate.me.node}.0"
-    charge = WorkerSnapshot(worker=worker, said=(Hello(worker=worker, pid=1, version="1", job=make_job()),))
+    snapshot = WorkerSnapshot(worker=worker, said=(Hello(worker=worker, pid=1, version="1", job=make_job()),))
     for session, manager in (("s1", "m0"), ("s2", "m1")):
-        with gate.visit(session=session, manager=manager, charges=(charge,)) as agent:
+        with gate.visit(session=session, manager=manager, snapshots=(snapshot,)) as agent:
             assert not agent.hear().resumed
-        assert gate.events[-1] == Reconciliation(gate.me.node, (charge,))
-    with gate.visit(manager="m0", run="another", charges=(charge,)) as agent:
+        assert gate.events[-1] == Reconciliation(gate.me.node, (snapshot,))
+    with gate.visit(manager="m0", run="another", snapshots=(snapshot,)) as agent:
         agent.hear()
     assert gate.events[-1] == Reconciliation(gate.me.node, ())  # its workers belong to a run that is over
 

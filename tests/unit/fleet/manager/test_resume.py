@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_vote, two_stages
 from varuna.core.messages import Assign, Beat, Held, Hello, Hold, RaiseFlag, Suspect, Voted
-from varuna.fleet.manager.reconcile import Reconciliation, reunite
+from varuna.fleet.manager.reconcile import Reconciliation, reconcile
 from varuna.fleet.manager.resume import lost_workers, resume
 from varuna.fleet.net.protocol import Exited, WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, read_events
@@ -74,16 +74,16 @@ class Shell:
         self.driver.feed(Tick())
         return self.driver.fleet
 
-    def reunite(self, node: str, *charges: WorkerSnapshot) -> list[str]:
+    def reconcile(self, node: str, *snapshots: WorkerSnapshot) -> list[str]:
         past = self.journal.read()
         assert past is not None
-        events, fenced = reunite(self.driver.fleet, lost_workers(past), Reconciliation(node, charges))
+        events, fenced = reconcile(self.driver.fleet, lost_workers(past), Reconciliation(node, snapshots))
         for event in events:
             self.driver.feed(event)
         self.write()
         return fenced
 
-    def charge(self, name: str, *said: Held | Suspect | Voted, generation: int = 0) -> WorkerSnapshot:
+    def snapshot(self, name: str, *said: Held | Suspect | Voted, generation: int = 0) -> WorkerSnapshot:
         return WorkerSnapshot(worker=name, said=(self.hello(name), *said), generation=generation)
 
     def held(self, name: str, next_step: int) -> Held:
@@ -112,8 +112,8 @@ def test_a_running_generation_goes_on_as_if_nothing_had_happened(shell: Shell) -
     sent = len(shell.driver.done)
     plan = fleet.record.plan
     unrecorded = [Voted(vote=make_vote(plan, 0, step)) for step in (2, 3, 4)]  # trained while nobody managed
-    shell.reunite("n0-a", shell.charge("n0-a.0", *unrecorded), shell.charge("n0-a.1"))
-    shell.reunite("n1-b", shell.charge("n1-b.0"), shell.charge("n1-b.1"))
+    shell.reconcile("n0-a", shell.snapshot("n0-a.0", *unrecorded), shell.snapshot("n0-a.1"))
+    shell.reconcile("n1-b", shell.snapshot("n1-b.0"), shell.snapshot("n1-b.1"))
     shell.driver.wait(8)
     assert shell.driver.fleet.recorded_step == 4
     assert shell.driver.fleet.generation == 0
@@ -124,7 +124,7 @@ def test_a_running_generation_goes_on_as_if_nothing_had_happened(shell: Shell) -
 def test_who_does_not_come_back_is_lost_after_one_lease_and_not_before(shell: Shell) -> None:
     shell.vote(0)
     shell.die_and_start_again()
-    shell.reunite("n0-a", shell.charge("n0-a.0"), shell.charge("n0-a.1"))
+    shell.reconcile("n0-a", shell.snapshot("n0-a.0"), shell.snapshot("n0-a.1"))
     gone = {"n1-b.0", "n1-b.1"}
     shell.driver.wait(CONFIG.lease_s - 0.5, hidden=("n1-b",))
     assert isinstance(shell.driver.fleet.phase, Running)
@@ -139,10 +139,10 @@ def test_who_does_not_come_back_is_lost_after_one_lease_and_not_before(shell: Sh
 def test_a_worker_that_died_meanwhile_is_known_at_once(shell: Shell) -> None:
     shell.vote(0)
     shell.die_and_start_again()
-    shell.reunite("n0-a", shell.charge("n0-a.0"))
+    shell.reconcile("n0-a", shell.snapshot("n0-a.0"))
     assert "n0-a.1" not in shell.driver.fleet.workers
     dead = WorkerSnapshot(worker="n1-b.1", exited=Exited(code=-9))
-    shell.reunite("n1-b", shell.charge("n1-b.0"), dead)
+    shell.reconcile("n1-b", shell.snapshot("n1-b.0"), dead)
     assert "n1-b.1" not in shell.driver.fleet.workers
 
 
@@ -153,7 +153,7 @@ def test_answers_to_a_hold_that_the_dead_manager_heard_are_heard_again(shell: Sh
     assert isinstance(shell.driver.fleet.phase, Stopping)
     shell.die_and_start_again()
     for node, names in (("n0-a", NAMES[:2]), ("n1-b", NAMES[2:3])):
-        shell.reunite(node, *(shell.charge(name, shell.held(name, 1)) for name in names))
+        shell.reconcile(node, *(shell.snapshot(name, shell.held(name, 1)) for name in names))
     assert shell.driver.fleet.generation == 1
     assert shell.driver.fleet.record.first_step == 1
 
@@ -168,7 +168,7 @@ def test_a_generation_that_nobody_was_told_of_is_given_up_and_its_number_is_not_
     assert shell.driver.fleet.generation == 1
     old = replace(shell.driver.fleet, history=shell.driver.fleet.history[:1])
     for node, names in (("n0-a", NAMES[:2]), ("n1-b", NAMES[2:3])):
-        shell.reunite(node, *(shell.charge(name, generation=0) for name in names))
+        shell.reconcile(node, *(shell.snapshot(name, generation=0) for name in names))
     shell.driver.wait(2)
     assert isinstance(shell.driver.fleet.phase, Stopping)
     for name in shell.driver.fleet.live_members:
@@ -186,7 +186,7 @@ def test_a_lost_worker_that_comes_back_is_killed(shell: Shell) -> None:
     shell.driver.kill("n1-b.1")
     shell.write()
     shell.die_and_start_again()
-    assert shell.reunite("n1-b", shell.charge("n1-b.0"), shell.charge("n1-b.1")) == ["n1-b.1"]
+    assert shell.reconcile("n1-b", shell.snapshot("n1-b.0"), shell.snapshot("n1-b.1")) == ["n1-b.1"]
     assert "n1-b.1" not in shell.driver.fleet.workers
 
 
@@ -199,13 +199,13 @@ def test_before_the_first_generation_workers_are_simply_met_again(tmp_path: Path
     fleet = resume(past, CONFIG, 5.0)
     assert isinstance(fleet.phase, Idle)
     hello = Hello(worker="n0.0", pid=1, version="1", job=make_job())
-    events, fenced = reunite(fleet, set(), Reconciliation("n0", (WorkerSnapshot(worker="n0.0", said=(hello,)),)))
+    events, fenced = reconcile(fleet, set(), Reconciliation("n0", (WorkerSnapshot(worker="n0.0", said=(hello,)),)))
     assert events == [WorkerSpawned("n0.0", node="n0"), MessageReceived("n0.0", hello)]
     assert not fenced
 
 
 def test_workers_of_an_agent_that_started_again_are_gone(shell: Shell) -> None:
-    events, _ = reunite(shell.driver.fleet, set(), Reconciliation("n1-b", ()))
+    events, _ = reconcile(shell.driver.fleet, set(), Reconciliation("n1-b", ()))
     assert [event.worker for event in events if isinstance(event, WorkerExited)] == ["n1-b.0", "n1-b.1"]
 
 
@@ -217,8 +217,8 @@ def test_what_people_were_promised_is_kept_by_the_next_manager(shell: Shell) -> 
     sent = len(shell.driver.done)
     fleet = shell.die_and_start_again()
     assert (fleet.finish_reason, fleet.morph_asked, list(fleet.departing)) == ("enough", True, ["n1-b"])
-    shell.reunite("n0-a", shell.charge("n0-a.0"), shell.charge("n0-a.1"))
-    shell.reunite("n1-b", shell.charge("n1-b.0"), shell.charge("n1-b.1"))
+    shell.reconcile("n0-a", shell.snapshot("n0-a.0"), shell.snapshot("n0-a.1"))
+    shell.reconcile("n1-b", shell.snapshot("n1-b.0"), shell.snapshot("n1-b.1"))
     flags = [(d.worker, d.message.flag) for d in shell.driver.done[sent:] if _is_flag(d)]  # type: ignore[union-attr]
     assert ("n0-a.0", "stop") in flags
     assert flags.count(("n0-a.0", "stop")) == 2  # again once it is met: nobody was there the first time
@@ -261,9 +261,9 @@ def test_spares_of_a_plan_that_left_somebody_out_are_planned_for_anew(shell: She
     assert shell.driver.fleet.record.plan.workers == 2
     shell.vote(2)
     fleet = shell.die_and_start_again()
-    charges = {name: shell.charge(name, generation=1) for name in NAMES}
-    shell.reunite("n0-a", charges[NAMES[0]], charges[NAMES[1]])
-    shell.reunite("n1-b", charges[NAMES[2]], charges[NAMES[3]])
+    snapshots = {name: shell.snapshot(name, generation=1) for name in NAMES}
+    shell.reconcile("n0-a", snapshots[NAMES[0]], snapshots[NAMES[1]])
+    shell.reconcile("n1-b", snapshots[NAMES[2]], snapshots[NAMES[3]])
     for step in range(3, 7):
         shell.driver.wait(1.0)
         shell.vote(step)
