@@ -81,7 +81,7 @@ def export(
     helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), _idle_moves())
     try:
         with _as_eager(), _all(helped), _silent():
-            found = pieces.find(lambda: _attempt(module, fake), values.real)
+            found = pieces.find(lambda: _with_lists(module, fake), values.real)
         if found or failure is None:
             return _some_way(module, fake, given, accept, pieces)
     except WritesError:
@@ -150,6 +150,18 @@ class _Way(NamedTuple):
             self.values.fill(program.constants)
             check_followed(program)
             return program
+
+
+def _with_lists(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
+    """Export, with lists of the samples that modules which run as written may be given."""
+    listed = ListedSamples()
+    try:
+        with listed:
+            return _attempt(module, fake)
+    except Exception:
+        if not listed.used:
+            raise
+        return _attempt(module, fake)
 
 
 def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from varuna.core.errors import ModelError
 from varuna.partition.opaque.autograd_functions import apply_of_torch
+from varuna.partition.opaque.each_sample import spread
 from varuna.partition.opaque.template import Marks, Template
 
 NAMESPACE = "varuna_modules"
@@ -148,7 +149,7 @@ class Call:
         kinds = [leaf for leaf in self.leaves if isinstance(leaf, Given)]
         given = [_argument(value, kind, keeps) for value, kind in zip(tensors, kinds, strict=True)]
         device = next((value.device for value in (*state, *tensors)), _CPU)
-        args, kwargs = tree_unflatten(_filled(self.leaves, given, sizes, device), self.arguments)
+        args, kwargs = spread(tree_unflatten(_filled(self.leaves, given, sizes, device), self.arguments))
         versions = [value._version for value in given]
         with own_draws(), torch.enable_grad():  # as in plain training: paths of its own for inference stay untaken
             module = self.template.holding(state) if module is None else module
@@ -264,14 +265,27 @@ def own_draws() -> Iterator[None]:
         torch.default_generator.set_state(torch_)
 
 
+def name_of_kind(module: nn.Module) -> str:
+    """What stands for the path of a module that ``forward`` makes, and that is no part of the model."""
+    return f"{type(module).__module__}:{type(module).__qualname__}"
+
+
+def is_kind(path: str) -> bool:
+    """Whether that is what stands there, and not a path."""
+    return ":" in path
+
+
 @contextmanager
 def drawing_as_operations(model: nn.Module, paths: Iterable[str]) -> Iterator[None]:
     """Modules of plain PyTorch draw as their operations do, so that both can be compared."""
-    alone = {id(model.get_submodule(path)) for path in paths}
+    kinds = {path for path in paths if is_kind(path)}
+    alone = {id(model.get_submodule(path)) for path in paths if path not in kinds}
+    parts = {id(module) for module in model.modules()} if kinds else set()
     original = nn.Module._call_impl
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with own_draws() if id(module) in alone else nullcontext():
+        is_alone = id(module) in alone or (kinds and id(module) not in parts and name_of_kind(module) in kinds)
+        with own_draws() if is_alone else nullcontext():
             return original(module, *args, **kwargs)  # type: ignore[no-untyped-call]
 
     nn.Module._call_impl = call  # type: ignore[method-assign,assignment]

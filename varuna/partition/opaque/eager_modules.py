@@ -1,7 +1,8 @@
 """Which modules of a model run eagerly as one operation each: found while the model is exported.
 
 Where export fails inside a module, the innermost one whose arguments and results are trees of tensors and plain values
-becomes an operation. All else stays a graph.
+becomes an operation. All else stays a graph. A module that ``forward`` or ``loss=`` makes or holds without it being a
+part of the model, such as the criterion of a detector, may be one, too, if it has no parameters.
 """
 
 import hashlib
@@ -21,6 +22,7 @@ from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
 from varuna.partition.opaque import calls
 from varuna.partition.opaque.calls import Call, Given, GrowingSize, WritesError
+from varuna.partition.opaque.each_sample import gathered
 from varuna.partition.opaque.learning import SIZES, Arguments, engine_of_torch, plainly, with_learned
 from varuna.partition.opaque.template import UnfitError, same_attributes, state_of, template_of
 from varuna.partition.watching.explaining import user_frame, user_line
@@ -92,7 +94,8 @@ class Pieces:
             if spoilt is None:
                 break
             self.found[spoilt] = _BATCHED
-        inside = [path for path in self.found if any(path.startswith(f"{other}.") for other in self.found)]
+        parts = [path for path in self.found if not calls.is_kind(path)]
+        inside = [path for path in parts if any(path.startswith(f"{other}.") for other in parts)]
         for path in inside:
             del self.found[path]
         return bool(self.found)
@@ -111,10 +114,11 @@ class Pieces:
             if module.__dict__ is self.loss.__dict__:
                 self._inputs = args[0]
                 self._unify()
-            path = paths.get(id(module.__dict__), "")
-            if not path:
+            path = paths.get(id(module.__dict__))
+            is_run = path is None and _proxies.get_proxy_mode() is None  # by an operation, and as written
+            if path == "" or is_run or module.__dict__ is self.loss.__dict__:
                 return _call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-            return self._called(path, module, args, kwargs)
+            return self._called(path or calls.name_of_kind(module), module, args, kwargs)
 
         nn.Module._call_impl = call  # type: ignore[method-assign,assignment]
         try:
@@ -126,7 +130,7 @@ class Pieces:
     def _called(self, path: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if path in self.found:
             try:
-                return self._as_operation(path, args, kwargs)
+                return self._as_operation(path, module, args, kwargs)
             except UnfitError as error:
                 raise NotFollowedError(self.found.pop(path), f" in {path}") from error
         any_number, calls_before = self._takes_any_number, len(_module_stack())
@@ -140,7 +144,7 @@ class Pieces:
             self._check_any_number(path, before=any_number)
             _unwind(calls_before, self._batch_size)
             try:
-                made = self._as_operation(path, args, kwargs)
+                made = self._as_operation(path, module, args, kwargs)
             except UnfitError:
                 raise error from None
             except WritesError as wrote:
@@ -151,7 +155,7 @@ class Pieces:
             self._check_any_number(path, before=any_number)
             if _depends_on_data(result):
                 try:
-                    made = self._as_operation(path, args, kwargs)
+                    made = self._as_operation(path, module, args, kwargs)
                 except (UnfitError, WritesError):
                     return result
                 self.found[path] = "the shape of its result depends on data, unless it runs as written"
@@ -181,12 +185,15 @@ class Pieces:
 
     # -- one call --------------------------------------------------------------------------------------------------
 
-    def _as_operation(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self.model.get_submodule(path)
+    def _as_operation(self, path: str, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_made_there = calls.is_kind(path)
+        module = called if is_made_there else self.model.get_submodule(path)
         batch = self._batch_size
         if not self._takes_any_number:
             raise UnfitError("the number of samples is fixed already")
-        found, structure = tree_flatten((args, kwargs))
+        if is_made_there and any(True for _ in module.parameters()):
+            raise UnfitError("forward() calls a module with parameters that is no part of the model")
+        found, structure = tree_flatten(gathered((args, kwargs)))
         leaves = tuple(_leaf(value, batch) for value in found)
         tensors = [value for value in found if isinstance(value, Tensor)]
         sizes = [value for value in found if isinstance(value, torch.SymInt)]
@@ -221,8 +228,9 @@ class Pieces:
 
     def _initial(self, name: str, value: Tensor) -> Tensor:
         """Values of one parameter or buffer: its own, or random numbers where they are unknown."""
+        known = None if self._values is None else self._values(value)  # of a module that forward() makes
         with plainly():
-            made = self._drawn(name, tuple(value.shape), value.dtype)
+            made = self._drawn(name, tuple(value.shape), value.dtype) if known is None else known.detach().clone()
         return made.requires_grad_(value.requires_grad)
 
     def _drawn(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -240,6 +248,8 @@ class Pieces:
         Raises:
             ModelError: it keeps random numbers in a plain attribute.
         """
+        if calls.is_kind(path):
+            raise UnfitError("it is made in forward(), and keeps tensors that are neither parameters nor buffers")
         built = []
         for seed in (0, 1):
             with generator_lock, torch.random.fork_rng(devices=[]):

@@ -5,7 +5,7 @@ samples as they are, and with random numbers in place of activations. The kernel
 was learned here, so a wrong guess is refused, never used.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ class Arguments:
     """values for ``SIZES[-1]`` examples; None where they are unknown"""
     sizes: tuple[GrowingSize, ...]
     state: tuple[Tensor, ...]
+    draw: Callable[[list[int]], Tensor] = torch.randn
+    """in place of activations"""
 
 
 class _Run(NamedTuple):
@@ -58,15 +60,7 @@ def learn(call: Call, arguments: Arguments) -> Learned:
         UnfitError: it does not run, or its results are not what an operation can return.
         WritesError: it writes its arguments, or keeps something.
     """
-    try:
-        with plainly():
-            small, large = (_measured(call, arguments, size) for size in SIZES)
-            again = _once(call, arguments, SIZES[-1])
-            scratch = _scratch(call, arguments, small.leaves, again)
-    except (UnfitError, WritesError):
-        raise
-    except Exception as error:
-        raise UnfitError(f"{type(error).__name__}: {error}") from error
+    small, large, again, scratch = _runs(call, arguments)
     if small.structure != large.structure:
         raise UnfitError("the structure of its results changes with the number of samples")
     if not all(map(_same, large.leaves, again.leaves)):
@@ -82,6 +76,23 @@ def learn(call: Call, arguments: Arguments) -> Learned:
         passing_bytes=_line(small.passing_bytes, large.passing_bytes),
         scratch=scratch,
     )
+
+
+def _runs(call: Call, arguments: Arguments) -> tuple["_Run", "_Run", Ran, frozenset[str]]:
+    """Of both sizes, the larger once more, and what is scratch."""
+    failure: Exception | None = None
+    for draw in (torch.randn, torch.rand):  # it may want what a sigmoid or a softmax gives: sizes of boxes
+        given = replace(arguments, draw=draw)
+        try:
+            with plainly():
+                small, large = (_measured(call, given, size) for size in SIZES)
+                again = _once(call, given, SIZES[-1])
+                return small, large, again, _scratch(call, given, small.leaves, again)
+        except (UnfitError, WritesError):
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the module's own code raises
+            failure = failure or error
+    raise UnfitError(f"{type(failure).__name__}: {failure}") from failure
 
 
 @contextmanager
@@ -154,15 +165,15 @@ def _scratch(call: Call, arguments: Arguments, fresh: list[Any], ran: Ran) -> fr
 
 def _given(call: Call, arguments: Arguments, size: int) -> tuple[list[Tensor], list[Tensor], list[int]]:
     kinds = [leaf for leaf in call.leaves if isinstance(leaf, Given)]
-    given = [_value(kind, known, size) for kind, known in zip(kinds, arguments.tensors, strict=True)]
+    given = [_value(kind, known, size, arguments.draw) for kind, known in zip(kinds, arguments.tensors, strict=True)]
     state = [value.detach().requires_grad_(value.requires_grad) for value in arguments.state]
     return given, state, [line.at(size) for line in arguments.sizes]
 
 
-def _value(kind: Given, known: Tensor | None, size: int) -> Tensor:
+def _value(kind: Given, known: Tensor | None, size: int, draw: Callable[[list[int]], Tensor]) -> Tensor:
     shape = kind.shape(size)
     if known is None:
-        value = torch.randn(shape).to(kind.dtype) if kind.dtype.is_floating_point or kind.dtype.is_complex else None
+        value = draw(shape).to(kind.dtype) if kind.dtype.is_floating_point or kind.dtype.is_complex else None
         value = torch.zeros(shape, dtype=kind.dtype) if value is None else value
     else:
         value = known.detach()

@@ -1,0 +1,104 @@
+"""A detector's criterion, made in ``forward`` and given a list with a dict for each picture, runs as written."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
+from varuna.core.errors import ModelError
+from varuna.partition.opaque.each_sample import AllSamples, gathered, spread
+from varuna.trainer import Trainer
+
+
+class Pictures:
+    """Numbers, and two points to be found in each."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        draws = torch.Generator().manual_seed(index)
+        return {
+            "pixels": torch.randn(6, generator=draws),
+            "points": torch.rand(2, 2, generator=draws),
+            "kinds": torch.randint(0, 3, (2,), generator=draws),
+        }
+
+
+class Matching(nn.Module):
+    """Each point of a picture belongs to the nearest query, as NumPy finds it."""
+
+    @torch.no_grad()
+    def forward(self, found: dict[str, Tensor], targets: list[dict[str, Tensor]]) -> list[Tensor]:
+        costs = [torch.cdist(points, target["points"]) for points, target in zip(found["points"], targets, strict=True)]
+        return [torch.as_tensor(np.argmin(cost.numpy(), axis=0)) for cost in costs]
+
+
+class Criterion(nn.Module):
+    weights: Tensor
+
+    def __init__(self, rarely: float) -> None:
+        super().__init__()
+        self.matching = Matching()
+        self.register_buffer("weights", torch.tensor([1.0, 1.0, rarely]))
+
+    def forward(self, found: dict[str, Tensor], targets: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        if (found["points"] < 0).any():
+            raise ValueError("points lie in the picture")
+        rows = self.matching(found, targets)
+        pairs = list(zip(found["points"], found["kinds"], rows, targets, strict=True))
+        apart = torch.stack([(points[row] - target["points"]).abs().sum() for points, _, row, target in pairs])
+        each = [nn.functional.cross_entropy(kinds[row], t["kinds"], self.weights) for _, kinds, row, t in pairs]
+        return {"points": apart.sum() / len(targets), "kinds": torch.stack(each).mean()}
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.points, self.kinds = nn.Linear(6, 8), nn.Linear(6, 12)
+
+    def forward(self, pixels: Tensor, points: Tensor, kinds: Tensor) -> Tensor:
+        for layer in self.layers:
+            pixels = pixels + torch.tanh(layer(pixels))
+        found = {
+            "points": self.points(pixels).sigmoid().unflatten(1, (4, 2)),
+            "kinds": self.kinds(pixels).unflatten(1, (4, 3)),
+        }
+        told = zip(points.unbind(), kinds.unbind(), strict=True)
+        losses: dict[str, Tensor] = Criterion(0.5)(found, [{"points": each, "kinds": kind} for each, kind in told])
+        return losses["points"] + 0.1 * losses["kinds"]
+
+
+def test_a_criterion_that_forward_makes_runs_as_written_in_any_plan() -> None:
+    with single_threaded():
+        setup = Setup(build=Detector, dataset=Pictures(), clip=None)
+        assert list(setup.model.eager) == [f"{__name__}:Criterion"]
+        assert len(setup.model.sections) > 3
+        one = setup.losses(1, 1, 2)
+        assert setup.losses(3, 1, 2) == one
+        assert worst(one, reference(setup, 2)) < 2e-6
+
+
+def test_what_it_does_to_the_batch_is_for_the_user_to_say() -> None:
+    with single_threaded():
+        with pytest.raises(ModelError, match="per_micro_batch=True"):
+            next(iter(Trainer(Detector, Pictures(), adamw, 8, device="cpu").steps(1)))
+        allowed = Trainer(Detector, Pictures(), adamw, 8, micro_batch=2, per_micro_batch=True, device="cpu")
+        assert len(list(allowed.steps(1))) == 1
+
+
+def test_a_list_of_samples_is_the_whole_tensor_on_the_way_and_a_list_again() -> None:
+    whole = torch.arange(6).view(3, 2)
+    given = ({"x": whole}, [{"points": AllSamples(whole)}], (AllSamples(whole),), [1])
+    leaves, structure = tree_flatten(gathered(given))
+    assert [leaf is whole for leaf in leaves] == [True, True, True, False]
+    same, dicts, alone, rest = spread(tree_unflatten(leaves, structure))
+    assert same["x"] is whole
+    assert rest == [1]
+    assert [each["points"].tolist() for each in dicts] == [each.tolist() for each in alone] == whole.tolist()
+    assert isinstance(alone, tuple)
+    mixed = [{"points": AllSamples(whole), "number": 0}]  # a number would be that of all
+    assert gathered(mixed)[0]["number"] == 0
