@@ -1,7 +1,7 @@
 """The model's configuration beside its checkpoints, and who wrote it.
 
-Where it goes, and what is in it, the job says; who writes it may have more rights than the job. So only what an earlier
-run put there is ever replaced, which a note of its checksum tells.
+The job says where it goes and what is in it, but the process that writes it may have more rights than the job. So only
+a file that an earlier run put there is ever replaced, which a note of its checksum tells.
 """
 
 import hashlib

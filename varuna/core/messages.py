@@ -23,7 +23,7 @@ Key = Annotated[str, Field(max_length=MAX_KEY)]
 
 
 class Vote(Value):
-    """The summed vector of a step. Whoever holds it may commit the step.
+    """The summed vector of a step. A rank that holds it may commit the step.
 
     Once another step follows, only the totals are still needed: see ``shortened``.
     """

@@ -94,7 +94,7 @@ class JobFacts(Value):
     checkpoint_dir: str | None = Field(default=None, description="path or URL, as all workers know it")
     config: str | None = Field(default=None, description="the model's config.json, if it has one")
     keep_last: int = Field(default=3, ge=1, description="newest checkpoints to keep")
-    keep_every: int | None = Field(default=None, ge=1, description="also keep those of each so many steps")
+    keep_every: int | None = Field(default=None, ge=1, description="also keep those of steps divisible by this")
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
     reduction: Reduction = Field(default="fp32", description="of gradients between replicas")

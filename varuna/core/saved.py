@@ -46,4 +46,4 @@ class SavedShard(Value):
     file: str
     size_bytes: int = Field(ge=0)
     pieces: tuple[Piece, ...] = ()
-    scalars: str = Field(default="{}", description="JSON of optimizer state that is no tensor; in part 0")
+    scalars: str = Field(default="{}", description="JSON of optimizer state that is not a tensor; in part 0")

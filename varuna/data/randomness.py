@@ -13,7 +13,7 @@ from varuna.data.keys import derive_key
 __all__ = ["derive_key", "generator_lock", "seeded"]
 
 # torch's default generator is one per process: the loader seeds it before dataset[i] and the engine before a
-# section, each on its own thread. Whoever seeds it holds this lock for as long as the draws must be its own.
+# section, each on its own thread. A thread that seeds it holds this lock for as long as the draws must be its own.
 generator_lock = threading.RLock()
 
 

@@ -182,22 +182,22 @@ def check_checkpoint_arguments(
         raise UsageError(f"upload_bytes_per_s={upload_bytes_per_s} must be above 0; leave it out for no limit")
 
 
-def choose_device(wished: str | torch.device | None) -> torch.device:
+def choose_device(requested: str | torch.device | None) -> torch.device:
     """Return the requested device, by default this worker's GPU if there is one; a GPU gets its number.
 
     Raises:
         UsageError: a GPU is requested, but torch sees none.
     """
     try:
-        device = torch.device(wished or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
     except (RuntimeError, TypeError):
-        raise UsageError(f"device={wished!r} is not a torch device: leave it out, or pass 'cuda' or 'cpu'") from None
+        raise UsageError(f"device={requested!r} is not a torch device: leave it out, or pass 'cuda' or 'cpu'") from None
     if device.type != "cuda":
         return device
     count = torch.cuda.device_count()
     number = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0")) % max(1, count)
     if number >= count:
         raise UsageError(
-            f"device={str(wished)!r}: torch sees {count} GPUs here. Leave device= out to use what is available."
+            f"device={str(requested)!r}: torch sees {count} GPUs here. Leave device= out to use what is available."
         )
     return torch.device("cuda", number)

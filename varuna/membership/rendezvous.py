@@ -59,7 +59,7 @@ class Rendezvous:
         with self._lock:
             missing = [key for key in keys if key not in self._own and key not in self._values]
             old = [key for key in keys if key in self._values and now_s - self._values[key][1] > _FRESH_S]
-            if old:  # one question for all that are: who looks at one will look at the others
+            if old:  # one question for all old values: a caller that reads one reads the others
                 old = [key for key, (_, came_s) in self._values.items() if now_s - came_s > _FRESH_S]
             wanted = [key for key in (*missing, *old) if now_s - self._asked_s.get(key, -_AGAIN_S) >= _AGAIN_S]
             again = [key for key in wanted if key in self._sought_s]

@@ -15,7 +15,7 @@ from varuna.planner.request import PlanRequest
 from varuna.planner.split_last import with_best_split
 
 _OPTIMISM = 0.97  # guesses may be a little above what the shape becomes
-_SPARE = 4_000  # forwards: until so many are simulated, what should have lost is tried too
+_SPARE = 4_000  # forwards: until this many are simulated, plans that should lose are tried too
 _MOST = 60_000  # beyond, the best so far is good enough: bounds that lie low on odd networks must not cost minutes
 _SURPRISE = 1.2  # promises that much above the best plan are not
 _OTHERS = 0.95  # what other depths of a shape may take, against the likely best ones

@@ -69,7 +69,7 @@ def run_pilot(
 
     Args:
         open_session: opens a session of a number of steps, with a membership.
-        world: who takes part.
+        world: the ranks that take part.
         plan: what runs.
         facts: of the model.
     """

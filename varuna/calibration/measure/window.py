@@ -74,16 +74,16 @@ class Window:
         split, device = self.job.model.split, self.job.device
         inputs = Examples(self.job.traffic.links.up(completed(self.job.model, batch, self.job.buffers)), examples)
         out = () if self.stage.is_last else split.crossings[self.stop]
-        behind = [crossing for crossing in out if crossing.differentiable]
+        leaving = [crossing for crossing in out if crossing.differentiable]
         values = _made_up(split.crossings[self.first], examples, device)
         forward = self._timed(lambda: self.stage.forward(values, inputs, 0, 0))
         tapes, recompute = self._recomputed(values, inputs, split=False)
-        gradients = _made_up(behind, examples, device) if out else self._loss_gradient()
+        gradients = _made_up(leaving, examples, device) if out else self._loss_gradient()
         backward = self._timed(lambda: self.stage.backward(tapes, gradients, self._mark))
         tapes, _ = self._recomputed(values, inputs, split=True)
         splits = {tape.section.index for tape in tapes if tape.pending is not None}
         left: list[Left] = []
-        gradients = _made_up(behind, examples, device) if out else self._loss_gradient()
+        gradients = _made_up(leaving, examples, device) if out else self._loss_gradient()
         input_s = self._timed(lambda: self._input_backward(tapes, gradients, left))
         weight_s = self._timed(lambda: self.stage.weight_backward(left, self._mark))
         return Pass(

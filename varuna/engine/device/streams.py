@@ -63,7 +63,7 @@ class Streams(Protocol):
 
 
 class CudaEvent:
-    """An ``Event`` of CUDA. Whoever waits for it sleeps; it does not spin."""
+    """An ``Event`` of CUDA. A thread that waits for it sleeps; it does not spin."""
 
     def __init__(self, stream: Stream, *, timed: bool) -> None:
         self.event = torch.cuda.Event(enable_timing=timed, blocking=True)  # type: ignore[no-untyped-call]

@@ -206,7 +206,7 @@ class Courier:
             except RuntimeError as error:
                 self._inbox.abort(_failure(error, f"{self._name} failed on {self._inbox.who}"))
                 return
-            except BaseException as error:  # noqa: BLE001 - a damaged shard, a SystemExit: who takes the result gets it
+            except BaseException as error:  # noqa: BLE001 - a damaged shard, a SystemExit: for the thread that takes the result
                 result = error
             self._inbox.put(key, result)
 

@@ -164,7 +164,7 @@ class ForwardPass:
     def has_input(self, step: int, micro_batch: int) -> bool:
         """Whether F can run, or must, to raise what was wrong with the samples."""
         if self._inbox.failed((self._batch, step, micro_batch)):
-            return True  # the activation may never come, for want of a length that the samples tell
+            return True  # the activation may never come, since its length follows from samples that could not be read
         activation_here = self._stage.index == 0 or self._inbox.has((self._activation, step, micro_batch))
         return activation_here and self.has_samples(step, micro_batch)
 

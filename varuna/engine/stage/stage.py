@@ -55,7 +55,7 @@ class Stage:
         self.is_last, self.next_step = stage == plan.stages - 1, next_step
         self.shares = SharedOptimizerState(plan, job, stage, replica)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
-        """so many of its first sections have nothing to train and nobody below that has: F only, never R or B"""
+        """number of first sections with nothing to train in them or below them: F only, never R or B"""
         graphs = [job.model.sections[section] for section in self.sections]
         self.parameters = parameters_of(
             graphs,
@@ -188,7 +188,7 @@ class Stage:
             examples: the micro-batch.
             step: keys the randomness, with ``micro_batch``.
             micro_batch: its global number.
-            keep: so many of the last sections keep their graph, so that R need not run them again.
+            keep: how many of the last sections keep their graph, so that R need not run them again.
             split: the B of kept sections is to run in two halves.
         """
         flowing: dict[str, Tensor] = dict(values)
@@ -392,8 +392,8 @@ def flow_on(
     model: PartitionedModel, flowing: Mapping[str, Tensor], runner: SectionRunner, made: Sequence[Tensor]
 ) -> dict[str, Tensor]:
     """Return the values that cross the cut after a section; the rest is freed."""
-    behind = runner.section.index + 1
-    if behind == len(model.sections):
+    next_section = runner.section.index + 1
+    if next_section == len(model.sections):
         return {}
     known = {**flowing, **dict(zip(runner.section.makes, made, strict=True))}
-    return {crossing.name: known[crossing.name] for crossing in model.split.crossings[behind]}
+    return {crossing.name: known[crossing.name] for crossing in model.split.crossings[next_section]}

@@ -74,7 +74,7 @@ class Session:
         Args:
             job: the captured job.
             facts: the same for planner and manager.
-            membership: who decides on generations.
+            membership: decides on generations.
             source: reads samples.
             weight: the user's weight of a micro-batch, if any.
             saver: writes checkpoints, if there is a directory.

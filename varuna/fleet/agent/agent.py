@@ -100,7 +100,7 @@ class Agent:
     Args:
         place: where the manager is.
         home: the agent's folder.
-        card: who it is.
+        card: the agent's identity.
         config: what it runs.
         tell: shows a line to whoever watches.
     """

@@ -1,4 +1,4 @@
-"""An agent's folder: who it is, across restarts, and its workers' logs."""
+"""An agent's folder: its identity, which outlives restarts, and its workers' logs."""
 
 import contextlib
 import secrets

@@ -100,7 +100,7 @@ class ManagerClient:
 
     Args:
         place: where the manager is.
-        identity: who we are.
+        identity: this agent's.
         job: what we run.
         snapshots: gives the snapshots of all workers; called on the loop.
         beats: new beats; called on the loop.

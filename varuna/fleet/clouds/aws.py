@@ -10,7 +10,7 @@ from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.clouds.original_size import OriginalSize
 from varuna.fleet.clouds.provider import CapacityError
 
-# What Auto Scaling says of a launch that failed for want of machines, not of permission.
+# Words of Auto Scaling for a launch that failed because there were no machines, rather than no permission.
 _NO_CAPACITY = ("capacity", "max spot instance count", "limit", "no spot")
 _AGAIN = (
     "Throttling",

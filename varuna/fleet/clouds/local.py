@@ -13,7 +13,7 @@ _END_S = 5.0
 
 
 class LocalProvider:
-    """Keeps as many processes of one command alive as are wished for.
+    """Keeps as many processes of one command alive as are requested.
 
     Args:
         command: of the node with this number, such as an agent's; numbers are never used twice.

@@ -1,8 +1,8 @@
 """Generations that break before their first step although nobody dies: what to do instead of ending the run.
 
 Cables between machines may be out, and come back. So the same workers try again, after pauses that grow, and at once
-when somebody has joined. Who never trained is dropped first: it may be the one that cannot. The run ends only after a
-long time without a step, ``FleetConfig.futile_s``, in which generation after generation broke.
+when somebody has joined. Workers that never trained are dropped first: one of them may be unable to. The run
+ends only after a long time without a step, ``FleetConfig.futile_s``, in which generation after generation broke.
 """
 
 from dataclasses import replace

@@ -159,7 +159,7 @@ def settle_leaving(turn: Transition, phase: Idle | Stopping) -> None:
     """A generation broke while its members were leaving: the last step is committed, and whoever lives applies it.
 
     Who answers Hold was stopped by the broken link: it hears the verdict like in any other step, and is dismissed once
-    it has the last step. Who does not answer is still saving, and will leave.
+    it has the last step. A member that does not answer is still saving, and will leave.
     """
     fleet = turn.fleet
     answered = [name for name in fleet.live_members if fleet.workers[name].holding is not None]

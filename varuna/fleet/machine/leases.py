@@ -31,7 +31,7 @@ _STALL_S = 1.0
 # Agents send a pulse a second: who is heard at all is heard within this time, and of several machines some one is.
 _NEAR_S = 2.5
 _ALONE_S = 3.0
-# A wait is unusual if it is so many times longer than the longest that ended well.
+# A wait is unusual if it is this many times longer than the longest that ended well.
 _UNUSUAL = 1.5
 
 
@@ -347,7 +347,7 @@ def _is_aside(worker: Worker) -> bool:
 
 
 def lose_aside(turn: Transition) -> None:
-    """The next generation is about to be written down: who is still out of sight has no part in it."""
+    """Lose workers that are still out of sight, since the next generation is about to be written down without them."""
     if turn.fleet.workers.count(Standing.ASIDE):
         for worker in list(turn.fleet.workers.values()):
             if _is_aside(worker):

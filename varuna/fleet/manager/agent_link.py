@@ -6,7 +6,7 @@ from varuna.fleet.net.outgoing import Outgoing
 from varuna.fleet.net.protocol import DownBody, DownItem
 
 ITEMS_WAITING = 4096
-"""An agent that leaves so many messages unconfirmed is given up."""
+"""An agent that leaves this many messages unconfirmed is given up."""
 _BURST_FRAMES, _FRAMES_PER_S = 2000.0, 500.0
 _BURST_BYTES, _BYTES_PER_S = 64.0 * 2**20, 8.0 * 2**20
 

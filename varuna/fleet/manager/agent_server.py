@@ -72,7 +72,7 @@ class AgentServer:
     """Everything here runs on the server's event loop, but the constructor and ``routes``.
 
     Args:
-        registry: who may come in.
+        registry: knows who may join.
         certificate_pem: of the run's authority, which everybody may read.
         manager: this life of the manager.
         run: what is managed.

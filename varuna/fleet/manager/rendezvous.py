@@ -29,7 +29,7 @@ class Meeting:
         self._offers, self._offered_bytes, self._seekers, self._seeking = {}, {}, {}, {}
 
     def hear(self, worker: str, message: Offered | Sought) -> list[tuple[str, Found]]:
-        """A worker offers or seeks something; returns whom to tell what. Who is no member now is not heard.
+        """A worker offers or seeks something; returns whom to tell what. Workers that are not members now are ignored.
 
         Raises:
             ValueError: a member offers or seeks more than any needs, or in another one's place.

@@ -25,7 +25,7 @@ class LossCurve:
             self._steps.append(event)
 
     def describe(self) -> dict[str, object]:
-        """Losses as pairs of step and loss (None if it is no number), and the newest speed."""
+        """Losses as pairs of step and loss (None if it is not a number), and the newest speed."""
         steps = tuple(self._steps)
         pairs = [[event.step, event.loss if math.isfinite(event.loss) else None] for event in steps]
         return {

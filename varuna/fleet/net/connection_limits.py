@@ -1,7 +1,7 @@
 """Limits on unauthenticated connections: there may be few, and each has little time for its request.
 
 A connection is a stranger's until it has brought one whole request; what it costs before that (memory, a descriptor)
-nobody has to show a secret for. Who comes from where many strangers come from cannot crowd others out.
+nobody has to show a secret for. Many strangers from one address cannot crowd out those from others.
 """
 
 import asyncio

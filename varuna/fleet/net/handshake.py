@@ -42,7 +42,7 @@ class Handshake(asyncio.Protocol):
             self._hello = data
             loop = asyncio.get_running_loop()
             self._task = loop.create_task(self._shake_hands(self._transport))
-            # Behind the task's first step, and behind what that puts off: TLS has taken the connection over by then.
+            # After the task's first step, and after what that schedules: TLS has taken the connection over by then.
             loop.call_soon(loop.call_soon, self._say_hello, self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:

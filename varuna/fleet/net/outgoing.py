@@ -30,7 +30,7 @@ class Outgoing(Generic[T]):
         """Why the connection has to end; empty while it need not."""
 
     def say(self, frame: str) -> None:
-        """Queue a frame that is not kept; who asks without listening is cut."""
+        """Queue a frame that is not kept; a peer that asks without reading is cut."""
         self._said.append(frame)
         if len(self._said) > _SAID_WAITING:
             self.end("it does not read its messages")

@@ -94,7 +94,7 @@ class Serving:
     async def _serve(self) -> None:
         assert self._uvicorn is not None
         self._loop = asyncio.get_running_loop()
-        # A connection that breaks in the middle of a goodbye is no news to whoever watches the terminal.
+        # A connection that breaks in the middle of a goodbye is not worth a line on the terminal.
         self._loop.set_exception_handler(lambda loop, context: None)
         self._watchdog.start(self._loop)
         self._ready.set()

@@ -21,7 +21,7 @@ class RefusedError(FleetError):
 
 
 class Registry:
-    """Tokens and machines. Only hashes are stored: who reads the file learns no secret. For any thread.
+    """Tokens and machines. Only hashes are stored, so a reader of the file learns no secret. For any thread.
 
     Args:
         run_dir: of the run.

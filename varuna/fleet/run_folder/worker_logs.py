@@ -20,7 +20,7 @@ MAX_LOG_BYTES = 256 * 2**20
 WAITING_BYTES = 16 * 2**20
 """What may wait for a slow disk; more is left out."""
 MOST_LOGS = 20_000
-"""Files: so many workers of one run are kept apart."""
+"""Most log files; the output of further workers is not kept."""
 _LINGER_S = 5.0
 _FULL = (errno.ENOSPC, errno.EROFS, errno.EDQUOT)
 _FULL_S, _OTHER_S = 60.0, 1.0  # until the disk is tried again

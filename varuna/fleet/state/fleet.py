@@ -29,8 +29,8 @@ class FleetConfig:
     replace: bool = True
     """Whether a lost worker is replaced."""
     elastic: bool = False
-    """Workers come by themselves, from machines of their own: the run never ends for want of them, and a cable can
-    come between them and the manager."""
+    """Workers come by themselves, from machines of their own: the run does not end while there are none, and the
+    network may separate them from the manager."""
     lease_s: float = 6.0
     """A worker that is silent for longer, while its machine is heard, is frozen."""
     suspect_lease_s: float = 1.5
@@ -247,7 +247,7 @@ class Fleet:
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""
     slow: Mapping[str, Straggler] = field(default_factory=dict)
-    """By worker: who is left out of plans."""
+    """By worker: those that are left out of plans."""
     strikes: Mapping[str, int] = field(default_factory=dict)
     """By worker: how often it was found slow."""
     morph_asked: bool = False

@@ -35,7 +35,7 @@ class Spawn:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """The run has left ``node``: its workers were sent home, and it needs no state of theirs any more."""
+    """The run has left ``node``: its workers were dismissed, and it needs no state of theirs any more."""
 
     node: str
     drained: bool

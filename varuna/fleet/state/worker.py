@@ -27,7 +27,7 @@ class Sight:
     heard_s: float
     """When, on the clock of ``Fleet.listened_s``."""
     parted_after: int | None = None
-    """Its connection ended when so many steps had shown that their ranks live; see ``Fleet.is_parted``."""
+    """Its connection ended when this many steps had shown that their ranks live; see ``Fleet.is_parted``."""
     ended: bool = False
     """So did its agent, by all that its system said; workers end with their agent."""
     told: bool = False

@@ -141,7 +141,7 @@ class Launcher:
             return self._processes[name].popen.pid if name in self._processes else None
 
     def set_main(self, name: str) -> None:
-        """From now on the lines of ``name`` are passed on; of nobody, if it is no worker of this launcher."""
+        """Pass on the lines of ``name`` from now on; of nobody, if it is not a worker of this launcher."""
         with self._lock:
             first = self._main is None
             self._main = name

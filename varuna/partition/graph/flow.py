@@ -74,7 +74,7 @@ class Flow:
         """Bytes per example that cross a cut after each op; None where cutting is impossible.
 
         Not possible: between a tensor and a later in-place write to it or a view of it, or a view with strides of
-        its own (``as_strided``); where something other than a tensor crosses; where a shape is no linear function of
+        its own (``as_strided``); where something other than a tensor crosses; where a shape is not a linear function of
         the batch.
         """
         last = self.last_use()

@@ -36,7 +36,7 @@ class Trial:
     values: tuple[TrialValues, ...]
     """its first results"""
     divisors: int
-    """so many further ones, which must be as large for each example"""
+    """number of further results, which must be equal for each example"""
 
 
 def trial_of(flow: Flow, terms: Terms, number: int) -> Trial | None:

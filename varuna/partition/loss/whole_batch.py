@@ -29,7 +29,7 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     per_example: int | None = None
-    """a number of elements: so many for each example, counted without looking; None: from the inputs"""
+    """elements per example, if the number is known without looking; None: counted from the inputs"""
 
     @property
     def width(self) -> int:

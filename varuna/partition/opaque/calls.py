@@ -38,7 +38,7 @@ class Given(NamedTuple):
     """a gradient is wanted for it in training: in F, too, where the module may ask for it itself"""
 
     def shape(self, batch: int) -> list[int]:
-        """For so many examples."""
+        """Shape for ``batch`` examples."""
         return [base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True)]
 
 
@@ -50,7 +50,7 @@ class Made(NamedTuple):
     per_example: tuple[int, ...]
 
     def shape(self, batch: Any) -> list[Any]:
-        """For so many examples, a number or a symbol."""
+        """Shape for ``batch`` examples, a number or a symbol."""
         return [base + slope * batch for base, slope in zip(self.fixed, self.per_example, strict=True)]
 
 
@@ -61,7 +61,7 @@ class GrowingSize(NamedTuple):
     per_example: int
 
     def at(self, batch: Any) -> Any:
-        """For so many examples."""
+        """The number for ``batch`` examples."""
         return self.fixed + self.per_example * batch
 
 
