@@ -18,11 +18,13 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from benchmarks.emulated.network import NETWORKS, Network
 from varuna.calibration.format import Jitter
-from varuna.engine.base.spans import Span
+from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
 from varuna.observe.gantt import Panel, draw, measured, simulated
+from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import POLICIES, split_last
 from varuna.simulator.bounds import lower_bound_s
 from varuna.simulator.costs import INPUT_SHARE, WEIGHT_SHARE, LinkCosts, PipelineCosts, uniform
@@ -90,8 +92,8 @@ def measured_figure(network: str, stages: int, micro_batches: int) -> str:
     costs = costs_of(stages, NETWORKS[network], input_share=0.6, weight_share=0.4)
     panels: list[Panel] = []
     for title, policy in (("Varuna", "varuna"), ("Adaptive", "adaptive")):
-        spans = run(policy, network, stages, micro_batches)
-        ran = _in_units(measured(f"{title}, measured", f"engine and gloo, network '{network}'", spans))
+        times = run(policy, network, stages, micro_batches)
+        ran = _in_units(measured(f"{title}, measured", f"engine and gloo, network '{network}'", times))
         trace = step(costs, policy, micro_batches, seed=0)
         error = trace.step_s / ran.end_s - 1
         panels += [ran, simulated(f"{title}, simulated", f"{error:+.1%} against the run above", trace)]
@@ -99,15 +101,21 @@ def measured_figure(network: str, stages: int, micro_batches: int) -> str:
     return draw(title, panels, unit="units")
 
 
-def run(policy: str, network: str, stages: int, micro_batches: int) -> list[Span]:
-    """Spans of the last step of a short run of the engine."""
+def run(policy: str, network: str, stages: int, micro_batches: int) -> list[StepTimes]:
+    """Times of each stage in the last step of a short run of the engine."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = [policy, str(stages), str(micro_batches), network, str(UNIT_S), "4", folder]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-m", "benchmarks.emulated.ours", *arguments]
         subprocess.run(command, env=environment, cwd=ROOT, stdout=subprocess.DEVNULL, timeout=300, check=True)
-        found = [json.loads(path.read_text()) for path in Path(folder).iterdir()]
-    return [Span(*values) for rank in found for values in rank]
+        return [_times(json.loads((Path(folder) / f"{stage}.json").read_text())) for stage in range(stages)]
+
+
+def _times(values: list[Any]) -> StepTimes:
+    """Inverse of ``json.dumps``."""
+    step, begin_s, end_s, *rows, phases = values
+    actions, waits = (tuple(Took(Action(a[0], Kind(a[1]), a[2]), *rest) for a, *rest in row) for row in rows)
+    return StepTimes(step, begin_s, end_s, actions, waits, tuple(StepPhase(*phase) for phase in phases))
 
 
 def _in_units(panel: Panel) -> Panel:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.emulated.ours POLICY STAGES MICRO_BATCHES NETWORK UNIT_S STEPS [FOLDER]
 
-Prints the seconds of each step; each rank's spans of the last one go to FOLDER. Captured sections of a tiny model
+Prints the seconds of each step; each rank's times of the last one go to FOLDER. Captured sections of a tiny model
 really run (a multiplication), and real messages, gradients, votes and optimizer steps pass; only the time of compute is
 made up, so that 8 ranks fit on 2 cores.
 """
@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 from benchmarks.forked import run_ranks
 from benchmarks.timed import step_times
 from varuna.core.plan import Plan
-from varuna.engine.base import spans as bus
-from varuna.engine.base.spans import Span
 from varuna.engine.base.transport import c10d
 from varuna.engine.stage.section import Examples, Tape
 from varuna.engine.stage.stage import Left, Results, Stage
@@ -121,13 +118,12 @@ def main() -> None:
         world = world_from_environment()
         delay_sends(c10d.ProcessGroupGloo, network, unit_s, seed=world.rank)
         session = trainer.session(steps, StaticMembership(world, lambda *_: plan), model, beginning)
-        spans: list[Span] = []
-        if folder is not None:
-            bus.subscribe(spans.append)
         times = list(step_times(session))
         if folder is not None:
-            last = [astuple(mark) for mark in spans if mark.step == steps - 1]
-            (folder / f"{world.rank}.json").write_text(json.dumps(last))
+            assert session.current is not None
+            (folder / f"{world.rank}.json").write_text(
+                json.dumps(session.current.runtime.times, default=lambda kind: kind.value)
+            )
         return times
 
     print("times", json.dumps(run_ranks(stages, rank)), flush=True)

@@ -6,7 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from varuna.engine.base.spans import Span
+from varuna.engine.pipeline.timeline import StepTimes
 from varuna.simulator.trace import StepTrace
 
 _WIDTH = 960.0
@@ -75,25 +75,22 @@ def simulated(title: str, note: str, trace: StepTrace) -> Panel:
     return Panel(title, note, tuple(rows))
 
 
-def measured(title: str, note: str, spans: Iterable[Span]) -> Panel:
-    """The panel of a step that ran: the spans of one replica in one step, in any order.
+def measured(title: str, note: str, stages: Sequence[StepTimes]) -> Panel:
+    """The panel of a step that ran, from the times of one replica's stages, whose clocks must agree.
 
-    Times count from the first beginning; the clocks of the ranks must agree.
+    Times count from the first action.
     """
-    begins: dict[tuple[int, str, int], float] = {}
-    rows: dict[int, list[Bar]] = {}
-    for mark in sorted(spans, key=lambda mark: mark.time_s):
-        key = (mark.stage, mark.name, mark.index)
-        if mark.name not in _LOOKS:
-            continue
-        if mark.phase == "begin":
-            begins[key] = mark.time_s
-        elif key in begins:
-            rows.setdefault(mark.stage, []).append(Bar(mark.name, mark.index, begins.pop(key), mark.time_s))
-    zero_s = min((bar.start_s for row in rows.values() for bar in row), default=0.0)
-    first = min((bar.micro_batch for row in rows.values() for bar in row if bar.name == "F"), default=0)
-    lanes = [rows.get(stage, []) for stage in range(max(rows, default=-1) + 1)]
-    return Panel(title, note, tuple(tuple(_moved(bar, zero_s, first) for bar in lane) for lane in lanes))
+    zero_s = min((took.begin_s for times in stages for took in times.actions), default=0.0)
+    rows = []
+    for times in stages:
+        bars = [
+            Bar(a.kind.value, a.micro_batch, begin_s - zero_s, end_s - zero_s) for a, begin_s, end_s, _ in times.actions
+        ]
+        bars += [
+            Bar(name, -1, begin_s - zero_s, end_s - zero_s) for name, begin_s, end_s in times.phases if name in _LOOKS
+        ]
+        rows.append(tuple(bars))
+    return Panel(title, note, tuple(rows))
 
 
 def draw(title: str, panels: Sequence[Panel], *, unit: str = "s") -> str:
@@ -125,10 +122,6 @@ def draw(title: str, panels: Sequence[Panel], *, unit: str = "s") -> str:
     dense = any(_is_dense(row) for panel in panels for row in panel.rows)
     parts += [*_legend(height - 20, [name for name in _LOOKS if name in used], dense=dense), "</svg>"]
     return "\n".join(parts) + "\n"
-
-
-def _moved(bar: Bar, zero_s: float, first: int) -> Bar:
-    return bar._replace(micro_batch=bar.micro_batch - first, start_s=bar.start_s - zero_s, end_s=bar.end_s - zero_s)
 
 
 def _panel(panel: Panel, top: float, lane: float, span_s: float, unit: str) -> Iterator[str]:

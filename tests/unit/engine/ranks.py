@@ -22,7 +22,7 @@ from varuna.engine.base.transport import Group, local_store
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.links.traffic import Traffic, traffic_of
-from varuna.engine.pipeline.action_times import StepTimes
+from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.session import Committed, Session

@@ -2,8 +2,9 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from varuna.engine.base.spans import Span
+from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
 from varuna.observe.gantt import Bar, Panel, draw, measured, simulated
+from varuna.schedule.actions import Action, Kind
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
 
@@ -53,22 +54,17 @@ def test_all_reduce_and_optimizer_end_the_step() -> None:
     assert {"all-reduce", "optimizer"} <= set(texts_of(draw("", [panel])))
 
 
-def mark(name: str, phase: str, stage: int, index: int, time_s: float) -> Span:
-    return Span(name, phase, rank=stage, stage=stage, step=3, index=index, time_s=time_s)
+def test_times_of_a_step_become_bars_from_its_first_action() -> None:
+    def ran(stage: int, begin_s: float, end_s: float) -> StepTimes:
+        forward = Took(Action(stage, Kind.FORWARD, 0), begin_s, end_s)
+        parts = StepPhase("reduce", end_s, end_s + 1.0), StepPhase("vote", end_s + 1.0, end_s + 2.0)
+        return StepTimes(3, 99.0, end_s, (forward,), (), parts)
 
-
-def test_spans_of_a_run_become_bars_from_its_first_beginning() -> None:
-    spans = [
-        mark("F", "begin", 1, 8, 102.0),
-        mark("F", "begin", 0, 8, 100.0),
-        mark("F", "end", 0, 8, 101.0),
-        mark("vote", "begin", 0, -1, 109.0),
-        mark("vote", "end", 0, -1, 110.0),
-        mark("F", "end", 1, 8, 103.5),
-        mark("B", "begin", 0, 8, 107.0),  # cut off: it never ended
-    ]
-    panel = measured("measured", "", spans)
-    assert panel.rows == ((Bar("F", 0, 0.0, 1.0),), (Bar("F", 0, 2.0, 3.5),))
+    panel = measured("measured", "", [ran(0, 100.0, 101.0), ran(1, 102.0, 103.5)])
+    assert panel.rows == (
+        (Bar("F", 0, 0.0, 1.0), Bar("reduce", -1, 1.0, 2.0)),
+        (Bar("F", 0, 2.0, 3.5), Bar("reduce", -1, 3.5, 4.5)),
+    )
 
 
 def test_titles_are_escaped() -> None:

@@ -31,7 +31,7 @@ def test_a_short_stash_on_a_long_link_bounds_the_step() -> None:
         (LinkCosts(latency_s=30), [2, 2, 2, 2]),
     ],
 )
-def test_the_bottleneck_is_the_pace_of_a_full_pipeline(link: LinkCosts, limits: list[int]) -> None:
+def test_the_bottleneck_is_the_lookahead_of_a_full_pipeline(link: LinkCosts, limits: list[int]) -> None:
     short, long = (simulate(uniform(4, link=link), micro_batches=n, stash_limits=limits).step_s for n in (200, 400))
     assert (long - short) / 200 == pytest.approx(bottleneck_s(uniform(4, link=link), stash_limits=limits), rel=0.02)
 

@@ -6,17 +6,14 @@ is small, and missing it makes every prediction too short.
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from functools import wraps
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from varuna.calibration.measure.clock import clock_over
 from varuna.calibration.samples import PilotSamples
 from varuna.calibration.statistics import mean_time
 from varuna.core.model import ModelFacts
 from varuna.core.plan import Plan
-from varuna.engine.pipeline.action_times import StepTimes
-from varuna.engine.stage.stage import Stage
+from varuna.engine.pipeline.timeline import StepTimes, Took
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.balance import balance
@@ -73,21 +70,22 @@ def run_pilot(
         plan: what runs.
         facts: of the model.
     """
-    meter: _Meter | None = None
     steps: list[StepTimes] = []
     with closing(
         open_session(WARM_STEPS + STEPS, StaticMembership(world, lambda job, workers, micro_batch: plan))
     ) as session:
         for committed in session.steps():
             assert session.current is not None
-            meter = meter or _Meter(session.current.stage)
-            if committed.step < WARM_STEPS:
-                meter.forget()
-            elif session.current.runtime.times is not None:
-                steps.append(session.current.runtime.times)
-    if world.rank >= plan.workers or meter is None:
+            runtime = session.current.runtime
+            runtime.lookahead.times_sections = True
+            if committed.step >= WARM_STEPS and runtime.times is not None:
+                steps.append(runtime.times)
+    if world.rank >= plan.workers:
         return None
     stage = plan.place_of(world.rank).stage
+    taken: dict[Kind, list[Took]] = {}
+    for took in (took for step in steps for took in step.actions):
+        taken.setdefault(took.action.kind, []).append(took)
     own = [facts.sections[section] for section in plan.sections_of(stage)]
     return PilotSamples(
         stages=plan.stages,
@@ -95,12 +93,8 @@ def run_pilot(
         first=plan.sections_of(stage).start,
         stop=plan.sections_of(stage).stop,
         micro_batch=plan.micro_batch,
-        whole_s={
-            kind.value: mean_time(seconds)
-            for kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD)
-            if (seconds := [each for step in steps for each in step.seconds_of(kind)])
-        },
-        inside_s={kind.value: mean_time(seconds) for kind, seconds in meter.seconds.items()},
+        whole_s={kind.value: mean_time([took.seconds for took in rows]) for kind, rows in taken.items()},
+        inside_s={kind.value: mean_time([took.inside_s for took in rows]) for kind, rows in taken.items()},
         step_s=tuple(between(before, after) for before, after in pairwise(steps)) if stage == 0 else (),
     )
 
@@ -108,32 +102,3 @@ def run_pilot(
 def between(before: StepTimes, after: StepTimes) -> float:
     """Seconds from the last action of a step to the first action or wait of the next."""
     return min(took.begin_s for took in (*after.actions, *after.waits)) - before.end_s
-
-
-class _Meter:
-    """Notes the time that a stage spends in its sections, by kind of action."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._clock = clock_over(stage.job.traffic.streams)
-        self._spans: dict[Kind, list[tuple[Any, Any]]] = {}
-        for name, kind in (("forward", Kind.FORWARD), ("record", Kind.RECOMPUTE), ("backward", Kind.BACKWARD)):
-            setattr(stage, name, self._timed(getattr(stage, name), kind))
-
-    def forget(self) -> None:
-        """Drop what was noted so far."""
-        self._spans.clear()
-
-    @property
-    def seconds(self) -> dict[Kind, list[float]]:
-        """Seconds of each action, by kind."""
-        return {kind: [self._clock.seconds(*span) for span in spans] for kind, spans in self._spans.items()}
-
-    def _timed(self, work: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
-        @wraps(work)
-        def timed(*arguments: Any, **options: Any) -> Any:
-            begin = self._clock.mark()
-            result = work(*arguments, **options)
-            self._spans.setdefault(kind, []).append((begin, self._clock.mark()))
-            return result
-
-        return timed

@@ -1,9 +1,8 @@
-"""Spans: what a rank does and when, for timelines, metrics and fault-injection tests.
+"""Spans: where a rank is in its work, live, for tests that kill it there and benchmarks that measure its memory there.
 
-The engine calls ``begin`` and ``end`` around its work; without a listener both cost one comparison.
+When things happened is in the timeline (``engine.pipeline.timeline``). Without a listener a span costs one comparison.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One mark on a rank's timeline; ``phase`` is ``begin`` or ``end``."""
+    """The ``begin`` or the ``end``, by ``phase``, of a piece of work."""
 
     name: str
     """F, R, B, I, W, reduce, vote, apply, save or form"""
@@ -20,8 +19,7 @@ class Span:
     stage: int
     step: int
     index: int
-    """global micro-batch for F, R, B, I, W; section for reduce; generation for form; else -1"""
-    time_s: float
+    """global micro-batch for F, R, B, I, W; generation for form; else -1"""
 
 
 Listener = Callable[[Span], None]
@@ -40,9 +38,9 @@ def span(name: str, *, rank: int, stage: int, step: int, index: int = -1) -> Ite
     if not _listeners:
         yield
         return
-    _emit(Span(name, "begin", rank, stage, step, index, time.monotonic()))
+    _emit(Span(name, "begin", rank, stage, step, index))
     yield
-    _emit(Span(name, "end", rank, stage, step, index, time.monotonic()))
+    _emit(Span(name, "end", rank, stage, step, index))
 
 
 def _emit(mark: Span) -> None:

@@ -13,12 +13,15 @@ from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.streams import Event, Streams
 from varuna.engine.links.links import Courier
-from varuna.engine.pipeline.action_times import StepTimes, Took
+from varuna.engine.pipeline.timeline import StepTimes, Took
 from varuna.schedule.actions import Action
 
 
 class Lookahead(Protocol):
     """Told of every action and every wait of a step, in order."""
+
+    times_sections: bool
+    """whether the seconds of each action within the stage's sections are known even if that costs something"""
 
     def begin(self, step: int, begin_s: float) -> None:
         """The actions of a step begin, which itself began at ``begin_s``."""
@@ -28,6 +31,12 @@ class Lookahead(Protocol):
 
     def acting(self) -> None:
         """An action begins."""
+
+    def computing(self) -> None:
+        """Its sections begin."""
+
+    def computed(self) -> None:
+        """The last operation of its sections is launched."""
 
     def acted(self, action: Action) -> None:
         """Its last operation is launched; returns once the device is through with the action before."""
@@ -42,6 +51,8 @@ class Lookahead(Protocol):
 class HostLookahead:
     """The training thread computes, so it is never ahead."""
 
+    times_sections = True
+
     def begin(self, step: int, begin_s: float) -> None:
         """The actions begin now."""
         self._step, self._begin_s, self._now_s = step, begin_s, time.monotonic()
@@ -50,18 +61,24 @@ class HostLookahead:
 
     def waited(self, awaited: Action) -> None:
         """The wait ends now."""
-        self._note(self._waits, awaited)
+        since_s, self._now_s = self._now_s, time.monotonic()
+        self._waits.append(Took(awaited, since_s, self._now_s))
 
     def acting(self) -> None:
         """The time of choosing an action counts with it."""
 
+    def computing(self) -> None:
+        """The sections begin now."""
+        self._computing_s = time.monotonic()
+
+    def computed(self) -> None:
+        """The sections end now."""
+        self._inside_s = time.monotonic() - self._computing_s
+
     def acted(self, action: Action) -> None:
         """The action ends now."""
-        self._note(self._actions, action)
-
-    def _note(self, rows: list[Took], action: Action) -> None:
         since_s, self._now_s = self._now_s, time.monotonic()
-        rows.append(Took(action, since_s, self._now_s))
+        self._actions.append(Took(action, since_s, self._now_s, self._inside_s))
 
     def finish(self) -> StepTimes:
         """The times of the step."""
@@ -79,19 +96,21 @@ class Noted(NamedTuple):
     ended: Event
     waited: bool
     """the training thread had to wait for what the action needs"""
+    sections: tuple[Event, Event] | None = None
+    """begin and end of what the stage's sections compute"""
 
 
 class DeviceLookahead:
     """The lookahead of a GPU: times come from its events, and one action may be queued after the running one."""
 
     def __init__(self, streams: Streams, inbox: Inbox) -> None:
-        self._streams, self._inbox = streams, inbox
+        self._streams, self._inbox, self.times_sections = streams, inbox, False
         self._watch = Courier(inbox, "the device")
         self._origin: tuple[Event, float] | None = None  # a passed event, and when it was passed
 
     def begin(self, step: int, begin_s: float) -> None:
         """The step begins on the device once it is through with the update of the one before."""
-        self._step, self._waits = step, False
+        self._step, self._waits, self._sections = step, False, list[Event]()
         self._noted: list[Noted] = []
         self._started = self._mark()
         if self._origin is None:
@@ -110,9 +129,19 @@ class DeviceLookahead:
         """An action begins once the device is through with what is queued."""
         self._began = self._mark()
 
+    def computing(self) -> None:
+        """Mark the begin of the sections, if anybody wants to know."""
+        self._sections = [self._mark()] if self.times_sections else []
+
+    def computed(self) -> None:
+        """Mark their end."""
+        if self._sections:
+            self._sections.append(self._mark())
+
     def acted(self, action: Action) -> None:
         """Wait until the action before is done, in the inbox, so that the end of a generation ends it."""
-        noted = Noted(action, self._began, self._mark(), self._waits)
+        sections = (self._sections[0], self._sections[1]) if self._sections else None
+        noted = Noted(action, self._began, self._mark(), self._waits, sections)
         self._watch.submit(("passed", self._step, len(self._noted)), noted.ended.wait)
         if self._noted:
             self._pass(len(self._noted) - 1)
@@ -149,11 +178,12 @@ def times_of(step: int, noted: Sequence[Noted], at_s: Callable[[Event], float], 
         began_s, ended_s = at_s(each.began), at_s(each.ended)
         if each.waited and began_s > last_s:
             waits.append(Took(each.action, last_s, began_s))
-        actions.append(Took(each.action, began_s, ended_s))
+        inside_s = each.sections[1].seconds_since(each.sections[0]) if each.sections else 0.0
+        actions.append(Took(each.action, began_s, ended_s, inside_s))
         last_s = ended_s
     return StepTimes(step, begin_s, last_s, tuple(actions), tuple(waits))
 
 
-def pace_of(streams: Streams | None, inbox: Inbox) -> Lookahead:
+def lookahead_of(streams: Streams | None, inbox: Inbox) -> Lookahead:
     """Return the lookahead for a device with these streams."""
     return HostLookahead() if streams is None else DeviceLookahead(streams, inbox)

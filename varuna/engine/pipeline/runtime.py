@@ -13,12 +13,12 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
-from varuna.engine.pipeline.action_times import StepTimes
 from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.in_flight import Flight
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
-from varuna.engine.pipeline.lookahead import pace_of
+from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
+from varuna.engine.pipeline.timeline import StepPhase, StepTimes
 from varuna.engine.stage.section import Examples
 from varuna.engine.stage.stage import Stage
 from varuna.partition.batch_weight import WeightFunction
@@ -83,13 +83,15 @@ class Runtime:
         self._kept = len(plan.kept_sections_of(stage.index))
         last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
         self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
-        self._copies, self._pace = job.traffic.links, pace_of(job.traffic.streams, inbox)
+        self._copies, self.lookahead = job.traffic.links, lookahead_of(job.traffic.streams, inbox)
         self._open_gradient_links(groups)
         self.activity = "starting"
         self.losses: list[tuple[int, list[float]]] = []
         """(global micro-batch, [weighted loss, weight, metric sums...]) of the step; last stage only"""
         self.times: StepTimes | None = None
         """of the newest whole step"""
+        self.phases: list[StepPhase] = []
+        """of the step, after its actions"""
 
     def _open_gradient_links(self, groups: Groups) -> None:
         stage, rank, forward_pass = self._stage, self._rank, self._forward_pass
@@ -142,12 +144,13 @@ class Runtime:
             self._whole.settle(lambda: self._reducer.added_up(step))
         self._stage.clear_gradients()
         self.losses = []
+        self.phases.clear()
         self._inputs_in = self._gradients_in = self._forwards = 0
         policy = self._policy()
         self._stash = self._new_stash(policy)
         flights: dict[int, Flight] = {}
-        pace = self._pace
-        pace.begin(step, begin_s)
+        lookahead = self.lookahead
+        lookahead.begin(step, begin_s)
         while not policy.finished:
             self._inbox.check()
             arrived = self._arrived(step, policy)
@@ -155,17 +158,17 @@ class Runtime:
             if action is None:
                 awaited = policy.awaited()
                 self._wait(step, policy, arrived, awaited)
-                pace.waited(awaited)
+                lookahead.waited(awaited)
                 continue
-            pace.acting()
+            lookahead.acting()
             self.activity = f"step {step}: {action}"
             name, micro_batch = action.kind.value, self._mine[action.micro_batch]
             with span(name, rank=self._rank, stage=self._stage.index, step=step, index=micro_batch):
                 self._act(step, action, policy, flights)
             policy.done(action)
-            pace.acted(action)
+            lookahead.acted(action)
         self._whole.settle(lambda: self._reducer.added_up(step))
-        self.times = pace.finish()
+        self.times = lookahead.finish()
         self._stage.truths.check(self._source, self._plan, step)
 
     def take_sent(self) -> list[tuple[int, float]]:
@@ -181,7 +184,7 @@ class Runtime:
         if self._upstream is not None:
             self._upstream.close()
         self._forward_pass.close()
-        self._pace.close()
+        self.lookahead.close()
 
     def _request(self, step: int) -> None:
         """Read this step's micro-batches, then the next step's."""
@@ -248,9 +251,11 @@ class Runtime:
         arrived = forward_pass.take(step, micro_batch)
         examples = arrived.examples
         flight = Flight(examples.size, examples.variant)
+        self.lookahead.computing()
         out, results, flight.tapes, begin = stage.forward(
             arrived.values, examples, step, micro_batch, keep=keep, split=split
         )
+        self.lookahead.computed()
         if keep < len(stage.sections):
             self._stash.put(micro_batch, StashedInput(begin, dict(examples.inputs)))
         if stage.is_last:
@@ -264,6 +269,7 @@ class Runtime:
 
     def _recompute(self, step: int, micro_batch: int, flight: Flight, *, split: bool) -> None:
         kept, waiting = len(flight.tapes), self._stash.take(micro_batch)
+        self.lookahead.computing()
         recomputed = self._stage.record(
             waiting.values,
             Examples(waiting.samples, flight.size, flight.variant),
@@ -273,21 +279,27 @@ class Runtime:
             first=self._stage.gradient_free,
             split=split,
         )  # fmt: skip
+        self.lookahead.computed()
         flight.tapes = [*recomputed, *flight.tapes]
 
     def _backward(self, step: int, micro_batch: int, flight: Flight, *, is_final: bool) -> None:
         gradients = self._gradients(step, micro_batch, flight)
-        self._send_upstream(
-            step, micro_batch, self._stage.backward(flight.tapes, gradients, self._done(step, is_final))
-        )
+        self.lookahead.computing()
+        received = self._stage.backward(flight.tapes, gradients, self._done(step, is_final))
+        self.lookahead.computed()
+        self._send_upstream(step, micro_batch, received)
 
     def _input_backward(self, step: int, micro_batch: int, flight: Flight) -> None:
         gradients = self._gradients(step, micro_batch, flight)
+        self.lookahead.computing()
         received, flight.left = self._stage.input_backward(flight.tapes, gradients)
+        self.lookahead.computed()
         self._send_upstream(step, micro_batch, received)
 
     def _weight_backward(self, step: int, flight: Flight, *, is_final: bool) -> None:
+        self.lookahead.computing()
         self._stage.weight_backward(flight.left, self._done(step, is_final))
+        self.lookahead.computed()
 
     def _done(self, step: int, is_final: bool) -> Callable[[int], None]:
         """A function to call when a section has finished a micro-batch; after the last one it starts the reduction."""

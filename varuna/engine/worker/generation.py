@@ -1,7 +1,8 @@
 """One rank's part in one generation: its groups, stage, links and reductions, from forming to the end."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.runtime import Runtime
+from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.forming import Formed, form_generation
@@ -74,9 +76,13 @@ class Generation:
         first = next(trained, 0)
         return self.assignment.rank == self.plan.rank_of(self.stage.shares.holders[first][0], self.plan.stage_of(first))
 
-    def span(self, name: str, step: int) -> AbstractContextManager[None]:
-        """Time a part of a step."""
-        return span(name, rank=self.assignment.rank, stage=self.stage.index, step=step)
+    @contextmanager
+    def phase(self, name: str, step: int) -> Iterator[None]:
+        """Note what follows the actions of a step."""
+        begin_s = time.monotonic()
+        with span(name, rank=self.assignment.rank, stage=self.stage.index, step=step):
+            yield
+        self.runtime.phases.append(StepPhase(name, begin_s, time.monotonic()))
 
     def close(self, *, exiting: bool = False) -> None:
         """Abandon the generation without waiting for anyone."""

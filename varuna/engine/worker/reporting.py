@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from statistics import median
 
 from varuna.core.times import Carried, RankTimes, Typical
-from varuna.engine.pipeline.action_times import StepTimes
+from varuna.engine.pipeline.timeline import StepTimes
 
 WARM_STEPS = 2
 """First steps of a generation, which are not reported: the optimizer builds its state, and caches are cold."""
@@ -21,7 +21,7 @@ class Reporter:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._skip = WARM_STEPS
-        self._steps: deque[tuple[float, float, StepTimes]] = deque(maxlen=_STEPS_KEPT)
+        self._steps: deque[tuple[float, StepTimes]] = deque(maxlen=_STEPS_KEPT)
         self._messages: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
         self._reductions: deque[tuple[int, float]] = deque(maxlen=_TRANSFERS_KEPT)
 
@@ -36,16 +36,14 @@ class Reporter:
         times: StepTimes,
         *,
         step_s: float,
-        reduced_s: float,
         messages: Sequence[tuple[int, float]],
         reductions: Sequence[tuple[int, float]],
     ) -> None:
         """Take the times of a step.
 
         Args:
-            times: its actions and waits.
+            times: its actions, waits and phases.
             step_s: all of it.
-            reduced_s: from the last action until all gradients were reduced.
             messages: bytes and seconds of what was sent.
             reductions: bytes and seconds of every all-reduce.
         """
@@ -53,7 +51,7 @@ class Reporter:
             if self._skip:
                 self._skip -= 1
                 return
-            self._steps.append((step_s, reduced_s, times))
+            self._steps.append((step_s, times))
             self._messages += messages
             self._reductions += reductions
 
@@ -63,14 +61,14 @@ class Reporter:
             if not self._steps:
                 return None
             seconds: dict[str, list[float]] = {}
-            for _, _, times in self._steps:
+            for _, times in self._steps:
                 for took in times.actions:
                     seconds.setdefault(took.action.kind.value, []).append(took.seconds)
             told = RankTimes(
                 steps=len(self._steps),
-                step_s=median(step_s for step_s, _, _ in self._steps),
-                waited_s=median(times.waited_s for _, _, times in self._steps),
-                reduced_s=median(reduced_s for _, reduced_s, _ in self._steps),
+                step_s=median(step_s for step_s, _ in self._steps),
+                waited_s=median(times.waited_s for _, times in self._steps),
+                reduced_s=median(times.reduced_s for _, times in self._steps),
                 actions={kind: Typical(len(values), median(values)) for kind, values in seconds.items()},
                 messages=_carried(self._messages),
                 reductions=_carried(self._reductions),

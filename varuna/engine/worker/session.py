@@ -21,7 +21,7 @@ from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Doing, Patience, Waiting, doing_of
-from varuna.engine.pipeline.action_times import StepTimes
+from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.stage.job import Job
 from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
@@ -300,7 +300,7 @@ class Session:
             return
         if is_last:
             self._saver.flush()
-        with generation.span("save", stage.next_step - 1):
+        with generation.phase("save", stage.next_step - 1):
             self._saver.save(stage, assignment)
 
     def _farewell(self) -> None:
@@ -350,7 +350,7 @@ class Session:
             times=self._reporter.drain(),
         )
         times = current.runtime.times if current is not None else None
-        if times is None or times is self._told_times:
+        if times is None or (self._told_times is not None and times.actions is self._told_times.actions):
             return beat
         self._told_times = times
         forward_s, backward_s = times.per_micro_batch_s()

@@ -43,14 +43,13 @@ def run_step(
     begin_s = time.monotonic()
     generation.runtime.run(step)
     stage.optimizer.prepare()  # after the last activation; gradients are still being reduced
-    with generation.span("reduce", step):
+    with generation.phase("reduce", step):
         generation.reducer.finish(step)
-    reduced_at_s = time.monotonic()
     vector = cast_vote(layout_of(stage), stage, generation.replica, generation.runtime.losses, dict(flags))
     if plan.stages > 1 and shares:
-        with generation.span("share", step):
+        with generation.phase("share", step):
             _apply_tentatively(generation, step, vector)
-    with generation.span("vote", step):
+    with generation.phase("vote", step):
         summed = generation.reducer.vote(step, vector)
     vote = Vote(
         generation=generation.assignment.generation,
@@ -60,25 +59,25 @@ def run_step(
         tally=layout_of(stage).tally(summed),
     )
     remember(vote)
-    with generation.span("apply", step):
+    with generation.phase("apply", step):
         totals = apply_vote(stage, step, summed)
     if stage.shares.sends and not overflowed(stage.job.dtype, totals):
-        with generation.span("gather", step):
+        with generation.phase("gather", step):
             generation.reducer.gather(step)
-    _report(generation, reporter, begin_s, reduced_at_s)
+    _report(generation, reporter, begin_s)
     return vote, totals
 
 
-def _report(generation: Generation, reporter: Reporter, begin_s: float, reduced_at_s: float) -> None:
-    times, reductions = generation.runtime.times, generation.reducer.reductions
-    if times is not None:
-        reporter.take(
-            times,
-            step_s=time.monotonic() - begin_s,
-            reduced_s=reduced_at_s - times.end_s,
-            messages=generation.runtime.take_sent(),
-            reductions=[reductions.popleft() for _ in range(len(reductions))],
-        )
+def _report(generation: Generation, reporter: Reporter, begin_s: float) -> None:
+    runtime, reductions = generation.runtime, generation.reducer.reductions
+    assert runtime.times is not None
+    runtime.times = runtime.times._replace(phases=tuple(runtime.phases))
+    reporter.take(
+        runtime.times,
+        step_s=time.monotonic() - begin_s,
+        messages=runtime.take_sent(),
+        reductions=[reductions.popleft() for _ in range(len(reductions))],
+    )
 
 
 def apply_vote(stage: Stage, step: int, vector: Sequence[float]) -> StepTotals:

@@ -10,8 +10,8 @@ from tests.unit.engine.ranks import Setup, SmallLanguage
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.links.traffic import traffic_over
-from varuna.engine.pipeline.action_times import Took
-from varuna.engine.pipeline.lookahead import DeviceLookahead, HostLookahead, Noted, pace_of, times_of
+from varuna.engine.pipeline.lookahead import DeviceLookahead, HostLookahead, Noted, lookahead_of, times_of
+from varuna.engine.pipeline.timeline import Took
 from varuna.schedule.actions import Action, Kind
 
 F0, F1, B0 = (Action(0, Kind(kind), number) for kind, number in (("F", 0), ("F", 1), ("B", 0)))
@@ -115,4 +115,4 @@ def test_steps_on_a_device_lie_one_behind_the_other() -> None:
 
 
 def test_a_cpu_is_never_ahead() -> None:
-    assert isinstance(pace_of(None, Inbox()), HostLookahead)
+    assert isinstance(lookahead_of(None, Inbox()), HostLookahead)

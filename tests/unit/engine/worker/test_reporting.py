@@ -1,6 +1,6 @@
 from tests.unit.engine.ranks import Setup, SmallLanguage
 from varuna.core.times import Carried, Typical
-from varuna.engine.pipeline.action_times import StepTimes, Took
+from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
 from varuna.engine.worker.reporting import _STEPS_KEPT, WARM_STEPS, Reporter
 from varuna.schedule.actions import parse_row
 
@@ -9,14 +9,14 @@ def step(*seconds: float) -> StepTimes:
     ends = [sum(seconds[: i + 1]) for i in range(len(seconds))]
     row = parse_row("0F0 0F1 0B0")[: len(seconds)]
     took = tuple(Took(action, end - s, end) for action, s, end in zip(row, seconds, ends, strict=True))
-    return StepTimes(0, 0.0, ends[-1], took, ())
+    return StepTimes(0, 0.0, ends[-1], took, (), (StepPhase("reduce", ends[-1], ends[-1] + 0.5),))
 
 
 def test_the_first_steps_of_a_generation_are_not_told() -> None:
     reporter = Reporter()
     for _ in range(2):
         for _ in range(WARM_STEPS):
-            reporter.take(step(1.0), step_s=9.0, reduced_s=0.0, messages=[], reductions=[])
+            reporter.take(step(1.0), step_s=9.0, messages=[], reductions=[])
         assert reporter.drain() is None
         reporter.begin()
 
@@ -24,9 +24,7 @@ def test_the_first_steps_of_a_generation_are_not_told() -> None:
 def test_a_report_holds_medians_since_the_last_one() -> None:
     reporter = Reporter()
     for number in range(WARM_STEPS + 3):
-        reporter.take(
-            step(1.0, 3.0, 5.0), step_s=10.0 + number, reduced_s=0.5, messages=[(100, 0.25)], reductions=[(7, 2.0)]
-        )
+        reporter.take(step(1.0, 3.0, 5.0), step_s=10.0 + number, messages=[(100, 0.25)], reductions=[(7, 2.0)])
     told = reporter.drain()
     assert told is not None
     assert (told.steps, told.step_s, told.reduced_s) == (3, 13.0, 0.5)
@@ -39,7 +37,7 @@ def test_a_report_holds_medians_since_the_last_one() -> None:
 def test_what_nobody_drains_does_not_grow() -> None:
     reporter = Reporter()
     for _ in range(WARM_STEPS + 3 * _STEPS_KEPT):
-        reporter.take(step(1.0), step_s=1.0, reduced_s=0.0, messages=[(1, 1.0)] * 10, reductions=[])
+        reporter.take(step(1.0), step_s=1.0, messages=[(1, 1.0)] * 10, reductions=[])
     told = reporter.drain()
     assert told is not None
     assert told.steps == _STEPS_KEPT

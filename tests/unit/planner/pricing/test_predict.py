@@ -149,7 +149,7 @@ def test_long_steps_are_extrapolated_within_two_percent(policy: str, link: LinkC
     assert predict(costs, split).step_s == pytest.approx(full.step_s, rel=0.02)
 
 
-def test_waves_of_micro_batches_do_not_hide_the_pace_of_a_deep_pipeline() -> None:
+def test_waves_of_micro_batches_do_not_hide_the_lookahead_of_a_deep_pipeline() -> None:
     calibration = read_calibration(Path("examples/calibrations/gpt2-8.3b-v100.json"))
     request = PlanRequest(calibration=calibration, workers=25 * 163, global_batch=65536, stages=25, micro_batch=1)
     chosen = rank_plans(request).plans[0]

@@ -1,6 +1,6 @@
 import pytest
 
-from varuna.engine.pipeline.action_times import StepTimes, Took
+from varuna.engine.pipeline.timeline import StepTimes, Took
 from varuna.schedule.actions import Action, Kind
 
 

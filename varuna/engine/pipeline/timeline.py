@@ -1,4 +1,4 @@
-"""What each action of a step took on this rank, and what the rank waited for: facts for heartbeats and calibration."""
+"""What a rank did in a step, and when: the one record behind heartbeats, calibration and pictures of steps."""
 
 from collections.abc import Iterable
 from statistics import median
@@ -14,11 +14,21 @@ class Took(NamedTuple):
     """``micro_batch`` counts within the replica"""
     begin_s: float
     end_s: float
+    inside_s: float = 0.0
+    """of it within the stage's sections; 0 for a wait, and on a GPU unless it was asked for"""
 
     @property
     def seconds(self) -> float:
         """Length of the action in seconds."""
         return self.end_s - self.begin_s
+
+
+class StepPhase(NamedTuple):
+    """What follows the actions of a step: reduce, share, vote, apply or gather; seconds of ``time.monotonic``."""
+
+    name: str
+    begin_s: float
+    end_s: float
 
 
 class StepTimes(NamedTuple):
@@ -32,6 +42,8 @@ class StepTimes(NamedTuple):
     end_s: float
     actions: tuple[Took, ...]
     waits: tuple[Took, ...]
+    phases: tuple[StepPhase, ...] = ()
+    """what the training thread did after the last action, in order; once the step is applied"""
 
     def seconds_of(self, kind: Kind) -> list[float]:
         """Duration of each action of a kind, in order."""
@@ -40,15 +52,20 @@ class StepTimes(NamedTuple):
     def per_micro_batch_s(self) -> tuple[float, float]:
         """Compute of one micro-batch: medians of F, and of B with its R, since outliers do not matter."""
         backward: dict[int, float] = {}
-        for action, begin_s, end_s in self.actions:
-            if action.kind is not Kind.FORWARD:
-                backward[action.micro_batch] = backward.get(action.micro_batch, 0.0) + end_s - begin_s
+        for took in self.actions:
+            if took.action.kind is not Kind.FORWARD:
+                backward[took.action.micro_batch] = backward.get(took.action.micro_batch, 0.0) + took.seconds
         return median(self.seconds_of(Kind.FORWARD) or [0.0]), median(backward.values() or [0.0])
 
     @property
     def compute_s(self) -> float:
         """Seconds of all actions together."""
         return _sum(self.actions)
+
+    @property
+    def reduced_s(self) -> float:
+        """Seconds from the last action until all gradients were reduced."""
+        return next((phase.end_s - self.end_s for phase in self.phases if phase.name == "reduce"), 0.0)
 
     @property
     def waited_s(self) -> float:
