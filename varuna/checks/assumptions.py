@@ -32,6 +32,12 @@ _Outcome = tuple[Tensor, dict[str, Tensor]]
 def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial, source: SampleSource) -> None:
     """Check the first samples against branches that capture took, and its loops against those of the model.
 
+    Args:
+        model: as captured.
+        recipe: from which it was captured.
+        initial: the whole model with initial values.
+        source: reads samples.
+
     Raises:
         DataError: a branch of forward() goes two ways for the first samples already, or not as it was captured.
         ModelError: a loop over the places where a mask is true does something for other places as well.

@@ -67,6 +67,14 @@ def try_mixing(
 ) -> None:
     """Run the operations that may mix examples: with another last example, the values of the others must stay.
 
+    Args:
+        model: as captured.
+        recipe: from which it was captured.
+        initial: the whole model with initial values.
+        source: reads samples.
+        micro_batch: examples, if the user fixed it.
+        accepted: ``per_micro_batch=True`` was passed.
+
     Raises:
         ModelError: they do not.
     """

@@ -165,6 +165,14 @@ def run_sections(
     """Results and statistics of one micro-batch; its gradients, times its share of the weight, are added to ``sums``.
 
     Results are the loss, the number of targets if they are counted, and the metrics.
+
+    Args:
+        model: the graph for the part's length.
+        initial: the whole model with initial values.
+        buffers: newest values, by first name.
+        part: the micro-batch.
+        share: what its gradients are multiplied by.
+        sums: by parameter; gradients are added in place.
     """
     crossings = {each.name: each for into in model.split.crossings for each in into}
     examples = Examples({**part.tensors, **part.numbers}, part.size)

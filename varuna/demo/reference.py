@@ -11,7 +11,17 @@ from varuna.data import sample_index
 
 
 def sample_order(steps: int, *, global_batch: int, size: int, seed: int) -> list[list[int]]:
-    """Samples of each step: what every P x D of the run trained on."""
+    """Samples of each step: what every P x D of the run trained on.
+
+    Args:
+        steps: of the run.
+        global_batch: M, examples per step.
+        size: of the dataset.
+        seed: of the run.
+
+    Returns:
+        For each step, the dataset indices of its M samples.
+    """
     return [
         [sample_index(step * global_batch + place, size=size, seed=seed) for place in range(global_batch)]
         for step in range(steps)

@@ -16,7 +16,14 @@ WeightFunction = Callable[[dict[str, Tensor]], float | Tensor]
 def weight_of(
     model: PartitionedModel, weight: WeightFunction | None, batch: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> float:
-    """How much a batch counts: by the user's ``weight``, else in targets, else in examples."""
+    """How much a batch counts: by the user's ``weight``, else in targets, else in examples.
+
+    Args:
+        model: with its declared lengths.
+        weight: the user's ``weight(batch)``, if any.
+        batch: collated tensors whose first dimension counts examples.
+        buffers: those that counting targets needs, in host memory.
+    """
     if weight is not None:
         return float(weight(dict(batch)))
     size = len(next(iter(batch.values())))

@@ -265,6 +265,12 @@ def stash_limit(stages: int, stage: int, micro_batches: int, policy: str = "varu
     That cap costs at most 0.4 % on all but the worst networks, where P - k + 2 costs 30 %
     (docs/schedules.md).
 
+    Args:
+        stages: P.
+        stage: k, in [0, P).
+        micro_batches: N of one replica.
+        policy: one of ``POLICIES``.
+
     Raises:
         UsageError: no such policy.
     """

@@ -12,6 +12,13 @@ def lower_bound_s(
 
     The largest of: each stage's and each link's own work between the way in of the first micro-batch and the
     way out of the last; and the round trips that a stage's in-flight limit forces one after the other.
+
+    Args:
+        costs: of stages and links.
+        micro_batches: N of one replica.
+        stash_limits: in-flight depth n_k, by stage.
+        policy: one of ``varuna.schedule.policy.POLICIES``.
+        split_last: how many of the last backwards run as I and W.
     """
     bounds = lower_bounds_s(
         costs, micro_batches=micro_batches, stash_limits=[stash_limits], policy=policy, split_last=split_last

@@ -80,7 +80,14 @@ class PipelineCosts:
 def uniform(
     stages: int, *, forward_s: float = 1.0, backward_s: float = 2.0, link: LinkCosts | None = None
 ) -> PipelineCosts:
-    """Equal stages with R = F and I = W = B / 2; by default in units of one F, with links that take no time."""
+    """Equal stages with R = F and I = W = B / 2; by default in units of one F, with links that take no time.
+
+    Args:
+        stages: P.
+        forward_s: F and R of a micro-batch.
+        backward_s: B of a micro-batch.
+        link: between any two neighbours.
+    """
     half_s = backward_s / 2
     stage = StageCosts(
         forward_s=forward_s, recompute_s=forward_s, backward_s=backward_s, input_s=half_s, weight_s=half_s

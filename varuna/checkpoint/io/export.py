@@ -50,6 +50,13 @@ def export_checkpoint(
     A tied parameter is written once, under its first name. ``config.json`` is ``config``, else what the run left in
     the checkpoint directory, else it is missing.
 
+    Args:
+        store: the checkpoint directory.
+        manifest: of the checkpoint.
+        folder: empty, or not there yet.
+        config: text of ``config.json``.
+        file_bytes: most that one file holds.
+
     Raises:
         CheckpointError: the folder is not empty or cannot be written.
         DamagedCheckpoint: the checkpoint's bytes are not those that were written.

@@ -134,6 +134,13 @@ class BackgroundWriter:
 def write_part(store: Store, step: int, copied: Copied, writer: str, beside: Crew) -> SavedShard:
     """Write a part's file durably; its checksums are computed on another thread meanwhile.
 
+    Args:
+        store: the checkpoint directory.
+        step: steps that the state contains.
+        copied: the part and its bytes in host memory, which must not change.
+        writer: id of this process, for the file's name.
+        beside: threads that compute checksums.
+
     Raises:
         StoreError: it cannot be written; nothing is left under its name.
     """

@@ -34,7 +34,15 @@ def subscribe(listener: Listener) -> Callable[[], None]:
 
 @contextmanager
 def span(name: str, *, rank: int, stage: int, step: int, index: int = -1) -> Iterator[None]:
-    """Mark the beginning and the end of a piece of work; an exception leaves the end out."""
+    """Mark the beginning and the end of a piece of work; an exception leaves the end out.
+
+    Args:
+        name: see ``Span.name``.
+        rank: this rank.
+        stage: its stage; -1 for a spare.
+        step: the step that the work belongs to.
+        index: see ``Span.index``.
+    """
     if not _listeners:
         yield
         return

@@ -24,6 +24,15 @@ def sums_of(
 
     Where the terms of a loss count different things, it is the micro-batch's part of the loss of ``global_batch``.
 
+    Args:
+        model: its last section has run.
+        weigh: the user's weight of a micro-batch, if any.
+        micro_batch: its global number, for the message.
+        results: loss (scalar), number of targets (scalar) if they are counted, metric sums (scalars).
+        examples: of the micro-batch.
+        batch: its samples, if this rank reads them.
+        global_batch: M, examples per step.
+
     Raises:
         DataError: the user's weight is negative or not finite.
     """

@@ -93,7 +93,14 @@ class SectionRunner:
     def forward(
         self, values: Mapping[str, Tensor], examples: Examples, step: int, micro_batch: int
     ) -> tuple[Tensor, ...]:
-        """Run without a graph; returns what the section makes."""
+        """Run without a graph; returns what the section makes.
+
+        Args:
+            values: what crosses into the section, by name; the first dimension counts examples.
+            examples: the micro-batch.
+            step: keys the randomness, with ``micro_batch``.
+            micro_batch: its global number.
+        """
         seeded = partial(self._seeded, step, micro_batch)
         with torch.no_grad():
             arguments = self._arguments(self._taken(values), examples)

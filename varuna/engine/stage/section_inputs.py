@@ -22,6 +22,14 @@ def examples_of(
 
     A stage that reads no samples has none of the former.
 
+    Args:
+        batch: the micro-batch as it was read; tensors are in host memory, and their first dimension counts examples.
+        size: its number of examples.
+        layouts: what the graph was captured with, by key.
+        copies: of samples to the device.
+        variant: the graph for its length.
+        numbers: of the whole batch, scalars by key.
+
     Raises:
         DataError: a shape or dtype is not what the model was captured with.
     """

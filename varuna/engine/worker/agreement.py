@@ -33,6 +33,13 @@ def check_agreement(
 
     Every member of ``group`` takes part, spares too, so that nobody passes before all have their state.
 
+    Args:
+        group: every member of the generation.
+        model: says what is held.
+        plan: says by whom.
+        rank: this one; spares hold nothing.
+        states: of this rank's sections.
+
     Raises:
         ModelError: two holders differ; every rank raises it.
         RuntimeError: a peer is gone (from gloo).

@@ -28,6 +28,12 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
     A tied parameter is written once, under its first name; the file's metadata maps its other names to it, as
     ``safetensors.torch.load_model`` expects.
 
+    Args:
+        generation: the newest one; None on a spare.
+        model: for names.
+        path: of the file, which is replaced as a whole.
+        config: the model's configuration, for the file's metadata.
+
     Raises:
         CheckpointError: the file cannot be written.
         FleetError: a worker vanished meanwhile.

@@ -261,6 +261,12 @@ def stored_states(
 
     Of ``lent`` ones optimizer state is left out.
 
+    Args:
+        model: the partitioned model.
+        sections: those of this rank.
+        place: folder of the checkpoint: store and step.
+        lent: sections that other replicas update.
+
     Raises:
         DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
         StoreError: the store cannot be read.

@@ -21,6 +21,12 @@ def exchange(
     Each is a length and then the section in the checkpoint's format, whole or without optimizer state. All sends and
     receives are posted before any is waited for, so no order of transfers can deadlock.
 
+    Args:
+        group: every member of the generation.
+        transfers: all copies, the same list on every rank.
+        rank: this one.
+        held: by section, state that this rank has; storages are read in place.
+
     Raises:
         RuntimeError: a peer is gone (from gloo).
     """

@@ -169,6 +169,14 @@ def transfers(
     """Copies that give each seat its sections, with the bytes spread evenly over the sources.
 
     Every section must be whole with one of ``members`` (see ``uncovered``). ``lent`` and ``holders`` as for ``seat``.
+
+    Args:
+        plan: of the new generation.
+        members: worker of each rank, spares after the grid.
+        holdings: sections that each worker has whole.
+        weights: bytes of each section's state.
+        lent: sections that each worker has without optimizer state.
+        holders: by section, the replicas that will hold it whole; None: all.
     """
     wanted = _Wanted(plan, holders)
     whole = [holdings.get(worker, _NOTHING) for worker in members]

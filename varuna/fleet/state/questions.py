@@ -97,7 +97,15 @@ class UnansweredError(Exception):
 def plan_answer(
     planner: Planner, predicted_s: Callable[[Plan], float], question: WhichPlan, job: JobFacts, running: Plan | None
 ) -> Planned | Unplannable | Unusable:
-    """Make the plan; may take seconds."""
+    """Make the plan; may take seconds.
+
+    Args:
+        planner: makes plans.
+        predicted_s: seconds of a step of a plan, by what is known now.
+        question: workers, memory in bytes, and m if it is fixed.
+        job: what runs.
+        running: the plan that runs, if any.
+    """
     known = job.model_copy(update={"memory_bytes": question.memory_bytes})
     running_s = _running_s(predicted_s, running)
     try:

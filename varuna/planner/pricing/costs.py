@@ -38,7 +38,14 @@ class Around(NamedTuple):
 
 
 def around_sections(profile: Profile, start: int, stop: int, *, is_one_of_many: bool) -> Around:
-    """Seconds of a stage's actions beyond its sections, alone or in a pipeline of several."""
+    """Seconds of a stage's actions beyond its sections, alone or in a pipeline of several.
+
+    Args:
+        profile: of the sections, at one m.
+        start: first section of the stage.
+        stop: one past its last section.
+        is_one_of_many: the pipeline has other stages, so that actions take and give messages.
+    """
     known = profile.calibration
     moved_s = known.action_s + (known.hand_over_s if is_one_of_many else 0.0)
     reads = profile.input_bytes.before[stop] > profile.input_bytes.before[start]

@@ -36,6 +36,14 @@ def reduce_s(
 
     A VM holds up to ``gpus_per_vm`` stages, all of whose rings run at once. A ring stays within a VM only if the
     whole plan does.
+
+    Args:
+        calibration: has the rings.
+        size_bytes: bytes that are summed, on each rank.
+        stages: P.
+        replicas: D of the plan.
+        gpus_per_vm: GPUs of a VM.
+        members: ranks that take part.
     """
     crosses = stages * replicas > gpus_per_vm
     in_flight = min(stages, gpus_per_vm)
