@@ -21,8 +21,9 @@ from torch.export import _trace as _torch_trace
 from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
-from varuna.partition.capture.branches import Comparing, general_lengths, general_sizes, hashed_sizes
+from varuna.partition.capture.branches import Comparing, general_sizes
 from varuna.partition.capture.loops import EveryPlace
+from varuna.partition.capture.open_sizes import general_lengths, hashed_sizes
 from varuna.partition.capture.parameter_limits import Limits
 from varuna.partition.capture.real_values import Given, Grade, RealValues
 from varuna.partition.capture.sample_lists import ListedSamples

@@ -6,7 +6,7 @@ others, which are not there, is refused. A module that runs as written may be gi
 list of them again for as many samples as there are.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -46,6 +46,14 @@ class AllSamples:
 
     def __getattr__(self, name: str) -> NoReturn:
         raise LoopsOverSamplesError(LOOPS)
+
+
+def number_listed(value: Sequence[Any]) -> Any:
+    """How many samples a list has in which one element stands for all; None if it is another list."""
+    first = value[0] if value else None
+    if isinstance(first, dict):
+        first = next(iter(first.values()), None)
+    return first._whole.shape[0] if isinstance(first, AllSamples) else None
 
 
 class _Listed:

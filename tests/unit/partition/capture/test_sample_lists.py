@@ -64,6 +64,14 @@ class EachAlone(Vision):
         return torch.cat([each / each.norm() for each in found], dim=0)
 
 
+class Averaged(Vision):
+    """The number of elements of the list is that of the samples."""
+
+    def joined(self, found: Any) -> Tensor:
+        rows = torch.cat(found, dim=0)
+        return rows * (2 * len(found)) / rows.shape[0]
+
+
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +83,7 @@ class Around(nn.Module):
 
 def test_a_list_of_samples_that_is_put_together_leaves_the_model_a_graph() -> None:
     with single_threaded():
-        for build in (Vision, Stacked):
+        for build in (Vision, Stacked, Averaged):
             setup = Setup(build=build, dataset=Captions(), clip=None)
             assert not setup.model.eager
             assert len(setup.model.sections) > 3
