@@ -104,7 +104,7 @@ class Plan(Value):
         return self.model_copy(update=unpredicted) == other.model_copy(update=unpredicted)
 
     def rank_of(self, replica: int, stage: int) -> int:
-        """Rank = replica * P + stage: a pipeline's stages are neighbours (paper §"Varuna manager")."""
+        """Rank = replica * P + stage: a pipeline's stages are neighbours (paper §"Varuna Manager")."""
         return replica * self.stages + stage
 
     def place_of(self, rank: int) -> Place:

@@ -107,7 +107,7 @@ class ListPolicy:
 
 
 class OpportunisticPolicy:
-    """The paper's policy: follow the static order, but rather than wait, run what is ready.
+    """The paper's policy (§"Tuning pipeline efficiency"): the static order, but what is ready runs rather than waits.
 
     Of a static order only the interleaving matters: how many B's come before each F. It stays live under
     any stash limits of at least 1: among the micro-batches that are not through, the lowest finds every

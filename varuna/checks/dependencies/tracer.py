@@ -1,4 +1,4 @@
-"""Hidden dependencies between sections: a dry run of a whole training step, watched (paper §"Tracking ...").
+"""A watched dry run of a training step finds hidden dependencies (paper §"Tracking cross-partition dependencies").
 
 All sections run in turn in one process, then the user's ``before_step``, optimizer and scheduler, as a stage
 applies a step. Every tensor is tagged with the sections that its value depends on (``tags``). Numbers that leave

@@ -1,6 +1,7 @@
 """Planned morphs: nodes that will leave, workers that are slow, newcomers that help, and people who ask.
 
-All of them stop after the same vote, so that no step is lost: rank 0 raises the regroup flag.
+All of them stop after the same vote, so that no step is lost: rank 0 raises the regroup flag. The new plan keeps the
+global batch (paper §"Correctness-preserving morphing").
 """
 
 from contextlib import suppress

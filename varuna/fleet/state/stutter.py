@@ -1,4 +1,4 @@
-"""Fail-stutter: a worker that is persistently slower than others at the same work (paper §"Varuna manager"). Pure.
+"""Fail-stutter: a worker that is persistently slower than others at the same work (paper §"Varuna Manager"). Pure.
 
 Each heartbeat that brings new compute times is compared with the median of the *other* replicas of its stage; where
 there is one replica, with what the calibration predicts, relative to the other stages. Evidence adds up over beats:
