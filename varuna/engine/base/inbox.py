@@ -99,7 +99,7 @@ class Inbox:
         """Whether an exception has arrived in place of ``key``."""
         return isinstance(self._arrived.get(key), BaseException)
 
-    def pace(self, *step_s: float) -> None:
+    def expect_step(self, *step_s: float) -> None:
         """Set how long a step takes, predicted or measured; bounds of waits for other ranks follow from it."""
         self._stalled_s, self._step_s = self.patience.stalled_after_s(*step_s), max(step_s, default=0.0)
 

@@ -155,9 +155,9 @@ class Reducer:
         stage, group = self._stage, self._groups.stage
         assert group is not None
         values = stage.lendable()
-        self._courier.submit(("gathered", step), lambda: stage.shares.gather(values, group))
+        self._courier.submit(("gathered", step), lambda: stage.sharding.gather(values, group))
         self._take(("gathered", step), f"new parameters (step {step})", self._replicas)
-        stage.shares.complete = True
+        stage.sharding.complete = True
 
     def farewell(self) -> None:
         """Wait until every rank of the grid has the result of its last vote."""

@@ -26,7 +26,7 @@ _NOT_SHARED = (
 )
 
 
-class SharedOptimizerState:
+class ShardedOptimizerState:
     """The part of a stage's optimizer state that one replica holds: everything, unless the job shards it."""
 
     def __init__(self, plan: Plan, job: Job, stage: int, replica: int) -> None:
@@ -47,7 +47,7 @@ class SharedOptimizerState:
         """sections that are not with everybody, so that new parameters travel"""
 
     @property
-    def at_hand(self) -> tuple[int, ...]:
+    def up_to_date(self) -> tuple[int, ...]:
         """Lent sections whose parameters can be used: between a vote and what follows from it they are too old."""
         return self.lent if self.complete else ()
 

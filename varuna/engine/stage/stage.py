@@ -23,7 +23,7 @@ from varuna.engine.stage.optimizer import StageOptimizer
 from varuna.engine.stage.parameter_groups import ParameterGroup, whole_groups
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
-from varuna.engine.stage.sharded_optimizer import SharedOptimizerState
+from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.partition.cut.split import SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
@@ -53,7 +53,7 @@ class Stage:
         self.plan, self.index = plan, stage
         self.sections = plan.sections_of(stage)
         self.is_last, self.next_step = stage == plan.stages - 1, next_step
-        self.shares = SharedOptimizerState(plan, job, stage, replica)
+        self.sharding = ShardedOptimizerState(plan, job, stage, replica)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """number of first sections with nothing to train in them or below them: F only, never R or B"""
         graphs = [job.model.sections[section] for section in self.sections]
@@ -61,7 +61,7 @@ class Stage:
             graphs,
             states,
             trainable=job.model.trainable,
-            held=self.shares.held,
+            held=self.sharding.held,
             dtype=job.dtype,
             device=job.device,
             masters_at=HOST if job.masters_away else job.device,
@@ -95,14 +95,14 @@ class Stage:
         """summed gradients of tied parameters, in place of those of the first section here that uses them"""
         self._gradients |= self.totals
         self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
-        self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.shares.held))
+        self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.sharding.held))
         self._show(self._gradients)
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         known = (*self.parameters.items(), *self.optimizer.parameters.items())
         self.owned = frozenset(id(value) for name, value in known if name not in foreign)
         """ids of the parameters that this stage counts in what is shared with other stages"""
         self.loss_scale = loss_scale_of(states) if job.dtype is torch.float16 else None
-        self.witness = LocalExchange()
+        self.local_exchange = LocalExchange()
         self.copied: Ready = DONE
         """until then somebody copies the state: the next update waits for it, nothing else does"""
         self._undo: Callable[[], None] | None = None  # puts back what was before a tentative step
@@ -114,7 +114,7 @@ class Stage:
         self, graphs: Sequence[SectionGraph], state: Mapping[str, Mapping[str, Any]]
     ) -> StageOptimizer | OffloadedOptimizer:
         job, start = self.job, self.next_step
-        named = [(name, value) for name, value in self.named_parameters() if name in self.shares.updated]
+        named = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
         trainable, whole = job.model.trainable, tuple[ParameterGroup, ...]()
         if job.scheduler is not None and (job.offload or len(named) < len(trainable)):
             shapes = {name: shape for name, shape in job.model.shapes.items() if name in trainable}
@@ -302,7 +302,7 @@ class Stage:
         if overflowed:
             self.roll_back()
         elif self._undo is None:
-            usual = LateExchange(self.owned) if self.plan.stages > 1 else self.witness
+            usual = LateExchange(self.owned) if self.plan.stages > 1 else self.local_exchange
             with installed(exchange or usual):
                 self._update(scale)
         self._undo = None
@@ -310,7 +310,7 @@ class Stage:
             self.loss_scale = self.loss_scale.after(overflowed)
         self.statistics.apply(self.buffers)
         self.optimizer.advance()
-        self.shares.applied(overflowed=overflowed)
+        self.sharding.applied(overflowed=overflowed)
         self.next_step = step + 1
 
     def apply_tentatively(self, scale: float, exchange: StageExchange) -> None:
@@ -345,7 +345,7 @@ class Stage:
         self._halves.show()
         if self.job.before_step is not None:
             self.job.before_step(self.named_parameters())
-        with self.shares.alone():
+        with self.sharding.alone():
             self.optimizer.update(self._compute.refresh)
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
@@ -360,7 +360,7 @@ class Stage:
         sections, trainable = self.job.model.sections, self.job.model.trainable
         return {
             section: [self._compute[name] for name in dict.fromkeys(sections[section].parameters) if name in trainable]
-            for section in self.shares.sends
+            for section in self.sharding.sends
         }
 
     # -- state ---------------------------------------------------------------------------------------
@@ -377,7 +377,7 @@ class Stage:
             if name in foreign:
                 continue
             tensors[f"parameters/{name}"] = self.parameters[name].detach()
-            if section in self.shares.lent:
+            if section in self.sharding.lent:
                 continue
             state, rest = self.optimizer.state_of(name)
             tensors.update({f"optimizer/{name}/{key}": value for key, value in state.items()})

@@ -41,7 +41,7 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
     if generation is None:
         return
     plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
-    speakers = enumerate(stage.shares.holders)
+    speakers = enumerate(stage.sharding.holders)
     homes = {section: plan.rank_of(holders[0], plan.stage_of(section)) for section, holders in speakers}
     transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
     states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}

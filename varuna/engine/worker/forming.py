@@ -40,7 +40,7 @@ class Formed(NamedTuple):
     groups: Groups
     states: dict[int, SectionState]
     """state of this rank's sections; empty for a spare"""
-    shares: bool | None
+    combines: bool | None
     """the job's steps call ``all_reduce_shared``; None if no member knows"""
 
 
@@ -94,7 +94,7 @@ def form_generation(
     model: PartitionedModel,
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
-    shares: bool | None,
+    combines: bool | None,
     lends: bool,
     rounds: bool,
     traffic: Traffic,
@@ -152,7 +152,7 @@ def form_generation(
     except DamagedCheckpoint as error:
         damage = error
     at(Awaited("the end of forming", others))
-    known = torch.tensor([float(shares is True), float(shares is False), float(damage is not None)])
+    known = torch.tensor([float(combines is True), float(combines is False), float(damage is not None)])
     if len(assignment.members) > 1:  # nobody drops old state before everyone has its own
         groups.world.all_reduce(known)
     if damage is not None or known[2]:

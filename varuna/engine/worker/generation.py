@@ -74,7 +74,9 @@ class Generation:
         model = self.stage.job.model
         trained = (s.index for s in model.sections if not model.trainable.isdisjoint(s.parameters))
         first = next(trained, 0)
-        return self.assignment.rank == self.plan.rank_of(self.stage.shares.holders[first][0], self.plan.stage_of(first))
+        return self.assignment.rank == self.plan.rank_of(
+            self.stage.sharding.holders[first][0], self.plan.stage_of(first)
+        )
 
     @contextmanager
     def phase(self, name: str, step: int) -> Iterator[None]:
@@ -97,7 +99,7 @@ def form(
     assignment: Assignment,
     inbox: Inbox,
     held: dict[int, SectionState],
-    shares: bool | None,
+    combines: bool | None,
     doing: Callable[[int], Doing],
     give_up: Callable[[str], None],
 ) -> Formed:
@@ -108,7 +110,7 @@ def form(
         assignment: its part.
         inbox: of the generation.
         held: state that this worker has, for itself and others.
-        shares: whether the job's steps call ``all_reduce_shared``; None: unknown here.
+        combines: whether the job's steps call ``all_reduce_shared``; None: unknown here.
         doing: what this rank does, for the others: see ``base.peer_activity``.
         give_up: ends this rank.
 
@@ -134,7 +136,7 @@ def form(
             model=setting.job.model,
             initial=lambda names: _first_values(setting, names, checks=assignment.rank == 0),
             buffers=setting.job.buffers,
-            shares=shares,
+            combines=combines,
             lends=setting.job.share,
             rounds=setting.job.rounds,
             traffic=setting.job.traffic,

@@ -87,7 +87,7 @@ class Session:
         self._facts, self._membership, self._saver = facts, membership, saver
         self.standing = WorkerState(membership)
         self._stopping = False
-        self._shares = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
+        self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
         self._reporter = Reporter()
         self._what, self._thread = "starting", threading.get_ident()
         self._forming = ""  # what it says it does while it gets ready for a generation
@@ -215,11 +215,13 @@ class Session:
         self._what, self._inbox = f"forms generation {assignment.generation}", inbox
         self._forming = self._what
         try:
-            formed = form(self._setting, assignment, inbox, standing.states(), self._shares, self._doing, self._give_up)
+            formed = form(
+                self._setting, assignment, inbox, standing.states(), self._combines, self._doing, self._give_up
+            )
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
             raise
-        self._shares = formed.shares
+        self._combines = formed.combines
         if assignment.fresh or assignment.checkpoint is not None:
             standing.forget_votes()
         if assignment.is_spare:
@@ -235,7 +237,7 @@ class Session:
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage)
         self._close_current()
         self._reporter.begin()
-        inbox.pace(plan.step_s)
+        inbox.expect_step(plan.step_s)
         self.current = generation
         return generation
 
@@ -249,7 +251,7 @@ class Session:
             totals = self._one_step(generation, step)
             step_s = time.monotonic() - begin_s
             recent_s.append(step_s)
-            generation.inbox.pace(plan.step_s, median(recent_s))
+            generation.inbox.expect_step(plan.step_s, median(recent_s))
             is_over = totals.stop or stage.next_step == self._facts.steps
             if totals.checkpoint or is_over:
                 self._save(generation, is_last=is_over)
@@ -270,12 +272,12 @@ class Session:
             generation,
             step,
             flags=self._flags(generation, step),
-            shares=self._shares is not False,
+            combines=self._combines is not False,
             remember=self.standing.remember,
             reporter=self._reporter,
         )
         if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so nobody was asked
-            self._shares = self._shares or generation.stage.witness.used
+            self._combines = self._combines or generation.stage.local_exchange.used
         if generation.assignment.rank == 0:
             self._membership.voted(vote)
         return totals

@@ -83,7 +83,7 @@ class Snapshotter:
                 self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
         self._snapshot, self._asked = None, (-2, 0.0)  # a morph is not a step
         stage.copied = self._copied  # it has taken over storages that may still be copied
-        expected = {section: _expected_state(stage, section) for section in stage.shares.held}
+        expected = {section: _expected_state(stage, section) for section in stage.sharding.held}
         size_bytes = needed_bytes(self._parts(stage, assignment, expected))
         room = stage.job.traffic.saves.room
         self._writer.do(lambda: self._buffer.reserve(size_bytes, room))
@@ -97,13 +97,13 @@ class Snapshotter:
             )
             return
         self.flush()  # memory for it may still be made ready
-        states = {section: stage.state_of(section, owned_only=True) for section in stage.shares.held}
+        states = {section: stage.state_of(section, owned_only=True) for section in stage.sharding.held}
         planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
         parts, pairs = self._buffer.place(planned, states, copies.room)
         self._copied = stage.copied = copied = copies.down(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
-        mine = [copied for copied in parts if copied.part.writer == stage.shares.replica]
+        mine = [copied for copied in parts if copied.part.writer == stage.sharding.replica]
         if mine:
             self._writer.submit(stage.next_step, mine, copied.wait)
 
@@ -121,8 +121,8 @@ class Snapshotter:
     def _parts(self, stage: Stage, assignment: Assignment, states: Mapping[int, SectionState]) -> list[SectionPart]:
         return parts_of(
             list(states.values()),
-            replica=stage.shares.replica,
-            holders={section: stage.shares.holders[section] for section in states},
+            replica=stage.sharding.replica,
+            holders={section: stage.sharding.holders[section] for section in states},
             generation=assignment.generation,
             smallest_bytes=self._smallest_bytes,
         )

@@ -20,7 +20,7 @@ def run_step(
     step: int,
     *,
     flags: Mapping[str, float],
-    shares: bool,
+    combines: bool,
     remember: Callable[[Vote], None],
     reporter: Reporter,
 ) -> tuple[Vote, StepTotals]:
@@ -30,7 +30,7 @@ def run_step(
         generation: a formed one.
         step: the stage's next one.
         flags: what this rank says in the vote besides norms and losses.
-        shares: apply before the vote, for a job whose steps talk across stages (or may: the first one finds out).
+        combines: apply before the vote, for a job whose steps talk across stages (or may: the first one finds out).
         remember: gets the vote before it is applied.
         reporter: hears what the step took.
 
@@ -46,7 +46,7 @@ def run_step(
     with generation.phase("reduce", step):
         generation.reducer.finish(step)
     vector = cast_vote(layout_of(stage), stage, generation.replica, generation.runtime.losses, dict(flags))
-    if plan.stages > 1 and shares:
+    if plan.stages > 1 and combines:
         with generation.phase("share", step):
             _apply_tentatively(generation, step, vector)
     with generation.phase("vote", step):
@@ -61,7 +61,7 @@ def run_step(
     remember(vote)
     with generation.phase("apply", step):
         totals = apply_vote(stage, step, summed)
-    if stage.shares.sends and not overflowed(stage.job.dtype, totals):
+    if stage.sharding.sends and not overflowed(stage.job.dtype, totals):
         with generation.phase("gather", step):
             generation.reducer.gather(step)
     _report(generation, reporter, begin_s)
@@ -99,7 +99,7 @@ def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> Non
         return
     exchange = generation.reducer.exchange(step)
     stage.apply_tentatively(_scale(stage, totals), exchange)
-    stage.witness.used |= exchange.used
+    stage.local_exchange.used |= exchange.used
 
 
 def layout_of(stage: Stage) -> VoteLayout:

@@ -46,7 +46,7 @@ class WorkerState:
         stage = self.stage
         if stage is None:
             return {}
-        return {section: stage.state_of(section) for section in (*stage.shares.held, *stage.shares.at_hand)}
+        return {section: stage.state_of(section) for section in (*stage.sharding.held, *stage.sharding.up_to_date)}
 
     # -- into a generation -----------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class WorkerState:
             self._report(generation)
 
     def _report(self, generation: int) -> None:
-        shares = self.stage.shares if self.stage is not None else None
+        sharding = self.stage.sharding if self.stage is not None else None
         recorded = self._membership.recorded_step
         unrecorded = [vote for vote in self._votes if vote.step > recorded]
         votes = tuple(unrecorded or list(self._votes)[-1:])  # the newest always: it may decide the verdict
@@ -181,8 +181,8 @@ class WorkerState:
             Held(
                 generation=generation,
                 next_step=self.next_step,
-                sections=shares.held if shares is not None else (),
-                lent=shares.at_hand if shares is not None else (),
+                sections=sharding.held if sharding is not None else (),
+                lent=sharding.up_to_date if sharding is not None else (),
                 votes=votes,
             )
         )

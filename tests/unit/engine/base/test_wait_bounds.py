@@ -169,7 +169,7 @@ def test_a_deadlock_of_three_ranks_is_told_and_ended_with_all_their_waits(
 
 def test_a_link_that_breaks_in_a_deadlock_is_told_with_who_waited_for_whom() -> None:
     inbox = Inbox(Patience(told_s=0.01, stalled_s=1.5), ranks=range(2), tell=lambda said: inbox.abort(broken))
-    inbox.pace(0.0)
+    inbox.expect_step(0.0)
     broken = LinkError("the link of rank 0 with rank 1 (stage 1) broke while receiving: Connection closed by peer")
     now_s = time.monotonic()
     inbox.heard = {1: since(Doing(text="runs step 3: waits for the vote", on=(0,)), now_s, read_s=now_s + 1)}

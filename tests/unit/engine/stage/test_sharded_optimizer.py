@@ -53,7 +53,7 @@ def all_states(setup: Setup) -> dict[str, Tensor]:
     """Every tensor of every section that some rank holds, checked to be the same wherever it is held."""
     found: dict[str, Tensor] = {}
     for stage in stages_of(setup):
-        for section in stage.shares.held:
+        for section in stage.sharding.held:
             state = from_bytes(to_bytes(stage.state_of(section)))
             for name, value in state.tensors.items():
                 assert torch.equal(found.setdefault(f"{section}/{name}", value), value), name
@@ -70,7 +70,7 @@ def test_losses_norms_parameters_and_state_are_those_of_a_run_without(optimizer:
     assert sharing.losses(*grid) == plain.losses(*grid)
     assert same(all_states(sharing), all_states(plain))
     for one, other in zip(stages_of(sharing), stages_of(plain), strict=True):
-        assert one.shares.complete
+        assert one.sharding.complete
         assert same(dict(one.parameters), dict(other.parameters))
 
 
@@ -83,7 +83,9 @@ def test_half_precision_shares_fp32_parameters_too(precision: Precision, offload
     assert same(all_states(sharing), all_states(plain))
     for one, other in zip(stages_of(sharing), stages_of(plain), strict=True):
         assert all(torch.equal(one._compute[name], other._compute[name]) for name in other.parameters)
-        dtypes = {one.parameters[name].dtype for s in one.shares.lent for name in one.job.model.sections[s].parameters}
+        dtypes = {
+            one.parameters[name].dtype for s in one.sharding.lent for name in one.job.model.sections[s].parameters
+        }
         assert one.job.dtype in dtypes
 
 
@@ -92,11 +94,11 @@ def test_state_is_held_twice_and_not_by_everybody() -> None:
     setup.losses(1, 4, steps=1)
     stages = stages_of(setup)
     sections = range(stages[0].plan.sections)
-    assert [sum(section in stage.shares.held for stage in stages) for section in sections] == [2] * len(sections)
+    assert [sum(section in stage.sharding.held for stage in stages) for section in sections] == [2] * len(sections)
     whole = sum(facts.optimizer_bytes for facts in setup.model.facts.sections)
     for stage in stages:
         own = {name: stage.optimizer.state_of(name)[0] for name in stage.parameters}
-        assert {name for name, state in own.items() if state} == stage.shares.updated
+        assert {name for name, state in own.items() if state} == stage.sharding.updated
         state_bytes = sum(value.nbytes for state in own.values() for key, value in state.items() if key != "step")
         assert state_bytes < 0.7 * whole
 
@@ -178,10 +180,10 @@ def test_before_a_step_has_come_round_only_what_is_held_is_offered() -> None:
     membership = Listening()
     standing = WorkerState(membership)
     standing.take(stage)
-    assert standing.states().keys() == {*stage.shares.held, *stage.shares.lent}
+    assert standing.states().keys() == {*stage.sharding.held, *stage.sharding.lent}
     stage.apply(1, 0.0)  # as a laggard does, whose peers are gone
-    assert not stage.shares.complete
-    assert standing.states().keys() == set(stage.shares.held)
+    assert not stage.sharding.complete
+    assert standing.states().keys() == set(stage.sharding.held)
     standing.give_up(3)
     [held] = membership.heard
-    assert (held.next_step, held.sections, held.lent) == (2, stage.shares.held, ())
+    assert (held.next_step, held.sections, held.lent) == (2, stage.sharding.held, ())
