@@ -1,6 +1,5 @@
 """The public interface: ``Trainer`` runs a script for one GPU on whatever devices there are."""
 
-import atexit
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from varuna.job import arguments as given
 from varuna.job.model_config import Configured
 from varuna.job.script_runner import offer
 from varuna.membership.detect import solo_from_environment
-from varuna.membership.launched import failed, manager, watch_exceptions
+from varuna.membership.launched import at_end, failed, manager, watch_exceptions
 from varuna.partition.batch_weight import WeightFunction, weight_of
 from varuna.partition.capture.capture import LossFunction, MetricsFunction, Recipe
 from varuna.partition.cut_at import chooser
@@ -388,7 +387,7 @@ class Trainer:
         given.check_normalisation(self._micro_batch, batch_dependent=(model := self.partition()).facts.batch_dependent)
         check_mixing(model, self._micro_batch, accepted=self.checks.per_micro_batch)
         self._session = self.session(n, membership, model, self.beginning(model), saver=saver)
-        atexit.register(self._session.close)
+        at_end(self._session.leave, self._session.close)
         return self._session
 
     def _cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
 """How this process was started, and what its launcher must hear when the script fails."""
 
+import atexit
 import os
 import sys
 import threading
 import traceback
+from collections.abc import Callable
+from contextvars import ContextVar
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -17,9 +20,46 @@ failed = threading.Event()
 """The script is about to end with an exception."""
 
 
-@cache
+class WorkerThread:
+    """A worker that is a thread among others of this process: see ``varuna.testing``."""
+
+    def __init__(self, membership: "ManagedMembership") -> None:
+        self.membership = membership
+        self._closes: list[Callable[[], None]] = []
+
+    def at_end(self, close: Callable[[], None]) -> None:
+        """Call ``close`` when the thread ends."""
+        self._closes.append(close)
+
+    def leave(self) -> None:
+        """The thread ends, or is made to: its waits end."""
+        closes, self._closes = self._closes, []
+        for close in closes:
+            close()
+        self.membership.close()
+
+
+here: ContextVar[WorkerThread | None] = ContextVar("here", default=None)
+"""Of the present thread, if it is such a worker."""
+
+
 def manager() -> "ManagedMembership | None":
     """The manager's client under ``varuna run`` or an agent; None under torchrun and alone."""
+    thread = here.get()
+    return _manager_of_process() if thread is None else thread.membership
+
+
+def at_end(leave: Callable[[], None], close: Callable[[], None]) -> None:
+    """Call ``close`` when this process ends; in a thread that is a worker, ``leave`` when that ends."""
+    thread = here.get()
+    if thread is None:
+        atexit.register(close)
+    else:
+        thread.at_end(leave)
+
+
+@cache
+def _manager_of_process() -> "ManagedMembership | None":
     if "VARUNA_MANAGER" not in os.environ:
         return None
     from varuna.membership.managed import from_environment
@@ -27,9 +67,14 @@ def manager() -> "ManagedMembership | None":
     return from_environment()
 
 
-@cache
 def watch_exceptions() -> None:
     """Tell the manager of an exception that ends this script, before Python prints it."""
+    if here.get() is None:  # an exception that ends a thread is the business of who started it
+        _hook_exceptions()
+
+
+@cache
+def _hook_exceptions() -> None:
     previous, told = sys.excepthook, manager()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -3,12 +3,13 @@
 import os
 import queue
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol
 
 from pydantic import ValidationError
 from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
-from websockets.sync.client import ClientConnection, connect
+from websockets.sync.client import connect
 
 from varuna.core.devices import DeviceFacts
 from varuna.core.errors import FleetError
@@ -48,6 +49,24 @@ _BEAT_S = 0.5
 _FLUSH_S = 5.0
 
 
+class Connection(Protocol):
+    """Frames to and from the manager; iterating over it yields what comes in, until it is closed."""
+
+    @property
+    def close_reason(self) -> str | None:
+        """Why the other side closed it."""
+        ...
+
+    def send(self, message: str, /) -> None:
+        """Send a frame."""
+        ...
+
+    def __iter__(self) -> Iterator[str | bytes]: ...
+
+
+Dial = Callable[[], AbstractContextManager[Connection]]
+
+
 class ManagedMembership:
     """The manager's client, a ``core.membership.Membership``.
 
@@ -59,11 +78,20 @@ class ManagedMembership:
 
     survives = True
 
-    def __init__(self, url: str, token: str, worker: str) -> None:
+    def __init__(self, url: str, token: str, worker: str, *, dial: Dial | None = None) -> None:
+        """Prepare; nothing is sent before ``join``.
+
+        Args:
+            url: of the manager.
+            token: what it knows its workers by.
+            worker: this worker's name.
+            dial: opens the connection. Default: a WebSocket to ``url``.
+        """
+        self._dial = dial or self._web_socket
         self._url, self._token, self._worker = url, token, worker
         self._outbox: queue.SimpleQueue[tuple[FromWorker, threading.Event] | None] = queue.SimpleQueue()
         self._directives: queue.SimpleQueue[Directive | FleetError] = queue.SimpleQueue()
-        self._connection: ClientConnection | None = None
+        self._connection: Connection | None = None
         self._closing = ExitStack()
         self._closed = threading.Event()
         self._recorded_step = -1
@@ -107,16 +135,7 @@ class ManagedMembership:
 
     def _connect(self) -> None:
         try:
-            self._connection = self._closing.enter_context(
-                connect(
-                    f"{self._url}?worker={self._worker}",
-                    additional_headers={"Authorization": f"Bearer {self._token}"},
-                    compression=None,
-                    max_size=MAX_FRAME_BYTES,
-                    ping_interval=None,  # our own beats say more
-                    proxy=None,
-                )
-            )
+            self._connection = self._closing.enter_context(self._dial())
         except InvalidStatus as error:
             said = bytes(error.response.body or b"").decode(errors="replace")
             raise FleetError(
@@ -126,6 +145,16 @@ class ManagedMembership:
             raise FleetError(f"worker {self._worker} cannot reach the manager at {self._url}: {error}") from error
         for name, target in (("reader", self._read), ("writer", self._write)):
             start(name, target)
+
+    def _web_socket(self) -> AbstractContextManager[Connection]:
+        return connect(
+            f"{self._url}?worker={self._worker}",
+            additional_headers={"Authorization": f"Bearer {self._token}"},
+            compression=None,
+            max_size=MAX_FRAME_BYTES,
+            ping_interval=None,  # our own beats say more
+            proxy=None,
+        )
 
     def next_directive(self) -> Directive:
         """Block until there is something to do.

@@ -62,6 +62,11 @@ def open_store(place: str | os.PathLike[str], *, upload_bytes_per_s: float | Non
     return RetryingStore(connect(where, throttle), patience_s=PATIENCE_S)
 
 
+def keep_in_memory(store: Store) -> None:
+    """From now on ``open_store`` gives this store for its ``memory://`` URL, in this process."""
+    _memory[store.url] = store
+
+
 def is_local(place: str) -> bool:
     """Whether ``place``, from ``location``, is a directory of this machine's file system."""
     return "://" not in place

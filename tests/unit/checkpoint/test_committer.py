@@ -7,12 +7,13 @@ from tests.unit.checkpoint.saves import (
     make_plan,
     save_parts,
 )
-from tests.unit.store.flaky import Hooked, down
+from tests.unit.store.flaky import down
 from varuna.checkpoint import committer
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.manifest import survey
 from varuna.store.base import Store
 from varuna.store.opening import open_store
+from varuna.testing.stores import HookedStore
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_run_that_was_replaced_by_one_that_is_over_commits_nothing_more(place:
 
 
 def test_a_store_that_is_down_costs_a_checkpoint_and_not_the_next(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    hooked = Hooked(open_store(place))
+    hooked = HookedStore(open_store(place))
     monkeypatch.setattr(committer, "open_store", lambda place: hooked)
     warnings: list[str] = []
     keep, plan = keeper(place, warnings), make_plan()

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint.saves import assemble, make_plan, make_states, same_states, save, save_parts
-from tests.unit.store.flaky import Hooked, Killed
 from varuna.checkpoint.io.restore import everything, read_states
 from varuna.checkpoint.manifest import commit, newest_intact
 from varuna.checkpoint.retention import Kept, retain
 from varuna.store.base import Store
 from varuna.store.opening import open_store
+from varuna.testing import Killed
+from varuna.testing.stores import HookedStore
 
 CALLS = ("write", "fsync", "replace", "link", "mkdir", "unlink", "rmdir", "rename")
 PLAN = make_plan(1, 2)
@@ -50,7 +51,7 @@ def test_at_every_operation_of_the_store(request: pytest.FixtureRequest, kind: s
         fatal += 1
         store = open_store(f"memory://{request.node.nodeid}/{fatal}")
         save(store, 4, 2, 2)
-        hooked, done = Hooked(store), 0
+        hooked, done = HookedStore(store), 0
 
         def die(verb: str, name: str, fatal: int = fatal) -> None:
             nonlocal done

@@ -2,27 +2,30 @@
 
 import pytest
 
-from tests.unit.store.flaky import Hooked, Time, down
+from tests.unit.store.flaky import Time, down
 from varuna.core.errors import ObjectExists, StoreUnavailable
 from varuna.store.opening import open_store
 from varuna.store.retry import RetryingStore
 from varuna.store.throttle import Throttle
+from varuna.testing.stores import HookedStore
 
 
 @pytest.fixture
-def hooked(request: pytest.FixtureRequest) -> Hooked:
-    return Hooked(open_store(f"memory://{request.node.nodeid}"))
+def hooked(request: pytest.FixtureRequest) -> HookedStore:
+    return HookedStore(open_store(f"memory://{request.node.nodeid}"))
 
 
 def _fine(verb: str, name: str) -> None:
     pass
 
 
-def patient(hooked: Hooked, time: Time, patience_s: float = 900.0) -> RetryingStore:
+def patient(hooked: HookedStore, time: Time, patience_s: float = 900.0) -> RetryingStore:
     return RetryingStore(hooked, patience_s=patience_s, clock=time.clock, sleep=time.sleep)
 
 
-def test_a_store_that_is_down_for_minutes_delays_a_write(hooked: Hooked, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_store_that_is_down_for_minutes_delays_a_write(
+    hooked: HookedStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     time = Time()
 
     def for_five_minutes(verb: str, name: str) -> None:
@@ -36,7 +39,7 @@ def test_a_store_that_is_down_for_minutes_delays_a_write(hooked: Hooked, capsys:
     assert capsys.readouterr().err.count("connection refused; trying for up to 900 s") == 1
 
 
-def test_patience_ends_and_says_how_long_it_was(hooked: Hooked) -> None:
+def test_patience_ends_and_says_how_long_it_was(hooked: HookedStore) -> None:
     time = Time()
     hooked.before = down
     with pytest.raises(StoreUnavailable, match=r"connection refused \(tried \d+ times in \d+ s\)"):
@@ -44,7 +47,7 @@ def test_patience_ends_and_says_how_long_it_was(hooked: Hooked) -> None:
     assert time.now_s <= 60
 
 
-def test_a_create_that_timed_out_after_it_succeeded_is_a_success(hooked: Hooked) -> None:
+def test_a_create_that_timed_out_after_it_succeeded_is_a_success(hooked: HookedStore) -> None:
     time, answers = Time(), iter((down, _fine))
 
     def lost(verb: str, name: str) -> None:
@@ -56,7 +59,7 @@ def test_a_create_that_timed_out_after_it_succeeded_is_a_success(hooked: Hooked)
     assert hooked.inner.get("x") == b"mine"
 
 
-def test_a_create_that_timed_out_before_another_writer_succeeded_is_a_failure(hooked: Hooked) -> None:
+def test_a_create_that_timed_out_before_another_writer_succeeded_is_a_failure(hooked: HookedStore) -> None:
     time, first = Time(), [True]
 
     def overtaken(verb: str, name: str) -> None:
@@ -71,7 +74,7 @@ def test_a_create_that_timed_out_before_another_writer_succeeded_is_a_failure(ho
     assert hooked.inner.get("x") == b"theirs"
 
 
-def test_an_object_that_exists_is_not_taken_for_ours_without_a_doubt(hooked: Hooked) -> None:
+def test_an_object_that_exists_is_not_taken_for_ours_without_a_doubt(hooked: HookedStore) -> None:
     hooked.inner.create("x", b"same")
     with pytest.raises(ObjectExists):
         patient(hooked, Time()).create("x", b"same")

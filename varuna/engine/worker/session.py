@@ -104,14 +104,18 @@ class Session:
         self._stopping = True
 
     def close(self) -> None:
-        """Leave the last generation's groups, so that no thread of theirs outlives the process's main thread."""
+        """Leave, and wait for all threads: none may outlive the process's main thread."""
+        self.leave()
+        join_all(_EXIT_BOUND_S)
+
+    def leave(self) -> None:
+        """Leave the last generation's groups, and end what runs for this session."""
         if self.current is not None:
             self.current.close(exiting=True)
         self._inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
         self._membership.close()
-        join_all(_EXIT_BOUND_S)
 
     def evaluate(self, work: EvaluationWork) -> EvaluationSums | None:
         """The loss of other data, at the step that all ranks have just been given.

@@ -8,7 +8,6 @@ import safetensors.torch
 import torch
 
 from tests.unit.checkpoint.saves import SECTIONS, assemble, make_plan, make_states, same_states, save, save_parts
-from tests.unit.store.flaky import Hooked
 from varuna.checkpoint.io.restore import everything, read_states, verify
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.manifest import Manifest, commit, newest_intact, survey
@@ -16,6 +15,7 @@ from varuna.checkpoint.names import step_folder
 from varuna.core.errors import CheckpointError, DamagedCheckpoint
 from varuna.store.base import Store
 from varuna.store.opening import open_store
+from varuna.testing.stores import HookedStore
 
 SHAPES = list(itertools.product(range(1, 5), range(1, 5)))
 
@@ -42,7 +42,7 @@ def big_state() -> SectionState:
 
 
 def test_a_rank_reads_no_more_bytes_than_its_sections_have(tmp_path: Path) -> None:
-    store = Hooked(open_store(tmp_path))
+    store = HookedStore(open_store(tmp_path))
     states = make_states(3) | {0: big_state()}
     plan = make_plan(2, 3)
     manifest = commit(store, assemble(3, plan, save_parts(store, 3, plan, states=states)))
@@ -140,7 +140,7 @@ def test_a_flipped_bit_is_found_by_its_reader_and_nobody_chooses_the_checkpoint_
 
 def test_a_transfer_that_goes_wrong_once_is_no_damage(store: Store) -> None:
     manifest, wrong = save(store, 4), [True]
-    hooked = Hooked(store)
+    hooked = HookedStore(store)
     inner = store.read_into
 
     def read_into(name: str, start: int, view: memoryview) -> None:

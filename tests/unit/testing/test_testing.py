@@ -1,0 +1,75 @@
+"""``varuna.testing``: a job on threads computes what one process computes, whatever is lost, and ends in words."""
+
+import pytest
+
+import varuna
+from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from varuna.core.errors import UsageError, VarunaError, WorkerError
+from varuna.testing import FailingStore, fail_at, run
+
+STEPS = 4
+
+
+def script(checkpoint_dir: str | None = None) -> list[int]:
+    trainer = varuna.Trainer(
+        SmallLanguage,
+        Tokens(),
+        adamw,
+        8,
+        micro_batch=2,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=2 if checkpoint_dir else None,
+    )
+    return [step.index for step in trainer.steps(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[float, ...]:
+    outcome = run(script)
+    assert outcome.plans == ("1x1",)
+    assert outcome.returned == {"w0": list(range(STEPS))}
+    return outcome.losses
+
+
+def test_a_job_trains_the_same_on_two_by_two_and_after_a_loss(alone: tuple[float, ...]) -> None:
+    """Rank 1 dies in B of step 2: the three that are left redo it as a pipeline of two, and the third waits."""
+    fault = fail_at(rank=1, step=2, phase="B")
+    outcome = run(script, workers=4, stages=2, faults=[fault])
+    assert fault.happened
+    assert outcome.plans == ("2x2", "2x1")
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    assert len(outcome.returned) == 3
+
+
+def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has(alone: tuple[float, ...]) -> None:
+    store = FailingStore()
+
+    def saves_once() -> None:
+        trainer = varuna.Trainer(
+            SmallLanguage, Tokens(), adamw, 8, micro_batch=2, checkpoint_dir=store.url, checkpoint_every=2
+        )
+        for step in trainer.steps(STEPS):
+            if step.index == 2:
+                store.fail("write", reason="507 insufficient storage")
+
+    with pytest.raises(VarunaError, match=r"the last steps were not checkpointed.*Look at the warnings") as ended:
+        run(saves_once, workers=2, stages=2)
+    assert "newest complete checkpoint is that of step 2" in str(ended.value)
+    store.fail()
+    outcome = run(lambda: script(store.url), workers=2, stages=1)
+    assert outcome.losses == pytest.approx(alone[2:], rel=1e-6)
+    assert ("get", "step-00000002/manifest.json") in store.seen
+
+
+def test_what_a_script_raises_comes_out_with_its_cause() -> None:
+    broken = RuntimeError("CUDA out of memory")
+    with pytest.raises(WorkerError, match=r"the script of worker w\d raised RuntimeError: CUDA out of memory") as ended:
+        run(script, workers=2, stages=2, faults=[fail_at(rank=1, step=1, phase="F", error=broken)])
+    assert ended.value.__cause__ is broken
+
+
+def test_a_fault_that_does_not_happen_is_an_error() -> None:
+    with pytest.raises(UsageError, match=r"fail_at\(rank=0, step=9, phase='F'\) did not happen in 4 steps .* 1x1"):
+        run(script, faults=[fail_at(rank=0, step=9)])
+    with pytest.raises(UsageError, match="phase='forward' is not a phase of a step: use one of form, F, R, B"):
+        fail_at(rank=0, step=0, phase="forward")  # type: ignore[arg-type]

@@ -1,0 +1,265 @@
+"""A run whose workers are threads of this process, around the manager of ``varuna run``.
+
+
+script ──Trainer──> ManagedMembership ──frames──> _Workers ──events──> Manager
+(a thread per worker)                 <──frames──          <──calls──  (the caller's thread)
+"""
+
+import queue
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from varuna.core.errors import UsageError, VarunaError, WorkerError
+from varuna.core.messages import ToWorker, from_worker
+from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
+from varuna.fleet.manager.loop import Manager
+from varuna.fleet.manager.mailbox import Mailbox
+from varuna.fleet.run_folder.journal import Journal
+from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.inputs import Event, MessageReceived, StopRequested, WorkerExited
+from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded
+from varuna.membership.launched import WorkerThread, here
+from varuna.membership.managed import ManagedMembership
+from varuna.planner.choose import plan_run
+from varuna.testing.faults import Fault, Killed, watching
+
+_END_S = 30.0
+"""Workers that were told the end get so long to return."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run that ended well."""
+
+    losses: tuple[float, ...]
+    """by step; of a step that was done again, the last"""
+    plans: tuple[str, ...]
+    """of each generation, as ``PxD``: the first, and one for each change"""
+    returned: Mapping[str, Any]
+    """by worker: what ``script`` returned; nothing for a worker that was killed"""
+    warnings: tuple[str, ...]
+    """what the manager and the workers warned of"""
+
+
+def run(
+    script: Callable[[], Any],
+    *,
+    workers: int = 1,
+    stages: int | None = None,
+    faults: Sequence[Fault] = (),
+    bound_s: float = 100.0,
+) -> RunResult:
+    """Run a training script on several workers, each a thread of this process.
+
+    Captures of the model take turns, since PyTorch can capture one at a time in a process. Whatever ``script`` uses
+    must bear threads: variables outside of it are shared by all workers, and so is PyTorch's random generator.
+
+    Args:
+        script: what each worker runs: makes a ``Trainer`` and loops over its steps.
+        workers: P x D, or more: those that fit no plan wait as spares. A killed worker is not replaced.
+        stages: P. Default: the planner's choice.
+        faults: what goes wrong, see ``fail_at``.
+        bound_s: how long the run may take.
+
+    Raises:
+        VarunaError: the run failed, with the text that ``varuna run`` would end with; or the error of this kind that
+            a worker's script raised.
+        WorkerError: a worker's script raised something else, which is the cause; or a worker does not end.
+        UsageError: a fault did not happen.
+    """
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="varuna-testing-") as folder, watching(faults):
+        crew = _Workers(script, Path(folder), workers, stages)
+        try:
+            outcome = crew.manage(bound_s)
+        finally:
+            crew.end()
+            torch.set_num_threads(threads)  # workers compute with one
+    if missed := ", ".join(str(fault) for fault in faults if not fault.happened):
+        raise UsageError(
+            f"{missed} did not happen in {len(outcome.losses)} steps of the plans {', '.join(outcome.plans)}: choose a "
+            "rank, a step and a phase that this run has"
+        )
+    return outcome
+
+
+class _Line:
+    """A worker's connection to the manager; both ends are in this process."""
+
+    def __init__(self, worker: str, post: Callable[[Event], None]) -> None:
+        self._worker, self._post = worker, post
+        self._frames: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self.close_reason: str | None = None
+
+    def send(self, frame: str) -> None:
+        self._post(MessageReceived(self._worker, from_worker.validate_json(frame)))
+
+    def deliver(self, message: ToWorker) -> None:
+        self._frames.put(message.model_dump_json())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *outcome: object) -> None:
+        self._frames.put(None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._frames.get, None)
+
+
+class _Turn:
+    """One worker's turn to capture the model: from its start to its first word to the manager."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self._is_mine = lock, False
+
+    def begin(self) -> None:
+        self._is_mine = self._lock.acquire()
+
+    def end(self) -> None:
+        if self._is_mine:
+            self._is_mine = False
+            self._lock.release()
+
+
+class _Workers:
+    """All workers, as the manager's ``Executor``: it starts them, speaks to them, and ends them."""
+
+    def __init__(self, script: Callable[[], Any], folder: Path, workers: int, stages: int | None) -> None:
+        self._script = script
+        self._capturing = threading.Lock()
+        self._turns: dict[str, _Turn] = {}
+        self._lines: dict[str, _Line] = {}
+        self._threads: dict[str, threading.Thread] = {}
+        self._places: dict[str, WorkerThread] = {}
+        self._is_over = False
+        self._returned: dict[str, Any] = {}
+        self._errors: list[BaseException] = []
+        self._events: list[RunEvent] = []
+        self._mailbox = Mailbox()
+        self._journal = Journal(folder, None)
+        self._journal.begin("testing")
+        self._manager = Manager(
+            FleetConfig(workers=workers, replace=False, exit_grace_s=0.1),
+            lambda job, count, micro_batch: plan_run(job, workers=count, stages=stages, micro_batch=micro_batch),
+            hands=self,
+            mailbox=self._mailbox,
+            journal=self._journal,
+            keeper=CheckpointCoordinator(new=False, overwrite=False, warn=self._mailbox.warn),
+            observer=self._events.append,
+        )
+
+    def manage(self, bound_s: float) -> RunResult:
+        """The whole run."""
+        late = f"the run was not over after {bound_s:g} s (bound_s=)"
+        alarm = threading.Timer(bound_s, lambda: self._mailbox.post(StopRequested(late, 1)))
+        alarm.start()
+        try:
+            ended = self._manager.run()
+        finally:
+            alarm.cancel()
+            self._is_over = True
+        assert ended is not None  # nobody tells this manager to leave
+        if ended.exit_code:
+            for name in self._places:
+                self.kill(name)
+        self._join()
+        if self._errors:
+            raise self._errors[0]
+        if ended.exit_code:
+            raise VarunaError(ended.text)
+        losses = {event.step: event.loss for event in self._events if isinstance(event, StepRecorded)}
+        return RunResult(
+            losses=tuple(losses[step] for step in sorted(losses)),
+            plans=tuple(event.record.plan.shape for event in self._events if isinstance(event, GenerationStarted)),
+            returned=dict(self._returned),
+            warnings=tuple(event.text for event in self._events if isinstance(event, Notice) and event.warning),
+        )
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+        for name in self._places:
+            self.kill(name)
+        self._journal.close()
+
+    def _join(self) -> None:
+        deadline_s = time.monotonic() + _END_S
+        for worker, thread in self._threads.items():
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+            if thread.is_alive():
+                frame = sys._current_frames().get(thread.ident or 0)
+                where = "".join(traceback.format_stack(frame)[-3:]) if frame is not None else ""
+                raise WorkerError(f"worker {worker} does not end {_END_S:g} s after the run has. It is here:\n{where}")
+
+    # -- what the manager asks for ---------------------------------------------------------------------------
+
+    def spawn(self) -> str:
+        """Start a worker."""
+        name = f"w{len(self._threads)}"
+        line = self._lines[name] = _Line(name, self._mailbox.post)
+        turn = self._turns[name] = _Turn(self._capturing)
+
+        def dial() -> _Line:
+            turn.end()  # captured; the run begins once all are here
+            return line
+
+        self._places[name] = WorkerThread(ManagedMembership("this process", "", name, dial=dial))
+        self._threads[name] = threading.Thread(target=self._live, args=(name,), name=f"worker {name}", daemon=True)
+        self._threads[name].start()
+        return name
+
+    def kill(self, name: str) -> None:
+        """End a worker as far as a thread can be ended: its waits end, and so does its connection."""
+        self._places[name].leave()
+
+    def set_main(self, name: str) -> None:
+        """All print here."""
+
+    def send(self, name: str, message: ToWorker) -> None:
+        """Tell a worker."""
+        self._lines[name].deliver(message)
+
+    def release(self, node: str, *, drained: bool) -> None:
+        """Nothing to give back."""
+
+    def heard_s(self) -> float:
+        """Nothing lies between workers and the manager."""
+        return time.monotonic()
+
+    # -- a worker's thread -----------------------------------------------------------------------------------
+
+    def _live(self, name: str) -> None:
+        here.set(self._places[name])
+        turn, code = self._turns[name], 0
+        turn.begin()
+        try:
+            self._returned[name] = self._script()
+        except Killed:
+            code = -9
+        except BaseException as error:  # noqa: BLE001 - for the caller of run
+            code = 1
+            if not self._is_over:
+                self._errors.append(_described(name, error))
+            self._places[name].membership.failed(str(error), traceback.format_exc(), code)
+        finally:
+            turn.end()
+            self._places[name].leave()
+            self._mailbox.post(WorkerExited(name, code))
+
+
+def _described(name: str, error: BaseException) -> VarunaError:
+    """What the caller gets to see of an exception that ended a worker's script."""
+    if isinstance(error, VarunaError):
+        return error
+    described = WorkerError(f"the script of worker {name} raised {type(error).__name__}: {error}")
+    described.__cause__ = error
+    return described
