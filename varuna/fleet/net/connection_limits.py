@@ -21,7 +21,7 @@ _REQUEST_S = 10.0
 _DENIED = "ASGI callable returned without completing handshake."  # what uvicorn says of each refused WebSocket
 
 
-class Doorkeeper:
+class StrangerLimits:
     """Counts strangers; for one event loop.
 
     Args:
@@ -41,20 +41,20 @@ class Doorkeeper:
         self._strangers: dict[object, tuple[str, asyncio.TimerHandle, asyncio.Transport]] = {}  # the first came first
         self._origins: Counter[str] = Counter()
 
-    def meet(self, who: object, address: str, transport: asyncio.Transport) -> None:
-        """Somebody is here, or wants something else: without a whole request in time the connection is cut."""
-        self.know(who)
+    def admit(self, who: object, address: str, transport: asyncio.Transport) -> None:
+        """Count a stranger, new or back for another request; without a whole request in time the connection is cut."""
+        self.release(who)
         origin = _origin(address)
         is_full = len(self._strangers) >= self._most
-        if self._origins[origin] >= self._most_of_one or (is_full and not self._make_room(origin)):
+        if self._origins[origin] >= self._most_of_one or (is_full and not self._evict(origin)):
             transport.abort()
             return
         timer = asyncio.get_running_loop().call_later(self._patience_s, transport.abort)
         self._strangers[who] = origin, timer, transport
         self._origins[origin] += 1
 
-    def know(self, who: object) -> None:
-        """It has said what it wants, or is gone."""
+    def release(self, who: object) -> None:
+        """Stop counting a connection that has brought its request, or is gone."""
         if who in self._strangers:
             origin, timer, _ = self._strangers.pop(who)
             timer.cancel()
@@ -62,20 +62,20 @@ class Doorkeeper:
             if not self._origins[origin]:
                 del self._origins[origin]
 
-    def _make_room(self, origin: str) -> bool:
-        """Cut whoever has stood there longest of where most come from; False if that is where the newcomer is from."""
+    def _evict(self, origin: str) -> bool:
+        """Cut the oldest stranger from the most crowded address; False if the newcomer is from there."""
         crowded, count = self._origins.most_common(1)[0]
         if count <= self._origins[origin] + 1:
             return False
         who = next(who for who, (of, _, _) in self._strangers.items() if of == crowded)
         transport = self._strangers[who][2]
-        self.know(who)
+        self.release(who)
         transport.abort()
         return True
 
 
 def _origin(address: str) -> str:
-    """Who gets one address of IPv6 gets 2**64 of them."""
+    """The part of an address that counts: with IPv6, one machine has 2**64 of them."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -90,9 +90,9 @@ class GuardedProtocol(H11Protocol):
     watches.
     """
 
-    def __init__(self, *args: Any, keeper: Doorkeeper, **named: Any) -> None:
+    def __init__(self, *args: Any, limits: StrangerLimits, **named: Any) -> None:
         super().__init__(*args, **named)
-        self._keeper = keeper
+        self._limits = limits
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
         """Count a new connection."""
@@ -101,7 +101,7 @@ class GuardedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection."""
-        self._keeper.know(self)
+        self._limits.release(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -109,11 +109,11 @@ class GuardedProtocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
-            self._keeper.know(self)
+            self._limits.release(self)
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         """It is a whole request, for a connection that is somebody else's business."""
-        self._keeper.know(self)
+        self._limits.release(self)
         super().handle_websocket_upgrade(event)
 
     def on_response_complete(self) -> None:
@@ -124,7 +124,7 @@ class GuardedProtocol(H11Protocol):
 
     def _meet(self) -> None:
         address = self.client[0] if self.client else ""
-        self._keeper.meet(self, address, self.transport)
+        self._limits.admit(self, address, self.transport)
 
 
 class Quiet(logging.Handler):

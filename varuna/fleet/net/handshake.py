@@ -10,7 +10,7 @@ import ssl
 from collections.abc import Callable
 from typing import cast
 
-from varuna.fleet.net.connection_limits import Doorkeeper
+from varuna.fleet.net.connection_limits import StrangerLimits
 
 HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
@@ -19,8 +19,8 @@ _GOODBYE_S = 2.0
 class Handshake(asyncio.Protocol):
     """Makes way for a protocol of ``make`` over TLS; for one connection, used on the event loop only."""
 
-    def __init__(self, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext, keeper: Doorkeeper) -> None:
-        self._make, self._tls, self._keeper = make, tls, keeper
+    def __init__(self, make: Callable[[], asyncio.Protocol], tls: ssl.SSLContext, limits: StrangerLimits) -> None:
+        self._make, self._tls, self._limits = make, tls, limits
         self._transport: asyncio.Transport | None = None
         self._task: asyncio.Task[None] | None = None
         self._hello, self._early = b"", b""  # before TLS began; with the end of the handshake
@@ -30,7 +30,7 @@ class Handshake(asyncio.Protocol):
         """Count a new connection."""
         peer = transport.get_extra_info("peername")
         self._transport = transport
-        self._keeper.meet(self, peer[0] if peer else "", transport)
+        self._limits.admit(self, peer[0] if peer else "", transport)
 
     def data_received(self, data: bytes) -> None:
         """The first words begin the handshake."""
@@ -48,7 +48,7 @@ class Handshake(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop counting the connection."""
         self._is_lost = True
-        self._keeper.know(self)
+        self._limits.release(self)
 
     def _say_hello(self, transport: asyncio.Transport) -> None:
         """What was read before TLS listened is its to hear first."""
@@ -75,7 +75,7 @@ class Handshake(asyncio.Protocol):
         except OSError:  # an SSLError is one, and so is a TimeoutError
             return
         finally:
-            self._keeper.know(self)
+            self._limits.release(self)
         if secured is None or self._is_lost:
             return
         protocol = self._make()

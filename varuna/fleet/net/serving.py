@@ -17,7 +17,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from varuna.core.errors import FleetError
-from varuna.fleet.net.connection_limits import Doorkeeper, GuardedProtocol, Quiet
+from varuna.fleet.net.connection_limits import GuardedProtocol, Quiet, StrangerLimits
 from varuna.fleet.net.handshake import Handshake
 from varuna.fleet.net.watchdog import Watchdog
 
@@ -110,9 +110,9 @@ class _Uvicorn(uvicorn.Server):
     Overrides an internal of uvicorn; ``tests/unit/fleet/net/test_tls.py`` would see it change.
     """
 
-    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, keeper: Doorkeeper) -> None:
+    def __init__(self, config: uvicorn.Config, tls: ssl.SSLContext | None, limits: StrangerLimits) -> None:
         super().__init__(config)
-        self._tls, self._keeper = tls, keeper
+        self._tls, self._limits = tls, limits
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen."""
@@ -126,7 +126,7 @@ class _Uvicorn(uvicorn.Server):
             return made
 
         def first() -> asyncio.Protocol:
-            return protocol() if self._tls is None else Handshake(protocol, self._tls, self._keeper)
+            return protocol() if self._tls is None else Handshake(protocol, self._tls, self._limits)
 
         self.servers = [await loop.create_server(first, sock=one, backlog=config.backlog) for one in sockets or []]
         self.started = True
@@ -142,10 +142,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 def _uvicorn(app: ASGIApp, max_frame_bytes: int, tls: ssl.SSLContext | None) -> _Uvicorn:
-    keeper = Doorkeeper()
+    limits = StrangerLimits()
     config = uvicorn.Config(
         app,
-        http=partial(GuardedProtocol, keeper=keeper),  # type: ignore[arg-type]  # it is called as a class is
+        http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]  # it is called as a class is
         ws="websockets-sansio",
         ws_max_size=max_frame_bytes,
         ws_ping_interval=None,  # leases decide who is alive
@@ -160,7 +160,7 @@ def _uvicorn(app: ASGIApp, max_frame_bytes: int, tls: ssl.SSLContext | None) -> 
     logger = logging.getLogger("uvicorn.error")
     logger.setLevel(logging.ERROR)
     logger.handlers, logger.propagate = [Quiet()], False
-    return _Uvicorn(config, tls, keeper)
+    return _Uvicorn(config, tls, limits)
 
 
 def raise_open_files() -> None:

@@ -1,4 +1,4 @@
-"""Strangers at the door, over real sockets: they have few places and little time, and bring nothing to the terminal."""
+"""Strangers, over real sockets: they have few places and little time, and bring nothing to the terminal."""
 
 import asyncio
 import http.client
@@ -20,7 +20,7 @@ from websockets.sync.client import connect
 from varuna.fleet.net import serving as serving_module
 from varuna.fleet.net.ca import CertificateAuthority, open_authority
 from varuna.fleet.net.client import ManagerRemote
-from varuna.fleet.net.connection_limits import Doorkeeper, _origin
+from varuna.fleet.net.connection_limits import StrangerLimits, _origin
 from varuna.fleet.net.requests import read_body
 from varuna.fleet.net.serving import Serving
 
@@ -48,7 +48,9 @@ async def echo(websocket: WebSocket) -> None:
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=PATIENCE_S))
+    monkeypatch.setattr(
+        serving_module, "StrangerLimits", lambda: StrangerLimits(most=8, most_of_one=4, patience_s=PATIENCE_S)
+    )
     routes = [Route("/", hello), Route("/fail", fail), Route("/take", take, methods=["POST"])]
     serving = Serving(port=0, max_frame_bytes=1000)
     serving.start(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]))
@@ -63,7 +65,7 @@ def secured(
     """8 strangers at most, 4 from one address, 3 s each."""
     if request.param == "asyncio's own":
         monkeypatch.setattr(serving_module, "_loop_factory", lambda: asyncio.new_event_loop)
-    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(most=8, most_of_one=4, patience_s=3.0))
+    monkeypatch.setattr(serving_module, "StrangerLimits", lambda: StrangerLimits(most=8, most_of_one=4, patience_s=3.0))
     authority = open_authority(tmp_path)
     app = Starlette(routes=[Route("/", hello)])
     serving = Serving(port=0, max_frame_bytes=1000, tls=authority.server_context())

@@ -27,7 +27,7 @@ from varuna.fleet.net import handshake as handshake_module
 from varuna.fleet.net import serving as serving_module
 from varuna.fleet.net.ca import SERVER_NAME, CertificateAuthority, client_context, issue, open_authority
 from varuna.fleet.net.client import ManagerRemote, UnreachableError, fetch_certificate
-from varuna.fleet.net.connection_limits import Doorkeeper
+from varuna.fleet.net.connection_limits import StrangerLimits
 from varuna.fleet.net.join_string import JoinString
 from varuna.fleet.net.protocol import Identity
 from varuna.fleet.net.serving import Serving
@@ -172,7 +172,7 @@ def test_wrong_addresses_say_what_is_there_instead(place: Place) -> None:
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01", b"no handshake at all"])
 def test_who_does_not_end_a_handshake_is_dropped(monkeypatch: pytest.MonkeyPatch, place: Place, said: bytes) -> None:
     monkeypatch.setattr(handshake_module, "HANDSHAKE_S", 0.2)
-    monkeypatch.setattr(serving_module, "Doorkeeper", lambda: Doorkeeper(patience_s=0.2 if not said else 60.0))
+    monkeypatch.setattr(serving_module, "StrangerLimits", lambda: StrangerLimits(patience_s=0.2 if not said else 60.0))
     serving = serve(place.authority)
     try:
         with socket.create_connection(("127.0.0.1", serving.port), 5) as silent:

@@ -1,4 +1,4 @@
-"""The door: who is let in, and what happens to those who misbehave."""
+"""The server for workers: who is let in, and what happens to those who misbehave."""
 
 import queue
 import threading
