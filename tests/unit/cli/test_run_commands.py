@@ -27,8 +27,8 @@ from varuna.fleet.state.run_events import RunEnded
 pytestmark = pytest.mark.timeout(30)
 
 
-class Desk:
-    """A run's folder and its manager's door; two workers, of which one was lost."""
+class RunningManager:
+    """A run's folder and its manager's API; two workers, of which one was lost."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -71,15 +71,15 @@ class Desk:
 
 
 @pytest.fixture
-def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningManager]:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.delenv("VARUNA_RUN", raising=False)
     (tmp_path / "run").mkdir()
-    desk = Desk(tmp_path / "run")
-    yield desk
-    desk.serving.stop()
-    desk.journal.close()
+    manager = RunningManager(tmp_path / "run")
+    yield manager
+    manager.serving.stop()
+    manager.journal.close()
 
 
 class Shell:
@@ -100,7 +100,7 @@ def shell(monkeypatch: pytest.MonkeyPatch, capsysbinary: Any) -> Shell:
     return Shell(monkeypatch, capsysbinary)
 
 
-def test_status_shows_plan_workers_generations_and_the_first_failure(desk: Desk, shell: Shell) -> None:
+def test_status_shows_plan_workers_generations_and_the_first_failure(manager: RunningManager, shell: Shell) -> None:
     code, out, _ = shell("status")
     assert code == 0
     for said in ("training", "step 3/100", "plan 2x1", "generation 1", "w0", "first failure  worker w3 killed by"):
@@ -109,28 +109,30 @@ def test_status_shows_plan_workers_generations_and_the_first_failure(desk: Desk,
     assert (code, json.loads(out)["generation"]) == (0, 1)
 
 
-def test_doctor_finds_no_fault_in_a_run_that_lost_a_worker(desk: Desk, shell: Shell) -> None:
+def test_doctor_finds_no_fault_in_a_run_that_lost_a_worker(manager: RunningManager, shell: Shell) -> None:
     code, out, _ = shell("doctor", "--json")
     found = json.loads(out)
     assert (code, found["healthy"]) == (0, True)
     assert "3 steps" in next(f["text"] for f in found["findings"] if f["subject"] == "ledger")
-    desk.serving.stop()
-    code, out, _ = shell("doctor", str(desk.folder))
+    manager.serving.stop()
+    code, out, _ = shell("doctor", str(manager.folder))
     assert code == 1
     assert "fault" in out
 
 
-def test_long_activities_leave_names_readable(desk: Desk, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_activities_leave_names_readable(
+    manager: RunningManager, shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("COLUMNS", "60")
     activity = "waits for activations of micro-batch 3 of step 17 from rank 0 (stage 0), 1.2 s so far"
     for name in ("w0", "w1"):
-        desk.driver.say(name, Beat(generation=1, step=3, activity=activity))
+        manager.driver.say(name, Beat(generation=1, step=3, activity=activity))
     _, out, _ = shell("status")
     assert "   0  w0      local  joined  waits for activations" in out
     assert max(len(line) for line in out.splitlines()) <= 60
 
 
-def test_logs_are_found_by_rank_by_name_and_by_what_went_wrong_first(desk: Desk, shell: Shell) -> None:
+def test_logs_are_found_by_rank_by_name_and_by_what_went_wrong_first(manager: RunningManager, shell: Shell) -> None:
     assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
     assert shell("logs", "--worker", "w3")[1] == "the last words of w3\n"
     code, out, err = shell("logs", "--first-failure")
@@ -141,28 +143,28 @@ def test_logs_are_found_by_rank_by_name_and_by_what_went_wrong_first(desk: Desk,
     assert "no log of a worker 'w8'" in shell("logs", "--worker", "w8")[2]
 
 
-def test_changing_verbs_reach_the_manager(desk: Desk, shell: Shell) -> None:
+def test_changing_verbs_reach_the_manager(manager: RunningManager, shell: Shell) -> None:
     assert shell("stop")[0] == 0
     assert shell("morph")[0] == 0
     assert shell("drain", "local")[0] == 0
-    assert [type(event) for event in desk.events] == [FinishRequested, MorphRequested, DrainRequested]
+    assert [type(event) for event in manager.events] == [FinishRequested, MorphRequested, DrainRequested]
     assert shell("join-token", "--uses", "7", "--hours", "2")[1] == "varuna://for-7-of-7200\n"
     code, _, err = shell("drain", "elsewhere")
     assert (code, "which has: local" in err) == (1, True)
 
 
-def test_a_token_of_another_run_is_explained(desk: Desk, shell: Shell) -> None:
-    desk.publish("stale")
+def test_a_token_of_another_run_is_explained(manager: RunningManager, shell: Shell) -> None:
+    manager.publish("stale")
     code, _, err = shell("stop")
     assert (code, "does not accept this run's token" in err) == (1, True)
-    assert not desk.events
+    assert not manager.events
 
 
-def test_a_run_that_is_over_still_has_its_logs(desk: Desk, shell: Shell) -> None:
-    desk.serving.stop()
+def test_a_run_that_is_over_still_has_its_logs(manager: RunningManager, shell: Shell) -> None:
+    manager.serving.stop()
     code, _, err = shell("status")
     assert (code, "has not ended: start the same command again" in err) == (1, True)
-    desk.journal.append(RunEnded(exit_code=3, text="no plan fits"))
+    manager.journal.append(RunEnded(exit_code=3, text="no plan fits"))
     code, _, err = shell("stop")
     assert (code, "has ended with exit code 3: no plan fits" in err) == (1, True)
     assert shell("logs", "--rank", "1")[1] == "what rank 1 said\n"
@@ -200,15 +202,15 @@ def test_wrong_use_of_manager_and_agent_is_explained(shell: Shell, arguments: tu
 
 
 def test_open_gives_a_link_that_works_once_and_only_its_owner_sees(
-    desk: Desk, shell: Shell, monkeypatch: pytest.MonkeyPatch
+    manager: RunningManager, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("DISPLAY", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     code, out, err = shell("open")
     assert (code, "works once, within 10 minutes" in err) == (0, True)
     page, _, login = out.strip().partition("#login=")
-    assert page == f"http://127.0.0.1:{desk.serving.port}/"
-    remote = Access(host="127.0.0.1", port=desk.serving.port, certificate_pem=None, token="").remote()
+    assert page == f"http://127.0.0.1:{manager.serving.port}/"
+    remote = Access(host="127.0.0.1", port=manager.serving.port, certificate_pem=None, token="").remote()
     assert [remote.post("/login", {"code": login}).status for _ in range(2)] == [201, 403]
 
     opened: list[str] = []
@@ -220,9 +222,9 @@ def test_open_gives_a_link_that_works_once_and_only_its_owner_sees(
 
     monkeypatch.setattr("webbrowser.open", note)
     assert shell("open") == (0, "", "")
-    path = desk.folder / "open.html"
+    path = manager.folder / "open.html"
     assert opened == [path.as_uri()]  # arguments of a browser are anybody's
     assert path.stat().st_mode & 0o077 == 0
-    assert f"http://127.0.0.1:{desk.serving.port}/#login=" in path.read_text()
+    assert f"http://127.0.0.1:{manager.serving.port}/#login=" in path.read_text()
     assert shell("open", "--void")[1] == "2 links and open pages were revoked\n"
     assert "Leave out --print" in shell("open", "--void", "--print")[2]

@@ -35,7 +35,7 @@ class Gated(Dataset[Sample]):
         return {"x": torch.tensor(index), "y": torch.tensor(-index)}
 
 
-class Desk:
+class Deliveries:
     """Receives deliveries."""
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def deliveries() -> Deliveries:
+    return Deliveries()
 
 
 @pytest.fixture
@@ -59,26 +59,26 @@ def gated() -> Gated:
 
 
 @pytest.fixture
-def fast(desk: Desk) -> Iterator[Loader]:
-    loader = Loader(SampleSource(Gated(open_=True), seed=0), deliver=desk.deliver)
+def fast(deliveries: Deliveries) -> Iterator[Loader]:
+    loader = Loader(SampleSource(Gated(open_=True), seed=0), deliver=deliveries.deliver)
     yield loader
     loader.close(WAIT_S)
 
 
 @pytest.fixture
-def slow(desk: Desk, gated: Gated) -> Iterator[Loader]:
+def slow(deliveries: Deliveries, gated: Gated) -> Iterator[Loader]:
     others = set(threading.enumerate())
-    loader = Loader(SampleSource(gated, seed=0), deliver=desk.deliver, lookahead=2)
+    loader = Loader(SampleSource(gated, seed=0), deliver=deliveries.deliver, lookahead=2)
     yield loader
     gated.permits.release(10**6)
     loader.close(WAIT_S)
     assert not [thread for thread in threading.enumerate() if thread.name == "varuna-loader" and thread not in others]
 
 
-def test_micro_batches_come_in_the_order_requested(fast: Loader, desk: Desk) -> None:
+def test_micro_batches_come_in_the_order_requested(fast: Loader, deliveries: Deliveries) -> None:
     fast.request(7, [(0, [0, 1]), (2, [4])])
     fast.request(8, [(0, [6, 7])], keys=["x"])
-    found = [desk.next() for _ in range(3)]
+    found = [deliveries.next() for _ in range(3)]
     assert [(step, number, batch.indices) for step, number, batch in found] == [
         (7, 0, (0, 1)),
         (7, 2, (4,)),
@@ -87,59 +87,65 @@ def test_micro_batches_come_in_the_order_requested(fast: Loader, desk: Desk) -> 
     assert [list(batch.tensors) for _, _, batch in found] == [["x", "y"], ["x", "y"], ["x"]]
 
 
-def test_no_more_than_the_lookahead_is_prepared_until_one_is_taken(slow: Loader, desk: Desk, gated: Gated) -> None:
+def test_no_more_than_the_lookahead_is_prepared_until_one_is_taken(
+    slow: Loader, deliveries: Deliveries, gated: Gated
+) -> None:
     gated.permits.release(10**6)
     slow.request(0, [(i, [i]) for i in range(4)])
-    assert [desk.next()[1], desk.next()[1]] == [0, 1]
+    assert [deliveries.next()[1], deliveries.next()[1]] == [0, 1]
     with pytest.raises(queue.Empty):
-        desk.arrived.get(timeout=0.05)
+        deliveries.arrived.get(timeout=0.05)
     slow.taken()
-    assert desk.next()[1] == 2
+    assert deliveries.next()[1] == 2
     assert gated.started.qsize() == 3
 
 
-def test_taking_too_often_does_not_widen_the_lookahead(slow: Loader, desk: Desk, gated: Gated) -> None:
+def test_taking_too_often_does_not_widen_the_lookahead(slow: Loader, deliveries: Deliveries, gated: Gated) -> None:
     gated.permits.release(10**6)
     for _ in range(5):
         slow.taken()
     slow.request(0, [(i, [i]) for i in range(4)])
-    desk.next(), desk.next()
+    deliveries.next(), deliveries.next()
     with pytest.raises(queue.Empty):
-        desk.arrived.get(timeout=0.05)
+        deliveries.arrived.get(timeout=0.05)
 
 
-def test_an_exception_comes_in_place_of_the_batch_and_work_goes_on(fast: Loader, desk: Desk) -> None:
+def test_an_exception_comes_in_place_of_the_batch_and_work_goes_on(fast: Loader, deliveries: Deliveries) -> None:
     fast.request(0, [(0, [100]), (1, [1])])
-    error = desk.next()[2]
+    error = deliveries.next()[2]
     assert isinstance(error, ValueError)
     assert "dataset[100]" in error.__notes__[0]
-    assert desk.next()[2].indices == (1,)
+    assert deliveries.next()[2].indices == (1,)
 
 
-def test_a_dataset_that_exits_does_not_silence_the_loader(fast: Loader, desk: Desk) -> None:
+def test_a_dataset_that_exits_does_not_silence_the_loader(fast: Loader, deliveries: Deliveries) -> None:
     fast.request(0, [(0, [200]), (1, [1])])
-    assert isinstance(desk.next()[2], SystemExit)
-    assert desk.next()[1] == 1
+    assert isinstance(deliveries.next()[2], SystemExit)
+    assert deliveries.next()[1] == 1
 
 
-def test_cancelled_work_is_never_delivered_even_if_it_was_being_read(slow: Loader, desk: Desk, gated: Gated) -> None:
+def test_cancelled_work_is_never_delivered_even_if_it_was_being_read(
+    slow: Loader, deliveries: Deliveries, gated: Gated
+) -> None:
     slow.request(0, [(0, [0]), (1, [1])])
     assert gated.started.get(timeout=WAIT_S) == 0
     slow.cancel()
     slow.request(1, [(5, [5])])
     gated.permits.release(10**6)
-    assert desk.next()[:2] == (1, 5)
-    assert desk.arrived.empty()
+    assert deliveries.next()[:2] == (1, 5)
+    assert deliveries.arrived.empty()
     assert list(gated.started.queue) == [5]
 
 
-def test_a_cancel_frees_the_slots_of_batches_that_nobody_took(slow: Loader, desk: Desk, gated: Gated) -> None:
+def test_a_cancel_frees_the_slots_of_batches_that_nobody_took(
+    slow: Loader, deliveries: Deliveries, gated: Gated
+) -> None:
     gated.permits.release(10**6)
     slow.request(0, [(0, [0]), (1, [1]), (2, [2])])
-    desk.next(), desk.next()
+    deliveries.next(), deliveries.next()
     slow.cancel()
     slow.request(1, [(0, [0]), (1, [1])])
-    assert [desk.next()[:2], desk.next()[:2]] == [(1, 0), (1, 1)]
+    assert [deliveries.next()[:2], deliveries.next()[:2]] == [(1, 0), (1, 1)]
 
 
 def test_a_cancel_waits_for_a_delivery_in_progress() -> None:
@@ -181,22 +187,22 @@ def test_deliver_may_cancel() -> None:
     loader.close(WAIT_S)
 
 
-def test_closing_does_not_wait_for_a_dataset_that_hangs(gated: Gated, desk: Desk) -> None:
-    loader = Loader(SampleSource(gated, seed=0), deliver=desk.deliver)
+def test_closing_does_not_wait_for_a_dataset_that_hangs(gated: Gated, deliveries: Deliveries) -> None:
+    loader = Loader(SampleSource(gated, seed=0), deliver=deliveries.deliver)
     loader.request(0, [(0, [0])])
     gated.started.get(timeout=WAIT_S)
     loader.close(timeout_s=0.01)
     gated.permits.release(1)
     loader.close(WAIT_S)  # closing twice is fine
-    assert desk.arrived.empty()
+    assert deliveries.arrived.empty()
 
 
-def test_a_delivered_batch_is_not_kept_alive(fast: Loader, desk: Desk) -> None:
+def test_a_delivered_batch_is_not_kept_alive(fast: Loader, deliveries: Deliveries) -> None:
     fast.request(0, [(0, [0])])
-    _, _, batch = desk.next()
+    _, _, batch = deliveries.next()
     tensor = weakref.ref(batch.tensors["x"])
     del batch
     fast.request(0, [(1, [1])])
-    desk.next()
+    deliveries.next()
     gc.collect()
     assert tensor() is None

@@ -18,8 +18,8 @@ from varuna.fleet.workers.launcher import Launcher
 JOIN = f"varuna://{'t' * 20}@10.0.0.1:7070/{'ab' * 32}"
 
 
-class Door:
-    """A manager's, in memory: agents come with a token, and are refused when their secret is void."""
+class JoinServer:
+    """A manager's server, in memory: agents come with a token, and are refused when their secret is void."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.registry, self.home = Registry(folder), AgentFolder(folder / "home")
@@ -57,29 +57,29 @@ def _card(path: Path) -> AgentIdentity | None:
 
 
 @pytest.fixture
-def door(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Door:
-    return Door(tmp_path, monkeypatch)
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JoinServer:
+    return JoinServer(tmp_path, monkeypatch)
 
 
-def test_an_answer_that_is_lost_costs_no_token(door: Door) -> None:
-    door.lost_answers = 2
-    assert door.serve(door.registry.mint()) == 0
-    assert len(door.ran) == 1
-    assert door.told == ["the connection broke. Trying again."] * 2
-    assert not (door.home.folder / "joining.json").exists()
+def test_an_answer_that_is_lost_costs_no_token(server: JoinServer) -> None:
+    server.lost_answers = 2
+    assert server.serve(server.registry.mint()) == 0
+    assert len(server.ran) == 1
+    assert server.told == ["the connection broke. Trying again."] * 2
+    assert not (server.home.folder / "joining.json").exists()
 
 
-def test_a_machine_whose_secret_is_void_joins_with_a_new_token_and_with_no_old_one(door: Door) -> None:
-    first = door.registry.mint()
-    assert door.serve(first) == 0
-    assert door.serve("never looked at, since the card is good") == 0
-    door.registry.revoke(door.ran[0], "drained")  # while its agent was down
+def test_a_machine_whose_secret_is_void_joins_with_a_new_token_and_with_no_old_one(server: JoinServer) -> None:
+    first = server.registry.mint()
+    assert server.serve(first) == 0
+    assert server.serve("never looked at, since the card is good") == 0
+    server.registry.revoke(server.ran[0], "drained")  # while its agent was down
     with pytest.raises(VoidSecretError, match="join again with a new token"):
-        door.serve(first)
-    assert door.serve(door.registry.mint()) == 0
-    assert len(set(door.ran)) == 2
-    assert "Joining again" in door.told[-1]
-    door.registry.close()
+        server.serve(first)
+    assert server.serve(server.registry.mint()) == 0
+    assert len(set(server.ran)) == 2
+    assert "Joining again" in server.told[-1]
+    server.registry.close()
 
 
 def test_the_join_string_may_be_where_no_other_user_sees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

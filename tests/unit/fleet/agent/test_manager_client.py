@@ -35,12 +35,12 @@ JOB = JobIdentity(version=__version__, script="train.py", script_sha256="a", arg
 
 
 class Manager:
-    """A real door behind real TLS."""
+    """A real server for agents, over TLS."""
 
     def __init__(self, folder: Path) -> None:
         self.authority: CertificateAuthority = open_authority(folder)
         self.registry = Registry(folder)
-        self.door = AgentServer(
+        self.server = AgentServer(
             registry=self.registry,
             certificate_pem=self.authority.certificate_pem,
             manager="m1",
@@ -50,7 +50,7 @@ class Manager:
             audit=Audit(lambda event: None),
             write=lambda line: None,
         )
-        app = Starlette(routes=self.door.routes())
+        app = Starlette(routes=self.server.routes())
         self.serving = Serving(port=0, max_frame_bytes=LIMIT_BYTES, tls=self.authority.server_context())
         self.serving.start(app)
         self.identity: Identity = join(self.registry)
@@ -170,7 +170,7 @@ def test_a_frame_that_is_too_large_ends_its_own_connection_and_nobody_elses(mana
     try:
         assert isinstance(manager.hears(), Welcomed)
         asyncio.run(send_too_much())
-        assert manager.door.connected == [manager.identity.node]
+        assert manager.server.connected == [manager.identity.node]
         assert manager.heard.empty()
     finally:
         uplink.stop(0.0)
@@ -216,8 +216,8 @@ def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(
     uplink = manager.uplink()
     uplink.start()
     try:
-        wait_for(lambda: "disks" in str(manager.door.hosts()), 20)
-        hosts = manager.door.hosts()
+        wait_for(lambda: "disks" in str(manager.server.hosts()), 20)
+        hosts = manager.server.hosts()
     finally:
         uplink.stop(0.0)
     told: Any = hosts[manager.identity.node]

@@ -1,4 +1,4 @@
-"""The door for people: who may look, who may change, and what is written down."""
+"""The operator API: who may look, who may change, and what is written down."""
 
 import asyncio
 import base64
