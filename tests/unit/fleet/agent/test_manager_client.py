@@ -143,7 +143,7 @@ def test_one_that_is_refused_again_and_again_asks_ever_less_often_and_then_ends(
     uplink.stop(0.0)
     assert len([event for event in heard if isinstance(event, Welcomed)]) == 20
     assert "speaks for worker n9-other.0" in heard[-1].reason
-    assert sum(delays) > 20.0
+    assert sum(delays) > 14.0  # half of what the pauses add up to at most: each is drawn between that and all of it
 
 
 def test_a_frame_that_is_too_large_ends_its_own_connection_and_nobody_elses(manager: Manager) -> None:
