@@ -30,7 +30,7 @@ from varuna.partition.capture.sample_lists import ListedSamples
 from varuna.partition.opaque.autograd_functions import kept_functions
 from varuna.partition.opaque.calls import WritesError
 from varuna.partition.opaque.ctc_loss import Alignments
-from varuna.partition.opaque.eager_modules import Pieces, check_followed
+from varuna.partition.opaque.eager_modules import AgainError, Pieces, check_followed
 from varuna.partition.watching.explaining import ForwardFindings, NotExportedError
 from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
@@ -159,6 +159,8 @@ def _with_lists(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.E
     try:
         with listed:
             return _attempt(module, fake)
+    except (AgainError, WritesError):
+        raise
     except Exception:
         if not listed.used:
             raise

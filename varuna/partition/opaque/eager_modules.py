@@ -52,7 +52,7 @@ class NotFollowedError(ModelError):
         )
 
 
-class _AgainError(Exception):
+class AgainError(Exception):
     """What was traced so far is unusable; try again."""
 
 
@@ -89,7 +89,7 @@ class Pieces:
                 warnings.simplefilter("ignore")  # about a graph that is not used
                 try:
                     spoilt = _spoilt_module(attempt())
-                except _AgainError:
+                except AgainError:
                     continue
             if spoilt is None:
                 break
@@ -136,7 +136,7 @@ class Pieces:
         any_number, calls_before = self._takes_any_number, len(_module_stack())
         try:
             result = _call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
-        except (WritesError, _AgainError):
+        except (WritesError, AgainError):
             raise
         except Exception as error:
             if self._values is None:
@@ -166,7 +166,7 @@ class Pieces:
         """Let a module run as written that fixes the number of samples: the innermost one, from the beginning."""
         if before and not self._takes_any_number:
             self.found[path] = "it works for one number of samples only, unless it runs as written"
-            raise _AgainError
+            raise AgainError
 
     def _unify(self) -> None:
         """Let all inputs have one symbol for the number of samples, where an operation may hide that they have."""

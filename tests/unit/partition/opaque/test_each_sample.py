@@ -32,7 +32,8 @@ class Matching(nn.Module):
 
     @torch.no_grad()
     def forward(self, found: dict[str, Tensor], targets: list[dict[str, Tensor]]) -> list[Tensor]:
-        costs = [torch.cdist(points, target["points"]) for points, target in zip(found["points"], targets, strict=True)]
+        pairs = [(found["points"][i], targets[i]["points"]) for i in range(len(targets))]  # a number, for Python
+        costs = [torch.cdist(one, other) for one, other in pairs]
         return [torch.as_tensor(np.argmin(cost.numpy(), axis=0)) for cost in costs]
 
 
