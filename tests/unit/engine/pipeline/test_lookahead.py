@@ -102,6 +102,35 @@ def test_waits_are_what_the_device_stood_still_for() -> None:
     assert (times.begin_s, times.end_s) == (1.0, 12.0)
 
 
+def test_time_within_sections_is_marked_on_a_device_only_if_asked_for() -> None:
+    streams = Gates()
+    lookahead = DeviceLookahead(streams, Inbox(Patience(last_s=20)))
+    lookahead.begin(0, 0.0)
+    for times_sections in (False, True):
+        lookahead.times_sections = times_sections
+        before = len(streams.gates)
+        lookahead.acting()
+        lookahead.computing()
+        lookahead.computed()
+        for gate in streams.gates:
+            gate.open.set()
+        lookahead.acted(F1 if times_sections else F0)
+        assert len(streams.gates) - before == (4 if times_sections else 2)
+    streams.gates[-1].open.set()
+    assert [took.inside_s for took in lookahead.finish().actions] == [0.0, 1.0]
+    lookahead.close()
+
+
+def test_a_cpu_times_what_lies_within_sections() -> None:
+    setup = Setup(build=SmallLanguage)
+    setup.run(2, 1, steps=1)
+    for times in setup.times():
+        assert times is not None
+        assert all(0 < took.inside_s < took.seconds for took in times.actions)
+        assert [phase.name for phase in times.phases] == ["reduce", "vote", "apply"]
+        assert times.end_s <= times.phases[0].begin_s
+
+
 def test_steps_on_a_device_lie_one_behind_the_other() -> None:
     setup = Setup(build=SmallLanguage, traffic=lambda: traffic_over(LateStreams()))
     setup.run(2, 1, steps=3)
