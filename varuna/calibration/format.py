@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
-from varuna.core.model import TiedParameter
+from varuna.core.model import SectionBytes, TiedParameter
 from varuna.core.value import Value
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -49,8 +49,8 @@ class ModelIdentity(Finite):
     batch_dependent: bool = Field(default=False, description="no plan may lower its micro-batch")
 
 
-class SectionKind(Finite):
-    """Sections that run the same graph, measured at ``micro_batches`` examples."""
+class SectionTimes(Finite):
+    """Seconds of one section, measured at ``micro_batches`` examples."""
 
     micro_batches: tuple[Annotated[int, Field(ge=1)], ...] = Field(
         min_length=1, description="m of each time below, ascending; between them times are interpolated"
@@ -60,32 +60,9 @@ class SectionKind(Finite):
     recompute_s: tuple[Seconds, ...] = Field(default=(), description="R_i(m), with a graph; left out: as forward_s")
     input_s: tuple[Seconds, ...] = Field(default=(), description="I_i(m), the input-gradient half of B")
     weight_s: tuple[Seconds, ...] = Field(default=(), description="W_i(m), the weight-gradient half of B")
-    activation_bytes: Bytes = Field(description="kept between R and B, per example")
-    forward_bytes: Bytes = Field(default=0, description="needed while F runs, per example")
-    backward_bytes: Bytes = Field(default=0, description="needed beside activations while R or B runs, per example")
-    fixed_bytes: Bytes = Field(default=0, description="of such, whatever the micro-batch")
-    split_bytes: Bytes | None = Field(
-        default=None, description="needed beside activations while I runs, per example; left out: as for B"
-    )
-    split_fixed_bytes: Bytes = Field(default=0, description="of such, whatever the micro-batch")
-    input_bytes: Bytes = Field(default=0, description="samples that the section is the first to read, per example")
-    boundary_bytes: Bytes = Field(description="activation sent to the next section, per example; 0 for the last")
-    gradient_boundary_bytes: Bytes | None = Field(
-        default=None, description="gradient sent back over the same cut, per example; left out: as boundary_bytes"
-    )
-    gradient_free: bool = Field(default=False, description="nothing is trained in it, nor below it: no R, no B")
-    queued_bytes: Bytes | None = Field(
-        default=None, description="kept between I and W, per example; left out: as activation_bytes"
-    )
-    parameter_bytes: Bytes = Field(description="parameters that the section uses, tied ones included")
-    trainable_bytes: Bytes = Field(description="those of them that get gradients")
-    gradient_bytes: Bytes | None = Field(default=None, description="accumulated; left out: as trainable_bytes")
-    reduced_bytes: Bytes | None = Field(default=None, description="all-reduced; left out: as gradient_bytes")
-    optimizer_bytes: Bytes = Field(description="optimizer state, master copies of parameters included")
-    update_bytes: Bytes = Field(default=0, description="needed while the optimizer updates its parameters")
 
     @model_validator(mode="after")
-    def _one_time_per_size(self) -> "SectionKind":
+    def _one_time_per_size(self) -> "SectionTimes":
         if any(a >= b for a, b in pairwise(self.micro_batches)):
             raise ValueError(f"micro_batches {list(self.micro_batches)} must ascend")
         for name in ("forward_s", "backward_s", "recompute_s", "input_s", "weight_s"):
@@ -95,11 +72,6 @@ class SectionKind(Finite):
         if bool(self.input_s) != bool(self.weight_s):
             raise ValueError("input_s and weight_s are halves of B: give both, or none")
         return self
-
-    @property
-    def summed_bytes(self) -> int:
-        """Bytes of the accumulated gradients."""
-        return self.trainable_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def splits(self) -> bool:
@@ -118,6 +90,17 @@ class SectionKind(Finite):
                 line = low + (high - low) * (micro_batch - a) / (b - a)
                 return line if micro_batch >= a else max(line, low * micro_batch / a)
         return times[-1] * micro_batch / sizes[-1]
+
+
+class SectionKind(SectionBytes, SectionTimes):
+    """Sections that run the same graph."""
+
+    reduced_bytes: Bytes | None = Field(default=None, description="all-reduced; left out: as gradient_bytes")
+
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the accumulated gradients."""
+        return self.trainable_bytes if self.gradient_bytes is None else self.gradient_bytes
 
 
 class SectionRun(Finite):

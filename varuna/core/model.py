@@ -16,21 +16,10 @@ Links = Literal["host", "nccl"]
 LINKS: tuple[Links, ...] = get_args(Links)
 
 
-class SectionFacts(Value):
-    """One section C_i. Per-example figures scale with the micro-batch size m.
+class SectionBytes(Value):
+    """Bytes of one section, as captured; a calibration takes them over. What is per example scales with m."""
 
-    All are deterministic functions of the captured graph (never measured), so that sections are
-    the same on every machine and at every P.
-    """
-
-    label: str = Field(description="where the section ends, such as 'transformer.h.3'")
-    forward_s: float = Field(ge=0, description="F per example under the nominal roofline, seconds")
-    parameter_bytes: int = Field(ge=0, description="parameters that the section uses, tied ones included")
-    trainable_bytes: int = Field(ge=0, description="those that get gradients")
-    gradient_bytes: int | None = Field(default=None, ge=0, description="their fp32 sums; left out: as trainable_bytes")
-    optimizer_bytes: int = Field(ge=0, description="optimizer state of the trainable parameters, fp32 copies included")
-    update_bytes: int = Field(default=0, ge=0, description="needed while the optimizer updates its parameters")
-    activation_bytes: int = Field(ge=0, description="saved for B if not recomputed, per example")
+    activation_bytes: int = Field(ge=0, description="kept between R and B, per example")
     forward_bytes: int = Field(default=0, ge=0, description="needed while F runs, per example")
     backward_bytes: int = Field(default=0, ge=0, description="needed beside activations while R or B runs, per example")
     fixed_bytes: int = Field(default=0, ge=0, description="of such, whatever the micro-batch")
@@ -41,16 +30,34 @@ class SectionFacts(Value):
     queued_bytes: int | None = Field(
         default=None, ge=0, description="kept between I and W, per example; left out: as activation_bytes"
     )
-    input_bytes: int = Field(default=0, ge=0, description="samples that no lower section reads, per example")
-    boundary_bytes: int = Field(ge=0, description="crosses the cut after this section, per example; 0 for the last")
+    input_bytes: int = Field(default=0, ge=0, description="samples that the section is the first to read, per example")
+    boundary_bytes: int = Field(ge=0, description="activation sent to the next section, per example; 0 for the last")
     gradient_boundary_bytes: int | None = Field(
-        default=None, ge=0, description="what of it comes back as gradients; left out: as boundary_bytes"
+        default=None, ge=0, description="gradient sent back over the same cut, per example; left out: as boundary_bytes"
     )
     gradient_free: bool = Field(default=False, description="nothing is trained in it, nor below it: no R, no B")
+    parameter_bytes: int = Field(ge=0, description="parameters that the section uses, tied ones included")
+    trainable_bytes: int = Field(ge=0, description="those of them that get gradients")
+    gradient_bytes: int | None = Field(
+        default=None, ge=0, description="their sums, in fp32; left out: as trainable_bytes"
+    )
+    optimizer_bytes: int = Field(ge=0, description="optimizer state, fp32 copies of parameters included")
+    update_bytes: int = Field(default=0, ge=0, description="needed while the optimizer updates its parameters")
+
+
+class SectionFacts(SectionBytes):
+    """One section C_i.
+
+    All facts are deterministic functions of the captured graph (never measured), so that sections are
+    the same on every machine and at every P.
+    """
+
+    label: str = Field(description="where the section ends, such as 'transformer.h.3'")
+    forward_s: float = Field(ge=0, description="F per example under the nominal roofline, seconds")
 
     def untimed(self) -> dict[str, Any]:
-        """Fields that a calibration's kind of section takes over under the same names: all but seconds."""
-        return self.model_dump(exclude={"label", "forward_s"})
+        """The fields of ``SectionBytes``."""
+        return self.model_dump(include=set(SectionBytes.model_fields))
 
 
 class TiedParameter(Value):
