@@ -39,7 +39,7 @@ STYLE = """
 
 @dataclass(frozen=True)
 class Point:
-    """One op: what a cut behind it would cost."""
+    """One op: what a cut after it would cost."""
 
     name: str
     module: str
@@ -163,7 +163,7 @@ def _op(name: str) -> str:
 def draw(points: Sequence[Point]) -> str:
     """The whole picture."""
     title = f"Live bytes along GPT-2 (124 M parameters, {LENGTH} tokens)"
-    about = "Bytes that a cut behind each op would have to send; cut-points are the valleys, two in each layer."
+    about = "Bytes that a cut after each op would have to send; cut-points are the valleys, two in each layer."
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
         'aria-labelledby="title desc" font-family="system-ui, sans-serif" font-size="14">',
@@ -172,7 +172,7 @@ def draw(points: Sequence[Point]) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" rx="12" fill="#f6f7f9"/>',
         text(24, 36, f"{title}: what a cut at each place would send", "bold"),
         *whole(points),
-        text(24, 350, f"One layer, {ZOOMED} (shaded above): live bytes behind each op that computes", "bold"),
+        text(24, 350, f"One layer, {ZOOMED} (shaded above): live bytes after each op that computes", "bold"),
         *zoomed(points),
         "</svg>",
     ]

@@ -82,7 +82,7 @@ class Planning:
             return None
 
     def share(self, plan: Any) -> float:
-        """Of the activations in flight on all stages but the last, which has its B right behind its F, those kept."""
+        """Of the activations in flight on all stages but the last, which has its B right after its F, those kept."""
         if plan is None:
             return -1.0
         kept_bytes = whole_bytes = 0

@@ -141,7 +141,7 @@ def ours(options: argparse.Namespace) -> dict[str, Any] | None:
     from varuna.planner.choose import plan_run
 
     stages, _, variant = options.mode.partition("-")
-    policy = "gpipe" if variant == "recompute" else "adaptive"  # one stage has B behind F otherwise, and no R
+    policy = "gpipe" if variant == "recompute" else "adaptive"  # one stage has B right after F otherwise, and no R
     trainer = varuna.Trainer(
         lambda: build(options.model),
         Tokens(LENGTH.get(options.model, 1024)),

@@ -173,7 +173,7 @@ class Stage:
         return self.until_micro_batch(since_s)
 
     def until_micro_batch(self, since_s: float) -> float:
-        """Seconds from ``since_s`` to the first backward behind the next forming."""
+        """Seconds from ``since_s`` to the first backward after the next forming."""
         formed: set[Path] = set()
         found: list[float] = []
 

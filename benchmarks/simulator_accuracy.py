@@ -4,7 +4,7 @@
 
 Real compute (GPT-2, 6 layers of width 256) with at most as many ranks as this machine has cores; compute that sleeps
 with up to 8 ranks, on emulated networks. Calibrations come from `varuna calibrate`'s own code, with as many workers at
-once as the plan has ranks. Plans of a setting run in interleaved rounds, each behind a calibration of its own and in
+once as the plan has ranks. Plans of a setting run in interleaved rounds, each after a calibration of its own and in
 fresh processes; an error is the median over the rounds of prediction over median step. The last line is JSON.
 """
 

@@ -33,7 +33,7 @@ NETWORKS = {
 def run_on_time() -> None:
     """Let this rank's threads run as soon as their sleep is over, whatever else runs, where that is allowed.
 
-    Slept ranks hardly compute, so nothing else suffers; call it behind imports and before threads are started.
+    Ranks that sleep hardly compute, so nothing else suffers; call it after imports and before threads are started.
     """
     with contextlib.suppress(AttributeError, PermissionError):
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))

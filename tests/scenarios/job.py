@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--slow-worker", help="the one whose forwards take twice as long")
     parser.add_argument("--spare-state", action="store_true", help="misbehave, and be fast, only while D >= 2")
     parser.add_argument("--raise-at", type=int, help="step at which the worker of stage 1 raises")
-    parser.add_argument("--break-at", type=int, help="step behind which rank 0 leaves the loop")
+    parser.add_argument("--break-at", type=int, help="step after which rank 0 leaves the loop")
     parser.add_argument("--unstable", action="store_true")
     parser.add_argument("--export")
     parser.add_argument("--init", default="constructor")

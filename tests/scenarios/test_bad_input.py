@@ -1,4 +1,4 @@
-"""What goes wrong ends in one clear message, with no process left behind and nothing lost (issue 2, "Bad input").
+"""What goes wrong ends in one clear message, with no process left behind and nothing lost.
 
 Every case is a process of its own, and most of its time is Python's start: they run a few at a time in the
 background, and each test waits for those that it looks at.
@@ -385,7 +385,7 @@ def test_a_damaged_only_checkpoint_is_refused_and_left_as_it_is(end: Ends) -> No
 
 
 def test_signals_end_a_run_and_its_workers(tmp_path: Path) -> None:
-    """SIGTERM at once; SIGINT behind the step in flight, with a checkpoint of it."""
+    """SIGTERM at once; SIGINT after the step in flight, with a checkpoint of it."""
     args = ("none", "--steps", "100000", "--checkpoint-dir", "{folder}/checkpoints")
     expected = {signal.SIGINT: 130, signal.SIGTERM: 143}
     parents = {}

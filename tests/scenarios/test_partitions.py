@@ -74,7 +74,7 @@ class Scene:
         return [event.record for event in self.run.events("generation_started")]
 
     def nothing_lost(self) -> None:
-        """No worker, and no step; on a busy machine somebody may have been left out as slow, behind a vote."""
+        """No worker, and no step; on a busy machine somebody may have been left out as slow, after a vote."""
         assert not self.run.events("worker_lost"), self.run.said()
         redone = [record.cause for record in self.generations()[1:] if record.steps_redone]
         assert not redone

@@ -128,7 +128,7 @@ def test_a_random_loss_is_named_as_that() -> None:
         checked(Net, loss=loss)
 
 
-# -- what is no difference -------------------------------------------------------------------------------------
+# -- what is not a difference ------------------------------------------------------------------------------------
 
 
 class Softmaxed(Net):
@@ -170,7 +170,7 @@ def test_true_zeros_empty_and_sparse_gradients_are_no_differences() -> None:
 
 
 class Variational(nn.Module):
-    """Draws noise: the loss of a batch is no mean of its parts' but for that."""
+    """Draws noise: the loss of a batch is not the mean of its parts' only because of that."""
 
     def __init__(self) -> None:
         super().__init__()

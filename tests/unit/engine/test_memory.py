@@ -188,7 +188,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_waits_for_w_is_as_large_as_promised(precision: Precision) -> None:
-    """Every W behind all I's, without luck: on one stage, whose sections are told to split."""
+    """Every W after all I's, without luck: on one stage, whose sections are told to split."""
     setup = Setup(build=Stack, micro_batch=_MICRO_BATCH, precision=precision)
     count, facts = len(setup.model.sections), setup.model.facts.sections
     given = {"stages": 1, "replicas": 1, "micro_batch": _MICRO_BATCH, "global_batch": 24, "starts": (0,)}

@@ -43,7 +43,7 @@ def test_workers_of_one_gpu_are_planned_with_its_halves() -> None:
     hello(driver, "w0", BIG[0])
     hello(driver, "w1", BIG[0])
     assert planner.memory == [worker_bytes([BIG[0]] * 2)]
-    assert driver.fleet.job == driver.job, "what a worker may fill is no part of what it trains"
+    assert driver.fleet.job == driver.job, "what a worker may fill is not part of what it trains"
 
 
 def test_workers_on_cpus_are_planned_as_before() -> None:

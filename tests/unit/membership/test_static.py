@@ -146,7 +146,7 @@ def test_each_rank_gets_the_same_assignment_but_for_its_rank_and_then_the_end() 
 
 @pytest.mark.parametrize("apart", [True, False])
 def test_ranks_plan_for_the_memory_that_their_devices_have_for_each(apart: bool) -> None:
-    """Three of them on two GPUs; what one of them has is no difference between their jobs."""
+    """Three of them on two GPUs; what one of them has does not make their jobs differ."""
     store, seen = local_store(), list[JobFacts]()
 
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:

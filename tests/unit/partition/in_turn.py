@@ -53,7 +53,7 @@ def run_in_turn(
 
 
 def everywhere(flow: Flow, costs: Sequence[Cost]) -> list[int]:
-    """Cuts behind every op where that is possible."""
+    """Cuts after every op where that is possible."""
     return [position for position, live in enumerate(flow.live_bytes()[:-1]) if live is not None]
 
 

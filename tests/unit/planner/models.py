@@ -39,7 +39,7 @@ def gpt2_2_5b() -> ModelFacts:
     return model([section(0.00224, 2 * 44 * MB, 60 * MB, 4 * MB)] * 54)
 
 
-# Where the network is no matter, further workers cannot hurt.
+# Where the network does not matter, further workers cannot hurt.
 FAST = Network(link=Link(latency_s=0, bytes_per_s=1e15), rings=(Ring(latency_s=0, bytes_per_s=1e15),))
 
 

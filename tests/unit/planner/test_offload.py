@@ -54,7 +54,7 @@ def test_a_lone_stage_copies_nothing_but_streams() -> None:
 def test_host_memory_that_is_the_devices_own_relieves_nothing() -> None:
     here = sizer(calibrated(FOUR), 2).detail(0, 0, 2, Size(1, 0))
     same = sizer(calibrated(FOUR).offloaded(apart=False), 2).detail(0, 0, 2, Size(1, 0))
-    assert same.total == here.total + 2 * 200 * MB  # there the next section comes behind the update, not beside it
+    assert same.total == here.total + 2 * 200 * MB  # there the next section comes after the update, not beside it
     assert same.host == 0
 
 

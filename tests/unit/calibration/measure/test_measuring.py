@@ -81,7 +81,7 @@ def test_a_section_that_does_not_fit_is_refused_with_its_bytes() -> None:
 
 
 def test_no_message_leaves_before_both_have_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else it would wait behind a late one, and its time would be that of both."""
+    """Otherwise it would wait after a late one, and its time would be that of both."""
     noted: list[str] = []
     send, put = Sender.send, Inbox.put
 

@@ -117,7 +117,7 @@ def test_what_a_listing_shows_is_passed_over_with_a_warning(store: Store, kind: 
     assert found is not None
     assert found[0].step == 4
     if kind == "manifest missing":
-        assert found[1] == []  # it is no checkpoint at all
+        assert found[1] == []  # it is not a checkpoint at all
     else:
         assert "the checkpoint of step 8 cannot be used" in found[1][0]
         assert ("manifest.json" if "manifest" in kind else file) in found[1][0]

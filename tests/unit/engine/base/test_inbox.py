@@ -33,7 +33,7 @@ class Waiting:
             self.error = error
 
     def ready(self, inbox: Inbox, key: object) -> Callable[[], bool]:
-        def look() -> bool:  # runs under the inbox's lock: whoever puts or aborts behind it finds us waiting
+        def look() -> bool:  # runs under the inbox's lock: a put or an abort after it finds us waiting
             self.entered.set()
             return inbox.has(key)
 

@@ -102,7 +102,7 @@ def test_a_message_is_copied_behind_what_was_computed_and_not_before() -> None:
     copies, value = StreamCopies(streams), torch.zeros(2, 3)
     streams.compute.put(lambda: value.fill_(7.0))
     message = Layout((HIDDEN,), 2, digests=True).pack({"hidden": value}, [4, 5], copies)
-    streams.compute.put(lambda: value.fill_(9.0))  # behind the message
+    streams.compute.put(lambda: value.fill_(9.0))  # after the message
     assert Layout((HIDDEN,), 2, digests=True).digests_of(message.buffer) == [4, 5]
     found = Layout((HIDDEN,), 2, digests=True).unpack(message.whole())
     assert found["hidden"].eq(7.0).all()

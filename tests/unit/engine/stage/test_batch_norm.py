@@ -78,7 +78,7 @@ def buffers_of(found: Setup) -> dict[str, Tensor]:
 
 
 def one_process() -> tuple[list[float], dict[str, Tensor]]:
-    """A plain loop that accumulates over micro-batches: losses, and the buffers behind the last step."""
+    """A plain loop that accumulates over micro-batches: losses, and the buffers after the last step."""
     job = setup()
     torch.manual_seed(job.seed)
     model = Normalised().train()

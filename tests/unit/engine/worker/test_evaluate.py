@@ -52,7 +52,7 @@ def evaluation_of(setup: Setup) -> PartitionedModel:
 def train(
     setup: Setup, stages: int, replicas: int, validation: Any, examples: int
 ) -> tuple[list[float], list[EvaluationSums]]:
-    """Three steps, an evaluation behind each: losses of the steps, and of the evaluations."""
+    """Three steps, an evaluation after each: losses of the steps, and of the evaluations."""
     evaluated = evaluation_of(setup)
     buffers = setup.beginning.buffers(needed_buffers(evaluated) - needed_buffers(setup.model))
     store = local_store()

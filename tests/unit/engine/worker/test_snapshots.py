@@ -113,7 +113,7 @@ def differing(found: Mapping[int, SectionState], expected: Mapping[int, SectionS
 def saved_while_training(
     setup: Setup, kind: type[Gated], store: Store, *, morph: bool = False, overflowed: bool = False
 ) -> tuple[set[str], set[str]]:
-    """Save between two steps and let the writer begin behind the second: what it got wrong, and what changed."""
+    """Save between two steps and let the writer begin after the second: what it got wrong, and what changed."""
     gate, shards = threading.Event(), list[SavedShard]()
     setup = replace(setup, traffic=late_traffic(kind, gate))
     plan = make_plan(setup)

@@ -28,7 +28,7 @@ class JoinServer:
         monkeypatch.setattr(module, "_PAUSE_S", 0.0)
         monkeypatch.setattr(
             AgentFolder, "read", lambda home: _card(home.folder / "agent.json")
-        )  # "PEM" is no certificate
+        )  # "PEM" is not a certificate
         monkeypatch.setattr(ManagerRemote, "post", self.post)
 
     def post(self, path: str, body: dict[str, object]) -> ManagerReply:

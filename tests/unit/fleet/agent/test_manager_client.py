@@ -191,7 +191,7 @@ def test_a_thread_that_does_not_start_is_named(manager: Manager, monkeypatch: py
 
 
 class Deaf:
-    """A manager that was frozen behind the handshake: what exceeds the sockets' buffers waits."""
+    """A manager that was frozen after the handshake: what exceeds the sockets' buffers waits."""
 
     async def send(self, text: str) -> None:
         await asyncio.Event().wait()

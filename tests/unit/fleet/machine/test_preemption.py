@@ -36,7 +36,7 @@ def flags(driver: Driver) -> list[str]:
 
 
 def regroup(driver: Driver, next_step: int) -> None:
-    """All members stop behind the vote that carried the flag."""
+    """All members stop after the vote that carried the flag."""
     driver.voted(next_step - 1)
     for name in driver.fleet.live_members:
         driver.held(name, next_step if driver.seat_sections(name) else None)

@@ -59,7 +59,7 @@ def test_a_planned_morph_does_not_wait_for_spares_that_heard_no_vote() -> None:
     assert driver.fleet.record.members[4:] == ("w4",)
     driver.voted(1)
     first, *others = driver.fleet.record.grid
-    assert sends(driver.held(first, 2), Hold) == [("w4", Hold(generation=0))]  # the ranks stop behind the vote
+    assert sends(driver.held(first, 2), Hold) == [("w4", Hold(generation=0))]  # the ranks stop after the vote
     for name in (*others, "w4"):
         assert not sends(driver.held(name, 2 if name != "w4" else None), Hold)
     assert driver.fleet.generation == 1

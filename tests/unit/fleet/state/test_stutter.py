@@ -146,7 +146,7 @@ def test_a_straggler_stays_where_the_run_would_be_slower_without_it() -> None:
     driver.gather()
     driver.voted(0, 1)
     beat_all(driver, 20, w3=1.3)
-    assert len(driver.told(Notice)) == 1  # reported, but half of the workers for 30 % is no bargain
+    assert len(driver.told(Notice)) == 1  # reported, but half of the workers for 30 % is not worth it
     assert not sends(driver.done, RaiseFlag)
 
 

@@ -1,4 +1,4 @@
-"""What a boundary between sections changes about a value, or must not: cut behind every op, against plain eager."""
+"""What a boundary between sections changes about a value, or must not: cut after every op, against plain eager."""
 
 from collections.abc import Callable, Sequence
 
@@ -107,7 +107,7 @@ class Unlearned(Checkpointed):
 
 
 def behind_attention(flow: Flow, costs: Sequence[Cost]) -> list[int]:
-    """Cuts behind every attention, and nowhere else: the views after it are taken of what has crossed."""
+    """Cuts after every attention, and nowhere else: the views after it are taken of what has crossed."""
     return [i for i in everywhere(flow, costs) if op_name(flow.ops[i]) == "aten::scaled_dot_product_attention"]
 
 
