@@ -13,9 +13,6 @@ from varuna.core.errors import LinkError
 from varuna.engine.base.wait_bounds import Awaited, Heard, Patience, Scene, Waiting
 from varuna.process.console import say
 
-_LOOK_S = 5.0
-"""A wait that lasts is looked at this often."""
-
 
 class GenerationEnded(Exception):
     """The manager has ended this generation; abandon it and report what is held."""
@@ -154,7 +151,7 @@ class Inbox:
     def _came(self, waiting: Waiting, ready: Callable[[], bool], *, told: bool) -> bool:
         """Wait until it is time to look at the wait; the first rank to give up a deadlock breaks the others' links."""
         try:
-            return self._comes(ready, _LOOK_S if told else min(self.patience.told_s, self.patience.last_s))
+            return self._comes(ready, self.patience.look_s if told else min(self.patience.told_s, self.patience.last_s))
         except LinkError as error:
             if told and (circle := self._scene().circle(waiting, self.patience, self._stalled_s / 2)):
                 raise LinkError(f"{error}. {circle}") from error

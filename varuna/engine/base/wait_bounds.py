@@ -34,6 +34,8 @@ class Patience:
     """Ranks tell each other what they do this often."""
     told_s: float = 30.0
     """A wait says so after this long."""
+    look_s: float = 5.0
+    """Once it has said so, it looks this often whether it can still be right."""
     stalled_s: float = 300.0
     """Least time for which all ranks of a step must have waited for each other: a message may be on its way."""
     steps: float = 20.0

@@ -60,12 +60,14 @@ class ManagerRemote:
         port: its port.
         certificate_pem: of the run's authority; None for plain HTTP on loopback.
         token: the operator's.
+        answer_s: bound on a whole answer.
     """
 
     host: str
     port: int
     certificate_pem: str | None
     token: str = ""
+    answer_s: float = _WHOLE_ANSWER_S
 
     def get(self, path: str) -> ManagerReply:
         """Read something.
@@ -90,7 +92,7 @@ class ManagerRemote:
             )
         else:
             connection = _PinnedConnection(self.host, self.port, client_context(self.certificate_pem), True)
-        return _exchange(connection, method, path, body, self.token)
+        return _exchange(connection, method, path, body, self.token, self.answer_s)
 
 
 def fetch_certificate(invitation: JoinString) -> str:
@@ -101,7 +103,7 @@ def fetch_certificate(invitation: JoinString) -> str:
         FleetError: somebody else does.
     """
     connection = _PinnedConnection(invitation.host, invitation.port, unverified_context(), False)
-    answer = _exchange(connection, "GET", "/ca", None, "")
+    answer = _exchange(connection, "GET", "/ca", None, "", _WHOLE_ANSWER_S)
     if answer.status != 200:
         raise FleetError(
             f"{invitation.address} is not a Varuna manager: it answered {answer.status} when asked for its "
@@ -119,7 +121,7 @@ def fetch_certificate(invitation: JoinString) -> str:
 
 
 def _exchange(
-    connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, token: str
+    connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, token: str, answer_s: float
 ) -> ManagerReply:
     where = f"{connection.host}:{connection.port}"
     headers = {"Content-Type": "application/json"} if body is not None else {}
@@ -128,20 +130,20 @@ def _exchange(
     try:
         connection.request(method, path, body, headers)
         answer = connection.getresponse()
-        return ManagerReply(answer.status, _body(answer), {k.lower(): v for k, v in answer.getheaders()})
+        return ManagerReply(answer.status, _body(answer, answer_s), {k.lower(): v for k, v in answer.getheaders()})
     except (OSError, http.client.HTTPException) as error:
         raise explain(error, where) from error
     finally:
         connection.close()
 
 
-def _body(answer: http.client.HTTPResponse) -> bytes:
+def _body(answer: http.client.HTTPResponse, bound_s: float) -> bytes:
     """All of it, within a bound of bytes and one of time: each read has its own, and a drop now and then satisfies it.
 
     Raises:
         TimeoutError: it took too long.
     """
-    body, deadline_s = bytearray(), time.monotonic() + _WHOLE_ANSWER_S
+    body, deadline_s = bytearray(), time.monotonic() + bound_s
     while len(body) < _MAX_ANSWER_BYTES and (part := answer.read1(_PART_BYTES)):
         body += part
         if time.monotonic() > deadline_s:

@@ -8,6 +8,7 @@ import asyncio
 import ipaddress
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -16,28 +17,28 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from varuna.process.console import warn
 
-MOST_STRANGERS, MOST_OF_ONE_ADDRESS = 1024, 256
-_REQUEST_S = 10.0
 _DENIED = "ASGI callable returned without completing handshake."  # what uvicorn says of each refused WebSocket
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConnectionLimits:
+    """How many strangers there may be, and how long each has."""
+
+    most: int = 1024
+    """strangers at once"""
+    most_of_one: int = 256
+    """the same, of one address"""
+    request_s: float = 10.0
+    """for a whole request, or the first word of a TLS handshake"""
+    handshake_s: float = 10.0
+    """for the rest of the handshake"""
+
+
 class StrangerLimits:
-    """Counts strangers; for one event loop.
+    """Counts strangers; for one event loop."""
 
-    Args:
-        most: strangers at once.
-        most_of_one: the same, of one address.
-        patience_s: for a whole request.
-    """
-
-    def __init__(
-        self,
-        *,
-        most: int = MOST_STRANGERS,
-        most_of_one: int = MOST_OF_ONE_ADDRESS,
-        patience_s: float = _REQUEST_S,
-    ) -> None:
-        self._most, self._most_of_one, self._patience_s = most, most_of_one, patience_s
+    def __init__(self, bounds: ConnectionLimits) -> None:
+        self.bounds = bounds
         self._strangers: dict[object, tuple[str, asyncio.TimerHandle, asyncio.Transport]] = {}  # the first came first
         self._origins: Counter[str] = Counter()
 
@@ -45,11 +46,11 @@ class StrangerLimits:
         """Count a stranger, new or back for another request; without a whole request in time the connection is cut."""
         self.release(who)
         origin = _origin(address)
-        is_full = len(self._strangers) >= self._most
-        if self._origins[origin] >= self._most_of_one or (is_full and not self._evict(origin)):
+        is_full = len(self._strangers) >= self.bounds.most
+        if self._origins[origin] >= self.bounds.most_of_one or (is_full and not self._evict(origin)):
             transport.abort()
             return
-        timer = asyncio.get_running_loop().call_later(self._patience_s, transport.abort)
+        timer = asyncio.get_running_loop().call_later(self.bounds.request_s, transport.abort)
         self._strangers[who] = origin, timer, transport
         self._origins[origin] += 1
 

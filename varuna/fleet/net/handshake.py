@@ -12,7 +12,6 @@ from typing import cast
 
 from varuna.fleet.net.connection_limits import StrangerLimits
 
-HANDSHAKE_S = 10.0
 _GOODBYE_S = 2.0
 
 
@@ -69,7 +68,7 @@ class Handshake(asyncio.Protocol):
                 self,
                 self._tls,
                 server_side=True,
-                ssl_handshake_timeout=HANDSHAKE_S,
+                ssl_handshake_timeout=self._limits.bounds.handshake_s,
                 ssl_shutdown_timeout=_GOODBYE_S,
             )
         except OSError:  # an SSLError is one, and so is a TimeoutError

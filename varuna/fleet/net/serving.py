@@ -17,7 +17,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from varuna.core.errors import FleetError
-from varuna.fleet.net.connection_limits import GuardedProtocol, Quiet, StrangerLimits
+from varuna.fleet.net.connection_limits import ConnectionLimits, GuardedProtocol, Quiet, StrangerLimits
 from varuna.fleet.net.handshake import Handshake
 from varuna.fleet.net.watchdog import Watchdog
 
@@ -32,6 +32,14 @@ class Serving:
 
     What it serves comes with ``start``: by then whoever answers there may know of the port.
 
+    Args:
+        port: 0 picks a free one.
+        max_frame_bytes: of a WebSocket's message.
+        host: address to listen on.
+        tls: speaks TLS with it.
+        limits: on connections that have not shown a secret.
+        loop_factory: makes the event loop. Default: uvloop's, where it is installed.
+
     Raises:
         FleetError: the port is taken, or the address is not one of this machine.
     """
@@ -43,7 +51,10 @@ class Serving:
         max_frame_bytes: int,
         host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
+        limits: ConnectionLimits | None = None,
+        loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
+        self._limits, self._loop_factory = limits or ConnectionLimits(), loop_factory or _fastest_loop()
         self._socket = bind(host, port)
         self.host: str = host
         self.port: int = self._socket.getsockname()[1]
@@ -65,7 +76,7 @@ class Serving:
         Raises:
             FleetError: the thread's event loop did not start within 10 s.
         """
-        self._uvicorn = _uvicorn(app, self._max_frame_bytes, self._tls)
+        self._uvicorn = _uvicorn(app, self._max_frame_bytes, self._tls, self._limits)
         self._thread.start()
         if not self._ready.wait(_START_S):
             raise FleetError(
@@ -88,7 +99,7 @@ class Serving:
                 self._loop.call_soon_threadsafe(work, *args)
 
     def _run(self) -> None:
-        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        with asyncio.Runner(loop_factory=self._loop_factory) as runner:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
@@ -141,8 +152,8 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _uvicorn(app: ASGIApp, max_frame_bytes: int, tls: ssl.SSLContext | None) -> _Uvicorn:
-    limits = StrangerLimits()
+def _uvicorn(app: ASGIApp, max_frame_bytes: int, tls: ssl.SSLContext | None, bounds: ConnectionLimits) -> _Uvicorn:
+    limits = StrangerLimits(bounds)
     config = uvicorn.Config(
         app,
         http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]  # it is called as a class is
@@ -193,7 +204,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop]:
     """An event loop of uvloop, where it is installed: it takes a third of the memory with a thousand connections."""
     try:
         import uvloop

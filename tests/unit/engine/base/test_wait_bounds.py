@@ -156,7 +156,7 @@ def test_a_deadlock_of_three_ranks_is_told_and_ended_with_all_their_waits(
         add(reducer, tied, tag + reducer._rank)
 
     monkeypatch.setattr(Reducer, "_sum_one", astray)
-    setup = Setup(patience=Patience(word_s=0.05, told_s=0.5, stalled_s=1.0, steps=0.0))
+    setup = Setup(patience=Patience(word_s=0.05, told_s=0.5, look_s=0.1, stalled_s=1.0, steps=0.0))
     with pytest.raises(LinkError, match=r"every rank has waited for another one \(.*; ") as raised:
         setup.run(3, 1, steps=2)
     assert "waits for the gradients of tied parameters (step 0) from rank 2" in str(raised.value)

@@ -4,10 +4,8 @@ import asyncio
 import http.client
 import socket
 import threading
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
 import pytest
 from starlette.applications import Starlette
@@ -17,10 +15,9 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.websockets import WebSocket
 from websockets.sync.client import connect
 
-from varuna.fleet.net import serving as serving_module
 from varuna.fleet.net.ca import CertificateAuthority, open_authority
 from varuna.fleet.net.client import ManagerRemote
-from varuna.fleet.net.connection_limits import StrangerLimits, _origin
+from varuna.fleet.net.connection_limits import ConnectionLimits, _origin
 from varuna.fleet.net.requests import read_body
 from varuna.fleet.net.serving import Serving
 
@@ -47,31 +44,37 @@ async def echo(websocket: WebSocket) -> None:
 
 
 @pytest.fixture
-def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(
-        serving_module, "StrangerLimits", lambda: StrangerLimits(most=8, most_of_one=4, patience_s=PATIENCE_S)
-    )
+def port() -> Iterator[int]:
     routes = [Route("/", hello), Route("/fail", fail), Route("/take", take, methods=["POST"])]
-    serving = Serving(port=0, max_frame_bytes=1000)
+    limits = ConnectionLimits(most=8, most_of_one=4, request_s=PATIENCE_S)
+    serving = Serving(port=0, max_frame_bytes=1000, limits=limits)
     serving.start(Starlette(routes=[*routes, WebSocketRoute("/echo", echo)]))
     yield serving.port
     serving.stop()
 
 
-@pytest.fixture(params=["the fastest loop that is installed", "asyncio's own"])
-def secured(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[tuple[CertificateAuthority, int]]:
-    """8 strangers at most, 4 from one address, 3 s each."""
-    if request.param == "asyncio's own":
-        monkeypatch.setattr(serving_module, "_loop_factory", lambda: asyncio.new_event_loop)
-    monkeypatch.setattr(serving_module, "StrangerLimits", lambda: StrangerLimits(most=8, most_of_one=4, patience_s=3.0))
-    authority = open_authority(tmp_path)
-    app = Starlette(routes=[Route("/", hello)])
-    serving = Serving(port=0, max_frame_bytes=1000, tls=authority.server_context())
-    serving.start(app)
-    yield authority, serving.port
-    serving.stop()
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> CertificateAuthority:
+    return open_authority(tmp_path_factory.mktemp("authority"))
+
+
+LOOPS = pytest.mark.parametrize(
+    "loop", [None, asyncio.new_event_loop], ids=["the fastest loop that is installed", "asyncio's own"]
+)
+Loop = Callable[[], asyncio.AbstractEventLoop]
+
+
+@contextmanager
+def secured(authority: CertificateAuthority, loop: Loop | None, request_s: float) -> Iterator[int]:
+    """8 strangers at most, 4 from one address."""
+    limits = ConnectionLimits(most=8, most_of_one=4, request_s=request_s)
+    tls = authority.server_context()
+    serving = Serving(port=0, max_frame_bytes=1000, tls=tls, limits=limits, loop_factory=loop)
+    serving.start(Starlette(routes=[Route("/", hello)]))
+    try:
+        yield serving.port
+    finally:
+        serving.stop()
 
 
 def get(port: int, path: str = "/") -> str:
@@ -117,11 +120,11 @@ def stand(stack: ExitStack, port: int, address: str) -> socket.socket:
     return stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, source_address=(address, 0)))
 
 
+@LOOPS
 def test_handshakes_that_never_end_have_few_places_and_cost_nobody_elsewhere_theirs(
-    secured: tuple[CertificateAuthority, int],
+    authority: CertificateAuthority, loop: Loop | None
 ) -> None:
-    authority, port = secured
-    with ExitStack() as stack:
+    with secured(authority, loop, request_s=60.0) as port, ExitStack() as stack:
         crowd = [stand(stack, port, "127.0.0.2") for _ in range(20)]
         assert [_read(stranger) for stranger in crowd[4:]] == [b""] * 16  # at once
         crowd += [stand(stack, port, "127.0.0.3") for _ in range(4)]
@@ -129,14 +132,18 @@ def test_handshakes_that_never_end_have_few_places_and_cost_nobody_elsewhere_the
             stranger.setblocking(False)
             with pytest.raises(BlockingIOError):
                 stranger.recv(1)  # they stay until their time is over
-        begin_s = time.monotonic()
-        for _ in range(3):
+        for _ in range(3):  # no place comes free by itself
             assert ManagerRemote("127.0.0.1", port, authority.certificate_pem).get("/").body == b"hello"
-        assert time.monotonic() - begin_s < 2  # no place came free by itself
-        last = crowd[-1]
-        last.settimeout(8)
-        assert _read(last) == b""
-        assert time.monotonic() - begin_s < 8
+
+
+@LOOPS
+def test_handshakes_that_never_begin_are_over_after_their_time(
+    authority: CertificateAuthority, loop: Loop | None
+) -> None:
+    with secured(authority, loop, request_s=0.1) as port, ExitStack() as stack:
+        crowd = [stand(stack, port, "127.0.0.2") for _ in range(4)]
+        assert [_read(stranger) for stranger in crowd] == [b""] * 4
+        assert ManagerRemote("127.0.0.1", port, authority.certificate_pem).get("/").body == b"hello"
 
 
 def test_neighbours_in_one_network_of_ipv6_are_one_crowd() -> None:

@@ -22,12 +22,9 @@ from websockets.asyncio.client import connect
 from varuna.core.errors import FleetError
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.join import admit
-from varuna.fleet.net import client as remote_module
-from varuna.fleet.net import handshake as handshake_module
-from varuna.fleet.net import serving as serving_module
 from varuna.fleet.net.ca import SERVER_NAME, CertificateAuthority, client_context, issue, open_authority
 from varuna.fleet.net.client import ManagerRemote, UnreachableError, fetch_certificate
-from varuna.fleet.net.connection_limits import StrangerLimits
+from varuna.fleet.net.connection_limits import ConnectionLimits
 from varuna.fleet.net.join_string import JoinString
 from varuna.fleet.net.protocol import Identity
 from varuna.fleet.net.serving import Serving
@@ -41,7 +38,7 @@ async def listen(websocket: WebSocket) -> None:
     await websocket.receive()
 
 
-def serve(authority: CertificateAuthority | None) -> Serving:
+def serve(authority: CertificateAuthority | None, limits: ConnectionLimits | None = None) -> Serving:
     app = Starlette(
         routes=[
             Route("/ca", lambda request: PlainTextResponse(authority.certificate_pem if authority else "none")),
@@ -49,7 +46,7 @@ def serve(authority: CertificateAuthority | None) -> Serving:
         ]
     )
     tls = authority.server_context() if authority else None
-    serving = Serving(port=0, max_frame_bytes=1000, tls=tls)
+    serving = Serving(port=0, max_frame_bytes=1000, tls=tls, limits=limits)
     serving.start(app)
     return serving
 
@@ -170,10 +167,8 @@ def test_wrong_addresses_say_what_is_there_instead(place: Place) -> None:
 
 
 @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01", b"no handshake at all"])
-def test_who_does_not_end_a_handshake_is_dropped(monkeypatch: pytest.MonkeyPatch, place: Place, said: bytes) -> None:
-    monkeypatch.setattr(handshake_module, "HANDSHAKE_S", 0.2)
-    monkeypatch.setattr(serving_module, "StrangerLimits", lambda: StrangerLimits(patience_s=0.2 if not said else 60.0))
-    serving = serve(place.authority)
+def test_who_does_not_end_a_handshake_is_dropped(place: Place, said: bytes) -> None:
+    serving = serve(place.authority, ConnectionLimits(request_s=60.0 if said else 0.2, handshake_s=0.2))
     try:
         with socket.create_connection(("127.0.0.1", serving.port), 5) as silent:
             silent.sendall(said)
@@ -200,9 +195,8 @@ def test_the_server_stops_while_websockets_are_open(place: Place, capfd: pytest.
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_an_answer_that_drips_has_a_bound_as_a_whole(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_drips_has_a_bound_as_a_whole() -> None:
     """Each read has one of its own, which a drop now and then satisfies for ever."""
-    monkeypatch.setattr(remote_module, "_WHOLE_ANSWER_S", 0.2)
 
     async def drip(request: Request) -> StreamingResponse:
         async def drops() -> AsyncIterator[bytes]:
@@ -216,6 +210,6 @@ def test_an_answer_that_drips_has_a_bound_as_a_whole(place: Place, monkeypatch: 
     serving.start(Starlette(routes=[Route("/drip", drip)]))
     try:
         with pytest.raises(UnreachableError, match="did not answer within"):
-            ManagerRemote("127.0.0.1", serving.port, None).get("/drip")
+            ManagerRemote("127.0.0.1", serving.port, None, answer_s=0.2).get("/drip")
     finally:
         serving.stop()
