@@ -7,6 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from varuna.engine.pipeline.timeline import StepTimes
+from varuna.observe.svg import element, picture
 from varuna.simulator.trace import StepTrace
 
 _WIDTH = 960.0
@@ -107,11 +108,9 @@ def draw(title: str, panels: Sequence[Panel], *, unit: str = "s") -> str:
     heights = [_TITLE + lane * len(panel.rows) for panel in panels]
     height = _TOP + sum(heights) + _AXIS * len(panels) + _LEGEND
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" role="img" '
-        'aria-labelledby="title" font-family="system-ui, sans-serif" font-size="14">',
-        f'<title id="title">{escape(title)}</title>',
+        element("title", title, id="title"),
         f"<style>{_STYLE}</style>",
-        f'<rect width="{_WIDTH:g}" height="{height:g}" rx="12" fill="#f6f7f9"/>',
+        element("rect", width=_WIDTH, height=height, rx=12, fill="#f6f7f9"),
         _text(24, 36, title, "bold"),
     ]
     top = _TOP
@@ -120,8 +119,9 @@ def draw(title: str, panels: Sequence[Panel], *, unit: str = "s") -> str:
         top += panel_height + _AXIS
     used = {bar.name for panel in panels for row in panel.rows for bar in row}
     dense = any(_is_dense(row) for panel in panels for row in panel.rows)
-    parts += [*_legend(height - 20, [name for name in _LOOKS if name in used], dense=dense), "</svg>"]
-    return "\n".join(parts) + "\n"
+    parts += _legend(height - 20, [name for name in _LOOKS if name in used], dense=dense)
+    attributes = {"role": "img", "aria_labelledby": "title", "font_family": "system-ui, sans-serif", "font_size": 14}
+    return picture((_WIDTH, height), parts, **attributes)
 
 
 def _panel(panel: Panel, top: float, lane: float, span_s: float, unit: str) -> Iterator[str]:
@@ -138,18 +138,18 @@ def _panel(panel: Panel, top: float, lane: float, span_s: float, unit: str) -> I
     )
     for stage in range(len(panel.rows)):
         y = lanes + lane * stage
-        yield f'<rect x="{_LEFT:g}" y="{y + 1:g}" width="{_RIGHT - _LEFT:g}" height="{lane - 2:g}" class="lane"/>'
+        yield element("rect", x=_LEFT, y=y + 1, width=_RIGHT - _LEFT, height=lane - 2, class_="lane")
         if lane > 12 or stage % 5 == 0:
             yield _text(_LEFT - 8, y + lane / 2 + 4, f"stage {stage}", "soft end")
     label_width = 7.5 * len(length)
     label = min(end, _RIGHT - label_width / 2 + 12)
     for tick_s in _ticks(span_s):
-        yield f'<path d="M{x(tick_s):.1f} {lanes:g}V{bottom:g}" class="grid"/>'
+        yield element("path", d=f"M{x(tick_s):.1f} {lanes:g}V{bottom:g}", class_="grid")
         if abs(x(tick_s) - label) > label_width / 2 + 14:
             yield _text(x(tick_s), bottom + 16, f"{tick_s:g}", "soft mid")
     for stage, row in enumerate(panel.rows):
         yield from _bars(row, lanes + lane * stage + 1, lane - 2, x)
-    yield f'<path d="M{end:.1f} {lanes - 4:g}V{bottom + 4:g}" class="finish"/>'
+    yield element("path", d=f"M{end:.1f} {lanes - 4:g}V{bottom + 4:g}", class_="finish")
     yield _text(label, bottom + 16, length, "late mid")
 
 
@@ -171,11 +171,10 @@ def _bars(row: Sequence[Bar], y: float, height: float, x: Callable[[float], floa
         line.append(f"h{right - left:.4g}")
         pens[bar.name] = right
         if right - left >= _LABEL_WIDTH and height >= 12 and bar.name in _NUMBERED:
-            colour = " light" if bar.name == "B" else ""
-            at = f'x="{(left + right) / 2:.1f}" y="{middle + 3.5:g}"'
-            numbers.append(f'<text {at} class="number{colour}">{bar.micro_batch}</text>')
+            kind = "number light" if bar.name == "B" else "number"
+            numbers.append(_text((left + right) / 2, middle + 3.5, str(bar.micro_batch), kind))
     for name, line in lines.items():
-        yield f'<path d="{"".join(line)}" fill="none" stroke="{_LOOKS[name][0]}" stroke-width="{height:g}"/>'
+        yield element("path", d="".join(line), fill="none", stroke=_LOOKS[name][0], stroke_width=height)
     yield from numbers
 
 
@@ -205,7 +204,7 @@ def _shares(row: Sequence[Bar], y: float, height: float, x: Callable[[float], fl
                 width = len(buckets) * _BUCKET_WIDTH
                 paths.append(f"M{_LEFT + buckets[0] * _BUCKET_WIDTH:g} {top:g}h{width:g}v{tall:g}h-{width:g}z")
         if paths:
-            yield f'<path d="{"".join(paths)}" fill="{_LOOKS[name][0]}"/>'
+            yield element("path", d="".join(paths), fill=_LOOKS[name][0])
         below = above
 
 
@@ -228,11 +227,11 @@ def _legend(y: float, names: Iterable[str], *, dense: bool) -> Iterator[str]:
     left = _LEFT
     for name in names:
         colour, words = _LOOKS[name]
-        yield f'<rect x="{left:g}" y="{y - 10:g}" width="12" height="12" fill="{colour}"/>'
+        yield element("rect", x=left, y=y - 10, width=12, height=12, fill=colour)
         yield _text(left + 18, y, words, "soft")
         left += 36 + 6.4 * len(words)
     yield _text(left, y, "shares of the time, stacked" if dense else "numbers: micro-batches", "soft")
 
 
 def _text(x: float, y: float, words: str, kind: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}">{escape(words)}</text>'
+    return element("text", words, x=round(x, 1), y=round(y, 1), class_=kind)

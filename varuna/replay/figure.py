@@ -1,8 +1,8 @@
 """A picture like the paper's 60-hour figure: examples/s and examples/s per GPU over time, with the plans."""
 
 from collections.abc import Sequence
-from xml.sax.saxutils import escape
 
+from varuna.observe.svg import element, picture
 from varuna.replay.report import ReplayOutcome, Stretch
 
 _WIDTH, _HEIGHT = 1200, 640
@@ -18,26 +18,23 @@ def draw(outcome: ReplayOutcome, gpus_per_node: int, title: str) -> str:
     trained = [stretch for stretch in outcome.stretches if stretch.plan is not None]
     totals = [(s.begin_s, s.end_s, _rate(s)) for s in trained]
     shares = [(s.begin_s, s.end_s, _rate(s) / max(1, s.nodes * gpus_per_node)) for s in trained]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" '
-            f'height="{_HEIGHT}" font-family="sans-serif" font-size="12" fill="{_INK}">',
-            f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-            _text(_LEFT, 22, title, size=15),
-            *_panel(totals, _PANELS[0], scale, outcome.duration_s, "examples/s", _TOTAL),
-            *_labels(trained, _PANELS[0], scale),
-            *_ticks(outcome.checkpoints_s, _PANELS[0][1], scale),
-            *_panel(shares, _PANELS[1], scale, outcome.duration_s, "examples/s per GPU", _PER_GPU),
-            _text(
-                _LEFT,
-                605,
-                "Gaps: morphs, lost steps, or no plan fits. p: the same plan on other workers. "
-                "Ticks under the upper panel: checkpoints.",
-            ),
-            _text(_LEFT, 625, _summary(outcome)),
-            "</svg>",
-        ]
-    )
+    parts = [
+        element("rect", width=_WIDTH, height=_HEIGHT, fill="white"),
+        _text(_LEFT, 22, title, size=15),
+        *_panel(totals, _PANELS[0], scale, outcome.duration_s, "examples/s", _TOTAL),
+        *_labels(trained, _PANELS[0], scale),
+        *_ticks(outcome.checkpoints_s, _PANELS[0][1], scale),
+        *_panel(shares, _PANELS[1], scale, outcome.duration_s, "examples/s per GPU", _PER_GPU),
+        _text(
+            _LEFT,
+            605,
+            "Gaps: morphs, lost steps, or no plan fits. p: the same plan on other workers. "
+            "Ticks under the upper panel: checkpoints.",
+        ),
+        _text(_LEFT, 625, _summary(outcome)),
+    ]
+    attributes = {"width": _WIDTH, "height": _HEIGHT, "font_family": "sans-serif", "font_size": 12, "fill": _INK}
+    return picture((_WIDTH, _HEIGHT), parts, **attributes)
 
 
 def _rate(stretch: Stretch) -> float:
@@ -69,30 +66,23 @@ def _panel(
     parts = []
     for i in range(5):
         y = bottom - (bottom - top) * i / 4
-        parts.append(f'<line x1="{left}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}" stroke="{_GRID}"/>')
+        parts.append(_line((left, y), (right, y), _GRID))
         parts.append(_text(left - 8, y + 4, f"{most * i / 4:.4g}", anchor="end"))
     hours = duration_s / 3600.0
     every = next((step for step in (0.25, 0.5, 1, 2, 4, 6, 12, 24) if hours / step <= 14), 48)
     for i in range(int(hours / every) + 1):
         x = left + i * every * 3600.0 * per_s
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{bottom}" y2="{bottom + 5}" stroke="{_INK}"/>')
+        parts.append(_line((x, bottom), (x, bottom + 5), _INK))
         parts.append(_text(x, bottom + 20, f"{i * every:g} h", anchor="middle"))
     for begin_s, end_s, value in bars:
         x, width = left + begin_s * per_s, (end_s - begin_s) * per_s
         height = (bottom - top) * value / most
-        parts.append(
-            f'<rect x="{x:.2f}" y="{bottom - height:.1f}" width="{width:.2f}" height="{height:.1f}" '
-            f'fill="{colour}" fill-opacity="0.25"/>'
-        )
-        parts.append(
-            f'<line x1="{x:.2f}" x2="{x + width:.2f}" y1="{bottom - height:.1f}" y2="{bottom - height:.1f}" '
-            f'stroke="{colour}" stroke-width="1.6"/>'
-        )
-    middle = (top + bottom) / 2
-    parts.append(
-        f'<text x="16" y="{middle:.0f}" transform="rotate(-90 16 {middle:.0f})" text-anchor="middle" '
-        f'fill="{colour}">{title}</text>'
-    )
+        y = bottom - height
+        parts.append(element("rect", x=x, y=y, width=width, height=height, fill=colour, fill_opacity=0.25))
+        parts.append(_line((x, y), (x + width, y), colour, 1.6))
+    y = (top + bottom) / 2
+    turned = f"rotate(-90 16 {y:.0f})"
+    parts.append(element("text", title, x=16, y=y, transform=turned, text_anchor="middle", fill=colour))
     return parts
 
 
@@ -110,11 +100,9 @@ def _labels(trained: Sequence[Stretch], edges: tuple[int, int], scale: tuple[flo
         taken.append(x)
         same = before is not None and before.plan == stretch.plan
         label = "p" if same else stretch.plan.shape
-        parts.append(
-            f'<text x="{x + 3:.1f}" y="{top - 4}" font-size="10" fill="{_MARK}" '
-            f'transform="rotate(-45 {x + 3:.1f} {top - 4})">{label}</text>'
-        )
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{top + 4}" stroke="{_MARK}"/>')
+        turned = f"rotate(-45 {x + 3:.1f} {top - 4})"
+        parts.append(element("text", label, x=x + 3, y=top - 4, font_size=10, fill=_MARK, transform=turned))
+        parts.append(_line((x, top - 4), (x, top + 4), _MARK))
     return parts
 
 
@@ -122,7 +110,7 @@ def _ticks(moments_s: Sequence[float], y: int, scale: tuple[float, float]) -> li
     """Short marks below the axis, one a pixel at most."""
     left, per_s = scale
     columns = sorted({round(left + moment * per_s) for moment in moments_s})
-    return [f'<line x1="{x}" x2="{x}" y1="{y + 24}" y2="{y + 30}" stroke="{_MARK}"/>' for x in columns]
+    return [_line((x, y + 24), (x, y + 30), _MARK) for x in columns]
 
 
 def _nice(value: float) -> float:
@@ -136,4 +124,8 @@ def _nice(value: float) -> float:
 
 
 def _text(x: float, y: float, text: str, *, size: int = 12, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}">{escape(text)}</text>'
+    return element("text", text, x=x, y=y, font_size=size, text_anchor=anchor)
+
+
+def _line(begin: tuple[float, float], end: tuple[float, float], colour: str, width: float = 1.0) -> str:
+    return element("line", x1=begin[0], y1=begin[1], x2=end[0], y2=end[1], stroke=colour, stroke_width=width)
