@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from varuna.data.keys import derive_key
+from varuna.data.randomness import derive_key
 
 
 class SameDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]

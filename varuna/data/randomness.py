@@ -1,5 +1,6 @@
-"""Python, NumPy and torch randomness, seeded for a moment and put back."""
+"""Python, NumPy and torch randomness, seeded for a moment and put back; and the keys that seed it."""
 
+import hashlib
 import random
 import threading
 from collections.abc import Iterator
@@ -8,13 +9,24 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
-from varuna.data.keys import derive_key
-
-__all__ = ["derive_key", "generator_lock", "seeded"]
-
 # torch's default generator is one per process: the loader seeds it before dataset[i] and the engine before a
 # section, each on its own thread. A thread that seeds it holds this lock for as long as the draws must be its own.
 generator_lock = threading.RLock()
+
+
+def derive_key(*parts: int | str) -> int:
+    """Hash ``parts`` to an unsigned 64-bit key; different sequences of parts give independent keys.
+
+    A key is the same in every process, on every machine, and in every version of Python.
+
+    Each part goes in with its type and length, so that ``("ab", "c")``, ``("a", "bc")`` and ``("a", "b", "c")``
+    differ, and so do ``1`` and ``"1"``.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        text = (part if isinstance(part, str) else str(int(part))).encode()
+        digest.update(b"%c%d:%b" % (b"s" if isinstance(part, str) else b"i", len(text), text))
+    return int.from_bytes(digest.digest(), "little")
 
 
 @contextmanager

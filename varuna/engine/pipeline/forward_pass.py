@@ -25,8 +25,8 @@ from varuna.engine.pipeline.message_layouts import Layouts
 from varuna.engine.pipeline.whole_batch import WholeBatch
 from varuna.engine.stage.losses import sums_of
 from varuna.engine.stage.section import Examples
-from varuna.engine.stage.section_inputs import examples_of
 from varuna.engine.stage.stage import Stage
+from varuna.partition.batch_layout import check_inputs
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import PartitionedModel
@@ -202,7 +202,11 @@ class ForwardPass:
         graph = self._model.graphs[variant]
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, self._buffers)
-        return examples_of(batch, size, graph.inputs, self._copies, variant, self.whole.numbers(variant, size))
+        given = dict(self.whole.numbers(variant, size))
+        if batch is not None:
+            check_inputs(graph.inputs, batch.tensors, batch.indices)
+            given.update(batch.tensors)
+        return Examples(self._copies.up(given) if given else {}, size, variant)
 
     def hand_on(self, step: int, micro_batch: int, values: Mapping[str, Tensor], arrived: Arrived) -> None:
         """Send what crosses into the next stage."""
