@@ -28,6 +28,8 @@ from benchmarks.timed import step_times  # noqa: E402
 from varuna.core.model import JobFacts  # noqa: E402
 from varuna.core.plan import Plan  # noqa: E402
 from varuna.engine.base.transport import c10d  # noqa: E402
+from varuna.job.spec import JobSpec  # noqa: E402
+from varuna.job.start import begin  # noqa: E402
 from varuna.membership.static import StaticMembership, world_from_environment  # noqa: E402
 
 UNIT_S = 0.01
@@ -81,35 +83,35 @@ class Layer(nn.Module):
         return result
 
 
-def trainer_of(model: str, global_batch: int, micro_batch: int) -> varuna.Trainer:
+def options_of(model: str, global_batch: int, micro_batch: int) -> dict[str, Any]:
     """The job: GPT-2 of 6 layers and width 256, or a chain of sections that sleep."""
     if model == "gpt2":
-        return varuna.Trainer(
-            build,
-            Tokens(),
-            lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            clip_grad_norm=1.0,
-        )
-    return varuna.Trainer(
-        lambda: Chain(Layer() for _ in range(SECTIONS)),
-        Rows(WIDTH),
-        lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3),
-        global_batch=global_batch,
-        micro_batch=micro_batch,
-        cut_at=[f"layers.{k}" for k in range(1, SECTIONS)],
-    )
+        return {
+            "model": build,
+            "dataset": Tokens(),
+            "optimizer": lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
+            "global_batch": global_batch,
+            "micro_batch": micro_batch,
+            "clip_grad_norm": 1.0,
+        }
+    return {
+        "model": lambda: Chain(Layer() for _ in range(SECTIONS)),
+        "dataset": Rows(WIDTH),
+        "optimizer": lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3),
+        "global_batch": global_batch,
+        "micro_batch": micro_batch,
+        "cut": [f"layers.{k}" for k in range(1, SECTIONS)],
+    }
 
 
-def run(trainer: varuna.Trainer, plan: Plan, steps: int) -> None:
+def run(spec: JobSpec, plan: Plan, steps: int) -> None:
     """One rank of a real run of ``plan``."""
     world = world_from_environment()
 
     def planned(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         return plan
 
-    session = trainer._start(steps, StaticMembership(world, planned))
+    session = begin(spec, steps, StaticMembership(world, planned))
     times: list[float] = []
     actions: dict[str, list[float]] = {}
     waited: list[float] = []
@@ -145,11 +147,11 @@ def main() -> None:
         seed=int(os.environ.get("RANK", "0")),
         message_bytes=MESSAGE_BYTES[args.model],
     )
-    trainer = trainer_of(args.model, args.global_batch, args.micro_batch)
+    options = options_of(args.model, args.global_batch, args.micro_batch)
     if args.plan:
-        run(trainer, Plan.model_validate_json(args.plan), args.steps)
+        run(JobSpec(**options), Plan.model_validate_json(args.plan), args.steps)
     else:
-        for _ in trainer.steps(args.steps):
+        for _ in varuna.Trainer(**options).steps(args.steps):
             pass
 
 

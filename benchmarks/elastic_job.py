@@ -93,8 +93,7 @@ def elastic(steps: int, marks: Marks, pause_s: float, checkpoints: str | None) -
         optimizer=lambda named: optimizer([parameter for _, parameter in named]),
         global_batch=GLOBAL_BATCH,
         micro_batch=MICRO_BATCH,
-        checkpoint_dir=checkpoints,
-        checkpoint_every=10 if checkpoints else None,
+        checkpoints=varuna.Checkpoints(checkpoints, every=10) if checkpoints else None,
     )
     for step in trainer.steps(steps):
         if step.is_main:

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from varuna.calibration.fit import assemble
-from varuna.calibration.format import Calibration, Link, Network, Ring
+from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.calibration.measure.collect import collect
 from varuna.calibration.measure.rendezvous import StoreHost
 from varuna.core.plan import Plan
@@ -158,7 +158,7 @@ def nearly_nothing(steps: int) -> dict[str, Any] | None:
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3),
         global_batch=ACTIONS_BATCH,
         micro_batch=1,
-        cut_at=["other"],
+        cut=["other"],
     )
     begun: list[str] = []
 
@@ -178,7 +178,7 @@ def nearly_nothing(steps: int) -> dict[str, Any] | None:
 
 def ideal_s(plan: Plan, calibration: Calibration) -> float:
     """A step of ``plan`` where only sections and the optimizer take time."""
-    instant = Network(link=Link(latency_s=0.0, bytes_per_s=1e15), rings=(Ring(latency_s=0.0, bytes_per_s=1e15),))
+    instant = NetworkCosts(link=Link(latency_s=0.0, bytes_per_s=1e15), rings=(Ring(latency_s=0.0, bytes_per_s=1e15),))
     free = {"action_s": 0.0, "hand_over_s": 0.0, "samples_s": 0.0, "across_vms": instant, "within_vm": None}
     costs = pipeline_costs(profile(calibration.model_copy(update=free), plan.micro_batch), plan, gpus_per_vm=1)
     return simulate(

@@ -34,13 +34,13 @@ def build(layers: int) -> Any:
     return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-def trainer_of(layers: int, micro_batches: int) -> Any:
+def spec_of(layers: int, micro_batches: int) -> Any:
     """The job that is planned, and measured."""
     import torch
 
-    import varuna
+    from varuna.job.spec import JobSpec
 
-    return varuna.Trainer(
+    return JobSpec(
         partial(build, layers),
         Tokens(),
         lambda named: torch.optim.AdamW([parameter for _, parameter in named], lr=1e-3),
@@ -55,9 +55,8 @@ class Planning:
     def __init__(self, layers: int, stages: int, micro_batches: int) -> None:
         from varuna.calibration.nominal import nominal_calibration
 
-        self.trainer = trainer_of(layers, micro_batches)
-        self.model = self.trainer.partition()
-        self.facts = self.model.facts
+        self.spec = spec_of(layers, micro_batches)
+        self.facts = self.spec.partitioned.facts
         self.calibration = nominal_calibration(self.facts)
         self.stages, self.micro_batches = stages, micro_batches
 
@@ -107,11 +106,12 @@ class Planning:
     def run(self, plan: Any, steps: int) -> float:
         """Median seconds of a step of ``plan`` in fresh processes, one per rank."""
         from benchmarks.timed import step_times
+        from varuna.job.start import open_session
         from varuna.membership.static import StaticMembership, world_from_environment
 
         def rank() -> float:
             membership = StaticMembership(world_from_environment(), lambda *_: plan)
-            session = self.trainer.session(steps + 2, membership, self.model, self.trainer.beginning(self.model))
+            session = open_session(self.spec, steps + 2, membership)
             return statistics.median(
                 list(step_times(session))[2:]
             )  # the first step is applied on copies, and kernels warm up

@@ -258,29 +258,28 @@ def plan_of(facts: Any, case: Case) -> Any:
 
 def measure(model: str, case: Case, device: str | None) -> list[Row]:
     """Promised and measured bytes of each stage of the first replica."""
-    import varuna
+    from varuna.job.arguments import choose_device
+    from varuna.job.spec import JobSpec
+    from varuna.job.start import open_session
     from varuna.membership.static import StaticMembership, world_from_environment
 
     build, dataset = MODELS[model]
-    trainer = varuna.Trainer(
+    spec = JobSpec(
         build,
         dataset,
         case.optimizer,
         global_batch=case.micro_batches * MICRO_BATCH,
         micro_batch=MICRO_BATCH,
         precision=case.precision,
-        device=device,
+        device=choose_device(device),
     )
-    captured = trainer.partition()
-    plan = plan_of(captured.facts, case)
+    plan = plan_of(spec.partitioned.facts, case)
 
     def rank() -> Any:
         torch.set_num_threads(1)
         world = world_from_environment()
-        meter = Meter(trainer.device)
-        session = trainer.session(
-            STEPS, StaticMembership(world, lambda *_: plan), captured, trainer.beginning(captured)
-        )
+        meter = Meter(spec.device)
+        session = open_session(spec, STEPS, StaticMembership(world, lambda *_: plan))
         with meter.counted.watch():
             for _ in session.steps():
                 pass

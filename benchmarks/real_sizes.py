@@ -136,28 +136,30 @@ def plain(options: argparse.Namespace) -> dict[str, Any]:
 
 def ours(options: argparse.Namespace) -> dict[str, Any] | None:
     """The same job under Varuna; None on all ranks but the main one."""
-    import varuna
+    from varuna.core.model import Memory
+    from varuna.job.arguments import choose_device
+    from varuna.job.spec import JobSpec
+    from varuna.job.start import open_session
     from varuna.membership.static import StaticMembership, world_from_environment
     from varuna.planner.choose import plan_run
 
     stages, _, variant = options.mode.partition("-")
     policy = "gpipe" if variant == "recompute" else "adaptive"  # one stage has B right after F otherwise, and no R
-    trainer = varuna.Trainer(
+    spec = JobSpec(
         lambda: build(options.model),
         Tokens(LENGTH.get(options.model, 1024)),
         lambda named: adamw([parameter for _, parameter in named], options.device),
         global_batch=options.micro_batches * options.micro_batch,
         micro_batch=options.micro_batch,
         precision=options.precision,
-        device=options.device,
-        offload_optimizer=variant == "offload",
+        device=choose_device(options.device),
+        memory=Memory(offload_optimizer=variant == "offload"),
     )
-    model = trainer.partition()
     solo = StaticMembership(
         world_from_environment(),
         lambda job, workers, m: plan_run(job, workers=workers, stages=int(stages), micro_batch=m, policy=policy),
     )
-    session = trainer.session(options.steps, solo, model, trainer.beginning(model))
+    session = open_session(spec, options.steps, solo)
     times, losses, last_s, is_main = [], [], time.perf_counter(), False
     with closing(session):
         for step in session.steps():

@@ -12,7 +12,7 @@ import json
 import random
 import time
 
-from varuna.calibration.format import Calibration, Jitter, Link, Network, Ring
+from varuna.calibration.format import Calibration, Jitter, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import ModelFacts, SectionFacts
 from varuna.planner.request import PlanRequest
@@ -49,7 +49,7 @@ def _section(chance: random.Random) -> SectionFacts:
 
 def with_speed(base: Calibration, latency_s: float, speed: float, jitter: Jitter) -> Calibration:
     """On links of 1.1 GB/s and rings of 0.47 GB/s, times ``speed``."""
-    network = Network(
+    network = NetworkCosts(
         link=Link(latency_s=latency_s, bytes_per_s=1.1e9 * speed, jitter=jitter),
         rings=(Ring(latency_s=latency_s, bytes_per_s=0.47e9 * speed),),
     )

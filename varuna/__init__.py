@@ -19,16 +19,24 @@ from varuna.core.plan import Plan
 from varuna.core.version import __version__
 
 if TYPE_CHECKING:
+    from varuna.core.model import Memory, Network
     from varuna.engine.stage.cross_stage import all_reduce_shared, owned
-    from varuna.results import Step
+    from varuna.job.options import Checkpoints, Collate, Loss
+    from varuna.results import Evaluation, Step
     from varuna.trainer import Trainer
 
 __all__ = [
     "CheckpointError",
+    "Checkpoints",
+    "Collate",
     "DataError",
+    "Evaluation",
     "FleetError",
     "LinkError",
+    "Loss",
+    "Memory",
     "ModelError",
+    "Network",
     "NoPlanError",
     "Plan",
     "Step",
@@ -42,23 +50,37 @@ __all__ = [
 ]
 
 
+_LATE = {
+    "Checkpoints": "varuna.job.options",
+    "Collate": "varuna.job.options",
+    "Evaluation": "varuna.results",
+    "Loss": "varuna.job.options",
+    "Memory": "varuna.core.model",
+    "Network": "varuna.core.model",
+    "Step": "varuna.results",
+    "Trainer": "varuna.trainer",
+    "all_reduce_shared": "varuna.engine.stage.cross_stage",
+    "owned": "varuna.engine.stage.cross_stage",
+}
+"""Where names are that are loaded when they are asked for: planning and the command line run without torch."""
+
+
 def __getattr__(name: str) -> Any:
-    """Load torch only for what needs it: planning and the command line run without."""
-    if name == "Trainer":
-        return _load_trainer()
-    if name == "Step":
-        return import_module("varuna.results").Step
-    if name in ("all_reduce_shared", "owned"):
-        return getattr(import_module("varuna.engine.stage.cross_stage"), name)
-    raise AttributeError(f"module 'varuna' has no attribute {name!r}")
+    if name not in _LATE:
+        raise AttributeError(f"module 'varuna' has no attribute {name!r}")
+    return getattr(_load(_LATE[name]), name)
 
 
-def _load_trainer() -> Any:
-    """Load the Trainer without collecting garbage: torch.export brings thousands of modules, and it saves a quarter."""
+def __dir__() -> list[str]:
+    return __all__
+
+
+def _load(module: str) -> Any:
+    """A few thousand modules come with torch.export; garbage collections while they load take a quarter of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        return import_module("varuna.trainer").Trainer
+        return import_module(module)
     finally:
         if was_enabled:
             gc.enable()

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import varuna
 from benchmarks.emulated.chain import Chain, Rows
 from benchmarks.emulated.network import NETWORKS, delay_sends, run_on_time
 from benchmarks.forked import run_ranks
@@ -27,6 +26,8 @@ from varuna.engine.base.transport import c10d
 from varuna.engine.stage.section import Examples, Tape
 from varuna.engine.stage.stage import Left, Results, Stage
 from varuna.engine.worker import generation
+from varuna.job.spec import JobSpec
+from varuna.job.start import open_session
 from varuna.membership.static import StaticMembership, world_from_environment
 from varuna.schedule.policy import stash_limit
 
@@ -100,24 +101,22 @@ def main() -> None:
     Slept.unit_s = unit_s
     setattr(generation, "Stage", Slept)  # noqa: B010 - every stage of this process sleeps
     plan = plan_of(policy, stages, micro_batches)
-    trainer = varuna.Trainer(
+    spec = JobSpec(
         lambda: Chain(Scale() for _ in range(stages)),
         Rows(WIDTH),
         lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=0.0),
         global_batch=plan.global_batch,
         micro_batch=MICRO_BATCH,
-        cut_at=[f"layers.{k}" for k in range(1, stages)],
+        cut=[f"layers.{k}" for k in range(1, stages)],
     )
     torch.set_num_threads(1)
-    model = trainer.partition()
-    assert len(model.sections) == stages
-    beginning = trainer.beginning(model)
+    assert len(spec.partitioned.sections) == stages
 
     def rank() -> list[float]:
         run_on_time()
         world = world_from_environment()
         delay_sends(c10d.ProcessGroupGloo, network, unit_s, seed=world.rank)
-        session = trainer.session(steps, StaticMembership(world, lambda *_: plan), model, beginning)
+        session = open_session(spec, steps, StaticMembership(world, lambda *_: plan))
         times = list(step_times(session))
         if folder is not None:
             assert session.current is not None

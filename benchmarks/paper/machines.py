@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from varuna.calibration.format import Hardware, Jitter, Link, Network, OptimizerCosts, Ring
+from varuna.calibration.format import Hardware, Jitter, Link, NetworkCosts, OptimizerCosts, Ring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,8 @@ class Machine:
     head_share: float = 1.0
     """time of the language-model head against its FLOPs at that rate"""
     micro_batches: tuple[int, ...] = (1, 2, 4, 8, 16)
-    across_vms: Network
-    within_vm: Network | None = None
+    across_vms: NetworkCosts
+    within_vm: NetworkCosts | None = None
     action_s: float = 0.0005
     optimizer: OptimizerCosts
     snapshot_bytes_per_s: float
@@ -40,7 +40,7 @@ V100 = Machine(
     flops_per_s=43.6e12,
     layer_s=0.00067,
     head_share=0.74,
-    across_vms=Network(
+    across_vms=NetworkCosts(
         link=Link(latency_s=0.0003, bytes_per_s=0.255e9, jitter=Jitter(mean_s=0.005)),
         rings=(Ring(latency_s=0.0003, bytes_per_s=0.47e9),),
     ),
@@ -64,11 +64,11 @@ V100 = Machine(
 V100_4 = replace(
     V100,
     hardware=_V100.model_copy(update={"name": "4 x V100-16GB, 24 Gb/s", "gpus_per_vm": 4}),
-    within_vm=Network(
+    within_vm=NetworkCosts(
         link=Link(latency_s=0.00005, bytes_per_s=8e9),
         rings=(Ring(in_flight=4, latency_s=0.00005, bytes_per_s=4e9),),
     ),
-    across_vms=Network(
+    across_vms=NetworkCosts(
         link=Link(latency_s=0.0003, bytes_per_s=0.255e9, jitter=Jitter(mean_s=0.005)),
         rings=(
             Ring(in_flight=1, latency_s=0.0003, bytes_per_s=0.47e9),
@@ -87,11 +87,11 @@ DGX2 = replace(
         gpus_per_vm=16,
         price_per_hour=3.06,
     ),
-    within_vm=Network(
+    within_vm=NetworkCosts(
         link=Link(latency_s=0.00001, bytes_per_s=100e9),
         rings=(Ring(in_flight=16, latency_s=0.00001, bytes_per_s=60e9),),
     ),
-    across_vms=Network(
+    across_vms=NetworkCosts(
         link=Link(latency_s=0.00002, bytes_per_s=10e9),
         rings=(Ring(in_flight=16, latency_s=0.00002, bytes_per_s=5e9),),
     ),
@@ -110,7 +110,7 @@ H100 = Machine(
     rated_tokens=8192,
     layer_s=0.0002,
     micro_batches=(1, 2, 4, 8),
-    across_vms=Network(
+    across_vms=NetworkCosts(
         link=Link(latency_s=0.0002, bytes_per_s=4.4e9, jitter=Jitter(mean_s=0.002)),
         rings=(Ring(latency_s=0.0002, bytes_per_s=3.5e9),),
     ),

@@ -18,7 +18,7 @@ from rich.table import Table
 from benchmarks.paper.calibrations import BERT_72, BERT_LARGE, GPT2, LLAMA3_405B, ON_HOST, Transformer
 from benchmarks.paper.configurations import calibration_of, configured, intra_layer_s, tflops_per_gpu
 from benchmarks.paper.machines import DGX2, H100, V100, V100_4, Machine
-from varuna.calibration.format import Network
+from varuna.calibration.format import NetworkCosts
 from varuna.core.errors import NoPlanError
 from varuna.core.plan import Plan
 from varuna.planner.choose import best_plan
@@ -230,7 +230,7 @@ def _slower(machine: Machine, factor: float) -> Machine:
     slow = link.model_copy(
         update={"bytes_per_s": link.bytes_per_s / factor, "latency_s": link.latency_s * factor, "jitter": jitter}
     )
-    return replace(machine, across_vms=Network(link=slow, rings=machine.across_vms.rings))
+    return replace(machine, across_vms=NetworkCosts(link=slow, rings=machine.across_vms.rings))
 
 
 def _gpipe_blocking_s(machine: Machine) -> float:

@@ -20,9 +20,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--global-batch", type=int, default=16, help="examples per step")
     parser.add_argument("--checkpoint-dir", help="save here, and resume from here")
-    parser.add_argument("--checkpoint-every", type=int, help="steps between checkpoints")
+    parser.add_argument("--checkpoint-every", type=int, default=100, help="steps between checkpoints")
     add_arguments(parser)
     args = parser.parse_args()
+    saved = args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=args.checkpoint_every)
 
     trainer = varuna.Trainer(
         model=lambda: build_model(args),
@@ -32,8 +33,7 @@ def main() -> None:
         ),
         global_batch=args.global_batch,
         seed=args.seed,
-        checkpoint_dir=args.checkpoint_dir,
-        checkpoint_every=args.checkpoint_every,
+        checkpoints=saved,
     )
     for step in trainer.steps(args.steps):
         if step.is_main:

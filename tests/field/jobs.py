@@ -45,7 +45,7 @@ class Attempt:
         candidate: which way to make samples, counted from the likeliest; None: not known yet.
         micro_batch: given by the user; None: the trainer chooses.
         per_micro_batch: a loss that mixes examples may do so within each.
-        cut_points: given by the user, likewise.
+        cut: number of cut-points, given by the user, likewise.
         even: all samples count the same.
     """
 
@@ -53,7 +53,7 @@ class Attempt:
     candidate: int | None = None
     micro_batch: int | None = None
     per_micro_batch: bool = False
-    cut_points: int | None = None
+    cut: int | None = None
     even: bool = False
 
 

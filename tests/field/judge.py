@@ -66,11 +66,11 @@ def asks_for(argument: str, found: Mapping[str, Any]) -> str:
     if not failures or not failures[0]["intended"] or flaw_of(failures[0]["message"]):
         return ""
     message: str = failures[0]["message"]
-    return message if f"{argument}=" in message else ""
+    return message if re.search(rf"\b{argument}=(?!\[)", message) else ""
 
 
 def number_named(argument: str, message: str) -> int | None:
-    """Which value a message asks to pass, as in "pass cut_points=4"."""
+    """Which value a message asks to pass, as in "pass cut=4"."""
     found = re.search(rf"[Pp]ass {argument}=(\d+)", message)
     return int(found.group(1)) if found else None
 

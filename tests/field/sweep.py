@@ -238,10 +238,10 @@ def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
 
 def _as_told(attempt: Attempt, found: dict[str, Any]) -> Attempt:
     """The next attempt, as a user would make it who does what a refusal says; the same where there is nothing to do."""
-    if asked := judge.asks_for("cut_points", found):
-        points = judge.number_named("cut_points", asked) or CUT_POINTS
-        if attempt.cut_points is None or points < attempt.cut_points:
-            return replace(attempt, cut_points=points)
+    if asked := judge.asks_for("cut", found):
+        points = judge.number_named("cut", asked) or CUT_POINTS
+        if attempt.cut is None or points < attempt.cut:
+            return replace(attempt, cut=points)
     elif asked := judge.asks_for("micro_batch", found):
         within = attempt.per_micro_batch or "per_micro_batch=" in asked
         return replace(attempt, micro_batch=MICRO_BATCH, per_micro_batch=within, even=True)

@@ -20,6 +20,10 @@ import torch
 
 from tests.field.catalogue import ways
 from tests.field.jobs import CLIP, GLOBAL_BATCH, RATE, SEED, STEPS, Attempt, Prepared, patience
+from varuna.job.options import Loss
+from varuna.job.spec import JobSpec
+from varuna.job.start import begin
+from varuna.membership.detect import solo_from_environment
 
 DEEPEST = 3
 """Stages of the deepest plan; fewer where the model has fewer sections."""
@@ -70,21 +74,18 @@ def _sgd(named: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for _, parameter in named], lr=RATE)
 
 
-def _trainer(prepared: Prepared, attempt: Attempt) -> Any:
-    from varuna import Trainer
-
-    return Trainer(
+def _spec(prepared: Prepared, attempt: Attempt) -> JobSpec:
+    return JobSpec(
         model=prepared.build,
         dataset=prepared.dataset,
         optimizer=_sgd,
-        loss=prepared.loss,
+        loss=Loss(prepared.loss, per_micro_batch=attempt.per_micro_batch),
         global_batch=GLOBAL_BATCH,
         seed=SEED,
         clip_grad_norm=CLIP,
         micro_batch=attempt.micro_batch,
-        per_micro_batch=attempt.per_micro_batch,
-        cut_points=attempt.cut_points,
-        device="cpu",
+        cut=attempt.cut,
+        device=torch.device("cpu"),
     )
 
 
@@ -100,8 +101,8 @@ def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
     began_s = time.monotonic()
     try:
         prepared = next(islice(ways(attempt), attempt.candidate or 0, None))
-        trainer = _trainer(prepared, attempt)
-        captured = trainer.partition()
+        spec = _spec(prepared, attempt)
+        captured = spec.partitioned  # before the ranks fork
     except BaseException as error:
         _tell(folder, "capture", {"failure": vars(failure_of(error))})
         return
@@ -110,9 +111,8 @@ def run(attempt: Attempt, folder: Path, dumps_after_s: float) -> None:
     plans = {f"{stages}x{replicas}": (stages, replicas) for stages, replicas in plans_of(sections)}
     seconds = time.monotonic() - began_s
     _tell(folder, "capture", {"seconds": seconds, "sections": sections, "plans": list(plans)})
-    trainer.partition = lambda: captured
     for number, (name, (stages, replicas)) in enumerate(plans.items()):
-        found = _in_plan(trainer, stages, replicas, folder)
+        found = _in_plan(spec, stages, replicas, folder)
         _tell(folder, name, found)
         if "failure" in found and number == 0:
             return
@@ -126,7 +126,7 @@ def plans_of(sections: int) -> tuple[tuple[int, int], ...]:
     return ((1, 1), (max(2, min(DEEPEST, sections)), 1), (2, 2))
 
 
-def _in_plan(trainer: Any, stages: int, replicas: int, folder: Path) -> dict[str, Any]:
+def _in_plan(spec: JobSpec, stages: int, replicas: int, folder: Path) -> dict[str, Any]:
     """Fork the ranks of a plan and wait for all of them."""
     size = stages * replicas
     port = _free_port()
@@ -136,7 +136,7 @@ def _in_plan(trainer: Any, stages: int, replicas: int, folder: Path) -> dict[str
         if pid == 0:
             code = 1
             try:
-                _be_rank(trainer, rank, size, stages, port, folder)
+                _be_rank(spec, rank, size, stages, port, folder)
                 code = 0
             finally:
                 os._exit(code)
@@ -179,7 +179,7 @@ def _together(folder: Path, size: int, ends: dict[int, int]) -> dict[str, Any]:
     return {"curve": curves[0], "micro_batch": next(iter(told.values()))["micro_batch"]}
 
 
-def _be_rank(trainer: Any, rank: int, size: int, stages: int, port: int, folder: Path) -> None:
+def _be_rank(spec: JobSpec, rank: int, size: int, stages: int, port: int, folder: Path) -> None:
     os.environ["VARUNA_STAGES"] = str(stages)
     if size > 1:
         os.environ.update(
@@ -189,8 +189,8 @@ def _be_rank(trainer: Any, rank: int, size: int, stages: int, port: int, folder:
     faulthandler.dump_traceback_later(0.9 * PLAN_S * patience(), file=stacks)
     try:
         curve, micro_batch = [], 0
-        for step in trainer.steps(STEPS):
-            curve.append((step.loss, step.grad_norm))
+        for step in begin(spec, STEPS, solo_from_environment()).steps():
+            curve.append((step.totals.loss, step.totals.grad_norm))
             micro_batch = step.plan.micro_batch
     except BaseException as error:
         _tell(folder, f"rank{rank}", {"failure": vars(failure_of(error))})

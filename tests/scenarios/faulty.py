@@ -99,8 +99,7 @@ def main() -> None:
     trainer = varuna.Trainer(
         **chosen,
         seed=args.seed,
-        checkpoint_dir=args.checkpoint_dir,
-        checkpoint_every=SAVE_EVERY if args.checkpoint_dir else None,
+        checkpoints=args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=SAVE_EVERY),
     )
     for step in trainer.steps(args.steps):
         if step.is_main:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -125,10 +126,10 @@ def wired(folder: Path, **arguments: Any) -> varuna.Trainer:
     """Workers have late devices and reach each other by a stand-in for NCCL; their files say how often."""
     sys.path.append(str(Path(__file__).parents[2]))
     late, wire = import_module("tests.unit.engine.late"), import_module("tests.unit.engine.wire")
-    trainer, fabric = import_module("varuna.trainer"), wire.Wire()
+    start, fabric = import_module("varuna.job.start"), wire.Wire()
     streams = late.LateStreams()
     streams.device = wire.own_gpu()
-    vars(trainer)["traffic_of"] = lambda *_: traffic_over(streams, fabric)
+    vars(start)["traffic_of"] = lambda *_: traffic_over(streams, fabric)
     atexit.register(lambda: (folder / f"wired-{os.getpid()}").write_text(str(len(fabric.made))))
     return varuna.Trainer(**arguments)
 
@@ -141,7 +142,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--checkpoint-dir")
-    parser.add_argument("--checkpoint-every", type=int)
+    parser.add_argument("--checkpoint-every", type=int, default=timedelta(minutes=10))
     parser.add_argument("--misbehave", default="", help="see misbehave()")
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes in addition")
@@ -173,7 +174,11 @@ def main() -> None:
         parameters = [parameter for _, parameter in named]
         return Normed(parameters, lr=1e-2, momentum=0.5) if args.normed else torch.optim.AdamW(parameters, lr=1e-2)
 
-    make = partial(wired, args.folder) if args.links == "wire" else partial(varuna.Trainer, links=args.links)
+    make = (
+        partial(wired, args.folder)
+        if args.links == "wire"
+        else partial(varuna.Trainer, network=varuna.Network(links=args.links))
+    )
     trainer = make(
         model=lambda: Language(
             args.layers, args.dropout, args.batch_norm, disturbance=float(os.getpid()) if args.differs else 0.0
@@ -183,11 +188,9 @@ def main() -> None:
         global_batch=args.global_batch,
         micro_batch=args.micro_batch,
         clip_grad_norm=1.0,
-        checkpoint_dir=args.checkpoint_dir,
-        checkpoint_every=args.checkpoint_every,
+        checkpoints=args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=args.checkpoint_every),
         init=args.init,
-        offload_optimizer=args.offload,
-        shard_optimizer=args.share,
+        memory=varuna.Memory(offload_optimizer=args.offload, shard_optimizer=args.share),
         precision=args.precision,
     )
     for step in trainer.steps(args.steps):

@@ -207,7 +207,7 @@ def test_a_micro_batch_above_the_global_batch_names_both(end: Ends) -> None:
 
 
 def test_more_stages_than_sections_names_the_number_and_the_remedy(end: Ends) -> None:
-    expected = "P=99 was requested, but the model has 4 sections; pass cut_points=... or lower --stages."
+    expected = "P=99 was requested, but the model has 4 sections; pass cut=... or lower --stages."
     end("stages").says(3, expected)
     end("stages alone").raises("NoPlanError", expected)
 

@@ -10,7 +10,7 @@ from varuna.calibration.format import (
     Jitter,
     Link,
     ModelIdentity,
-    Network,
+    NetworkCosts,
     OptimizerCosts,
     Ring,
     SectionKind,
@@ -138,13 +138,13 @@ def _kind(samples: Sequence[SectionSamples], section: SectionFacts) -> SectionKi
 # -- the network -----------------------------------------------------------------------------------------
 
 
-def _network(measured: Sequence[Measured]) -> Network | None:
+def _network(measured: Sequence[Measured]) -> NetworkCosts | None:
     messages = [sample for each in measured for sample in each.messages]
     shapes = dict.fromkeys((ring.in_flight, ring.ranks) for each in measured for ring in each.rings)
     if not messages or not shapes:
         return None
     rings = tuple(_ring([r for each in measured for r in each.rings if (r.in_flight, r.ranks) == s]) for s in shapes)
-    return Network(link=link_of(messages, [sample for each in measured for sample in each.staged]), rings=rings)
+    return NetworkCosts(link=link_of(messages, [sample for each in measured for sample in each.staged]), rings=rings)
 
 
 def link_of(messages: Iterable[Sized], staged: Sequence[Sized] = ()) -> Link:

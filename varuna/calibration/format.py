@@ -150,14 +150,14 @@ class Ring(Finite):
     bytes_per_s: Rate = Field(description="of one of the rings, with all k running")
 
 
-class Network(Finite):
+class NetworkCosts(Finite):
     """Links and rings of one reach."""
 
     link: Link
     rings: tuple[Ring, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
-    def _distinct(self) -> "Network":
+    def _distinct(self) -> "NetworkCosts":
         keys = [(ring.in_flight, ring.ranks) for ring in self.rings]
         if len(set(keys)) < len(keys):
             raise ValueError("rings must differ in in_flight or ranks")
@@ -199,8 +199,8 @@ class Calibration(Finite):
     kinds: dict[str, SectionKind] = Field(min_length=1)
     sections: tuple[SectionRun, ...] = Field(min_length=1, description="of the model, first to last")
     tied: tuple[TiedParameter, ...] = ()
-    within_vm: Network | None = Field(default=None, description="between GPUs of a VM; None: as across_vms")
-    across_vms: Network
+    within_vm: NetworkCosts | None = Field(default=None, description="between GPUs of a VM; None: as across_vms")
+    across_vms: NetworkCosts
     action_s: Seconds = Field(default=0.0, description="fixed cost of each action beyond its sections' times")
     hand_over_s: Seconds = Field(
         default=0.0,

@@ -7,7 +7,7 @@ from varuna.calibration.format import (
     Hardware,
     Link,
     ModelIdentity,
-    Network,
+    NetworkCosts,
     OptimizerCosts,
     Ring,
     SectionKind,
@@ -23,7 +23,7 @@ INPUT_SHARE = 0.6
 # 10 Gb/s are 1.25 GB/s; framing and TCP leave about 1.1. A round of TCP in a data centre and the hand-over
 # between threads take some 0.3 ms. 0.47 GB/s is the all-reduce rate that the paper's own step times imply.
 # Python and kernel launches cost about 0.5 ms per action, so that tiny micro-batches are not free.
-ETHERNET = Network(
+ETHERNET = NetworkCosts(
     link=Link(latency_s=0.0003, bytes_per_s=1.1e9),
     rings=(Ring(latency_s=0.0003, bytes_per_s=0.47e9),),
 )

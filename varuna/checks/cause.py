@@ -98,13 +98,13 @@ def _by_what_differs(evidence: Evidence) -> Cause:
     if evidence.complex_values:
         return Cause(
             "activations are complex, and their gradients were lost or changed where the model was cut.",
-            "Cut elsewhere with cut_at=, or keep real and imaginary parts as real tensors (torch.view_as_real).",
+            "Cut elsewhere with cut=[...], or keep real and imaginary parts as real tensors (torch.view_as_real).",
         )
     if evidence.strided:
         return Cause(
             "the model reads memory with as_strided() and captured strides, but values that cross a cut get a new "
             "layout.",
-            "Write it with unfold, reshape or indexing, or cut elsewhere with cut_at=.",
+            "Write it with unfold, reshape or indexing, or cut elsewhere with cut=[...].",
         )
     kinds = {each.what for each in evidence.differences}
     if kinds == {"metric"}:
@@ -127,7 +127,7 @@ def _by_what_differs(evidence: Evidence) -> Cause:
 
 _REPORT = (
     "Please report it with the model's class; varuna inspect --verify repeats this check without training, and "
-    "other cuts (cut_at=, cut_points=) may help until then."
+    "other cuts (cut=) may help until then."
 )
 
 

@@ -263,8 +263,8 @@ class _Check:
             counted = "the number of targets" if self._model.counts_targets else "examples"
             counted = "the count of each term" if self._model.whole is not None else counted
             remedy = (
-                "Pass weight=fn(batch) that returns what the loss averages over, such as "
-                "weight=lambda batch: (batch['labels'][:, 1:] != -100).sum()."
+                "Pass loss=varuna.Loss(..., weight=fn), where fn(batch) returns what the loss averages over, such as "
+                "lambda batch: (batch['labels'][:, 1:] != -100).sum()."
             )
         return (
             f"the loss of a batch is not the mean of its parts weighted by {counted}: for dataset indices "

@@ -31,7 +31,7 @@ def check_mixing(model: PartitionedModel, micro_batch: int | None, *, accepted: 
     Args:
         model: as captured.
         micro_batch: the size, if the user fixed it.
-        accepted: ``per_micro_batch=True`` was passed.
+        accepted: the user wants it within each.
 
     Raises:
         ModelError: it is neither free of such operations nor accepted; names them.
@@ -47,7 +47,7 @@ def _refuse(mixing: Sequence[Mixing], micro_batch: int | None, *, accepted: bool
     places = list(dict.fromkeys(places))  # several operations of one line
     more = f", and {len(places) - _NAMED} more" if len(places) > _NAMED else ""
     missing = [] if micro_batch is not None else ["micro_batch= (how many examples it is computed over)"]
-    missing += [] if accepted else ["per_micro_batch=True"]
+    missing += [] if accepted else ["loss=varuna.Loss(..., per_micro_batch=True)"]
     raise ModelError(
         f"the loss of a batch is not composed of the losses of its examples: {'; '.join(places[:_NAMED])}{more}. "
         "Computed over micro-batches it would be another loss, which depends on their size. If that is what you "

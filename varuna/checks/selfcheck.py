@@ -267,8 +267,9 @@ class _Check:
                     "the micro-batches of a batch do not train like the whole batch: "
                     f"{self._described(odd, whole)}, when micro-batches are weighted by their counts. Something in "
                     "the loss or the model compares samples with each other, or averages over something else. "
-                    "Pass weight=fn(batch) that returns what the loss averages over, or micro_batch=, the number "
-                    "of samples that belong together, and per_micro_batch=True."
+                    "Pass loss=varuna.Loss(..., weight=fn), where fn(batch) returns what the loss averages over, or "
+                    "micro_batch=, the number of samples that belong together, and "
+                    "loss=varuna.Loss(..., per_micro_batch=True)."
                 )
             return errors(found, expected)
 

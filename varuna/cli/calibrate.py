@@ -10,7 +10,7 @@ from rich.table import Table
 
 from varuna.calibration.file import write_calibration
 from varuna.calibration.fit import assemble
-from varuna.calibration.format import Calibration, Network
+from varuna.calibration.format import Calibration, NetworkCosts
 from varuna.cli import options
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
@@ -80,7 +80,7 @@ def show(console: Console, calibration: Calibration) -> None:
         console.print(f"note: {note}", highlight=False)
 
 
-def _show_network(console: Console, network: Network) -> None:
+def _show_network(console: Console, network: NetworkCosts) -> None:
     link = network.link
     console.print(
         f"a message: {1000 * link.latency_s:.3f} ms, jitter {1000 * link.jitter.mean_s:.3f} ms, "

@@ -30,7 +30,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-Directory = Annotated[str, typer.Argument(metavar="DIR", help="Folder or URL: the Trainer's checkpoint_dir.")]
+Directory = Annotated[str, typer.Argument(metavar="DIR", help="Folder or URL: the Trainer's checkpoints=.")]
 Step = Annotated[int | None, typer.Option("--step", min=0, help="Only the checkpoint of this step.")]
 
 
@@ -135,7 +135,7 @@ def _open(directory: str, step: int | None = None) -> "tuple[Store, list[StepFol
     store = open_store(directory)
     folders = survey(store)
     if not folders:
-        raise CheckpointError(f"{store.url} has no checkpoints. Name the Trainer's checkpoint_dir.")
+        raise CheckpointError(f"{store.url} has no checkpoints. Name the folder or URL of the Trainer's checkpoints=.")
     if step is None:
         return store, folders
     found = [folder for folder in folders if folder.step == step]

@@ -16,6 +16,7 @@ from varuna.planner.balance import balance
 
 if TYPE_CHECKING:
     from varuna.checks.dependencies.findings import Dependency
+    from varuna.job.spec import JobSpec
     from varuna.partition.model import PartitionedModel
 
 _NAMES_SHOWN = 6
@@ -36,17 +37,18 @@ def inspect(
 ) -> None:
     """Show where Varuna cuts the model of SCRIPT, and what crosses each cut."""
     from varuna.checks.dependencies.tracer import trace as find_dependencies
-    from varuna.job.script_runner import output_as_errors, take_trainer
+    from varuna.job.script_runner import output_as_errors, take_job
+    from varuna.job.start import engine_job
 
     with output_as_errors():  # whatever the script and the model's constructor print
-        trainer = take_trainer(script, args or []).trainer
-        model = trainer.partition()
-        verification = _verified(trainer, model) if verify else None
+        spec = take_job(script, args or []).spec
+        model = spec.partitioned
+        verification = _verified(spec) if verify else None
         dependencies = None
         if trace:
-            initial = trainer.initial()
-            job = trainer.job(model, initial.buffers)
-            dependencies = find_dependencies(job, trainer.recipe, initial, trainer.batch(_EXAMPLES))
+            initial = spec.initial()
+            job = engine_job(spec, model, initial.buffers)
+            dependencies = find_dependencies(job, spec.recipe, initial, spec.batch(_EXAMPLES))
         report = describe(model, stages, verification, dependencies)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -116,7 +118,7 @@ def _stages(model: "PartitionedModel", stages: int) -> list[dict[str, Any]]:
     if stages > len(facts):
         raise NoPlanError(
             f"P={stages} was requested, but the model has {len(facts)} sections. Lower --stages to {len(facts)}, "
-            "or pass a larger cut_points= to Trainer."
+            "or pass a larger cut= to Trainer."
         )
     costs = [section.forward_s for section in facts]
     starts = balance([4 * cost for cost in costs], [3 * cost for cost in costs], stages)
@@ -203,13 +205,13 @@ def show_dependencies(console: Console, dependencies: list[dict[str, Any]]) -> N
         console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
-def _verified(trainer: Any, model: "PartitionedModel") -> dict[str, Any]:
+def _verified(spec: "JobSpec") -> dict[str, Any]:
     """The check before step 0: figures, or what is wrong."""
     from varuna.checks.mixing import check_mixing
 
     try:
-        check_mixing(model, trainer.micro_batch, accepted=trainer.checks.per_micro_batch)
-        checked = trainer.checks.compare(model, trainer.beginning(model).whole())
+        check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+        checked = spec.checks.compare(spec.partitioned, spec.beginning().whole())
     except (ModelError, DataError) as error:
         return {"finding": str(error)}
     return {

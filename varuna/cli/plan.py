@@ -15,8 +15,9 @@ from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import options
 from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
+from varuna.core.model import JobFacts
 from varuna.core.units import format_bytes, format_duration, parse_bytes
-from varuna.planner.choose import explain
+from varuna.planner.choose import explain, with_options
 from varuna.planner.report import RankingReport, report
 from varuna.planner.request import Objective, PlanRequest
 from varuna.planner.sweep import Rejection, rank_plans
@@ -83,7 +84,7 @@ def plan(
         raise UsageError(f"--price {price} is not a price. Give dollars per GPU and hour, such as 0.61")
     memory_bytes = parse_bytes(memory, "--memory") if memory else None
     file = calibration if from_run is None else calibration_of_run(from_run)
-    known, job_batch, job_micro_batch, combines, apart = _calibration(script, args or [], file)
+    known, job = _calibration(script, args or [], file)
     if shard_optimizer:
         known = known.with_sharded_optimizer()
     if offload_optimizer:
@@ -91,13 +92,13 @@ def plan(
     request = PlanRequest(
         calibration=known,
         workers=gpus,
-        global_batch=global_batch or job_batch or DEFAULT_GLOBAL_BATCH,
-        micro_batch=micro_batch or job_micro_batch,
+        global_batch=global_batch or (job.global_batch if job else DEFAULT_GLOBAL_BATCH),
+        micro_batch=micro_batch or (job.micro_batch if job else None),
         memory_bytes=memory_bytes,
         gpus_per_vm=gpus_per_vm,
         stages=stages,
-        tentative=combines,
-        stash_moves=apart,
+        tentative=job is not None and job.combines,
+        stash_moves=job is None or job.memory_apart,
         objective=objective,
         wanted=_SHOWN,
     )
@@ -126,31 +127,22 @@ def calibration_of_run(run_dir: Path) -> Path:
     return path
 
 
-def _calibration(
-    script: Path | None, args: Sequence[str], file: Path | None
-) -> tuple[Calibration, int | None, int | None, bool, bool]:
-    """The calibration; of a job its global batch, m, and whether its steps combine; whether memories are apart."""
+def _calibration(script: Path | None, args: Sequence[str], file: Path | None) -> tuple[Calibration, JobFacts | None]:
+    """The calibration with the options of the script's job, and that job, if there is a script."""
     given = None if file is None else read_calibration(file)
     if script is None:
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
-        return given, None, None, False, True
-    from varuna.job.script_runner import output_as_errors, take_trainer
+        return given, None
+    from varuna.job.script_runner import output_as_errors, take_job
+    from varuna.job.start import job_facts
 
     with output_as_errors():
-        trainer = take_trainer(script, args).trainer
-        facts = trainer.partition().facts
+        taken = take_job(script, args)
+        job = job_facts(taken.spec, taken.steps)
     if given is not None:
-        check_matches(given, facts)
-    known = given or _on_this(trainer.device, nominal_calibration(facts))
-    if trainer.shares_state:
-        known = known.with_sharded_optimizer()
-    if trainer.offload != "none":
-        known = known.offloaded(apart=trainer.offload == "host")
-    known = known.rounded() if trainer.reduction == "bf16" else known
-    known = known.without_halves() if trainer.compiled else known
-    combines = facts.combines or trainer.before_step is not None
-    return known, trainer.global_batch, trainer.micro_batch, combines, trainer.memory_apart
+        check_matches(given, job.model)
+    return with_options(given or _on_this(taken.spec.device, nominal_calibration(job.model)), job), job
 
 
 def _on_this(device: "torch.device", nominal: Calibration) -> Calibration:

@@ -38,7 +38,7 @@ def run(
     """Train SCRIPT on N local workers; workers that die are replaced.
 
     Only the main worker's standard output is shown. Morphs and warnings go to
-    standard error. With a checkpoint_dir in the script, the same command resumes.
+    standard error. With checkpoints= in the script, the same command resumes.
     Ctrl-C stops after the current step; a second Ctrl-C stops at once.
     """
     options.check_replacing(new, overwrite)

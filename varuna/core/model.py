@@ -1,10 +1,12 @@
 """What the planner and the manager know of a model: costs and bytes of its sections."""
 
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from pydantic import Field
 
-from varuna.core.precision import Precision, Reduction
+from varuna.core.errors import UsageError
+from varuna.core.precision import REDUCTIONS, Precision, Reduction
 from varuna.core.value import Value
 
 Offload = Literal["none", "host", "same memory"]
@@ -14,6 +16,44 @@ Links = Literal["host", "nccl"]
 """How activations, their gradients and sums of gradients reach other workers' GPUs."""
 
 LINKS: tuple[Links, ...] = get_args(Links)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """How devices are relieved of the optimizer's state. Same numbers.
+
+    Attributes:
+        offload_optimizer: keep it, and with half precision the fp32 parameters, in host memory; at the end of a step
+            they pass through the device section by section.
+        shard_optimizer: distribute it, and with half precision the fp32 parameters, over the replicas of a stage. Two
+            replicas hold every part, so that a lost VM costs no step.
+    """
+
+    offload_optimizer: bool = False
+    shard_optimizer: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """How tensors reach other workers.
+
+    Attributes:
+        links: ``"nccl"`` sends from GPU to GPU where each has one worker; ``"host"`` through host memory.
+        reduction: ``"bf16"`` sends gradients between replicas, summed in fp32, as bf16, which halves the bytes.
+            Losses then depend on the number of replicas by that rounding.
+
+    Raises:
+        UsageError: one of them is none of these.
+    """
+
+    links: Links = "host"
+    reduction: Reduction = "fp32"
+
+    def __post_init__(self) -> None:
+        if self.links not in LINKS:
+            raise UsageError(f"links={self.links!r} must be one of {', '.join(LINKS)}")
+        if self.reduction not in REDUCTIONS:
+            raise UsageError(f"reduction={self.reduction!r} must be one of {', '.join(REDUCTIONS)}")
 
 
 class SectionBytes(Value):

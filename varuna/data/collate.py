@@ -8,7 +8,7 @@ from torch import Tensor
 from varuna.core.errors import DataError
 
 Sample = dict[str, Tensor]
-Collate = Callable[[list[Sample]], Mapping[str, Tensor]]
+CollateFunction = Callable[[list[Sample]], Mapping[str, Tensor]]
 
 
 def stack(samples: Sequence[Sample], indices: Sequence[int], keys: Iterable[str]) -> dict[str, Tensor]:

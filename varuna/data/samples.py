@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from varuna.core.errors import DataError
-from varuna.data.collate import Collate, Sample, check_collated, stack
+from varuna.data.collate import CollateFunction, Sample, check_collated, stack
 from varuna.data.order import sample_index
 from varuna.data.randomness import seeded
 
@@ -43,7 +43,7 @@ class SampleSource:
     With ``__len__`` the order is shuffled anew each epoch; without, position i is ``dataset[i]``, unshuffled.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, collate: Collate | None = None) -> None:
+    def __init__(self, dataset: Any, *, seed: int, collate: CollateFunction | None = None) -> None:
         """Check the dataset, without reading a sample.
 
         Raises:

@@ -191,7 +191,7 @@ def _workers(facts: Facts) -> list[Finding]:
 def _checkpoint(facts: Facts) -> list[Finding]:
     seen = facts.checkpoint
     if seen is None:
-        remedy = "Give Trainer(checkpoint_dir=...)."
+        remedy = "Give Trainer(checkpoints=...)."
         return [
             Finding(
                 Severity.WARNING,

@@ -1,4 +1,4 @@
-"""How the tools that look at a job get it: they run its script until the Trainer is asked for steps.
+"""How the tools that look at a job get it: they run its script until its Trainer is asked for steps.
 
 So there is no second way to describe a job.
 """
@@ -10,20 +10,20 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
 
 from varuna.core.errors import UsageError, VarunaError, WorkerError
+from varuna.job.spec import JobSpec
 from varuna.process.scripts import check_script
 
 _active = False
 
 
 class Intercepted(BaseException):
-    """A tool has taken the Trainer from the script; like SystemExit, it passes the script's ``except Exception``."""
+    """A tool has taken the job from the script; like SystemExit, it passes the script's ``except Exception``."""
 
-    def __init__(self, trainer: Any, steps: int) -> None:
+    def __init__(self, spec: JobSpec, steps: int) -> None:
         super().__init__()
-        self.trainer = trainer
+        self.spec = spec
         self.steps = steps
 
 
@@ -47,13 +47,13 @@ def output_as_errors() -> Iterator[None]:
             os.close(kept)
 
 
-def offer(trainer: Any, steps: int) -> None:
+def offer(spec: JobSpec, steps: int) -> None:
     """Called by a Trainer that is about to train; does not return if a tool runs the script."""
     if _active:
-        raise Intercepted(trainer, steps)
+        raise Intercepted(spec, steps)
 
 
-def take_trainer(script: Path, args: Sequence[str]) -> Intercepted:
+def take_job(script: Path, args: Sequence[str]) -> Intercepted:
     """Run a training script until its Trainer is asked for steps.
 
     Raises:

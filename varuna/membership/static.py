@@ -116,7 +116,7 @@ class StaticMembership:
         elif self._told("job", "has captured the model", _JOIN_BOUND_S) != mine:
             raise FleetError(
                 f"rank {self.world.rank} runs a different job than rank 0: model, weights, init, global_batch, "
-                "seed, steps, metrics, precision, reduction, links, compile and checkpoint_dir must be equal on "
+                "seed, steps, metrics, precision, reduction, links, compile and checkpoints must be equal on "
                 "all ranks. Start the same script everywhere."
             )
         self.world.store.set(f"device/{self.world.rank}", "" if device is None else device.model_dump_json())

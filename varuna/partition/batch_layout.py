@@ -58,7 +58,7 @@ def _remedy(value: Tensor, layout: InputLayout) -> str:
     return (
         "Only the number of samples may vary in a run; every other dimension is fixed by the first samples. Pad or "
         "cut all samples to one length in the dataset or in collate= (padding to the longest of a batch is not "
-        "enough), or declare several with Trainer(lengths=[...])."
+        "enough), or declare several with collate=varuna.Collate(..., lengths=[...])."
     )
 
 

@@ -1,11 +1,11 @@
-"""Cuts that the user names: in front of modules of the model (``Trainer(cut_at=[...])``)."""
+"""Cuts that the user names: in front of modules of the model (``Trainer(cut=[...])``)."""
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
 from torch.fx import Node
 
-from varuna.core.errors import ModelError, UsageError
+from varuna.core.errors import ModelError
 from varuna.partition.graph.costs import Cost
 from varuna.partition.graph.flow import Flow
 from varuna.partition.model import CutChooser
@@ -15,19 +15,8 @@ _ROOT = "model"
 _NAMED = 8
 
 
-def chooser(cut_at: Sequence[str] | None, cut_points: int | None) -> CutChooser | None:
-    """The chooser of cuts if the user names modules.
-
-    Raises:
-        UsageError: ``cut_at`` is not a list of names, or ``cut_points`` is given too.
-    """
-    if cut_at is None:
-        return None
-    if isinstance(cut_at, str) or not cut_at or not all(isinstance(path, str) for path in cut_at):
-        raise UsageError(f"cut_at={cut_at!r} must be a list of names of modules, such as ['transformer.h.3']")
-    if cut_points is not None:
-        raise UsageError("cut_at= names the cuts and cut_points= lets Varuna choose that many: pass only one of them")
-    paths = tuple(cut_at)
+def chooser(paths: Sequence[str]) -> CutChooser:
+    """The chooser of cuts at the modules that the user names."""
 
     def choose(flow: Flow, _: Sequence[Cost]) -> list[int]:
         return cuts_at(flow, paths)
@@ -57,12 +46,12 @@ def cuts_at(flow: Flow, paths: Sequence[str]) -> list[int]:
             raise ModelError(_unknown(path, entries, free, flow))
         if 0 in starts:
             raise ModelError(
-                f"cut_at={path!r}: nothing runs before this module, so there is nothing to cut off. Leave it out; "
+                f"cut=[{path!r}]: nothing runs before this module, so there is nothing to cut off. Leave it out; "
                 f"the first section begins here anyway. {_offer(path, free)}"
             )
         if path not in free:
             raise ModelError(
-                f"cut_at={path!r}: the model cannot be cut before this module, because a tensor that is written in "
+                f"cut=[{path!r}]: the model cannot be cut before this module, because a tensor that is written in "
                 "place after the cut, or a value that is not a tensor, would have to cross it. "
                 f"{_offer(path, free)}"
             )
@@ -87,13 +76,13 @@ def _unknown(path: str, entries: dict[str, list[int]], free: Sequence[str], flow
         why = "this module holds others and is never called itself. Name those inside it"
         members = dict.fromkeys(f"{path}.{name[len(path) + 1 :].split('.')[0]}" for name in inside)
         choice = [name for name in free if name in members] or [name for name in free if name in inside]
-        return f"cut_at={path!r}: {why}: {_some(choice)}."
+        return f"cut=[{path!r}]: {why}: {_some(choice)}."
     if path in _entries(flow.rebuilt):
         return (
-            f"cut_at={path!r}: this module computes from inputs and constants only, and is run again wherever it "
+            f"cut=[{path!r}]: this module computes from inputs and constants only, and is run again wherever it "
             f"is needed, so no section begins with it. {_offer(path, free)}"
         )
-    return f"cut_at={path!r}: forward() does not call a module of this name. {_offer(path, free)}"
+    return f"cut=[{path!r}]: forward() does not call a module of this name. {_offer(path, free)}"
 
 
 def _offer(path: str, free: Sequence[str]) -> str:

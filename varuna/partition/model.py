@@ -162,8 +162,7 @@ def partition(
         cuts = choose(flow, costs)
     if cut_points is not None and len(cuts) < cut_points:
         raise ModelError(
-            f"cut_points={cut_points} requested, but only {len(cuts)} cut points exist. Pass "
-            f"cut_points={len(cuts)}, or leave it out."
+            f"cut={cut_points} requested, but only {len(cuts)} cut points exist. Pass cut={len(cuts)}, or leave it out."
         )
     divided = split(flow, cuts, results, updates)
     count = None if counter is None else section_graph(flow, len(divided.sections), [], [counter])
@@ -216,8 +215,8 @@ def _weigh(
     except CannotCountError as error:
         raise ModelError(
             f"the loss divides by a number of the whole batch{_at(error.node)} that cannot be counted for each part of "
-            "the batch and added up. Sums, counts and sizes of inputs can. Pass weight=fn(batch) that returns what the "
-            "loss averages over, or change the divisor."
+            "the batch and added up. Sums, counts and sizes of inputs can. Pass loss=varuna.Loss(..., "
+            "weight=fn), where fn(batch) returns what the loss averages over, or change the divisor."
         ) from error
     return None, splitting, mixing
 
@@ -226,8 +225,8 @@ def _check_counted(*counters: SectionGraph | None) -> None:
     """Check that counts follow from inputs alone."""
     if any(counter.takes or counter.parameters for counter in counters if counter is not None):
         raise ModelError(
-            "the divisor of the loss cannot be counted from the inputs alone. Pass weight=fn(batch) that returns "
-            "what the loss averages over."
+            "the divisor of the loss cannot be counted from the inputs alone. Pass loss=varuna.Loss(..., "
+            "weight=fn), where fn(batch) returns what the loss averages over."
         )
 
 

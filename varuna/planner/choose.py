@@ -51,15 +51,9 @@ def plan_run(
         UsageError: the job's m is out of range.
         NoPlanError: nothing fits; the text is about the smallest m tried.
     """
-    known = calibration or nominal_calibration(job.model)
-    if job.shard_optimizer:
-        known = known.with_sharded_optimizer()
-    if job.offload_optimizer != "none":
-        known = known.offloaded(apart=job.offload_optimizer == "host")
-    if job.reduction == "bf16":
-        known = known.rounded()
+    known = with_options(calibration or nominal_calibration(job.model), job)
     request = PlanRequest(
-        calibration=known.without_halves() if job.compiled else known,
+        calibration=known,
         workers=workers,
         global_batch=job.global_batch,
         micro_batch=job.micro_batch if micro_batch is None else micro_batch,
@@ -74,6 +68,17 @@ def plan_run(
     return best_plan(request)
 
 
+def with_options(known: Calibration, job: JobFacts) -> Calibration:
+    """A calibration, with what a job's options change in it."""
+    if job.shard_optimizer:
+        known = known.with_sharded_optimizer()
+    if job.offload_optimizer != "none":
+        known = known.offloaded(apart=job.offload_optimizer == "host")
+    if job.reduction == "bf16":
+        known = known.rounded()
+    return known.without_halves() if job.compiled else known
+
+
 def explain(ranking: Ranking, request: PlanRequest, *, memory_flag: str = "--memory-per-worker") -> str:
     """The closest miss of a ranking without plans, and every way out that could help."""
     stages, sections = request.stages, request.calibration.section_count
@@ -81,7 +86,7 @@ def explain(ranking: Ranking, request: PlanRequest, *, memory_flag: str = "--mem
         return "no plan fits: a pipeline needs at least 1 worker, but there are 0. Start a worker."
     closest = min(ranking.rejected, key=lambda rejection: (rejection.missing_bytes or 0, rejection.stages))
     if closest.missing_bytes is None and closest.stages > sections:
-        return f"{closest.reason}; pass cut_points=... or lower --stages."
+        return f"{closest.reason}; pass cut=... or lower --stages."
     if closest.missing_bytes is None:
         return f"{closest.reason}; add workers or lower --stages."
     advice = [f"raise {memory_flag}"]

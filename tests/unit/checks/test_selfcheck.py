@@ -258,7 +258,7 @@ def test_a_run_that_goes_on_with_other_code_is_checked_anew(
         module = importlib.util.module_from_spec(found)
         monkeypatch.setitem(sys.modules, "net_of_a_run", module)
         found.loader.exec_module(module)
-        trainer = Trainer(module.Net, Rows(), adamw, 4, device="cpu", checkpoint_dir=str(tmp_path / "saved"))
+        trainer = Trainer(module.Net, Rows(), adamw, 4, device="cpu", checkpoints=tmp_path / "saved")
         assert len(list(trainer.steps(steps))) == 1
         return capsys.readouterr().err
 

@@ -112,7 +112,7 @@ def test_such_a_model_is_checked_and_goes_on_from_its_checkpoint(
     tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def losses(steps: int, place: str) -> list[float]:
-        trainer = Trainer(Adapted, Tokens(padded=True), adamw, 8, micro_batch=2, device="cpu", checkpoint_dir=place)
+        trainer = Trainer(Adapted, Tokens(padded=True), adamw, 8, micro_batch=2, device="cpu", checkpoints=place)
         return [step.loss for step in trainer.steps(steps)]
 
     undisturbed = losses(3, str(tmp_path / "one"))

@@ -34,6 +34,8 @@ from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.message import Layout
 from varuna.engine.links.nccl import Nccl
 from varuna.engine.links.traffic import traffic_of
+from varuna.job.spec import JobSpec
+from varuna.job.start import open_session
 from varuna.membership.detect import solo_from_environment
 from varuna.partition.cut.split import Crossing
 
@@ -84,7 +86,7 @@ def test_running_statistics_come_over_all_replicas() -> None:
 def test_a_checkpoint_of_a_gpu_resumes(tmp_path: Path) -> None:
     def losses(steps: int, folder: Path) -> list[float]:
         trainer = varuna.Trainer(
-            tiny_gpt2, Tokens(), fused, global_batch=8, micro_batch=2, device=DEVICE, checkpoint_dir=folder
+            tiny_gpt2, Tokens(), fused, global_batch=8, micro_batch=2, device=DEVICE, checkpoints=folder
         )
         return [step.loss for step in trainer.steps(steps)]
 
@@ -174,9 +176,8 @@ def test_checkpoints_of_every_step_are_whole(offload: bool, tmp_path: Path) -> N
             global_batch=8,
             micro_batch=2,
             device=DEVICE,
-            checkpoint_dir=folder,
-            checkpoint_every=every,
-            offload_optimizer=offload,
+            checkpoints=varuna.Checkpoints(folder, every=every),
+            memory=varuna.Memory(offload_optimizer=offload),
         )
         return [step.loss for step in trainer.steps(steps)]
 
@@ -217,9 +218,11 @@ def test_plans_are_made_for_what_the_gpu_has() -> None:
     assert found is not None
     assert found == streams.memory()
     assert found.memory_bytes == torch.cuda.get_device_properties(DEVICE).total_memory
-    trainer = varuna.Trainer(tiny_gpt2, Tokens(), adamw, global_batch=8, micro_batch=2, device=DEVICE)
-    model, solo = trainer.partition(), solo_from_environment()
-    session = trainer.session(1, solo, model, trainer.beginning(model))
+    spec, solo = (
+        JobSpec(tiny_gpt2, Tokens(), adamw, 8, micro_batch=2, device=torch.device(DEVICE)),
+        solo_from_environment(),
+    )
+    session = open_session(spec, 1, solo)
     assert len(list(session.steps())) == 1
     session.close()
     job = solo._with_memory(solo._job)  # type: ignore[arg-type]  # it has joined

@@ -14,13 +14,14 @@ def refused(message: str) -> dict[str, Any]:
 
 def test_refusals_are_followed_until_they_say_nothing_new() -> None:
     attempt = Attempt(Job("library", "family", "Model", "class"))
-    attempt = _as_told(attempt, refused("one section is too few for two stages: pass cut_points=..."))
-    assert attempt.cut_points == CUT_POINTS
-    attempt = _as_told(attempt, refused("the model can be cut in 4 places. Pass cut_points=4"))
-    assert attempt.cut_points == 4
+    attempt = _as_told(attempt, refused("one section is too few for two stages: pass cut=..."))
+    assert attempt.cut == CUT_POINTS
+    attempt = _as_told(attempt, refused("the model can be cut in 4 places. Pass cut=4"))
+    assert attempt.cut == 4
+    assert _as_told(attempt, refused("cut elsewhere with cut=[...]")) == attempt
     attempt = _as_told(attempt, refused("batch normalisation mixes examples: pass micro_batch="))
     assert (attempt.micro_batch, attempt.per_micro_batch, attempt.even) == (MICRO_BATCH, False, True)
-    asked = refused("the loss mixes examples: pass micro_batch= and per_micro_batch=True")
+    asked = refused("the loss mixes examples: pass micro_batch= and loss=varuna.Loss(..., per_micro_batch=True)")
     attempt = _as_told(attempt, asked)
     assert attempt.per_micro_batch
     assert _as_told(attempt, asked) == attempt

@@ -64,8 +64,8 @@ def test_a_model_of_two_sections_is_judged_in_two_stages() -> None:
     told = {"capture": {"sections": 2, "plans": ["1x1", "2x1", "2x2"]}, "1x1": same, "2x1": same, "2x2": same}
     assert judge.column_of(PLAIN, told) == (judge.RIGHT, "has 2 sections: 2x1 in place of 3x1")
     assert judge.column_of(PLAIN, {**told, "2x1": off(1 + 1e-9)})[0] == judge.WRONG
-    assert judge.number_named("cut_points", "only 4 places are there. Pass cut_points=4 or leave it out") == 4
-    assert judge.number_named("cut_points", "pass cut_points=... or lower --stages") is None
+    assert judge.number_named("cut", "only 4 places are there. Pass cut=4 or leave it out") == 4
+    assert judge.number_named("cut", "pass cut=... or lower --stages") is None
 
 
 def test_only_a_good_refusal_that_names_the_argument_asks_for_it() -> None:

@@ -1,8 +1,10 @@
 """What can be seen to be wrong is refused before anything is built, in words that help."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import fields
 from datetime import timedelta
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+import varuna
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
-from varuna import CheckpointError, DataError, ModelError, Trainer, UsageError
-from varuna.job.arguments import choose_device
+from varuna import CheckpointError, Checkpoints, Collate, DataError, Loss, ModelError, Network, Trainer, UsageError
+from varuna.job.arguments import _ELSEWHERE, choose_device
+from varuna.job.spec import JobSpec
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +43,14 @@ BAD = [
     ({"clip_grad_norm": 0.0}, r"clip_grad_norm=0\.0 must be above 0; leave it out"),
     ({"clip_grad_norm": -1.0}, r"clip_grad_norm=-1\.0"),
     ({"clip_grad_norm": float("nan")}, r"clip_grad_norm=nan"),
-    ({"cut_points": 0}, r"cut_points=0 must be at least 1"),
-    ({"checkpoint_every": 5}, r"checkpoint_every= needs checkpoint_dir="),
-    ({"checkpoint_every": 0, "checkpoint_dir": "x"}, r"checkpoint_every=0 must be above 0"),
-    ({"checkpoint_every": timedelta(0), "checkpoint_dir": "x"}, r"checkpoint_every=0:00:00 must be above 0"),
-    ({"checkpoint_every": timedelta(seconds=-1), "checkpoint_dir": "x"}, r"must be above 0"),
+    ({"cut": 0}, r"cut=0 must be at least 1"),
+    ({"checkpoints": True}, r"checkpoints=True must be a folder, a URL or varuna\.Checkpoints\(path, .*is a bool"),
+    ({"checkpoints": "ftp://a/b"}, r"'ftp://a/b' is not a place for checkpoints"),
+    ({"memory": True}, r"memory=True must be a varuna\.Memory\(\.\.\.\), but is a bool"),
+    ({"network": "nccl"}, r"network='nccl' must be a varuna\.Network\(\.\.\.\), but is a str"),
     ({"global_batch": "8"}, r"global_batch='8' must be a whole number, but is a str"),
     ({"global_batch": 8.0}, r"global_batch=8\.0 must be a whole number, but is a float"),
     ({"clip_grad_norm": "1"}, r"clip_grad_norm='1' must be a number, but is a str"),
-    ({"checkpoint_every": "10", "checkpoint_dir": "x"}, r"checkpoint_every='10' must be a whole number"),
     ({"device": "tpu"}, r"device='tpu' is not a torch device"),
     ({"model": torch.nn.Linear(2, 2)}, r"model= must be a function that builds the module, .*it is a Linear\."),
     ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"optimizer= must be a function, such as lambda named:.*a SGD"),
@@ -55,6 +58,60 @@ BAD = [
     ({"lr_scheduler": "cosine"}, r"lr_scheduler= must be a function, such as lambda optimizer:.*a str"),
     ({"compile": "fast"}, r"compile='fast': torch has no such backend.*aot_eager"),
 ]
+
+
+VALUES: list[tuple[Callable[[], object], str]] = [
+    (lambda: Checkpoints("x", every=0), r"every=0 must be above 0: steps \(int\) or a timedelta"),
+    (lambda: Checkpoints("x", every=timedelta(0)), r"every=0:00:00 must be above 0"),
+    (lambda: Checkpoints("x", every=timedelta(seconds=-1)), r"must be above 0"),
+    (lambda: Checkpoints("x", every="10"), r"every='10' must be a whole number"),  # type: ignore[arg-type]
+    (lambda: Checkpoints("x", keep_last=0), r"keep_last=0 must be at least 1"),
+    (lambda: Checkpoints("x", keep_every=0), r"keep_every=0 must be at least 1 step"),
+    (lambda: Checkpoints("x", upload_bytes_per_s=0), r"upload_bytes_per_s=0 must be above 0"),
+    (lambda: Loss(weight=0.5), r"weight= must be a function of the batch, .*it is a float"),  # type: ignore[arg-type]
+    (lambda: Collate(lengths=[4, 4]), r"lengths=\[4, 4\] contains a length twice"),
+    (lambda: Network(links="tcp"), r"links='tcp' must be one of host, nccl"),  # type: ignore[arg-type]
+    (lambda: Network(reduction="fp16"), r"reduction='fp16' must be one of fp32, bf16"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("make", "text"), VALUES, ids=[text for _, text in VALUES])
+def test_a_value_out_of_range_is_refused_where_it_is_made(make: Callable[[], object], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        make()
+
+
+ELSEWHERE = [
+    ("checkpoint_dir", r'Pass checkpoints="\.\.\."\.'),
+    ("checkpoint_every", r"Pass checkpoints=varuna\.Checkpoints\(path, every=\.\.\.\)\."),
+    ("cut_at", r"Pass cut=\[\.\.\.\] with the names of modules"),
+    ("weight", r"Pass loss=varuna\.Loss\(\.\.\., weight=\.\.\.\)"),
+    ("shard_optimizer", r"Pass memory=varuna\.Memory\(shard_optimizer=True\)"),
+    ("reduction", r"Pass network=varuna\.Network\(reduction=\.\.\.\)"),
+    ("clip_grad_nrom", r"Pass clip_grad_norm=\."),
+    ("magic", r"Pass some of loss, metrics, collate, .*, network\."),
+]
+
+
+@pytest.mark.parametrize(("name", "remedy"), ELSEWHERE, ids=[name for name, _ in ELSEWHERE])
+def test_what_a_trainer_does_not_take_is_refused_with_how_it_is_written(name: str, remedy: str) -> None:
+    with pytest.raises(UsageError, match=rf"Trainer\(\) has no argument {name}=\. {remedy}"):
+        trainer(**{name: 1})
+
+
+def test_every_option_that_is_written_elsewhere_exists_there() -> None:
+    """A remedy that itself is refused would lead nowhere."""
+    for name, remedy in _ELSEWHERE.items():
+        argument, _, value = remedy.partition("=")
+        assert argument in signature(Trainer).parameters
+        if value.startswith("varuna."):
+            kind = getattr(varuna, value.removeprefix("varuna.").partition("(")[0])
+            field = value.partition("(")[2].removeprefix("path, ").removeprefix("..., ").partition("=")[0]
+            assert field in {each.name for each in fields(kind)}, name
+
+
+def test_a_trainer_shows_what_it_does_and_nothing_else() -> None:
+    assert [name for name in dir(trainer()) if not name.startswith("_")] == ["evaluate", "export", "steps"]
 
 
 @pytest.mark.parametrize(("changes", "text"), BAD, ids=[str(changes) for changes, _ in BAD])
@@ -68,7 +125,7 @@ def test_good_arguments_build_and_write_nothing(tmp_path: Path) -> None:
         pytest.fail("the model was built")
 
     folder = tmp_path / "checkpoints"
-    trainer(model=refuse, micro_batch=4, clip_grad_norm=0.5, cut_points=1, checkpoint_dir=folder, checkpoint_every=1)
+    trainer(model=refuse, micro_batch=4, clip_grad_norm=0.5, cut=1, checkpoints=Checkpoints(folder, every=1))
     assert not folder.exists()
 
 
@@ -140,20 +197,19 @@ def test_a_folder_that_cannot_be_written_is_found_out_before_the_model_is_built(
         return SmallLanguage()
 
     with pytest.raises(CheckpointError, match="file"):
-        next(trainer(model=build, checkpoint_dir=tmp_path / "file" / "below").steps(1))
+        next(trainer(model=build, checkpoints=tmp_path / "file" / "below").steps(1))
     assert built == []
 
 
 def test_a_wrong_weight_ends_the_run_with_the_remedy_and_does_not_hang() -> None:
     with pytest.raises(ModelError, match=r"or leave weight= out"):
-        next(trainer(weight=lambda batch: (batch["labels"] % 7).sum()).steps(1))
+        next(trainer(loss=Loss(weight=lambda batch: (batch["labels"] % 7).sum())).steps(1))
 
 
 def test_compiling_needs_a_compiler_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UsageError, match=r"compile=True needs a C\+\+ compiler \(no-such-compiler.*leave compile= out"):
         trainer(compile=True)
-    assert trainer(compile="aot_eager").compiled == "aot_eager"
 
 
 @pytest.mark.parametrize(("wished", "rank", "found"), [(None, "3", 1), ("cuda", "2", 0), ("cuda:1", "2", 1)])
@@ -175,7 +231,6 @@ def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_nccl_between_cpus_is_refused_once_they_train_and_other_links_at_once() -> None:
     with pytest.raises(UsageError, match=r'links="nccl" connects GPUs, .* computes on cpu\. Leave links= out'):
-        next(trainer(links="nccl").steps(1))
-    assert trainer(links="nccl").partition().sections  # as ``varuna inspect`` looks at it
-    with pytest.raises(UsageError, match=r"links='tcp' must be one of host, nccl"):
-        trainer(links="tcp")
+        next(trainer(network=Network(links="nccl")).steps(1))
+    spec = JobSpec(SmallLanguage, Tokens(), adamw, 4, device=torch.device("cpu"), network=Network(links="nccl"))
+    assert spec.partitioned.sections  # as ``varuna inspect`` looks at it

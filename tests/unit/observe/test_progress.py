@@ -83,11 +83,11 @@ def test_beside_a_script_a_view_tells_plan_morphs_and_notices_only() -> None:
         for event in (generation(0, (2, 2)), recorded(0), generation(1, (3, 1)), recorded(1)):
             view(event)
         view(morphed(1, (3, 1), recovery_seconds=0.5))
-        view(Notice(text="no checkpoint_dir", warning=True))
+        view(Notice(text="no checkpoints", warning=True))
     plan_told, morph, warning, end = file.getvalue().split("\n")
     assert plan_told == "plan   2x2 (stages x replicas) on 4 workers   8 micro-batches of 2"
     assert morph.replace("→", "->") == "morph  lost   2x2 -> 3x1   next step after 500 ms   0 steps redone"
-    assert warning == "warning  no checkpoint_dir"
+    assert warning == "warning  no checkpoints"
     assert end == ""
 
 

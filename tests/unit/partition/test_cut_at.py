@@ -8,29 +8,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import varuna
 from tests.unit.checks.verified import verify
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, tiny_gpt2
 from tests.unit.partition.families import NAMED, Samples
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource
+from varuna.job.spec import JobSpec
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.cut_at import chooser
 from varuna.partition.graph.costs import Cost
 from varuna.partition.graph.flow import Flow
 from varuna.partition.initial.constructor import materialise
 from varuna.partition.model import CutChooser, PartitionedModel, partition
+from varuna.trainer import Trainer
 
 
 def cut(recipe: Recipe, cut_at: list[str], dataset: Any = None) -> PartitionedModel:
     batch = SampleSource(dataset or Tokens(), seed=0).micro_batch([0, 1]).tensors
-    return partition(recipe, batch, choose=chooser(cut_at, None))
+    return partition(recipe, batch, choose=chooser(cut_at))
 
 
 def choose_at(*names: str) -> CutChooser:
-    choose = chooser(list(names), None)
-    assert choose is not None
-    return choose
+    return chooser(names)
 
 
 @pytest.fixture(scope="module")
@@ -111,14 +110,11 @@ def test_a_module_in_the_life_of_a_written_tensor_is_refused_with_those_that_can
         cut(Recipe(Written), ["layers.1"])
 
 
-def trainer(**options: Any) -> varuna.Trainer:
-    return varuna.Trainer(SmallLanguage, Tokens(), adamw, 4, **options)
-
-
-def test_the_trainer_takes_a_list_and_no_wish_beside_it() -> None:
-    assert len(trainer(cut_at=["layers.1"]).partition().sections) == 2
-    with pytest.raises(UsageError, match="pass only one of them"):
-        trainer(cut_at=["layers.1"], cut_points=3)
-    for wrong in ("layers.1", [], [3]):
-        with pytest.raises(UsageError, match="list of names of modules"):
-            trainer(cut_at=wrong)
+def test_cuts_are_a_number_or_names() -> None:
+    for cut, sections in ((["layers.1"], 2), (3, 4)):
+        assert len(JobSpec(SmallLanguage, Tokens(), adamw, 4, cut=cut).partitioned.sections) == sections
+    for wrong in ("layers.1", [3], 1.5):
+        with pytest.raises(UsageError, match="number of cut-points or a list of names of modules"):
+            Trainer(SmallLanguage, Tokens(), adamw, 4, cut=wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"cut=\[\] names no modules; leave it out"):
+        Trainer(SmallLanguage, Tokens(), adamw, 4, cut=[])

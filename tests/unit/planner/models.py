@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from varuna.calibration.format import Calibration, Link, Network, Ring
+from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.model import ModelFacts, SectionFacts, TiedParameter
 from varuna.planner.request import PlanRequest
@@ -40,7 +40,7 @@ def gpt2_2_5b() -> ModelFacts:
 
 
 # Where the network does not matter, further workers cannot hurt.
-FAST = Network(link=Link(latency_s=0, bytes_per_s=1e15), rings=(Ring(latency_s=0, bytes_per_s=1e15),))
+FAST = NetworkCosts(link=Link(latency_s=0, bytes_per_s=1e15), rings=(Ring(latency_s=0, bytes_per_s=1e15),))
 
 
 def calibrated(facts: ModelFacts, **changes: object) -> Calibration:

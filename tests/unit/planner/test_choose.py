@@ -75,7 +75,7 @@ def test_advice_that_cannot_help_is_left_out() -> None:
 
 def test_impossible_depths_are_named() -> None:
     assert refusal(stages=9, workers=16) == (
-        "P=9 was requested, but the model has 8 sections; pass cut_points=... or lower --stages."
+        "P=9 was requested, but the model has 8 sections; pass cut=... or lower --stages."
     )
     assert refusal(stages=5) == "P=5 was requested, but there are 4 workers; add workers or lower --stages."
     assert "Start a worker" in refusal(workers=0)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.planner.models import GB, MB, calibrated, model, request, section
-from varuna.calibration.format import Calibration, Jitter, Link, Network, Ring
+from varuna.calibration.format import Calibration, Jitter, Link, NetworkCosts, Ring
 from varuna.core.model import ModelFacts, TiedParameter
 from varuna.planner.sweep import rank_plans
 
@@ -30,8 +30,8 @@ def models(draw: st.DrawFn) -> ModelFacts:
     return model(layers, tied if ends_are_tied else ())
 
 
-def network(latency_s: float, speed: float, jitter_s: float) -> Network:
-    return Network(
+def network(latency_s: float, speed: float, jitter_s: float) -> NetworkCosts:
+    return NetworkCosts(
         link=Link(latency_s=latency_s, bytes_per_s=1.1e9 * speed, jitter=Jitter(mean_s=jitter_s)),
         rings=(Ring(latency_s=latency_s, bytes_per_s=0.47e9 * speed),),
     )

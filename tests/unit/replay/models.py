@@ -1,6 +1,15 @@
 """A small calibration: eight equal sections, two gigabytes of state each, on cards that hold three of them."""
 
-from varuna.calibration.format import Calibration, Hardware, Link, ModelIdentity, Network, Ring, SectionKind, SectionRun
+from varuna.calibration.format import (
+    Calibration,
+    Hardware,
+    Link,
+    ModelIdentity,
+    NetworkCosts,
+    Ring,
+    SectionKind,
+    SectionRun,
+)
 
 GIB = 2**30
 
@@ -22,7 +31,7 @@ def make_calibration() -> Calibration:
         model=ModelIdentity(name="toy"),
         kinds={"block": block, "last": last},
         sections=(SectionRun(kinds=("block",), count=7), SectionRun(kinds=("last",))),
-        across_vms=Network(
+        across_vms=NetworkCosts(
             link=Link(latency_s=0.0003, bytes_per_s=1e9), rings=(Ring(latency_s=0.0003, bytes_per_s=1e9),)
         ),
     )

@@ -10,15 +10,14 @@ from varuna.testing import FailingStore, fail_at, run
 STEPS = 4
 
 
-def script(checkpoint_dir: str | None = None) -> list[int]:
+def script(checkpoints: varuna.Checkpoints | None = None) -> list[int]:
     trainer = varuna.Trainer(
         SmallLanguage,
         Tokens(),
         adamw,
         8,
         micro_batch=2,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=2 if checkpoint_dir else None,
+        checkpoints=checkpoints,
     )
     return [step.index for step in trainer.steps(STEPS)]
 
@@ -46,7 +45,7 @@ def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has
 
     def saves_once() -> None:
         trainer = varuna.Trainer(
-            SmallLanguage, Tokens(), adamw, 8, micro_batch=2, checkpoint_dir=store.url, checkpoint_every=2
+            SmallLanguage, Tokens(), adamw, 8, micro_batch=2, checkpoints=varuna.Checkpoints(store.url, every=2)
         )
         for step in trainer.steps(STEPS):
             if step.index == 2:
@@ -56,7 +55,7 @@ def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has
         run(saves_once, workers=2, stages=2)
     assert "newest complete checkpoint is that of step 2" in str(ended.value)
     store.fail()
-    outcome = run(lambda: script(store.url), workers=2, stages=1)
+    outcome = run(lambda: script(varuna.Checkpoints(store.url, every=2)), workers=2, stages=1)
     assert outcome.losses == pytest.approx(alone[2:], rel=1e-6)
     assert ("get", "step-00000002/manifest.json") in store.seen
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from varuna.calibration.format import Calibration, Network, OptimizerCosts, SectionKind
+from varuna.calibration.format import Calibration, NetworkCosts, OptimizerCosts, SectionKind
 from varuna.core.plan import Plan
 from varuna.core.times import Carried, RankTimes
 from varuna.planner.pricing.costs import Around, around_sections, pipeline_costs
@@ -163,7 +163,7 @@ def _optimizer(calibration: Calibration, plan: Plan, stages: Sequence[RankTimes]
     return known.model_copy(update={"fixed_s": max(0.0, min(each.ending_s for each in stages) - varying_s)})
 
 
-def _network(network: Network, plan: Plan, stages: Sequence[RankTimes]) -> Network:
+def _network(network: NetworkCosts, plan: Plan, stages: Sequence[RankTimes]) -> NetworkCosts:
     """Links and rings scaled to what messages and all-reduces took; a ring's fastest rank waited least for others."""
     link, jitter = network.link, network.link.jitter.mean_s
     sent = [each.messages for each in stages if each.messages is not None]

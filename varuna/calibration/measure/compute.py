@@ -62,7 +62,7 @@ def measure_window(
     if memory_bytes is not None and need > memory_bytes:
         raise NoPlanError(
             f"measuring section {span.start} takes {format_bytes(need)}, but this worker has "
-            f"{format_bytes(memory_bytes)}. Pass a larger cut_points= to Trainer, so that sections are smaller, or use "
+            f"{format_bytes(memory_bytes)}. Pass a larger cut= to Trainer, so that sections are smaller, or use "
             "devices with more memory."
         )
     window = Window(job, span.start, span.stop, beginning)

@@ -27,12 +27,13 @@ from varuna.engine.base.transport import connect_store, prefixed
 from varuna.engine.device.capacity import device_bytes, hardware_name, usable_bytes
 from varuna.engine.links.traffic import Traffic
 from varuna.engine.worker.session import Session
-from varuna.job.script_runner import take_trainer
+from varuna.job.script_runner import take_job
+from varuna.job.spec import JobSpec
+from varuna.job.start import engine_job, open_session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.on_device import on_device
 from varuna.process.threads import join_all
-from varuna.trainer import Trainer
 
 _HOST = "127.0.0.1"
 _MOST_MESSAGE_BYTES = 64 * 2**20
@@ -40,23 +41,23 @@ _SMALL_BYTES = 64
 _EXIT_BOUND_S = 5.0
 
 
-def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
+def measure(spec: JobSpec, peers: Peers, store: Any) -> Measured:
     """Measure everything that this worker can.
 
     Raises:
         VarunaError: the model cannot be captured, or a section does not fit.
     """
-    settle(trainer.device)
-    model = trainer.partition()
+    settle(spec.device)
+    model = spec.partitioned
     facts, kinds = model.facts, section_kinds(model)
-    beginning = StandIns(model.shapes, trainer.beginning(model))
+    beginning = StandIns(model.shapes, spec.beginning())
     buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
-    moved = on_device(model, trainer.device)
-    job = replace(trainer.job(moved, buffers), offload=False)  # the planner adds what streaming takes
-    memory_bytes = _smallest(usable_bytes(trainer.device, peers.size), peers)
+    moved = on_device(model, spec.device)
+    job = replace(engine_job(spec, moved, buffers), offload=False)  # the planner adds what streaming takes
+    memory_bytes = _smallest(usable_bytes(spec.device, peers.size), peers)
     windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
     whole = len(windows) == 1
-    sizes = sizes_to_measure(trainer.global_batch, trainer.micro_batch)
+    sizes = sizes_to_measure(spec.global_batch, spec.micro_batch)
     peers.meet()
     computed = [
         measure_window(
@@ -64,7 +65,7 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
             window,
             sizes,
             beginning=beginning,
-            batch=trainer.batch,
+            batch=spec.batch,
             memory_bytes=memory_bytes,
             agree=peers.agree if whole else float,
         )
@@ -82,16 +83,16 @@ def measure(trainer: Trainer, peers: Peers, store: Any) -> Measured:
         times = _agreed_times(sections, micro_batch, peers)
 
         def rehearse(world: World, plan: Plan) -> PilotSamples | None:
-            def open_session(n: int, solo: StaticMembership) -> Session:
-                return trainer.session(n, solo, model, beginning, global_batch=plan.global_batch)
+            def alone(n: int, solo: StaticMembership) -> Session:
+                return open_session(spec, n, solo, beginning=beginning, global_batch=plan.global_batch)
 
-            return run_pilot(open_session, world, plan, facts)
+            return run_pilot(alone, world, plan, facts)
 
         pilots = _pilots(rehearse, peers, store, facts, micro_batch, times, memory_bytes)
     return Measured(
         worker=peers.rank,
-        hardware=hardware_name(trainer.device),
-        device_bytes=device_bytes(trainer.device, peers.size),
+        hardware=hardware_name(spec.device),
+        device_bytes=device_bytes(spec.device, peers.size),
         facts=facts,
         kinds=kinds,
         sections=tuple(sections),
@@ -165,9 +166,9 @@ def main(argv: Sequence[str]) -> int:
     output, script, args = Path(argv[0]), Path(argv[1]), argv[2:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
-        taken = take_trainer(script, args)
+        spec = take_job(script, args).spec
         store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        measured = measure(taken.trainer, Peers(store, rank, size, _HOST), store)
+        measured = measure(spec, Peers(store, rank, size, _HOST), store)
     except VarunaError as error:
         output.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
         return error.exit_code

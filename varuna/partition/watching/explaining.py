@@ -21,7 +21,7 @@ _SKIPPED = (*OWN, contextlib.__file__, "<")
 
 _WAYS_OUT = (
     "Two ways out: replace the branch by tensor operations (torch.where, torch.cond) or switch that feature off "
-    "in the model's configuration; or wrap the code into one operator with torch.library.custom_op. cut_at= does "
+    "in the model's configuration; or wrap the code into one operator with torch.library.custom_op. cut=[...] does "
     "not help: it names cuts of a model that can be captured. See docs/partitioning.md, section Refusals."
 )
 _DATA_DEPENDENT = (

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from varuna.calibration.format import Calibration, Link, Network, Ring
+from varuna.calibration.format import Calibration, Link, NetworkCosts, Ring
 from varuna.simulator.costs import mean_delay_s
 
 
@@ -24,7 +24,7 @@ def link_of(calibration: Calibration, *, crosses: bool) -> Link:
     return network_of(calibration, crosses=crosses).link
 
 
-def network_of(calibration: Calibration, *, crosses: bool) -> Network:
+def network_of(calibration: Calibration, *, crosses: bool) -> NetworkCosts:
     """The network within a VM, or across VMs."""
     return calibration.across_vms if crosses or calibration.within_vm is None else calibration.within_vm
 

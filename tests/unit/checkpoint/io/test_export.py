@@ -172,5 +172,5 @@ def test_a_directory_without_checkpoints_says_so(tmp_path: Path) -> None:
     for verb in ("list", "verify"):
         assert run(verb, tmp_path / "none") == (
             1,
-            f"{tmp_path / 'none'} has no checkpoints. Name the Trainer's checkpoint_dir.",
+            f"{tmp_path / 'none'} has no checkpoints. Name the folder or URL of the Trainer's checkpoints=.",
         )

@@ -16,6 +16,7 @@ from tests.unit.engine.worker.test_resuming import train as resumed
 from varuna.core.errors import DataError, ModelError
 from varuna.core.precision import Precision
 from varuna.engine.graphs.compiled import Compiler
+from varuna.job.options import Loss
 from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -327,7 +328,7 @@ def test_a_loss_that_mixes_examples_trains_within_micro_batches_if_the_user_says
 
     with pytest.raises(ModelError, match=r"multiplies .*test_terms\.py:\d+ \(balance = .* per_micro_batch=True"):
         next(trainer(micro_batch=4).steps(1))
-    losses = [step.loss for step in trainer(micro_batch=4, per_micro_batch=True).steps(2)]
+    losses = [step.loss for step in trainer(micro_batch=4, loss=Loss(per_micro_batch=True)).steps(2)]
     setup = Setup(build=Balanced, dataset=Sentences(), micro_batch=4)
     assert setup.model.counts_targets
     assert losses == pytest.approx([loss for loss, _ in setup.losses(2, 2, 2)], rel=1e-6)

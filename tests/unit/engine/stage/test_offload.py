@@ -1,6 +1,7 @@
 """Optimizer state in host memory changes no bit, wherever the run has been and wherever it goes."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_
 from tests.unit.engine.worker.test_resuming import train
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.errors import UsageError
-from varuna.core.model import JobFacts
+from varuna.core.model import JobFacts, Memory
 from varuna.core.precision import Precision
 from varuna.engine.device.host_copies import DONE, HostCopies, Ready
 from varuna.engine.stage.offload import OffloadedOptimizer
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer
 from varuna.engine.stage.stage import Stage
-from varuna.trainer import Trainer
+from varuna.job.spec import JobSpec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 Build = Callable[[NamedParameters], torch.optim.Optimizer]
@@ -244,12 +245,20 @@ def _trained_stage() -> Stage:
 
 def test_gradients_and_parameters_that_are_apart_are_not_shown_to_before_step() -> None:
     with pytest.raises(UsageError, match=r"before_step= cannot be given with offload_optimizer=True"):
-        Trainer(tiny_gpt2, Tokens(), adamw, 8, precision="bf16", offload_optimizer=True, before_step=lambda named: None)
+        JobSpec(
+            tiny_gpt2,
+            Tokens(),
+            adamw,
+            8,
+            precision="bf16",
+            memory=Memory(offload_optimizer=True),
+            before_step=lambda named: None,
+        )
 
 
 @pytest.mark.parametrize(("device", "told"), [("cpu", "same memory"), ("meta", "host")])
 def test_the_job_tells_where_its_state_lives(device: str, told: str) -> None:
-    trainer = Trainer(SmallLanguage, Tokens(), adamw, 8, device=device, offload_optimizer=True)
-    assert trainer.offload == told
-    assert Trainer(SmallLanguage, Tokens(), adamw, 8, device=device).offload == "none"
+    spec = JobSpec(SmallLanguage, Tokens(), adamw, 8, device=torch.device(device))
+    assert replace(spec, memory=Memory(offload_optimizer=True)).offload == told
+    assert spec.offload == "none"
     assert JobFacts.model_fields["offload_optimizer"].default == "none"

@@ -11,6 +11,7 @@ import varuna
 from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded, tiny_gpt2, tiny_llama, worst
 from varuna.checkpoint.io.section_state import from_bytes, to_bytes
 from varuna.core.errors import UsageError
+from varuna.core.model import Network
 from varuna.core.precision import LossScale, Precision
 from varuna.data import sample_index
 from varuna.engine.stage.optimizer import NamedParameters
@@ -164,7 +165,7 @@ def test_half_precision_halves_parameters_and_messages_and_counts_fp32_copies() 
 
 def test_an_unknown_reduction_is_refused() -> None:
     with pytest.raises(UsageError, match="fp32, bf16"):
-        Trainer(tiny_gpt2, Tokens(), adamw, 8, reduction="fp16")  # type: ignore[arg-type]
+        Network(reduction="fp16")  # type: ignore[arg-type]
 
 
 def test_an_unknown_precision_is_refused() -> None:

@@ -243,9 +243,12 @@ def test_a_refusal_asks_for_what_is_missing_only() -> None:
     source = SampleSource(Sentences(), seed=0)
     found = partition(Recipe(Hidden, contrastive), source.micro_batch([0, 1]).tensors)
     apart = replace(found, mixing=())
-    with pytest.raises(ModelError, match=r"test_mixing\.py:\d+ .*pass micro_batch= .* and per_micro_batch=True"):
+    with pytest.raises(
+        ModelError,
+        match=r"test_mixing\.py:\d+ .*pass micro_batch= .* and loss=varuna\.Loss\(\.\.\., per_micro_batch=True\)",
+    ):
         check_mixing(found, None, accepted=False)
-    with pytest.raises(ModelError, match="pass per_micro_batch=True;"):
+    with pytest.raises(ModelError, match=r"pass loss=varuna\.Loss\(\.\.\., per_micro_batch=True\);"):
         check_mixing(found, 4, accepted=False)
     with pytest.raises(ModelError, match=r"pass micro_batch= \(how many"):
         check_mixing(found, None, accepted=True)

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
 from varuna.core.errors import ModelError
+from varuna.job.options import Loss
 from varuna.partition.opaque.each_sample import AllSamples, gathered, spread
 from varuna.trainer import Trainer
 
@@ -87,7 +88,7 @@ def test_what_it_does_to_the_batch_is_for_the_user_to_say() -> None:
     with single_threaded():
         with pytest.raises(ModelError, match="per_micro_batch=True"):
             next(iter(Trainer(Detector, Pictures(), adamw, 8, device="cpu").steps(1)))
-        allowed = Trainer(Detector, Pictures(), adamw, 8, micro_batch=2, per_micro_batch=True, device="cpu")
+        allowed = Trainer(Detector, Pictures(), adamw, 8, micro_batch=2, loss=Loss(per_micro_batch=True), device="cpu")
         assert len(list(allowed.steps(1))) == 1
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.file import read_calibration
-from varuna.calibration.format import Jitter, Link, Network, OptimizerCosts, Ring
+from varuna.calibration.format import Jitter, Link, NetworkCosts, OptimizerCosts, Ring
 from varuna.core.model import JobFacts, ModelFacts, TiedParameter
 from varuna.core.plan import Plan
 from varuna.planner.choose import plan_run
@@ -19,7 +19,7 @@ from varuna.schedule.policy import stash_limit
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts, uniform
 from varuna.simulator.step import simulate
 
-ROUND = Network(link=Link(latency_s=0.25, bytes_per_s=4 * MB), rings=(Ring(latency_s=0.25, bytes_per_s=50 * MB),))
+ROUND = NetworkCosts(link=Link(latency_s=0.25, bytes_per_s=4 * MB), rings=(Ring(latency_s=0.25, bytes_per_s=50 * MB),))
 
 
 def plan(starts: tuple[int, ...], sections: int, *, micro_batches: int = 1, replicas: int = 1, **rest: Any) -> Plan:
@@ -82,7 +82,7 @@ def test_costs_of_links_are_those_of_the_cut() -> None:
 
 
 def test_links_within_a_vm_use_its_own_network() -> None:
-    inner = Network(
+    inner = NetworkCosts(
         link=Link(latency_s=0, bytes_per_s=8 * MB, jitter=Jitter(mean_s=0.5)),
         rings=(Ring(latency_s=0, bytes_per_s=1e15),),
     )
@@ -180,7 +180,7 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 def test_gradients_that_cross_as_bf16_take_half_as_long_and_as_much_memory() -> None:
     facts = model([section()] * 4)
-    network = Network(link=Link(latency_s=0, bytes_per_s=1e15), rings=(Ring(latency_s=0, bytes_per_s=1200 * MB),))
+    network = NetworkCosts(link=Link(latency_s=0, bytes_per_s=1e15), rings=(Ring(latency_s=0, bytes_per_s=1200 * MB),))
     known = calibrated(facts, across_vms=network)
     two = plan((0,), 4, replicas=2)
     reduce_s = [

@@ -1,0 +1,109 @@
+"""Options of a Trainer that belong together, as values: ``checkpoints="path"``, ``loss=fn`` and the like in full."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from datetime import timedelta
+
+from varuna.core.errors import UsageError
+from varuna.data.collate import CollateFunction
+from varuna.job.arguments import check_function, check_number, check_whole, described
+from varuna.partition.batch_weight import WeightFunction
+from varuna.partition.capture.capture import LossFunction
+from varuna.partition.lengths import check_lengths
+from varuna.store.opening import location
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Where and when a run saves its state, and what it keeps. The same command then resumes from it.
+
+    Attributes:
+        path: folder that all machines share, or URL (``s3://``, ``gs://``, ``az://``).
+        every: steps (int) or time between checkpoints.
+        keep_last: number of newest checkpoints to keep.
+        keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
+        upload_bytes_per_s: limit on what a worker sends to a bucket, to leave some of the network to training.
+
+    Raises:
+        UsageError: one of them is out of range.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    every: int | timedelta = timedelta(minutes=10)
+    keep_last: int = 3
+    keep_every: int | None = None
+    upload_bytes_per_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise UsageError(
+                f"checkpoints={self.path!r} must be a folder, a URL or varuna.Checkpoints(path, every=...), but is "
+                f"{described(self.path)}"
+            )
+        _ = self.place
+        if not isinstance(self.every, timedelta):
+            check_whole(every=self.every)
+        check_whole(keep_last=self.keep_last, keep_every=self.keep_every)
+        check_number(upload_bytes_per_s=self.upload_bytes_per_s)
+        if (self.every.total_seconds() if isinstance(self.every, timedelta) else self.every) <= 0:
+            raise UsageError(f"every={self.every} must be above 0: steps (int) or a timedelta between checkpoints")
+        if self.keep_last < 1:
+            raise UsageError(f"keep_last={self.keep_last} must be at least 1: the newest checkpoint is always kept")
+        if self.keep_every is not None and self.keep_every < 1:
+            raise UsageError(
+                f"keep_every={self.keep_every} must be at least 1 step; leave it out to keep only the newest"
+            )
+        if self.upload_bytes_per_s is not None and not self.upload_bytes_per_s > 0:
+            raise UsageError(f"upload_bytes_per_s={self.upload_bytes_per_s} must be above 0; leave it out for no limit")
+
+    @property
+    def place(self) -> str:
+        """The path as all processes of a run should name it: absolute, or a URL."""
+        return location(self.path)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """How the loss of a batch is computed, and what it is a mean over.
+
+    Attributes:
+        function: ``fn(output, batch)`` that returns a scalar mean. Left out: the model returns its loss itself.
+        weight: ``fn(batch)``: how much a micro-batch counts. Default: what its loss averages over, term by term.
+        per_micro_batch: with the Trainer's ``micro_batch``: compute a loss that mixes examples within each micro-batch.
+
+    Raises:
+        UsageError: one of them cannot be called as it will be.
+    """
+
+    function: LossFunction | None = None
+    _: KW_ONLY
+    weight: WeightFunction | None = None
+    per_micro_batch: bool = False
+
+    def __post_init__(self) -> None:
+        check_function("loss", self.function)
+        check_function("weight", self.weight)
+
+
+@dataclass(frozen=True)
+class Collate:
+    """How samples become a micro-batch, and which shapes it may have.
+
+    Attributes:
+        function: from a list of samples to a dict of tensors whose first dimension is the batch. Default: stack.
+        lengths: sizes that dimension 1 of the collated tensors may have, one for all of a micro-batch. Default: the
+            first samples' only.
+
+    Raises:
+        UsageError: the function cannot be called, or the lengths are not a list of different positive numbers.
+    """
+
+    function: CollateFunction | None = None
+    _: KW_ONLY
+    lengths: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        check_function("collate", self.function)
+        check_lengths(self.lengths)

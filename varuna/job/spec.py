@@ -1,0 +1,220 @@
+"""A job: everything that a script says to its Trainer, checked, and what tools learn from it."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from varuna.checks.selfcheck import SelfCheck
+from varuna.core.errors import UsageError
+from varuna.core.model import Memory, Network, Offload
+from varuna.core.precision import PRECISIONS, Precision
+from varuna.data.samples import SampleSource
+from varuna.engine.graphs.compiled import Compiler
+from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.stage.precision import DTYPES, cast
+from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device
+from varuna.job.model_config import Configured
+from varuna.job.options import Checkpoints, Collate, Loss
+from varuna.partition.capture.capture import MetricsFunction, Recipe
+from varuna.partition.cut_at import chooser
+from varuna.partition.initial.constructor import Initial
+from varuna.partition.initial.initial_values import Init, InitialParameters, begin_with, check_beginning
+from varuna.partition.lengths import check_lengths, partition_lengths
+from varuna.partition.model import PartitionedModel
+
+CAPTURED_SAMPLES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class JobSpec:
+    """A job: a Trainer's arguments (see there), each in its full form.
+
+    Raises:
+        UsageError: one of them is out of range, or two of them exclude each other.
+        DataError: the dataset cannot be read by index.
+    """
+
+    model: Callable[[], nn.Module]
+    dataset: Any
+    optimizer: OptimizerFactory
+    global_batch: int
+    _: KW_ONLY
+    loss: Loss = field(default_factory=Loss)
+    metrics: MetricsFunction | None = None
+    collate: Collate = field(default_factory=Collate)
+    micro_batch: int | None = None
+    seed: int = 0
+    weights: str | os.PathLike[str] | None = None
+    init: Init = "constructor"
+    lr_scheduler: SchedulerFactory | None = None
+    clip_grad_norm: float | None = None
+    before_step: Callable[[NamedParameters], None] | None = None
+    cut: int | Sequence[str] | None = None
+    checkpoints: Checkpoints | None = None
+    device: torch.device = field(default_factory=choose_device)
+    precision: Precision = "fp32"
+    compiler: Compiler | None = None
+    memory: Memory = field(default_factory=Memory)
+    network: Network = field(default_factory=Network)
+
+    def __post_init__(self) -> None:
+        for name in ("model", "optimizer", "lr_scheduler", "metrics", "before_step"):
+            check_function(name, getattr(self, name))
+        self._check_numbers()
+        self._check_cut()
+        check_kind("memory", Memory, self.memory)
+        check_kind("network", Network, self.network)
+        if self.precision not in PRECISIONS:
+            raise UsageError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
+        self._check_before_step()
+        check_beginning(self.init, self.weights)
+        _ = self.source
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of computation and of what crosses links."""
+        return DTYPES[self.precision]
+
+    @property
+    def memory_apart(self) -> bool:
+        """Whether the device has memory of its own, beside the host's."""
+        return self.device.type != "cpu"
+
+    @property
+    def offload(self) -> Offload:
+        """Where the optimizer's state lives."""
+        apart: Offload = "host" if self.memory_apart else "same memory"
+        return apart if self.memory.offload_optimizer else "none"
+
+    @property
+    def compiled(self) -> str | None:
+        """The backend of ``torch.compile`` that sections go through."""
+        return None if self.compiler is None else str(self.compiler.backend)
+
+    @cached_property
+    def built(self) -> Configured:
+        """Builds the model; knows the configuration of what it has built."""
+        return Configured(self.model)
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The model with its loss, as it is captured."""
+        return Recipe(self.built, self.loss.function, self.metrics, self.dtype)
+
+    @cached_property
+    def source(self) -> SampleSource:
+        """Reads the samples."""
+        return self.reader_of(self.dataset)
+
+    @cached_property
+    def checks(self) -> SelfCheck:
+        """What the job is checked with before step 0."""
+        return SelfCheck(
+            self.recipe,
+            self.source,
+            self.loss.weight,
+            self.micro_batch,
+            self.loss.per_micro_batch,
+            self.device.type,
+        )
+
+    @cached_property
+    def partitioned(self) -> PartitionedModel:
+        """The model, captured and cut into sections.
+
+        Raises:
+            ModelError: it cannot be captured, or not be cut where ``cut`` says.
+        """
+        return partition_lengths(
+            self.recipe,
+            self.batch(CAPTURED_SAMPLES),
+            check_lengths(self.collate.lengths),
+            optimizer=self.optimizer,
+            cut_points=None if self.cut is None or isinstance(self.cut, Sequence) else self.cut,
+            count_targets=self.loss.weight is None,
+            on_cpu=not self.memory_apart,
+            choose=chooser(self.cut) if isinstance(self.cut, Sequence) else None,
+        )
+
+    def reader_of(self, dataset: Any) -> SampleSource:
+        """Reads another dataset as the job's own is read.
+
+        Raises:
+            DataError: it cannot be read by index.
+        """
+        return SampleSource(dataset, seed=self.seed, collate=self.collate.function)
+
+    def batch(self, examples: int) -> dict[str, Tensor]:
+        """The first ``examples`` samples of the run, collated."""
+        return self.source.micro_batch(range(examples)).tensors
+
+    def cast(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Buffers as sections compute with them, on the device."""
+        return {name: cast(value.to(self.device), self.dtype) for name, value in buffers.items()}
+
+    def beginning(self) -> InitialParameters:
+        """Where first values come from."""
+        model = self.partitioned
+        return begin_with(
+            self.recipe,
+            model.shapes,
+            seed=self.seed,
+            init=self.init,
+            weights=None if self.weights is None else Path(self.weights).absolute(),
+            digest=model.facts.digest,
+        )
+
+    def initial(self) -> Initial:
+        """The whole model as it is before step 0."""
+        initial = self.beginning().whole()
+        return initial if self.precision == "fp32" else initial.to(self.dtype)
+
+    # -- what is refused ------------------------------------------------------------------------------------
+
+    def _check_numbers(self) -> None:
+        check_whole(global_batch=self.global_batch, micro_batch=self.micro_batch, seed=self.seed)
+        check_number(clip_grad_norm=self.clip_grad_norm)
+        if self.global_batch < 1:
+            raise UsageError(f"global_batch={self.global_batch}: the number of examples per step must be at least 1")
+        if self.micro_batch is not None and not 1 <= self.micro_batch <= self.global_batch:
+            raise UsageError(
+                f"micro_batch={self.micro_batch} must be between 1 and global_batch={self.global_batch}. Lower it, or "
+                "leave it out."
+            )
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise UsageError(f"clip_grad_norm={self.clip_grad_norm} must be above 0; leave it out for no clipping")
+
+    def _check_cut(self) -> None:
+        cut: Any = self.cut
+        if cut is None:
+            return
+        if hasattr(cut, "__index__"):
+            if cut < 1:
+                raise UsageError(f"cut={cut} must be at least 1 cut-point; leave it out to cut at every good place")
+        elif isinstance(cut, str) or not isinstance(cut, Sequence) or not all(isinstance(path, str) for path in cut):
+            raise UsageError(
+                f"cut={cut!r} must be a number of cut-points or a list of names of modules, such as ['transformer.h.3']"
+            )
+        elif not cut:
+            raise UsageError(f"cut={cut!r} names no modules; leave it out to cut at every good place")
+
+    def _check_before_step(self) -> None:
+        """Parameters and their gradients must not be apart, nor fp32 parameters elsewhere."""
+        if self.precision == "fp32" or self.before_step is None:
+            return
+        if self.memory.shard_optimizer:
+            raise UsageError(
+                f"before_step= cannot be given with shard_optimizer=True and precision={self.precision!r}: most fp32 "
+                "parameters are then on other replicas. Leave out one of the three."
+            )
+        if self.memory.offload_optimizer:
+            raise UsageError(
+                f"before_step= cannot be given with offload_optimizer=True and precision={self.precision!r}: "
+                "parameters are then in host memory and their gradients on the device. Leave out one of the three."
+            )

@@ -1,0 +1,185 @@
+"""From a job's spec to a worker's life: what the engine, the planner and the manager are told of it."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from varuna.checks.mixing import check_mixing
+from varuna.core.errors import UsageError
+from varuna.core.membership import Membership
+from varuna.core.model import JobFacts
+from varuna.engine.base.compute_process import settle
+from varuna.engine.base.wait_bounds import Patience
+from varuna.engine.links.traffic import traffic_of
+from varuna.engine.stage.job import Job
+from varuna.engine.stage.precision import unit_near
+from varuna.engine.worker.session import Session
+from varuna.engine.worker.snapshotter import Snapshotter, check_writable
+from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
+from varuna.membership.launched import at_end
+from varuna.partition.batch_weight import weight_of
+from varuna.partition.initial.constructor import needed_buffers
+from varuna.partition.initial.initial_values import InitialParameters
+from varuna.partition.model import PartitionedModel
+from varuna.partition.on_device import on_device
+from varuna.store.opening import open_store
+
+
+def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
+    """A worker's life, to be run; what can be refused before the model is captured, is.
+
+    Raises:
+        UsageError: links between GPUs without one, or batch normalisation without ``micro_batch``.
+        ModelError: the model cannot be captured, or its loss not be computed over micro-batches.
+        CheckpointError: the directory cannot be written.
+    """
+    _check_links(spec)
+    settle(spec.device)
+    saver = None
+    if spec.checkpoints is not None:
+        store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
+        check_writable(store)
+        saver = Snapshotter(store, spec.checkpoints.every, membership.saved, membership.unsaved)
+    _check_normalisation(spec)
+    check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+    session = open_session(spec, n, membership, saver=saver)
+    at_end(session.leave, session.close)
+    return session
+
+
+def open_session(
+    spec: JobSpec,
+    n: int,
+    membership: Membership,
+    *,
+    beginning: InitialParameters | None = None,
+    saver: Snapshotter | None = None,
+    global_batch: int | None = None,
+) -> Session:
+    """A worker's life, to be run: of this job, or of a rehearsal with another batch and beginning.
+
+    Without ``saver`` no checkpoint is read or written.
+    """
+    model, first = spec.partitioned, beginning or spec.beginning()
+    facts = job_facts(spec, n, initialisation=first.name, saves=saver is not None)
+    if global_batch is not None:
+        facts = facts.model_copy(update={"global_batch": global_batch})
+    buffers = first.buffers(needed) if (needed := needed_buffers(model)) else {}
+    return Session(
+        engine_job(spec, on_device(model, spec.device), buffers),
+        facts,
+        membership,
+        spec.source,
+        weight=spec.loss.weight,
+        saver=saver,
+        initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
+        connect=lambda assignment: membership.store(assignment.generation),
+        interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
+        patience=_patience(),
+    )
+
+
+def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", saves: bool = False) -> JobFacts:
+    """What planner, manager and the other workers are told."""
+    model, kept = spec.partitioned, {}
+    if saves and spec.checkpoints is not None:
+        checkpoints = spec.checkpoints
+        kept = {
+            "checkpoint_dir": checkpoints.place,
+            "keep_last": checkpoints.keep_last,
+            "keep_every": checkpoints.keep_every,
+        }
+    return JobFacts(
+        model=model.facts,
+        global_batch=spec.global_batch,
+        micro_batch=spec.micro_batch,
+        seed=spec.seed,
+        initialisation=initialisation,
+        steps=n,
+        metrics=model.metrics,
+        config=spec.built.json,
+        threads=torch.get_num_threads(),
+        precision=spec.precision,
+        reduction=spec.network.reduction,
+        compiled=spec.compiled,
+        offload_optimizer=spec.offload,
+        combines=model.facts.combines or spec.before_step is not None,
+        links=spec.network.links,
+        memory_apart=spec.memory_apart,
+        shard_optimizer=spec.memory.shard_optimizer,
+        **kept,
+    )
+
+
+def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> Job:
+    """What the engine needs to know.
+
+    Args:
+        spec: the job.
+        model: its partitioned model, for the device that computes.
+        buffers: values of those that the model needs.
+    """
+    return Job(
+        model=model,
+        optimizer=spec.optimizer,
+        scheduler=spec.lr_scheduler,
+        seed=spec.seed,
+        clip_grad_norm=spec.clip_grad_norm,
+        before_step=spec.before_step,
+        buffers=spec.cast(buffers),
+        device=spec.device,
+        dtype=spec.dtype,
+        unit=_unit(spec, model, buffers) if spec.precision == "fp16" else 1.0,
+        rounds=spec.network.reduction == "bf16",
+        compiler=spec.compiler,
+        offload=spec.memory.offload_optimizer,
+        traffic=traffic_of(spec.device, spec.network.links),
+        share=spec.memory.shard_optimizer,
+    )
+
+
+def _unit(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> float:
+    """A power of two near the weight of a global batch: seeds of B are then those of a mean, not of a sum."""
+    batch = spec.batch(CAPTURED_SAMPLES)
+    counted = weight_of(model, spec.loss.weight, batch, buffers) or CAPTURED_SAMPLES
+    return unit_near(counted * spec.global_batch / CAPTURED_SAMPLES)
+
+
+def _patience() -> Patience:
+    """Of waits for other ranks; ``VARUNA_PATIENCE`` is how many seconds one piece of a rank's own work may take.
+
+    Raises:
+        UsageError: it is not a number above 0.
+    """
+    text = os.environ.get("VARUNA_PATIENCE")
+    if text is None:
+        return Patience()
+    try:
+        busy_s = float(text)
+    except ValueError:
+        busy_s = 0.0
+    if not busy_s > 0:
+        raise UsageError(f"VARUNA_PATIENCE={text!r} must be a number of seconds above 0, such as 7200")
+    return Patience(busy_s=busy_s)
+
+
+def _check_links(spec: JobSpec) -> None:
+    """Refuse to train with links between GPUs on something else; looking at such a job needs none."""
+    if spec.network.links == "nccl" and spec.device.type != "cuda":
+        raise UsageError(
+            f'links="nccl" connects GPUs, and this worker computes on {spec.device}. Leave links= out, or start it '
+            "where torch sees a GPU (torch.cuda.is_available())."
+        )
+
+
+def _check_normalisation(spec: JobSpec) -> None:
+    """A model with batch normalisation needs an m of the user's."""
+    if spec.partitioned.facts.batch_dependent and spec.micro_batch is None:
+        raise UsageError(
+            "the model normalises over the examples of a micro-batch, so training depends on how many there are. "
+            "Pass micro_batch= (the batch size per device that you would use in plain PyTorch); no plan changes "
+            "it."
+        )
