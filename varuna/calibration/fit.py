@@ -188,7 +188,7 @@ def _fastest(by_size: Mapping[int, Sequence[float]]) -> dict[int, float]:
 
 
 def _ring(rings: Sequence[RingSamples]) -> Ring:
-    """From the line through all sizes: 2 (D - 1) rounds of latency + size / D / rate."""
+    """A ring's costs, from the line through all sizes: 2 (D - 1) rounds of latency + size / D / rate."""
     ranks = rings[0].ranks
     line = fit_line(sample for ring in rings for sample in ring.samples)
     rounds = 2 * (ranks - 1)

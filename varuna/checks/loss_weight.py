@@ -101,7 +101,7 @@ class _Check:
         self._losses = LossModule(initial.module, replace(recipe, dtype=torch.float32))
 
     def positions(self, count: int) -> list[int]:
-        """Of samples of one length: those that weigh differently first, then others whose whole numbers differ."""
+        """Samples of one length: first those that weigh differently, then others whose whole numbers differ."""
         looked_at = _LOOKED_AT if self._source.size is None else min(_LOOKED_AT, self._source.size)
         variant: int | None = None
         seen: dict[object, int] = {}

@@ -123,7 +123,7 @@ def _refuse(mode: str, **foreign: object) -> None:
 def _in_units(
     stages: int | None, micro_batches: int | None, policy: str, link: LinkCosts, split_last: int | None, seed: int
 ) -> SimulatedStep:
-    """Equal stages.
+    """Simulate equal stages, in units of a forward.
 
     Raises:
         UsageError: no shape, or a step that is too long.

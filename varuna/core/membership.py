@@ -16,7 +16,7 @@ Directive = Assign | Apply | Finish
 
 
 class Membership(Protocol):
-    """Who is in the run. All methods but ``next_directive`` return at once; all may be called from any thread."""
+    """Decides who is in the run. All methods but ``next_directive`` return at once; any thread may call them."""
 
     @property
     def worker(self) -> str:

@@ -19,7 +19,7 @@ _Node = tuple["_Node[V]", ...] | _Leaf[V]
 
 
 class PersistentMap(Mapping[str, V], Generic[V]):
-    """From text to values, in the order in which the keys were first put in.
+    """A mapping from text to values, in the order in which the keys were first put in.
 
     Looking up and changing take a time that grows with the logarithm of the size, to the base 32. The first iteration
     after a key was added or removed sorts all keys; later ones, also over copies with the same keys, do not.

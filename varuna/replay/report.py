@@ -41,6 +41,6 @@ class ReplayOutcome(Value):
         return self.samples / self.ideal_samples if self.ideal_samples else 0.0
 
     def describe(self) -> dict[str, object]:
-        """For ``--json``: everything but the stretches."""
+        """Everything but the stretches, for ``--json``."""
         figures = self.model_dump(exclude={"stretches", "checkpoints_s"})
         return {"goodput": round(self.goodput, 4), **figures, "checkpoints": len(self.checkpoints_s)}

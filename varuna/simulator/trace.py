@@ -46,7 +46,7 @@ class Row:
 
     @property
     def micro_batches(self) -> Iterator[int]:
-        """Of each action: forwards run in order, and an R is that of the next backward."""
+        """Micro-batch of each action: forwards run in order, and an R is that of the next backward."""
         forwards = begun = ended = 0
         for kind in self.kinds:
             if kind is Kind.FORWARD:
@@ -111,7 +111,7 @@ class StepTrace:
 
     @property
     def exposed_reduce_s(self) -> float:
-        """From the last backward of the pipeline to the last sum: what of the all-reduces nothing hides."""
+        """Seconds from the pipeline's last backward to the last sum: the part of all-reduces that nothing hides."""
         return max(self.reduced_s) - max(self.ends_s)
 
     @property

@@ -127,7 +127,7 @@ def _scaled(
 def _factors(
     known: Mapping[str, float], spans: Sequence[Sequence[str]], wanted: Sequence[float | None]
 ) -> dict[str, float]:
-    """By kind: stages pull their kinds in turn, each kind the further the more of the stage's time it is."""
+    """Factors by kind: stages pull their kinds in turn, each kind the further the more of the stage's time it is."""
     factors = dict.fromkeys(known, 1.0)
     seen: set[str] = set()
     for _ in range(_ROUNDS):

@@ -13,14 +13,14 @@ class ActionClock(Protocol):
         """A mark after everything that this thread has launched so far."""
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one mark to another; waits until the device has passed both."""
+        """Seconds from one mark to another; waits until the device has passed both."""
 
 
 class HostClock:
     """Clock of a CPU, where a call returns when it is computed."""
 
     def mark(self) -> float:
-        """Now."""
+        """The time now."""
         return time.perf_counter()
 
     def seconds(self, begin: float, end: float) -> float:

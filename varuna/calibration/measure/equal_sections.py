@@ -9,7 +9,7 @@ from varuna.partition.model import PartitionedModel
 
 
 def section_kinds(model: PartitionedModel) -> tuple[int, ...]:
-    """By section: the lowest section that runs the same graph on the same shapes."""
+    """For each section, the lowest section that runs the same graph on the same shapes."""
     crossings = [crossing for cut in model.split.crossings for crossing in cut]
     shapes = {c.name: (str(c.dtype), c.fixed, c.per_example, c.differentiable) for c in crossings}
     first: dict[str, int] = {}

@@ -189,7 +189,7 @@ class _Replay:
         return next(self._answers, tensor).clone()
 
     def owns(self, parameter: Tensor) -> bool:
-        """As in the watched run."""
+        """Whether the watched run counted the parameter."""
         return True
 
 

@@ -109,7 +109,7 @@ class Heard(NamedTuple):
 
     @property
     def silent_s(self) -> float:
-        """For how long it is known to have given no sign of life."""
+        """Seconds for which it is known to have given no sign of life."""
         return self.read_s - self.alive_s
 
 
@@ -175,7 +175,7 @@ class Scene:
         )
 
     def _stalled_s(self, awaited: Awaited, since_s: float, patience: Patience) -> float:
-        """For how long all ranks are known to have waited for others; 0 if one is at work, or was not heard."""
+        """Seconds for which all ranks are known to have waited for others; 0 if one is at work, or was not heard."""
         others = [self.heard.get(rank) for rank in self.ranks if rank != self.rank]
         known = [each for each in others if each is not None and each.doing.on and each.silent_s < patience.fresh_s]
         if not awaited.on or not known or len(known) < len(others):
@@ -191,7 +191,7 @@ class Scene:
         return f" ({said}{more})" if said else ""
 
     def _everybody(self, awaited: Awaited) -> str:
-        """Who waits for what, equal waits together."""
+        """A text that says who waits for what, equal waits together."""
         said = {rank: self.heard[rank].doing.text for rank in self.ranks if rank != self.rank}
         said[self.rank] = f"waits for {_source(awaited)}"
         texts = sorted(said.items(), key=lambda each: (each[1], each[0]))

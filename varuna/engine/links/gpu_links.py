@@ -196,7 +196,7 @@ class Direct:
         raise RuntimeError("the generation was abandoned while it formed")
 
     def abandon(self) -> None:
-        """As ``abort``, which may block, on a thread of its own; without one where there is nothing to abort."""
+        """Run ``abort``, which may block, on a thread of its own; without one if there is nothing to abort."""
         with self._lock:
             self._is_over, is_empty = True, not self._held
         if not is_empty:

@@ -22,7 +22,7 @@ class StashedInput(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All tensors."""
+        """All tensors of the input, in a fixed order."""
         return [*self.values.values(), *self.samples.values()]
 
     def replaced(self, tensors: Sequence[Tensor]) -> "StashedInput":

@@ -13,7 +13,7 @@ from varuna.partition.model import PartitionedModel
 
 
 class Variants:
-    """Of one rank's micro-batches in one generation; set by the loader's thread, read by all."""
+    """The graph of each of one rank's micro-batches in one generation; set by the loader's thread, read by all."""
 
     def __init__(self, model: PartitionedModel, inbox: Inbox) -> None:
         self._model, self._inbox = model, inbox

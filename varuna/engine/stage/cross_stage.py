@@ -93,7 +93,7 @@ def forbidden(reason: str) -> Iterator[None]:
 
 
 class _Forbidden:
-    """For code that cannot be run in step with other stages."""
+    """The exchange for code that cannot be run in step with other stages."""
 
     def __init__(self, usual: Exchange | None, reason: str) -> None:
         self._usual, self._reason = usual, reason
@@ -112,7 +112,7 @@ class _Forbidden:
 
 
 class LocalExchange:
-    """For one stage: nothing to combine, but the use is noted, since a morph may bring more stages."""
+    """The exchange for one stage: nothing to combine, but the use is noted, since a morph may bring more stages."""
 
     def __init__(self) -> None:
         self.used = False
@@ -128,7 +128,7 @@ class LocalExchange:
 
 
 class LateExchange:
-    """For a step that was voted on before it is applied: a collective in it could not be undone."""
+    """The exchange for a step that was voted on before it is applied: a collective in it could not be undone."""
 
     def __init__(self, owned: frozenset[int]) -> None:
         self._owned = owned

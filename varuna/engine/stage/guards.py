@@ -12,7 +12,7 @@ from varuna.partition.cut.split import SectionGraph
 
 
 class Truths:
-    """Of the micro-batches that ran since they were last looked at; one rank's sections.
+    """Truths of the micro-batches that ran since they were last looked at, for one rank's sections.
 
     They stay tensors until then: to look at one would wait for a GPU.
     """

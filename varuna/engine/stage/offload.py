@@ -97,7 +97,7 @@ class OffloadedOptimizer:
             section.optimizer.advance()
 
     def copies(self) -> Callable[[], None]:
-        """As ``StageOptimizer.copies``; the copy is in host memory."""
+        """Like ``StageOptimizer.copies``; the copy is in host memory."""
         restores = [section.copies() for section in self._sections]
 
         def restore() -> None:
@@ -170,7 +170,7 @@ class _Section:
         return pairs
 
     def copies(self) -> Callable[[], None]:
-        """As ``StageOptimizer.copies``, masters included."""
+        """Like ``StageOptimizer.copies``, masters included."""
         values = [(master.detach(), master.detach().clone()) for master in self._masters.values()]
         restore_optimizer = self.optimizer.copies()
 

@@ -91,7 +91,7 @@ class StageOptimizer:
             written(self._named)
 
     def slots(self) -> dict[tuple[str, str], dict[str, Any]]:
-        """By parameter and key, state that torch keeps with the parameter; the value is ``entries[key]``.
+        """State that torch keeps with the parameter, by parameter and key; the value is ``entries[key]``.
 
         All tensors but the counter of steps, which stays on the host unless a fused or capturable optimizer reads it.
         """

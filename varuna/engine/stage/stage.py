@@ -356,7 +356,7 @@ class Stage:
                     self.parameters[name].grad = gradient
 
     def lendable(self) -> dict[int, list[Tensor]]:
-        """By section that only some replicas update: what it computes with, and they write."""
+        """For each section that only some replicas update, the tensors that it computes with and they write."""
         sections, trainable = self.job.model.sections, self.job.model.trainable
         return {
             section: [self._compute[name] for name in dict.fromkeys(sections[section].parameters) if name in trainable]

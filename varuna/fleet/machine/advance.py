@@ -179,7 +179,7 @@ _LIFE = tuple(Standing)
 
 
 def _reached(fleet: Fleet) -> tuple[int, int, int, int]:
-    """How far everything is: between two generations each number has a bound, and the first to differ counts."""
+    """How far the run has come: between two generations each number has a bound, and the first to differ counts."""
     lived = sum(order * fleet.workers.count(standing) for order, standing in enumerate(_LIFE))
     return len(fleet.history), -len(fleet.workers), lived, _PHASES.index(type(fleet.phase))
 

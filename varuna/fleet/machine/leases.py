@@ -247,7 +247,7 @@ def is_near(fleet: Fleet, worker: Worker) -> bool:
 
 
 def _waits_s(fleet: Fleet, worker: Worker) -> float:
-    """For how long a rank has waited for its peers in the newest generation, by its own word."""
+    """Seconds for which a rank says that it has waited for its peers in the newest generation."""
     beat = worker.beat
     return beat.waits_s if beat is not None and beat.generation == fleet.generation else 0.0
 
@@ -262,7 +262,7 @@ def _wait_patience_s(fleet: Fleet, phase: Running) -> float:
 
 
 def return_patience_s(fleet: Fleet) -> float:
-    """As long as doing the steps again would take that no checkpoint has, within bounds."""
+    """Seconds that doing the steps again would take that no checkpoint has, within bounds."""
     step_s = max(fleet.step_every_s, fleet.step_wall_s)
     again_s = max(0, fleet.recorded_step + 1 - fleet.saved_step) * step_s
     return max(fleet.config.lease_s, min(fleet.config.return_s, again_s))
@@ -288,7 +288,7 @@ def _nodes(workers: Iterable[Worker]) -> str:
 
 
 def take_back(turn: Transition, name: str) -> None:
-    """Who was put aside is heard before anything was written down without it: it belongs to the run as before."""
+    """Take back a worker that was put aside, if nothing was written down without it yet."""
     fleet, phase = turn.fleet, turn.fleet.phase
     holding = None if fleet.is_member(name) else Holding()
     turn.update_worker(name, standing=Standing.JOINED, holding=holding)

@@ -73,7 +73,7 @@ def seat(
 
 
 class _Seating:
-    """Who sits where so far, and who would sit beside a worker of the same node."""
+    """Workers' ranks so far, and which free ranks are beside workers of a node."""
 
     def __init__(self, plan: Plan, nodes: Mapping[str, str]) -> None:
         self.plan, self.nodes = plan, nodes
@@ -89,7 +89,7 @@ class _Seating:
         self._at.setdefault(self.nodes[worker], []).append(rank)
 
     def best_rank(self, worker: str, stage: int, matched: Callable[[int], int] | None) -> int:
-        """Of a stage's free ranks, the one with most neighbours of the worker's node.
+        """The free rank of a stage that has most neighbours of the worker's node.
 
         Among equals the one whose state the worker has most bytes of (``matched``; None: it is all the same), then the
         lowest. Where nothing is matched, only ranks beside the worker's node and the first one have to be looked at.
@@ -102,7 +102,7 @@ class _Seating:
         return max(free, key=lambda rank: (self.beside(rank)[node], matched(rank), -rank))
 
     def beside(self, rank: int) -> Counter[str]:
-        """By node: how many of a rank's neighbours in the pipeline sit there."""
+        """How many of a rank's neighbours in the pipeline are on each node."""
         return Counter(self.nodes[self.seats[other]] for other in self._neighbours(rank) if other in self.seats)
 
     def _neighbours(self, rank: int) -> list[int]:

@@ -33,7 +33,7 @@ def note_standstill(turn: Transition, phase: Running) -> None:
 
 
 def _beats(fleet: Fleet) -> Mapping[int, Beat]:
-    """By rank: the newest word of the present generation."""
+    """The newest beat of each rank in the present generation."""
     found = {}
     for rank, name in enumerate(fleet.record.grid):
         beat = fleet.workers[name].beat if fleet.is_joined(name) else None

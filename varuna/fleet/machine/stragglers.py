@@ -50,7 +50,7 @@ def _exchange(turn: Transition, stage: int, old_s: float | None, new_s: float) -
 
 
 def _compute_s(fleet: Fleet) -> dict[int, float]:
-    """By stage of the one pipeline: the newest compute times of this generation."""
+    """The newest compute time of each stage of the one pipeline, in this generation."""
     found = {}
     for stage, name in enumerate(fleet.record.grid):
         worker = fleet.workers.get(name)

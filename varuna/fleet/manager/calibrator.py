@@ -84,7 +84,7 @@ class Calibrator:
         return [Recalibrated(record.generation, None if expected_s is None else tuple(expected_s))]
 
     def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
-        """By stage: calibrated compute of a micro-batch; None if nothing was measured."""
+        """Calibrated compute of a micro-batch, by stage; None if nothing was measured."""
         if self.calibration is None:
             return None
         costs = costs_of(self.calibration, plan)
@@ -127,7 +127,7 @@ class Calibrator:
             remember(refine(nominal_calibration(self._job.model), plan, stages), self._run_dir / RUN_FILE)
 
     def _stages(self, plan: Plan) -> list[RankTimes]:
-        """By stage; empty until every rank has told. Of its replicas, all-reduces are those that waited least."""
+        """Times by stage; empty until every rank has reported. All-reduces are of the replica with the least wait."""
         if set(self._heard) != set(range(plan.workers)):
             return []
         found = []

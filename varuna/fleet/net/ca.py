@@ -87,7 +87,7 @@ def client_context(certificate_pem: str) -> ssl.SSLContext:
 
 
 def unverified_context() -> ssl.SSLContext:
-    """For fetching the CA certificate only: what comes is compared with a known fingerprint, or thrown away."""
+    """A context that only fetches the CA certificate, which is compared with a known fingerprint."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False

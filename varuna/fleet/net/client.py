@@ -70,7 +70,7 @@ class ManagerRemote:
     answer_s: float = _WHOLE_ANSWER_S
 
     def get(self, path: str) -> ManagerReply:
-        """Read something.
+        """Read ``path``.
 
         Raises:
             FleetError: nobody answers, or somebody else.
@@ -78,7 +78,7 @@ class ManagerRemote:
         return self._request("GET", path, None)
 
     def post(self, path: str, body: Mapping[str, object]) -> ManagerReply:
-        """Change something.
+        """Post to ``path``, to change something.
 
         Raises:
             FleetError: nobody answers, or somebody else.

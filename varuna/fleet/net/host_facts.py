@@ -106,6 +106,6 @@ class HostView:
         self._facts = facts or self._facts
 
     def describe(self) -> dict[str, object]:
-        """As plain JSON values. Of a clock, the pulse that was under way for the shortest time tells most."""
+        """The view as plain JSON values. The clock is that of the pulse that travelled for the shortest time."""
         ahead_s = max(self._ahead_s) if self._ahead_s else None
         return {"clock_ahead_s": ahead_s, **(self._facts.model_dump() if self._facts is not None else {})}

@@ -69,7 +69,7 @@ class Exited(Value):
 
     @classmethod
     def of(cls, code: int, stderr_tail: str) -> "Exited":
-        """With as much of the newest output as a message may have."""
+        """An exit with as much of the newest output as a message may have."""
         return cls(code=code, stderr_tail=stderr_tail[-MAX_TAIL:])
 
 
@@ -200,7 +200,7 @@ class PulseAnswer(Value):
 
 
 class Tell(Value):
-    """For a worker."""
+    """A message for a worker."""
 
     kind: Literal["tell"] = "tell"
     worker: WorkerName

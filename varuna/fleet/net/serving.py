@@ -116,7 +116,7 @@ class Serving:
 
 
 class _Uvicorn(uvicorn.Server):
-    """With bounds on TLS handshakes, of their time and of their number: uvicorn leaves a silent client a minute.
+    """Uvicorn with bounds on the time and number of TLS handshakes, where it would give a silent client a minute.
 
     Overrides an internal of uvicorn; ``tests/unit/fleet/net/test_tls.py`` would see it change.
     """

@@ -18,7 +18,7 @@ class Ending(Enum):
 
 @dataclass(frozen=True, slots=True)
 class EndCause:
-    """One reason."""
+    """One reason why a generation ended."""
 
     ending: Ending
     text: str

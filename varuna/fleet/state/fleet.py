@@ -371,14 +371,14 @@ class Fleet:
         )
 
     def silence_s(self, worker: Worker) -> float:
-        """For how long a worker has said nothing although it would have been heard."""
+        """Seconds for which a worker has said nothing although it would have been heard."""
         heard_s, seen_s = self.listened_s, self.seen_s(worker)
         if self.config.elastic:
             heard_s = self.nodes[worker.node].heard_s if worker.node in self.nodes else seen_s
         return heard_s - seen_s
 
     def unheard_s(self, node: str) -> float:
-        """For how long nothing has come from a machine, of the time in which the manager listened."""
+        """Seconds for which nothing has come from a machine, while the manager listened."""
         if not self.config.elastic or node not in self.nodes:
             return 0.0
         return self.listened_s - self.nodes[node].heard_s

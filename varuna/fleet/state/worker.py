@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def changed(value: T, **changes: Any) -> T:
-    """As ``dataclasses.replace`` for a frozen dataclass without slots; each heartbeat changes a few, so it is quick."""
+    """Like ``dataclasses.replace``, for a frozen dataclass without slots; quick, as each heartbeat changes a few."""
     if not changes.keys() <= type(value).__dataclass_fields__.keys():  # type: ignore[attr-defined]
         raise TypeError(f"{type(value).__name__} has none of the fields {sorted(changes)}")
     made = object.__new__(type(value))

@@ -54,7 +54,7 @@ class Workers(Mapping[str, Worker]):
 
     @property
     def nodes(self) -> Mapping[str, tuple[str, ...]]:
-        """By machine that has any: the names of its workers."""
+        """Names of the workers of each machine that has any."""
         return self._by_node
 
     def with_worker(self, worker: Worker) -> "Workers":

@@ -191,7 +191,7 @@ class Pretrained:
         return read_tensors({name: self._fit.entries[name] for name in names})
 
     def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """From the file if the model saves them, else as the constructor makes them."""
+        """Values of some buffers: from the file if the model saves them, else as the constructor makes them."""
         made = {name: self.construction.buffer(name, self._seed) for name in names}
         read = read_tensors({name: entry for name, entry in self._buffers.items() if name in made})
         for name, value in read.items():

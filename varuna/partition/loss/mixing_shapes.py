@@ -169,7 +169,7 @@ def spectrum(t: Tracking, node: Node) -> Found:
 
 
 def triangle(t: Tracking, node: Node) -> Found:
-    """Of the matrices of the last two dimensions."""
+    """The upper or lower triangle of the matrices of the last two dimensions."""
     state = t.of(node.args[0])
     return unsure(t, node) if not isinstance(state, Rows | Fixed) or getattr(state, "dim", -3) > -3 else state
 

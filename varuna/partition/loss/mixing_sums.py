@@ -121,7 +121,7 @@ def top(t: Tracking, node: Node) -> Found:
 
 
 def linear(t: Tracking, node: Node) -> Found:
-    """By a matrix of parameters."""
+    """A product with a matrix of parameters."""
     state, weight = t.of(node.args[0]), t.of(node.args[1])
     if isinstance(weight, Fixed) and isinstance(state, Rows) and state.dim < -1:
         return meet(t, node, operands(node), dim=state.dim)
@@ -180,7 +180,7 @@ def _by_fact(state: State) -> bool:
 
 
 def einsum(t: Tracking, node: Node) -> Found:
-    """By its letters."""
+    """``einsum``, by its letters."""
     equation, sources = str(node.args[0]).replace(" ", ""), operands(node)
     states = [t.of(source) for source in sources]
     rows = [state for state in states if isinstance(state, Rows)]
@@ -307,7 +307,7 @@ LOSSES = (*LEADING, *(f"aten::{name}" for name in _POINTWISE))
 
 
 def similar(t: Tracking, node: Node) -> Found:
-    """Of two vectors, along one dimension."""
+    """Cosine similarity of two vectors, along one dimension."""
     sources = operands(node)
     if not any(isinstance(t.of(source), Rows) for source in sources):
         return _untouched(t, node)
@@ -320,7 +320,7 @@ def similar(t: Tracking, node: Node) -> Found:
 
 
 def distances(t: Tracking, node: Node) -> Found:
-    """Of all of one set to all of another."""
+    """Distances of all vectors of one set to all of another."""
     rows = [state for source in operands(node) if isinstance(state := t.of(source), Rows)]
     if not rows or any(state.dim > -3 for state in rows):
         return doubted(t, node, COMPARES, certain=bool(rows))

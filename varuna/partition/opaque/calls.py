@@ -217,7 +217,7 @@ def _argument(value: Tensor, kind: Given, keeps: bool) -> Tensor:
 
 
 def _result(value: Tensor, taken: set[int], keeps: bool) -> Tensor:
-    """In memory of its own and dense, as it is captured."""
+    """A result in memory of its own, and dense, as it is captured."""
     if not keeps:
         value = value.detach()
     dense = value.contiguous().resolve_conj().resolve_neg()

@@ -120,7 +120,7 @@ class Spans:
         return max(activations, self._queued[stop] - self._queued[start] - each)
 
     def messages(self, start: int, stop: int) -> int:
-        """At each end messages that leave, and places for the next ones that come.
+        """Bytes at both ends: messages that leave, and buffers for the next ones that arrive.
 
         Inputs that have come, and gradients that the stage before has not taken, count in the stash: of a micro-batch
         that is in flight there, this stage has one or the other.
@@ -200,6 +200,6 @@ class Spans:
 
 
 def _keeping(activations: Sequence[float], incoming: Sequence[int]) -> list[float]:
-    """By first kept section: activations in front of it, less what it takes; ascending, for a bisection."""
+    """For each first kept section, activations before it, less what it takes; ascending, for a bisection."""
     kept = [before - taken for before, taken in zip(activations, incoming, strict=False)]
     return list(accumulate(reversed(kept), min))[::-1]
