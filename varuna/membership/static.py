@@ -28,10 +28,6 @@ from varuna.process.threads import start
 
 COMMIT_BOUND_S = 120.0
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
-_SAID_S = 30.0
-"""A wait for other ranks is reported after this long."""
-_JOIN_BOUND_S = 1800.0
-"""Bound on the time between ranks that join: each captures the model for itself."""
 _CHOICE_BOUND_S = 1200.0
 """Rank 0 may wait for the directory's owner to be gone, and a quarter of an hour for a bucket that does not answer."""
 
@@ -86,7 +82,27 @@ class StaticMembership:
 
     survives = False
 
-    def __init__(self, world: World, plan_run: PlanRun, *, new: bool = False, overwrite: bool = False) -> None:
+    def __init__(
+        self,
+        world: World,
+        plan_run: PlanRun,
+        *,
+        new: bool = False,
+        overwrite: bool = False,
+        join_bound_s: float = 1800.0,
+        said_after_s: float = 30.0,
+    ) -> None:
+        """Prepare; nothing is said to the other ranks before ``join``.
+
+        Args:
+            world: this rank, and where it meets the others.
+            plan_run: makes the plan, equal on all ranks.
+            new: start afresh.
+            overwrite: with ``new``: move old checkpoints aside.
+            join_bound_s: between ranks that join, each of which captures the model for itself.
+            said_after_s: a wait for other ranks is reported after this long.
+        """
+        self._join_bound_s, self._said_after_s = join_bound_s, said_after_s
         self.world = world
         self.worker = f"rank{world.rank}"
         self.recorded_step = -1
@@ -113,7 +129,7 @@ class StaticMembership:
         mine = hashlib.sha256(job.for_comparison().model_dump_json().encode()).hexdigest()
         if self.world.rank == 0:
             self.world.store.set("job", mine)
-        elif self._told("job", "has captured the model", _JOIN_BOUND_S) != mine:
+        elif self._told("job", "has captured the model", self._join_bound_s) != mine:
             raise FleetError(
                 f"rank {self.world.rank} runs a different job than rank 0: model, weights, init, global_batch, "
                 "seed, steps, metrics, precision, reduction, links, compile and checkpoints must be equal on "
@@ -158,10 +174,10 @@ class StaticMembership:
         """
         waited_for = {f"device/{rank}": f"rank {rank}" for rank in range(self.world.size)}
         try:
-            self._wait(waited_for, "to capture the model", _JOIN_BOUND_S)
+            self._wait(waited_for, "to capture the model", self._join_bound_s)
         except RuntimeError as error:
             raise FleetError(
-                f"not all of {self.world.size} ranks have captured the model within {_JOIN_BOUND_S:.0f} s "
+                f"not all of {self.world.size} ranks have captured the model within {self._join_bound_s:.0f} s "
                 f"({error}). Look at the output of the other ranks, and check that torchrun started all of them."
             ) from error
 
@@ -211,7 +227,7 @@ class StaticMembership:
         begin_s, pause_s, told = time.monotonic(), _POLL_S, False
         while not self.world.store.check(list(keys)):
             waited_s = time.monotonic() - begin_s
-            if waited_s >= bound_s or (waited_s >= _SAID_S and not told):
+            if waited_s >= bound_s or (waited_s >= self._said_after_s and not told):
                 missing = [who for key, who in keys.items() if not self.world.store.check([key])]
                 waits = f"waited {waited_s:.0f} s for {', '.join(missing)} {what}"
                 if waited_s >= bound_s:

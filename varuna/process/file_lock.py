@@ -15,7 +15,7 @@ from varuna.core.errors import FleetError
 from varuna.core.value import Value
 
 _FILE = "lock"
-_GOODBYE_S = 5.0
+GOODBYE_S = 5.0
 """Wait for an owner that is just leaving, such as a manager that was told to stop."""
 _PAUSE_S = 0.1
 _TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
@@ -55,6 +55,7 @@ def own(
     what: str,
     *,
     remedy: str,
+    goodbye_s: float = GOODBYE_S,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> FolderLock:
@@ -64,6 +65,7 @@ def own(
         folder: exists.
         what: what owners are, such as ``manager``.
         remedy: what to do if there is another owner.
+        goodbye_s: how long another owner is waited for.
         clock: seconds.
         sleep: waits.
 
@@ -71,7 +73,7 @@ def own(
         FleetError: somebody else owns it.
         OSError: it cannot be written.
     """
-    path, deadline_s = folder / _FILE, clock() + _GOODBYE_S
+    path, deadline_s = folder / _FILE, clock() + goodbye_s
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
     while not locked(file.fileno()):
         if clock() >= deadline_s:

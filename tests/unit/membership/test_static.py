@@ -23,7 +23,6 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import local_store
 from varuna.engine.worker.snapshotter import Snapshotter
-from varuna.membership import static as solo_module
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.static import StaticMembership, World, world_from_environment
 from varuna.planner.choose import plan_run
@@ -164,12 +163,9 @@ def test_ranks_plan_for_the_memory_that_their_devices_have_for_each(apart: bool)
     assert [job.memory_bytes for job in seen] == [expected] * 3
 
 
-def test_a_rank_that_never_joins_is_waited_for_aloud_and_with_a_bound(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(solo_module, "_JOIN_BOUND_S", 0.05)
-    alone = StaticMembership(World(0, 2, local_store(), "127.0.0.1", 1), make_plan)
-    monkeypatch.setattr(solo_module, "_SAID_S", 0.01)
+def test_a_rank_that_never_joins_is_waited_for_aloud_and_with_a_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    world = World(0, 2, local_store(), "127.0.0.1", 1)
+    alone = StaticMembership(world, make_plan, join_bound_s=0.05, said_after_s=0.01)
     join(alone, make_job())
     with pytest.raises(FleetError, match=r"not all of 2 ranks have captured .*waited 0 s for rank 1 to capture"):
         alone.next_directive()
@@ -183,10 +179,9 @@ def test_rank_0_is_waited_for_longer_than_its_store_would_wait() -> None:
     join(second, make_job())
 
 
-def test_rank_0_is_named_by_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(solo_module, "_JOIN_BOUND_S", 0.02)
+def test_rank_0_is_named_by_who_waits_for_it() -> None:
     with pytest.raises(FleetError, match=r"rank 1 waited for rank 0, .* within 0 s that it has captured the model"):
-        join(members(2)[1], make_job())
+        join(members(2, join_bound_s=0.02)[1], make_job())
 
 
 @pytest.mark.parametrize("other", [make_job(seed=1), make_job(steps=7), make_job(sections=3), make_job(micro_batch=1)])

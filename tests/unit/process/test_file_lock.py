@@ -47,9 +47,8 @@ def test_two_runs_do_not_write_one_log_of_steps(tmp_path: Path) -> None:
     Journal(tmp_path / "b", tmp_path / "steps.jsonl").close()
 
 
-def test_two_agents_do_not_share_a_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("varuna.process.file_lock._GOODBYE_S", 0.0)
+def test_two_agents_do_not_share_a_state_folder(tmp_path: Path) -> None:
     first = AgentFolder(tmp_path).own()
     with pytest.raises(FleetError, match=r"is used by another agent.*--state-dir"):
-        AgentFolder(tmp_path).own()
+        AgentFolder(tmp_path).own(goodbye_s=0.0)
     first.release()

@@ -9,15 +9,15 @@ from varuna.fleet.net.serving import bind
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
-_START_S = 300.0
+START_S = 300.0
 """Bound on starting: importing torch takes seconds, from a cold network drive minutes."""
 
 
 class StoreHost:
     """Starts a store in the background: importing torch takes seconds in which workers can already start."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self._host = host
+    def __init__(self, host: str = "127.0.0.1", start_s: float = START_S) -> None:
+        self._host, self._start_s = host, start_s
         self._store: TCPStore | None = None
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._start, name="varuna-store", daemon=True)
@@ -29,7 +29,7 @@ class StoreHost:
         Raises:
             FleetError: it cannot be started, or does not start within five minutes.
         """
-        self._thread.join(_START_S)
+        self._thread.join(self._start_s)
         if self._error is not None:
             raise FleetError(
                 f"the store where workers meet cannot start on {self._host}: {self._error}. It needs torch and "
@@ -37,7 +37,7 @@ class StoreHost:
             ) from self._error
         if self._store is None:
             raise FleetError(
-                f"the store where workers meet did not start within {_START_S:.0f} s. Run `python -c 'import "
+                f"the store where workers meet did not start within {self._start_s:.0f} s. Run `python -c 'import "
                 "torch'` on this machine to see whether the import hangs."
             )
         return self._host, self._store.port

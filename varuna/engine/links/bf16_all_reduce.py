@@ -5,11 +5,11 @@ from torch import Tensor
 
 from varuna.engine.base.transport import Group
 
-_AT_ONCE = 2**22
+AT_ONCE = 2**22
 """Numbers that travel together, so that their buffers stay below 16 MiB."""
 
 
-def all_reduce_rounded(group: Group, values: Tensor) -> None:
+def all_reduce_rounded(group: Group, values: Tensor, at_once: int = AT_ONCE) -> None:
     """Sum over all members, in place; blocks. All members get the same bits, the same in every run.
 
     Each member adds up its share of the numbers as all members have them, and then everyone gathers the shares: as
@@ -18,11 +18,12 @@ def all_reduce_rounded(group: Group, values: Tensor) -> None:
     Args:
         group: the members.
         values: flat, fp32.
+        at_once: how many numbers travel together.
 
     Raises:
         RuntimeError: as ``Group.all_reduce``.
     """
-    for chunk in torch.split(values, _AT_ONCE):
+    for chunk in torch.split(values, at_once):
         _reduce(group, chunk)
 
 

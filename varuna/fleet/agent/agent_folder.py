@@ -11,7 +11,7 @@ from varuna.core.errors import FleetError
 from varuna.core.value import Value
 from varuna.fleet.net.ca import alone, fingerprint, make_private, write_private
 from varuna.fleet.net.protocol import Identity
-from varuna.process.file_lock import FolderLock, own
+from varuna.process.file_lock import GOODBYE_S, FolderLock, own
 
 _FILE, _WISH = "agent.json", "joining.json"
 
@@ -61,13 +61,13 @@ class AgentFolder:
             for old in logs[:-kept]:
                 old.unlink(missing_ok=True)
 
-    def own(self) -> FolderLock:
+    def own(self, goodbye_s: float = GOODBYE_S) -> FolderLock:
         """Be the one agent with this folder.
 
         Raises:
             FleetError: another one has it.
         """
-        return own(self.folder, "agent", remedy="Stop that one, or pass another --state-dir.")
+        return own(self.folder, "agent", remedy="Stop that one, or pass another --state-dir.", goodbye_s=goodbye_s)
 
     def read(self) -> AgentIdentity | None:
         """The card; None if there is none.

@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, connected, run_all, single_threaded, worst
 from varuna.core.precision import Precision
 from varuna.engine.base.transport import Group
-from varuna.engine.links import bf16_all_reduce
 from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
 
 
@@ -27,16 +26,13 @@ def values_of(member: int, count: int) -> Tensor:
 
 @pytest.mark.parametrize("members", [2, 3, 4])
 @pytest.mark.parametrize("count", [1, 7, 23])
-def test_all_members_get_the_sum_of_rounded_values_in_their_order(
-    members: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bf16_all_reduce, "_AT_ONCE", 8)
+def test_all_members_get_the_sum_of_rounded_values_in_their_order(members: int, count: int) -> None:
     given = [values_of(member, count) for member in range(members)]
     expected = given[0].bfloat16().float()
     for other in given[1:]:
         expected = expected + other.bfloat16().float()
     groups = connected(members)
-    run_all([partial(all_reduce_rounded, group, value) for group, value in zip(groups, given, strict=True)])
+    run_all([partial(all_reduce_rounded, group, value, 8) for group, value in zip(groups, given, strict=True)])
     for value in given:
         assert torch.equal(value, expected.bfloat16().float())
 
