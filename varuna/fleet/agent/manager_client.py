@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -40,11 +40,8 @@ from varuna.fleet.net.protocol import (
 )
 from varuna.process.console import warn
 
-_PULSE_S = 1.0
 _SILENCE_S = 8.0
-_OPEN_S = 10.0
-_FIRST_DELAY_S, _LONGEST_DELAY_S = 0.05, 2.0
-_START_S = 10.0
+_FIRST_DELAY_S = 0.05
 _MOST_FAULTS = 5  # connections in a row that end with an error that nobody foresaw
 _MOST_REJECTIONS = 20  # the same with words that the manager does not take
 _ITEMS_WAITING = 8192
@@ -61,6 +58,21 @@ class ManagerAddress:
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientBounds:
+    """How long a client waits, in seconds."""
+
+    pulse_s: float = 1.0
+    """between two pulses"""
+    open_s: float = 10.0
+    """for a connection, its greeting, and its end"""
+    start_s: float = 10.0
+    """for its own event loop"""
+    longest_delay_s: float = 2.0
+    """between two tries"""
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep
 
 
 @dataclass(frozen=True)
@@ -108,6 +120,7 @@ class ManagerClient:
         on_event: hears of the connection, on the loop.
         on_body: hears what the manager says, on the loop.
         on_confirmed: hears of output that the manager has, on the loop.
+        bounds: of its waits.
     """
 
     def __init__(
@@ -122,7 +135,9 @@ class ManagerClient:
         on_event: Callable[[FromUplink], None],
         on_body: Callable[[DownBody], None],
         on_confirmed: Callable[[list[Output]], None],
+        bounds: ClientBounds | None = None,
     ) -> None:
+        self._bounds = bounds or ClientBounds()
         self.place, self._identity, self._job = place, identity, job
         self._snapshots, self._beats, self._host = snapshots, beats, host
         self._on_event, self._on_body, self._on_confirmed = on_event, on_body, on_confirmed
@@ -144,16 +159,16 @@ class ManagerClient:
             FleetError: the thread's event loop did not start within 10 s.
         """
         self._thread.start()
-        if not self._ready.wait(_START_S):
+        if not self._ready.wait(self._bounds.start_s):
             raise FleetError(
-                f"the event loop of the connection to {self.place} did not start within {_START_S:.0f} s. Is this "
-                "machine short of memory, processes or open files? Look at `ulimit -a`."
+                f"the event loop of the connection to {self.place} did not start within {self._bounds.start_s:.0f} s. "
+                "Is this machine short of memory, processes or open files? Look at `ulimit -a`."
             )
 
     def stop(self, flush_s: float) -> None:
         """Wait at most ``flush_s`` until the manager has everything, then close."""
         self._call(self._finish, flush_s)
-        self._thread.join(flush_s + _OPEN_S)
+        self._thread.join(flush_s + self._bounds.open_s)
 
     def send(self, body: UpBody, *, epoch: int | None = None) -> None:
         """Queue a message; with ``epoch``, only if that is still the one that counts."""
@@ -212,9 +227,9 @@ class ManagerClient:
                     return
                 was_welcome = self._connections > before
                 is_well = was_welcome and not faults and not self._rejections
-                delay_s = _FIRST_DELAY_S if is_well else min(_LONGEST_DELAY_S, delay_s * 1.7)
+                delay_s = _FIRST_DELAY_S if is_well else min(self._bounds.longest_delay_s, delay_s * 1.7)
                 self._on_event(Trouble(trouble, was_welcome))
-                await _pause(random.uniform(0.5, 1.0) * delay_s)
+                await self._bounds.pause(random.uniform(0.5, 1.0) * delay_s)
 
     async def _one_connection(self) -> str:
         """Connect, greet, talk until it breaks; returns why it did.
@@ -230,7 +245,7 @@ class ManagerClient:
             additional_headers={"Authorization": f"Bearer {self._identity.secret}"},
             compression=None,
             max_size=MAX_FRAME_BYTES,
-            open_timeout=_OPEN_S,
+            open_timeout=self._bounds.open_s,
             close_timeout=1.0,
             ping_interval=None,  # pulses say more
             proxy=None,
@@ -260,7 +275,9 @@ class ManagerClient:
             received=self._channel.received,
             snapshots=self._snapshots(),
         )
-        async with asyncio.timeout(_OPEN_S):  # a frozen manager does not read what exceeds the sockets' buffers
+        async with asyncio.timeout(
+            self._bounds.open_s
+        ):  # a frozen manager does not read what exceeds the sockets' buffers
             await websocket.send(greet.model_dump_json())
             welcome = down_frame.validate_json(await websocket.recv())
         if not isinstance(welcome, Welcome):
@@ -315,7 +332,7 @@ class ManagerClient:
 
     async def _beat(self, heard: list[float]) -> str:
         """A pulse a second, at a phase of its own; a manager that answers none is out of reach."""
-        await asyncio.sleep(random.uniform(0.0, _PULSE_S))
+        await asyncio.sleep(random.uniform(0.0, self._bounds.pulse_s))
         told: HostFacts | None = None  # on this connection
         while asyncio.get_running_loop().time() - heard[0] < _SILENCE_S:
             if self._outgoing is not None:
@@ -323,7 +340,7 @@ class ManagerClient:
                 news, told = host if host is not told else None, host
                 pulse = Pulse(received=self._channel.received, beats=self._beats(), clock_s=time.time(), host=news)
                 self._outgoing.say(pulse.model_dump_json())
-            await asyncio.sleep(_PULSE_S)
+            await asyncio.sleep(self._bounds.pulse_s)
         return f"the manager was silent for {_SILENCE_S:.0f} s"
 
     def _confirm(self, number: int) -> None:
@@ -367,9 +384,6 @@ class ManagerClient:
 
 def _frame(number: int, received: int, body: UpBody) -> str:
     return UpItem(number=number, received=received, body=body).model_dump_json()
-
-
-_pause = asyncio.sleep
 
 
 def _bracketed(host: str) -> str:

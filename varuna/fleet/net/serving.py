@@ -23,7 +23,7 @@ from varuna.fleet.net.watchdog import Watchdog
 
 BACKLOG = 4096
 _OPEN_FILES = 65536
-_START_S = 10.0
+START_S = 10.0
 _STOP_S = 5.0
 
 
@@ -38,6 +38,7 @@ class Serving:
         host: address to listen on.
         tls: speaks TLS with it.
         limits: on connections that have not shown a secret.
+        start_s: how long the event loop may take to start.
         loop_factory: makes the event loop. Default: uvloop's, where it is installed.
 
     Raises:
@@ -52,8 +53,10 @@ class Serving:
         host: str = "127.0.0.1",
         tls: ssl.SSLContext | None = None,
         limits: ConnectionLimits | None = None,
+        start_s: float = START_S,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ) -> None:
+        self._start_s = start_s
         self._limits, self._loop_factory = limits or ConnectionLimits(), loop_factory or _fastest_loop()
         self._socket = bind(host, port)
         self.host: str = host
@@ -74,14 +77,14 @@ class Serving:
         """Serve ``app`` from now on.
 
         Raises:
-            FleetError: the thread's event loop did not start within 10 s.
+            FleetError: the thread's event loop did not start in time.
         """
         self._uvicorn = _uvicorn(app, self._max_frame_bytes, self._tls, self._limits)
         self._thread.start()
-        if not self._ready.wait(_START_S):
+        if not self._ready.wait(self._start_s):
             raise FleetError(
-                f"the event loop of the server at {self.host}:{self.port} did not start within {_START_S:.0f} s. Is "
-                "this machine short of memory, processes or open files? Look at `ulimit -a`."
+                f"the event loop of the server at {self.host}:{self.port} did not start within {self._start_s:.0f} s. "
+                "Is this machine short of memory, processes or open files? Look at `ulimit -a`."
             )
 
     def stop(self) -> None:

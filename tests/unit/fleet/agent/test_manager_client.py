@@ -17,10 +17,16 @@ from tests.unit.fleet.support import join
 from tests.waiting import wait_for
 from varuna import __version__
 from varuna.core.errors import FleetError
-from varuna.fleet.agent import manager_client as uplink_module
-from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, ManagerClient, Refused, Trouble, Welcomed
+from varuna.fleet.agent.manager_client import (
+    ClientBounds,
+    FromUplink,
+    ManagerAddress,
+    ManagerClient,
+    Refused,
+    Trouble,
+    Welcomed,
+)
 from varuna.fleet.manager.agent_server import AgentServer
-from varuna.fleet.net import serving as serving_module
 from varuna.fleet.net.ca import SERVER_NAME, CertificateAuthority, client_context, open_authority
 from varuna.fleet.net.host_facts import DiskFacts, HostFacts
 from varuna.fleet.net.protocol import Identity, JobIdentity, Started, WorkerSnapshot
@@ -56,7 +62,7 @@ class Manager:
         self.identity: Identity = join(self.registry)
         self.heard: queue.SimpleQueue[FromUplink] = queue.SimpleQueue()
 
-    def uplink(self, snapshots: Callable[[], tuple[WorkerSnapshot, ...]] = lambda: ()) -> ManagerClient:
+    def uplink(self, snapshots: Callable[[], tuple[WorkerSnapshot, ...]] = lambda: (), **bounds: Any) -> ManagerClient:
         return ManagerClient(
             ManagerAddress("127.0.0.1", self.serving.port, self.authority.certificate_pem),
             self.identity,
@@ -67,6 +73,7 @@ class Manager:
             on_event=self.heard.put,
             on_body=lambda body: None,
             on_confirmed=lambda outputs: None,
+            bounds=ClientBounds(**bounds),
         )
 
     def hears(self) -> FromUplink:
@@ -104,15 +111,11 @@ def test_an_error_that_nobody_foresaw_is_said_and_the_connection_made_again(mana
         uplink.stop(0.0)
 
 
-def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(
-    manager: Manager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uplink_module, "_LONGEST_DELAY_S", 0.01)
-
+def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(manager: Manager) -> None:
     def snapshots() -> tuple[WorkerSnapshot, ...]:
         raise ZeroDivisionError("always")
 
-    uplink = manager.uplink(snapshots)
+    uplink = manager.uplink(snapshots, longest_delay_s=0.01)
     uplink.start()
     heard = [manager.hears() for _ in range(5)]
     assert [type(event) for event in heard] == [Trouble] * 4 + [Refused]
@@ -121,19 +124,15 @@ def test_one_that_does_not_go_away_ends_the_agent_instead_of_leaving_it_unheard(
     assert manager.heard.empty()
 
 
-def test_one_that_is_refused_again_and_again_asks_ever_less_often_and_then_ends(
-    manager: Manager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_that_is_refused_again_and_again_asks_ever_less_often_and_then_ends(manager: Manager) -> None:
     """Such as one whose folder has words of another node: it was welcomed, and thrown out, 16 times a second."""
     delays: list[float] = []
-    sleep = asyncio.sleep
 
     async def note(seconds: float) -> None:
         delays.append(seconds)
-        await sleep(0.0)
+        await asyncio.sleep(0.0)
 
-    monkeypatch.setattr(uplink_module, "_pause", note)
-    uplink = manager.uplink()
+    uplink = manager.uplink(pause=note)
     uplink.start()
     heard: list[FromUplink] = []
     while not heard or not isinstance(heard[-1], Refused):
@@ -176,14 +175,12 @@ def test_a_frame_that_is_too_large_ends_its_own_connection_and_nobody_elses(mana
         uplink.stop(0.0)
 
 
-def test_a_thread_that_does_not_start_is_named(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uplink_module, "_START_S", 0.01)
-    monkeypatch.setattr(serving_module, "_START_S", 0.01)
-    uplink = manager.uplink()
+def test_a_thread_that_does_not_start_is_named(manager: Manager) -> None:
+    uplink = manager.uplink(start_s=0.01)
     uplink._thread = threading.Thread(target=lambda: None)
     with pytest.raises(FleetError, match=r"connection to 127\.0\.0\.1:\d+ did not start within"):
         uplink.start()
-    serving = Serving(port=0, max_frame_bytes=1)
+    serving = Serving(port=0, max_frame_bytes=1, start_s=0.01)
     serving._thread = threading.Thread(target=lambda: None)
     with pytest.raises(FleetError, match=r"server at 127\.0\.0\.1:\d+ did not start within"):
         serving.start(Starlette())
@@ -197,11 +194,9 @@ class Deaf:
         await asyncio.Event().wait()
 
 
-def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uplink_module, "_OPEN_S", 0.02)
-
+def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager) -> None:
     async def talk() -> BaseException | None:
-        task = asyncio.create_task(manager.uplink()._talk(cast(ClientConnection, Deaf())))
+        task = asyncio.create_task(manager.uplink(open_s=0.02)._talk(cast(ClientConnection, Deaf())))
         await asyncio.wait([task], timeout=5)
         assert task.done()
         return task.exception()
@@ -209,11 +204,8 @@ def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager, monkeypat
     assert isinstance(asyncio.run(talk()), TimeoutError)
 
 
-def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(
-    manager: Manager, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uplink_module, "_PULSE_S", 0.01)
-    uplink = manager.uplink()
+def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(manager: Manager) -> None:
+    uplink = manager.uplink(pulse_s=0.01)
     uplink.start()
     try:
         wait_for(lambda: "disks" in str(manager.server.hosts()), 20)
