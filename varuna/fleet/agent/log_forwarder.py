@@ -5,7 +5,7 @@ from pathlib import Path
 
 from varuna.fleet.net.protocol import OUTPUT_CHUNK_BYTES, Output
 
-_WINDOW_BYTES = 512 * 2**10
+WINDOW_BYTES = 512 * 2**10
 
 
 class LogForwarder:
@@ -15,10 +15,14 @@ class LogForwarder:
 
     Args:
         folder: has ``<worker>.log``, of one agent's workers.
+        window_bytes: no more is sent before the manager has it.
+        chunk_bytes: of one output, at most.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(
+        self, folder: Path, *, window_bytes: int = WINDOW_BYTES, chunk_bytes: int = OUTPUT_CHUNK_BYTES
+    ) -> None:
+        self._folder, self._window_bytes, self._chunk_bytes = folder, window_bytes, chunk_bytes
         self._sent: dict[str, int] = {}
         self._begins: dict[str, int] = {}  # offset of the first byte in the file
         self._sizes: dict[str, int] = {}  # of the file, when it was looked at last
@@ -51,9 +55,9 @@ class LogForwarder:
             self._sizes[worker] = size
             begin = self._begins.get(worker, 0)
             self._sent[worker] = max(begin, self._sent.get(worker, 0))
-            while (offset := self._sent[worker]) < begin + size and self._under_way < _WINDOW_BYTES:
+            while (offset := self._sent[worker]) < begin + size and self._under_way < self._window_bytes:
                 file.seek(offset - begin)
-                data = file.read(OUTPUT_CHUNK_BYTES)
+                data = file.read(self._chunk_bytes)
                 if not data:
                     break
                 taken.append(Output(worker=worker, offset=offset, data=data))

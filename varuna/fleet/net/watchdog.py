@@ -12,7 +12,7 @@ from varuna.process.console import warn
 
 STOOD_STILL_S = 1.0
 """A loop that answers within this time is well."""
-_EVERY_S = 0.25
+EVERY_S = 0.25
 _PACKAGE = str(Path(__file__).parents[2])
 
 
@@ -22,10 +22,17 @@ class Watchdog:
     Args:
         say: hears who held the loop up, and for how long, on the watchdog's thread.
         clock: seconds.
+        every_s: between two looks.
     """
 
-    def __init__(self, say: Callable[[str], None] = warn, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
+    def __init__(
+        self,
+        say: Callable[[str], None] = warn,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        every_s: float = EVERY_S,
+    ) -> None:
+        self._say, self._clock, self._every_s = say, clock, every_s
         self._ran_s: float | None = None
         self._loop_thread = 0
         self._ended = threading.Event()
@@ -50,10 +57,10 @@ class Watchdog:
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         self._ran_s = self._clock()
         if not self._ended.is_set():
-            loop.call_later(_EVERY_S, self._tick, loop)
+            loop.call_later(self._every_s, self._tick, loop)
 
     def _watch(self) -> None:
-        while not self._ended.wait(_EVERY_S):
+        while not self._ended.wait(self._every_s):
             self._look()
 
     def _look(self) -> None:

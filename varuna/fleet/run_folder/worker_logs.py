@@ -32,10 +32,22 @@ class LogKeeper:
     Args:
         folder: gets ``<worker>.log``.
         clock: seconds.
+        most_bytes: of one log; what a worker writes beyond is not kept.
+        waiting_bytes: what may wait for a slow disk; more is left out.
+        most_logs: files; the output of further workers is not kept.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        most_bytes: int = MAX_LOG_BYTES,
+        waiting_bytes: int = WAITING_BYTES,
+        most_logs: int = MOST_LOGS,
+    ) -> None:
         self._folder, self._clock = folder, clock
+        self._most_bytes, self._most_waiting_bytes, self._most_logs = most_bytes, waiting_bytes, most_logs
         self._taken = {path.stem: path.stat().st_size for path in folder.glob("*.log")}  # bytes, by worker
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._waiting_bytes = 0
@@ -61,9 +73,9 @@ class LogKeeper:
             return
         begin = max(taken, output.offset)
         self._taken[output.worker] = begin + len(fresh)
-        if begin < MAX_LOG_BYTES:
+        if begin < self._most_bytes:
             gap = _missing(output.offset - taken) if output.offset > taken else b""
-            self._put(output.worker, gap + fresh[: MAX_LOG_BYTES - begin])
+            self._put(output.worker, gap + fresh[: self._most_bytes - begin])
 
     def sizes(self, node: str) -> dict[str, int]:
         """Bytes that came from each worker of a node."""
@@ -75,13 +87,13 @@ class LogKeeper:
             return self._changed.wait_for(lambda: not self._waiting_bytes and not self._waiting, bound_s)
 
     def _knows(self, worker: str) -> bool:
-        if worker not in self._taken and len(self._taken) < MOST_LOGS:
+        if worker not in self._taken and len(self._taken) < self._most_logs:
             self._taken[worker] = 0
         return worker in self._taken
 
     def _put(self, worker: str, data: bytes) -> None:
         with self._changed:
-            if self._waiting_bytes + len(data) > WAITING_BYTES:
+            if self._waiting_bytes + len(data) > self._most_waiting_bytes:
                 self._left_out[worker] = self._left_out.get(worker, 0) + len(data)
                 return
             if left_out := self._left_out.pop(worker, 0):

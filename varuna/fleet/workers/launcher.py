@@ -21,10 +21,10 @@ from varuna.process.console import warn
 
 _READ_BYTES = 64 * 2**10
 _PIPE_BYTES = 2**20
-_LOG_BYTES = 2**30
+LOG_BYTES = 2**30
 """More of one worker's output than this is not kept: a machine's disk is shared with what it trains."""
-_KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
-_DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
+KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
+DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
 
 
 def tether() -> list[str]:
@@ -72,7 +72,11 @@ class Launcher:
         run_dir: Path,
         on_exit: Callable[[WorkerExited], None],
         write: Callable[[bytes], None],
+        log_bytes: int = LOG_BYTES,
+        kill_s: float = KILL_S,
+        drain_s: float = DRAIN_S,
     ) -> None:
+        self._log_bytes, self._kill_s, self._drain_s = log_bytes, kill_s, drain_s
         self._command = [sys.executable, *command]
         inherited = {name: value for name, value in os.environ.items() if name != JOIN_VARIABLE}
         # A pipe would hold back what a script prints, and a kill would lose it.
@@ -101,7 +105,9 @@ class Launcher:
             taken = {process.place for process in self._processes.values() if not process.reaped}
         place = min(set(range(len(taken) + 1)) - taken)
         more = {"LOCAL_RANK": str(place), **(environment or {}), "VARUNA_WORKER": name}
-        log = _Log(self._run_dir / f"{name}.log")  # first: a process without a log would have nobody who awaits it
+        log = _Log(
+            self._run_dir / f"{name}.log", self._log_bytes
+        )  # first: a process without a log would have nobody who awaits it
         try:
             popen = subprocess.Popen(
                 [*tether(), *self._command],
@@ -165,7 +171,7 @@ class Launcher:
         finally:  # also when the user is impatient: a second Ctrl-C ends the grace
             for process in processes:
                 process.kill()
-            deadline_s = time.monotonic() + _KILL_S
+            deadline_s = time.monotonic() + self._kill_s
             for process in processes:
                 if process.waiter is not None:
                     process.waiter.join(max(0.0, deadline_s - time.monotonic()))
@@ -174,7 +180,7 @@ class Launcher:
         if not left:
             return ""
         return (
-            f"{', '.join(left)} did not end within {_KILL_S:.0f} s of SIGKILL. They are stuck in the kernel, for "
+            f"{', '.join(left)} did not end within {self._kill_s:.0f} s of SIGKILL. They are stuck in the kernel, for "
             "instance because of a failing GPU or network drive. See `ps -o pid,stat,wchan`; only a reboot ends a "
             "process that stays in state D."
         )
@@ -215,7 +221,7 @@ class Launcher:
             code = process.popen.wait()
             process.reaped = True
         for reader in process.readers:
-            reader.join(_DRAIN_S)
+            reader.join(self._drain_s)
         log.close()
         self._on_exit(WorkerExited(process.name, code, process.stderr_tail.text()))
 
@@ -227,8 +233,8 @@ class _Log:
     at its next line.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._lock = path, threading.Lock()
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._path, self._most_bytes, self._lock = path, most_bytes, threading.Lock()
         # Appending, so that a log which somebody truncates, as logrotate does, has no hole after that.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
@@ -240,9 +246,9 @@ class _Log:
         with self._lock:
             if self._file.closed:
                 return
-            room_bytes = _LOG_BYTES - self._written_bytes
+            room_bytes = self._most_bytes - self._written_bytes
             if len(data) > room_bytes:
-                self._complain(f"it has reached {_LOG_BYTES // 2**20} MiB")
+                self._complain(f"it has reached {self._most_bytes // 2**20} MiB")
                 data = data[:room_bytes]
             try:
                 self._written_bytes += self._file.write(data)

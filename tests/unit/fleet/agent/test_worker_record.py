@@ -24,7 +24,6 @@ from varuna.core.messages import (
 from varuna.core.saved import SavedShard
 from varuna.core.times import RankTimes
 from varuna.core.vote import VoteLayout
-from varuna.fleet.agent import log_forwarder as forwarder_module
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.worker_record import WorkerRecord
 from varuna.fleet.net.protocol import Greet, JobIdentity, Output
@@ -136,17 +135,13 @@ def test_what_steps_took_is_not_lost_between_two_pulses() -> None:
     assert w.take_beat() == Beat(generation=1, step=3, activity="")
 
 
-def test_logs_arrive_whole_over_windows_restarts_and_repetitions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forwarder_module, "OUTPUT_CHUNK_BYTES", 10)
-    monkeypatch.setattr(forwarder_module, "_WINDOW_BYTES", 25)
+def test_logs_arrive_whole_over_windows_restarts_and_repetitions(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     there.mkdir()
     content = bytes(range(256)) * 2
     (here / "n0.0.log").write_bytes(content[:300])
-    forwarder, keeper = LogForwarder(here), LogKeeper(there)
+    forwarder, keeper = LogForwarder(here, window_bytes=25, chunk_bytes=10), LogKeeper(there)
     forwarder.begin(1, keeper.sizes("n0"))
     first = forwarder.take()
     assert sum(len(output.data) for output in first) == 30  # no more than a window, in whole chunks
@@ -198,12 +193,9 @@ def test_a_log_that_is_truncated_or_removed_on_either_side_costs_nobody_anything
     forward()
 
 
-def test_a_slow_disk_holds_nobody_up_and_what_it_does_not_take_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs_module, "WAITING_BYTES", 20)
+def test_a_slow_disk_holds_nobody_up_and_what_it_does_not_take_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "n0.0.log")  # nobody reads: whoever opens it waits
-    keeper = LogKeeper(tmp_path)
+    keeper = LogKeeper(tmp_path, waiting_bytes=20)
     for offset in range(0, 50, 10):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"012345678\n"))
     assert not keeper.settle(0.0)
@@ -214,22 +206,16 @@ def test_a_slow_disk_holds_nobody_up_and_what_it_does_not_take_is_named(
         assert slow.read(1000) == b"012345678\n" * 2 + b"\n[varuna: 30 bytes are missing here]\nend"
 
 
-def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs_module, "MAX_LOG_BYTES", 15)
-    keeper = LogKeeper(tmp_path)
+def test_a_worker_that_writes_without_end_does_not_fill_the_managers_disk(tmp_path: Path) -> None:
+    keeper = LogKeeper(tmp_path, most_bytes=15)
     for offset in range(0, 100, 10):
         keeper.write(Output(worker="n0.0", offset=offset, data=b"0123456789"))
     assert keeper.settle()
     assert (tmp_path / "n0.0.log").stat().st_size == 15
 
 
-def test_names_that_nobody_runs_out_of_do_not_fill_the_managers_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs_module, "MOST_LOGS", 3)
-    keeper = LogKeeper(tmp_path)
+def test_names_that_nobody_runs_out_of_do_not_fill_the_managers_folder(tmp_path: Path) -> None:
+    keeper = LogKeeper(tmp_path, most_logs=3)
     for number in range(10):
         keeper.begin(f"n0.{number}")
         keeper.write(Output(worker=f"n0.{number}", offset=0, data=b"x"))

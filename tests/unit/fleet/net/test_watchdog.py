@@ -7,14 +7,12 @@ import threading
 import pytest
 
 from varuna.fleet.manager.loop import deaf_s
-from varuna.fleet.net import watchdog as module
 from varuna.fleet.net.watchdog import Watchdog, whereabouts
 
 pytestmark = pytest.mark.timeout(20)
 
 
 def test_who_holds_the_loop_up_is_named_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_EVERY_S", 0.005)
     now, noticed = [100.0], threading.Event()
     said: list[str] = []
 
@@ -32,7 +30,7 @@ def test_who_holds_the_loop_up_is_named_with_its_seconds(monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "_current_frames", frames)
 
     async def serve() -> None:
-        watchdog = Watchdog(say, clock=lambda: now[0])
+        watchdog = Watchdog(say, clock=lambda: now[0], every_s=0.005)
         assert watchdog.ran_s is None
         watchdog.start(asyncio.get_running_loop())
         assert watchdog.ran_s == 100.0

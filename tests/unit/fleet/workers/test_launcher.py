@@ -6,12 +6,12 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.waiting import wait_for
 from varuna.fleet.state.inputs import WorkerExited
-from varuna.fleet.workers import launcher as module
 from varuna.fleet.workers.launcher import Launcher, tether
 
 pytestmark = pytest.mark.timeout(20)
@@ -23,13 +23,14 @@ class Bench:
         self.exits: queue.SimpleQueue[WorkerExited] = queue.SimpleQueue()
         self.lines: list[bytes] = []
 
-    def launcher(self, program: str, **environment: str) -> Launcher:
+    def launcher(self, program: str, /, bounds: dict[str, Any] | None = None, **environment: str) -> Launcher:
         return Launcher(
             ["-c", program],
             environment=environment,
             run_dir=self.folder,
             on_exit=self.exits.put,
             write=self.lines.append,
+            **bounds or {},
         )
 
     def exit(self) -> WorkerExited:
@@ -114,12 +115,12 @@ def test_a_full_disk_costs_log_lines_and_not_the_worker(bench: Bench, capfd: pyt
     assert capfd.readouterr().err.count("w0.log is missing output: No space left on device. The worker continues.") == 1
 
 
-def test_a_grandchild_may_speak_when_the_run_is_over(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_DRAIN_S", 0.05)
+def test_a_grandchild_may_speak_when_the_run_is_over(bench: Bench) -> None:
     said = bench.folder / "said"
     speaker = f"import time, pathlib; time.sleep(0.4); print('late', flush=True); pathlib.Path({str(said)!r}).touch()"
     launcher = bench.launcher(
-        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {speaker!r}], start_new_session=True)"
+        f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {speaker!r}], start_new_session=True)",
+        {"drain_s": 0.05},
     )
     launcher.spawn()
     bench.exit()
@@ -141,19 +142,18 @@ def test_stopping_waits_for_the_willing_and_kills_the_rest(bench: Bench) -> None
             os.kill(pid, 0)
 
 
-def test_stopping_has_a_bound_and_names_whom_it_left(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopping_has_a_bound_and_names_whom_it_left(bench: Bench) -> None:
     heard = threading.Event()
 
     def deaf(exited: WorkerExited) -> None:
         heard.wait(10)
 
-    launcher = Launcher(["-c", "pass"], environment={}, run_dir=bench.folder, on_exit=deaf, write=bench.lines.append)
-    monkeypatch.setattr(module, "_KILL_S", 0.05)
+    write = bench.lines.append
+    launcher = Launcher(["-c", "pass"], environment={}, run_dir=bench.folder, on_exit=deaf, write=write, kill_s=0.05)
     name = launcher.spawn()
     assert launcher.stop_all(0.0).startswith(f"{name} (process {launcher.pid(name)}) did not end within")
     heard.set()
-    monkeypatch.undo()
-    assert launcher.stop_all(0.0) == ""
+    assert launcher.stop_all(10.0) == ""
 
 
 def test_workers_use_one_thread_unless_told_otherwise(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +216,8 @@ def test_a_launcher_that_is_stopped_does_not_hold_its_worker_up(bench: Bench, mo
     launcher.stop_all(5)
 
 
-def test_a_worker_that_writes_without_end_does_not_fill_its_machines_disk(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_LOG_BYTES", 100)
-    launcher = bench.launcher("for n in range(50): print('x' * 9, flush=True)")
+def test_a_worker_that_writes_without_end_does_not_fill_its_machines_disk(bench: Bench) -> None:
+    launcher = bench.launcher("for n in range(50): print('x' * 9, flush=True)", {"log_bytes": 100})
     launcher.set_main(launcher.spawn())
     assert bench.exit().code == 0
     wait_for(lambda: len(bench.lines) == 50, 5)  # who watches sees all of it
