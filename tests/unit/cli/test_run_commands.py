@@ -11,7 +11,6 @@ from starlette.applications import Starlette
 
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.cli import main as cli
-from varuna.cli import opening
 from varuna.core.messages import Beat
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.status import Picture
@@ -214,7 +213,7 @@ def test_open_gives_a_link_that_works_once_and_only_its_owner_sees(
     assert [remote.post("/login", {"code": login}).status for _ in range(2)] == [201, 403]
 
     opened: list[str] = []
-    monkeypatch.setattr(opening, "_DISPLAYS", ("PATH",))
+    monkeypatch.setenv("DISPLAY", ":0")
 
     def note(url: str) -> bool:
         opened.append(url)

@@ -17,7 +17,7 @@ from varuna.fleet.net.protocol import Identity, JobIdentity, Joined, JoinRequest
 from varuna.fleet.run_folder.registry import hashed
 
 _JOIN_PATIENCE_S = 600.0
-_PAUSE_S = 2.0
+PAUSE_S = 2.0
 
 
 def admit(invitation: JoinString, home: AgentFolder) -> AgentIdentity:
@@ -58,7 +58,11 @@ def admit(invitation: JoinString, home: AgentFolder) -> AgentIdentity:
 
 
 def serve(
-    invitation: JoinString, home: AgentFolder, run: Callable[[AgentIdentity], int], tell: Callable[[str], None]
+    invitation: JoinString,
+    home: AgentFolder,
+    run: Callable[[AgentIdentity], int],
+    tell: Callable[[str], None],
+    pause_s: float = PAUSE_S,
 ) -> int:
     """Be an agent; one whose secret is void joins once more, if its JOIN string has a token that it has not used.
 
@@ -67,12 +71,13 @@ def serve(
         home: its folder.
         run: with a card, to the end; returns the exit code.
         tell: shows a line.
+        pause_s: before another try, where nobody answers.
 
     Raises:
         UnreachableError: nobody answers for ten minutes.
         FleetError: the manager refuses it.
     """
-    card = _admit_patiently(invitation, home, tell)
+    card = _admit_patiently(invitation, home, tell, pause_s)
     try:
         return run(card)
     except VoidSecretError as error:
@@ -80,10 +85,12 @@ def serve(
             raise
         tell(f"{error}. Joining again, because this JOIN string has an unused token.")
     home.forget()
-    return run(_admit_patiently(invitation, home, tell))
+    return run(_admit_patiently(invitation, home, tell, pause_s))
 
 
-def _admit_patiently(invitation: JoinString, home: AgentFolder, tell: Callable[[str], None]) -> AgentIdentity:
+def _admit_patiently(
+    invitation: JoinString, home: AgentFolder, tell: Callable[[str], None], pause_s: float
+) -> AgentIdentity:
     deadline_s = time.monotonic() + _JOIN_PATIENCE_S
     while True:
         try:
@@ -92,7 +99,7 @@ def _admit_patiently(invitation: JoinString, home: AgentFolder, tell: Callable[[
             if time.monotonic() > deadline_s:
                 raise
             tell(f"{error} Trying again.")
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
 
 
 def job_identity(script: Path, args: Sequence[str]) -> JobIdentity:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 BODY_S = 10.0
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes | None:
+async def read_body(request: Request, limit_bytes: int, bound_s: float = BODY_S) -> bytes | None:
     """The body; None if it is larger than the limit, without reading more than that.
 
     Raises:
@@ -18,13 +18,13 @@ async def read_body(request: Request, limit_bytes: int) -> bytes | None:
     """
     body = bytearray()
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(bound_s):
             async for chunk in request.stream():
                 body += chunk
                 if len(body) > limit_bytes:
                     return None
     except TimeoutError:
-        raise HTTPException(408, f"the body did not come within {BODY_S:g} s") from None
+        raise HTTPException(408, f"the body did not come within {bound_s:g} s") from None
     return bytes(body)
 
 

@@ -22,7 +22,7 @@ _PATIENCE_S = 60.0
 """How long a write that binds the future is retried: nobody may hear of it before it is on disk."""
 _PAUSE_S = 1.0
 _MOST_WAITING = 20_000
-_STEPS_READ = 2000
+STEPS_READ = 2000
 """As many as the page draws."""
 _REMEDY = "Is the disk full, or another process using the file?"
 
@@ -165,14 +165,14 @@ class Journal:
 
         self._surely(insert)
 
-    def read(self) -> Past | None:
-        """The run that did not end; None if there is none.
+    def read(self, newest_steps: int = STEPS_READ) -> Past | None:
+        """The run that did not end, with so many of its newest steps; None if there is none.
 
         Raises:
             FleetError: the file is damaged, or an event is not of this version.
         """
         try:
-            past = self._read()
+            past = self._read(newest_steps)
             if past is not None and self._steps is not None and (count := self._steps.catch_up(self._newest_steps())):
                 self._say(f"{count} steps that {self._steps.path} lacked were added to it")
             return past
@@ -184,11 +184,11 @@ class Journal:
                 "tokens, and the run continues from its newest checkpoint."
             ) from error
 
-    def _read(self) -> Past | None:
+    def _read(self, newest_steps: int) -> Past | None:
         facts: dict[str, str] = dict(self._database.execute("SELECT name, body FROM facts"))
         if "run" not in facts:
             return None
-        bodies = _bodies_that_count(self._database, int(facts["first_event"]))
+        bodies = _bodies_that_count(self._database, int(facts["first_event"]), newest_steps)
         events = tuple(_event.validate_json(body) for body in bodies)
         if any(isinstance(event, RunEnded) for event in events):
             return None
@@ -248,14 +248,14 @@ def _bodies(database: sqlite3.Connection, after: int) -> list[str]:
     return [body for (body,) in database.execute("SELECT body FROM events WHERE id > ? ORDER BY id", (after,))]
 
 
-def _bodies_that_count(database: sqlite3.Connection, after: int) -> list[str]:
+def _bodies_that_count(database: sqlite3.Connection, after: int, newest_steps: int) -> list[str]:
     """What a manager that starts again must know: a million steps would take it half a minute and gigabytes.
 
     Of steps those are left out that are neither among the newest nor the first of a generation; audits altogether.
     """
     newest = database.execute(
         "SELECT id FROM events WHERE id > ? AND kind = 'step_recorded' ORDER BY id DESC LIMIT 1 OFFSET ?",
-        (after, _STEPS_READ),
+        (after, newest_steps),
     ).fetchone()
     rows = database.execute(
         """

@@ -14,7 +14,7 @@ from varuna.fleet.net.serving import Serving
 from varuna.fleet.state.inputs import ConnectionLost, MessageReceived
 from varuna.process.console import warn
 
-_QUEUE_FRAMES = 1024  # a worker that reads nothing for so long is gone
+QUEUE_FRAMES = 1024  # a worker that reads nothing for so long is gone
 _LAST_WORDS_S = 5.0
 _BAD_MESSAGE, _BAD_NAME = 4400, 4409
 
@@ -42,7 +42,9 @@ class WorkerServer:
         token: str,
         on_event: Callable[[MessageReceived | ConnectionLost], None],
         host: str = "127.0.0.1",
+        queue_frames: int = QUEUE_FRAMES,
     ) -> None:
+        self._queue_frames = queue_frames
         self._token, self._on_event = token, on_event
         self._outboxes: dict[str, Outbox] = {}  # touched on the server's loop only
         self._serving = Serving(host=host, port=port, max_frame_bytes=MAX_FRAME_BYTES)
@@ -97,7 +99,7 @@ class WorkerServer:
             warn(f"a second connection for worker {name!r} was refused")
             await websocket.close(_BAD_NAME, f"worker {name[:64]!r} is already connected, or has no name")
             return
-        outbox = self._outboxes[name] = asyncio.Queue(_QUEUE_FRAMES)
+        outbox = self._outboxes[name] = asyncio.Queue(self._queue_frames)
         sending = asyncio.create_task(_send_all(websocket, outbox))
         receiving = asyncio.create_task(self._receive_all(websocket, name))
         try:

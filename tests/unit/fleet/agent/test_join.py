@@ -25,7 +25,6 @@ class JoinServer:
         self.registry, self.home = Registry(folder), AgentFolder(folder / "home")
         self.lost_answers, self.ran, self.told = 0, list[str](), list[str]()
         monkeypatch.setattr(module, "fetch_certificate", lambda invitation: "PEM")
-        monkeypatch.setattr(module, "_PAUSE_S", 0.0)
         monkeypatch.setattr(
             AgentFolder, "read", lambda home: _card(home.folder / "agent.json")
         )  # "PEM" is not a certificate
@@ -49,7 +48,7 @@ class JoinServer:
 
     def serve(self, token: str) -> int:
         invitation = JoinString(host="h", port=1, fingerprint="ab" * 32, token=token)
-        return serve(invitation, self.home, self.run, self.told.append)
+        return serve(invitation, self.home, self.run, self.told.append, pause_s=0.0)
 
 
 def _card(path: Path) -> AgentIdentity | None:

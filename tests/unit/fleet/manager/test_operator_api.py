@@ -226,13 +226,11 @@ def test_no_request_breaks_the_door_or_opens_it(
         assert not front.events
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "BODY_S", 0.02)
-
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     async def wait() -> None:
         silent: Any = asyncio.Event().wait
         with pytest.raises(HTTPException, match=r"did not come within 0\.02 s") as refused:
-            await requests.read_body(Request({"type": "http"}, silent), 100)
+            await requests.read_body(Request({"type": "http"}, silent), 100, bound_s=0.02)
         assert refused.value.status_code == 408
 
     asyncio.run(wait())

@@ -11,7 +11,6 @@ from tests.unit.fleet.manager.test_checkpoint_coordinator import record
 from tests.unit.observe.recorded_events import recorded
 from varuna.core.errors import FleetError
 from varuna.core.messages import Vote
-from varuna.fleet.run_folder import journal as journal_module
 from varuna.fleet.run_folder.database import FILE
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.run_events import Audited, GenerationStarted, Notice, StepRecorded, VerdictReached, WorkerLost
@@ -127,9 +126,8 @@ def test_broken_pages_are_damage_too(tmp_path: Path) -> None:
     journal.close()
 
 
-def test_a_restart_reads_what_counts_however_long_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restart_reads_what_counts_however_long_the_run(tmp_path: Path) -> None:
     """The newest steps, the first of each generation, and all that is rare."""
-    monkeypatch.setattr(journal_module, "_STEPS_READ", 10)
     journal = Journal(tmp_path, None)
     assert journal.is_new
     journal.begin("run")
@@ -141,7 +139,7 @@ def test_a_restart_reads_what_counts_however_long_the_run(tmp_path: Path, monkey
             journal.append(recorded(step).model_copy(update={"generation": generation}))
             journal.append(Audited(action="look", address="here", allowed=True))
     journal.append(WorkerLost(worker="w1", rank=1, cause="it died"))
-    past = journal.read()
+    past = journal.read(newest_steps=10)
     journal.close()
     assert past is not None
     steps = [event.step for event in past.events if isinstance(event, StepRecorded)]

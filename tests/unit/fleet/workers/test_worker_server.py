@@ -127,10 +127,9 @@ def test_an_oversize_frame_ends_its_connection(monkeypatch: pytest.MonkeyPatch, 
     server.stop()
 
 
-def test_a_worker_that_reads_nothing_is_dropped(
-    monkeypatch: pytest.MonkeyPatch, server: WorkerServer, events: Events
-) -> None:
-    monkeypatch.setattr(server_module, "_QUEUE_FRAMES", 16)
+def test_a_worker_that_reads_nothing_is_dropped(events: Events) -> None:
+    server = WorkerServer(port=0, token="secret", on_event=events.put, queue_frames=16)
+    server.start()
     with knock(server) as connection:
         connection.send(Beat(generation=0, step=0, activity="").model_dump_json())
         events.get(timeout=5)
@@ -141,6 +140,7 @@ def test_a_worker_that_reads_nothing_is_dropped(
         assert isinstance(lost, ConnectionLost)
         assert "does not read" in lost.reason
         connection.socket.close()
+    server.stop()
 
 
 def test_a_taken_port_is_an_error_with_a_way_out(server: WorkerServer) -> None:
