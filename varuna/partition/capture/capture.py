@@ -220,9 +220,9 @@ def _pieces(module: LossModule, recipe: Recipe) -> Pieces:
             return None
 
     def initial(name: str) -> Tensor | None:
-        made, name = construction(), first_name[name]
-        if made is None:
+        if name not in first_name or (made := construction()) is None:  # of a module that forward() makes, for one
             return None
+        name = first_name[name]
         try:
             return made.parameter(name, 0) if name in made.parameters else made.buffer(name, 0)
         except (ModelError, KeyError):

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
 from varuna.core.errors import ModelError
 from varuna.job.options import Loss
+from varuna.partition.evaluation import for_evaluation
 from varuna.partition.opaque.each_sample import AllSamples, gathered, spread
 from varuna.trainer import Trainer
 
@@ -70,7 +71,9 @@ class Detector(nn.Module):
             "kinds": self.kinds(pixels).unflatten(1, (4, 3)),
         }
         told = zip(points.unbind(), kinds.unbind(), strict=True)
-        losses: dict[str, Tensor] = Criterion(0.5)(found, [{"points": each, "kinds": kind} for each, kind in told])
+        losses: dict[str, Tensor] = Criterion(0.5).train(self.training)(
+            found, [{"points": each, "kinds": kind} for each, kind in told]
+        )
         return losses["points"] + 0.1 * losses["kinds"]
 
 
@@ -82,6 +85,9 @@ def test_a_criterion_that_forward_makes_runs_as_written_in_any_plan() -> None:
         one = setup.losses(1, 1, 2)
         assert setup.losses(3, 1, 2) == one
         assert worst(one, reference(setup, 2)) < 2e-6
+        rows = [Pictures()[index] for index in range(2)]
+        batch = {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+        assert list(for_evaluation(setup.model, setup.recipe, batch).eager) == list(setup.model.eager)
 
 
 def test_what_it_does_to_the_batch_is_for_the_user_to_say() -> None:
