@@ -38,6 +38,8 @@ def candidates(kind: type[nn.Module], build: Build, config: Any, learnt: str, *,
     plain = Shapes(config, takes, learnt, LENGTH, even)
     if learnt in _PLACED and "input_ids" in takes:
         yield from _with_places(build, plain)
+    if learnt == "image" and "spatial_shapes" in takes:
+        yield replace(plain, form="patches")
     for variant in _VARIANTS.get(learnt, ("",)):
         shapes = replace(plain, variant=variant)
         if learnt == "dense":

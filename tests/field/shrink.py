@@ -24,11 +24,13 @@ def _at_most(bound: int) -> Rule:
 
 
 def _widths(value: Any) -> Any:
-    """Lists of widths keep their shape: 64, 128, 256, 512 become 16, 32, 64, 128."""
+    """Lists of widths keep their shape: 64, 128, 256, 512 become 16, 32, 64, 128; all can be shared among heads."""
     if isinstance(value, int):
         return min(value, WIDTH) if value > 0 else value
     factor = max(1, min(value) // (WIDTH // 2)) if value and min(value) > 0 else 1
-    return type(value)(min(each // factor, 4 * WIDTH) for each in value)
+    return type(value)(
+        min(each // factor if each % factor == 0 else each // factor // 4 * 4, 4 * WIDTH) for each in value
+    )
 
 
 def _each(rule: Rule) -> Rule:
@@ -67,6 +69,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
         _at_most(4 * LENGTH),
     ),
     (r"^context_length$", _at_most(8 * LENGTH)),
+    (r"^context_size$", _at_most(LENGTH)),
     (
         r"sliding_window|attention_window|local_attention|attention_chunk_size|block_size|attn_chunk_length",
         _each(_at_most(LENGTH // 2)),
@@ -206,9 +209,22 @@ def tiny(config: Any, exceptions: Mapping[str, Any], kept: Container[str] = ()) 
         given["num_key_value_heads"] = HEADS
     if (rope := _rope(config)) is not None:
         given["rope_parameters"] = rope
+    if widths := _widths_of(given.get("backbone_config")):
+        several = {name: len(value) for name, value in fields.items() if name in _OF_BACKBONE and value}
+        given.update({name: widths[-number:] for name, number in several.items()})
     given.update(special_tokens(fields))
     given.update({name: value for name, value in exceptions.items() if not isinstance(value, Mapping)})
     return type(config)(**given)
+
+
+def _widths_of(backbone: Any) -> list[int]:
+    """Channels of a backbone's stages; none where it has no such list."""
+    found = getattr(backbone, "stage_out_channels", None) or getattr(backbone, "hidden_sizes", None)
+    return list(found) if isinstance(found, list | tuple) else []
+
+
+_OF_BACKBONE = {"encoder_in_channels"}
+"""Lists of what the last stages of a backbone give."""
 
 
 def _residual(backbone: Any) -> Any:

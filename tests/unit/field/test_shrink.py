@@ -18,6 +18,7 @@ from tests.field.shrink import DEPTH, HEADS, WIDTH, changed, shrunk
         ("num_key_value_heads", 8, 1),
         ("hidden_dropout_prob", 0.1, 0.0),
         ("hidden_sizes", [64, 128, 256, 512], [16, 32, 64, 128]),
+        ("hidden_sizes", [144, 192, 240], [16, 20, 24]),
         ("depths", (3, 4, 18, 5), (1, 1, 1, 1)),
         ("num_channels", 3, 3),
         ("layer_norm_eps", 1e-5, 1e-5),
@@ -44,3 +45,8 @@ def test_a_configuration_shrinks_with_its_parts() -> None:
     for part in (config.text_config, config.vision_config):
         assert (part.hidden_size, part.num_hidden_layers, part.num_attention_heads) == (WIDTH, DEPTH, HEADS)
     assert config.text_config.eos_token_id < config.text_config.vocab_size < 100
+
+
+def test_a_head_takes_what_the_last_stages_of_its_backbone_give() -> None:
+    config: Any = config_of("rt_detr", "RTDetrForObjectDetection", "boxes")
+    assert config.encoder_in_channels == config.backbone_config.hidden_sizes[-3:]
