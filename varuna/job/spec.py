@@ -78,7 +78,7 @@ class JobSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of computation and of what crosses links."""
+        """Dtype of computation, and of what crosses links."""
         return DTYPES[self.precision]
 
     @property

@@ -149,7 +149,7 @@ def _unit(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Tensor])
 
 
 def _patience() -> Patience:
-    """Of waits for other ranks; ``VARUNA_PATIENCE`` is how many seconds one piece of a rank's own work may take.
+    """Bounds of waits for other ranks; ``VARUNA_PATIENCE`` is how many seconds one piece of a rank's own work may take.
 
     Raises:
         UsageError: it is not a number above 0.

@@ -257,7 +257,7 @@ class _Workers:
 
 
 def _described(name: str, error: BaseException) -> VarunaError:
-    """What the caller gets to see of an exception that ended a worker's script."""
+    """The error that the caller sees for an exception that ended a worker's script."""
     if isinstance(error, VarunaError):
         return error
     described = WorkerError(f"the script of worker {name} raised {type(error).__name__}: {error}")

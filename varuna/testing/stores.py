@@ -91,7 +91,7 @@ class FailingStore(HookedStore):
         self._reasons: dict[str, str] = {}
 
     def fail(self, *verbs: str, reason: str = "503 service unavailable") -> None:
-        """From now on these operations fail; with no verb, none does."""
+        """Let these operations fail from now on; with no verb, none does."""
         self._reasons = dict.fromkeys(verbs, reason)
 
     def _maybe_fail(self, verb: str, name: str) -> None:

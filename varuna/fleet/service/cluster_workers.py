@@ -104,7 +104,7 @@ class ClusterWorkers:
         self._serving.call(self._door.set_main, name)
 
     def heard_s(self) -> float | None:
-        """When agents could be heard."""
+        """The newest moment at which agents could be heard."""
         return self._serving.ran_s
 
     def release(self, node: str, *, drained: bool) -> None:
@@ -179,7 +179,7 @@ class ClusterWorkers:
 
 
 def cluster_config(workers: int) -> FleetConfig:
-    """How patient a manager is with machines that come by themselves."""
+    """Settings of a manager for machines that come by themselves."""
     return FleetConfig(
         workers=workers,
         elastic=True,

@@ -89,7 +89,7 @@ class LocalWorkers:
         """Its workers end by themselves; this machine stays."""
 
     def heard_s(self) -> float | None:
-        """When workers could be heard."""
+        """The newest moment at which workers could be heard."""
         return self._server.ran_s
 
     def operator_api(self, plain: OperatorApi) -> OperatorApi:

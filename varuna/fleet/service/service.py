@@ -39,7 +39,7 @@ from varuna.process.signals import INTERRUPTED, handled
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """Where and how a manager runs.
+    """Settings of a manager: where and how it runs.
 
     Args:
         run_dir: journal, keys, logs. If workers outlive their manager: give the same folder again, and the run goes on.
@@ -94,7 +94,7 @@ class BackEnd(Executor, Protocol):
 
     @property
     def certificate_pem(self) -> str | None:
-        """Of the authority that vouches for the port; None if it speaks plainly, on loopback."""
+        """Certificate of the authority that vouches for the port; None for plain HTTP, on loopback."""
         ...
 
     def operator_api(self, plain: OperatorApi) -> OperatorApi:
@@ -106,7 +106,7 @@ class BackEnd(Executor, Protocol):
         ...
 
     def introduction(self, logins: Logins) -> list[Notice]:
-        """What people should know at once."""
+        """What the user should know at once."""
         ...
 
     def start(self, routes: Sequence[BaseRoute]) -> None:
@@ -131,7 +131,7 @@ B = TypeVar("B", bound=BackEnd)
 
 
 class Launch(Protocol[B_co]):
-    """How workers come to be: a value, from which a service makes its back end."""
+    """How workers are started: a value from which a service makes its back end."""
 
     @property
     def outlives(self) -> bool:
@@ -242,7 +242,7 @@ class ManagerService(Generic[B]):
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port that it listens on."""
         return self.workers.port
 
     def open(self) -> None:
