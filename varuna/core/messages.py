@@ -54,14 +54,22 @@ class Transfer(Value):
 
 
 class Assignment(Value):
-    """A worker's part in a generation. Ranks from P*D on are spares: they only serve transfers."""
+    """A worker's part in a generation. Ranks from P*D on are spares: they only serve transfers.
+
+    It says what this worker needs and no more: of thousands, each gets one.
+    """
 
     generation: int
     plan: Plan
     rank: int
-    members: tuple[str, ...] = Field(description="worker of each rank; spares come last")
+    members: int = Field(ge=1, description="number of ranks; spares come last")
     next_step: int = Field(ge=0, description="first step that this generation runs")
-    transfers: tuple[Transfer, ...] = ()
+    transfers: tuple[Transfer, ...] = Field(default=(), description="those in which this rank takes part")
+    lost_replicas: tuple[int, ...] = Field(
+        default=(),
+        description="of the stage that this worker had in the newest generation that trained: their workers are gone, "
+        "and what they have not saved falls to their peers",
+    )
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
     secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")

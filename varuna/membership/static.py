@@ -158,7 +158,7 @@ class StaticMembership:
                 generation=self._generation,
                 plan=plan,
                 rank=self.world.rank,
-                members=tuple(f"rank{rank}" for rank in range(self.world.size)),
+                members=self.world.size,
                 next_step=self._restored_step,
                 checkpoint=checkpoint_place(directory, manifest.step) if directory and manifest else None,
                 fresh=manifest is None,

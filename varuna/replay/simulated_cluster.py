@@ -54,6 +54,9 @@ class _Life:
     regroup: bool = False
     save: bool = False
     began_s: float = 0.0
+    sent: dict[int, int] = field(default_factory=dict)
+    """By rank: bytes of state that it sends to others."""
+    received: dict[int, int] = field(default_factory=dict)
 
 
 class SimulatedCluster:
@@ -217,8 +220,11 @@ class SimulatedCluster:
     def _take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
         """A worker takes its part; when the last one has, the generation forms."""
         if assignment.generation != self._life.generation:
-            self._life = _Life(assignment.generation, set(assignment.members))
+            self._life = _Life(assignment.generation, set(self._members(assignment)))
         worker.assignment = assignment
+        for move in assignment.transfers:
+            moved = self._life.sent if move.source_rank == assignment.rank else self._life.received
+            moved[assignment.rank] = moved.get(assignment.rank, 0) + self._bytes[move.section]
         self._life.waiting.discard(worker.name)
         if not self._life.waiting:
             generation = assignment.generation
@@ -230,18 +236,19 @@ class SimulatedCluster:
         if assignment.checkpoint is not None:
             stages = range(assignment.plan.stages)
             return max(self._stage_bytes(assignment, stage) for stage in stages) / self._costs.load_bytes_per_s
-        sent, received = dict[int, int](), dict[int, int]()
-        for move in assignment.transfers:
-            sent[move.source_rank] = sent.get(move.source_rank, 0) + self._bytes[move.section]
-            received[move.target_rank] = received.get(move.target_rank, 0) + self._bytes[move.section]
-        return max((*sent.values(), *received.values()), default=0) / self._link_bytes_per_s
+        moved = (*self._life.sent.values(), *self._life.received.values())
+        return max(moved, default=0) / self._link_bytes_per_s
+
+    def _members(self, assignment: Assignment) -> tuple[str, ...]:
+        """The worker of each rank."""
+        return self.fleet.history[assignment.generation].members
 
     def _stage_bytes(self, assignment: Assignment, stage: int) -> int:
         return sum(self._bytes[section] for section in assignment.plan.sections_of(stage))
 
     def _is_stuck(self, generation: int, assignment: Assignment, *, forming: bool) -> bool:
         """Whether the generation was ended, or waits for someone who is gone."""
-        members = assignment.members if forming else assignment.members[: assignment.plan.workers]
+        members = self._members(assignment)[: None if forming else assignment.plan.workers]
         return (
             generation != self._life.generation
             or self._life.over
@@ -252,7 +259,7 @@ class SimulatedCluster:
         if self._is_stuck(generation, assignment, forming=True):
             return
         plan = assignment.plan
-        for rank, name in enumerate(assignment.members):
+        for rank, name in enumerate(self._members(assignment)):
             worker = self._workers[name]
             in_grid = rank < plan.workers
             worker.sections = frozenset(plan.sections_of(plan.place_of(rank).stage)) if in_grid else frozenset()
@@ -270,7 +277,7 @@ class SimulatedCluster:
             return
         plan = assignment.plan
         self.training_s += plan.step_s
-        grid = assignment.members[: plan.workers]
+        grid = self._members(assignment)[: plan.workers]
         for name in grid:
             self._workers[name].next_step = step + 1
         layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
@@ -282,7 +289,7 @@ class SimulatedCluster:
             return
         if regroup:
             self._life.over = True
-            for name in assignment.members:
+            for name in self._members(assignment):
                 self._report(self._workers[name], generation)
         else:
             self._begin_step(generation, assignment, step + 1, pause_s)
@@ -299,7 +306,7 @@ class SimulatedCluster:
             return 0.0
         self._life.save, self._saved_s = False, self.now_s
         done_s = self.now_s + share_bytes / self._costs.upload_bytes_per_s
-        grid = assignment.members[: plan.workers]
+        grid = self._members(assignment)[: plan.workers]
 
         def commit() -> None:
             if all(self._workers[name].alive for name in grid):

@@ -118,11 +118,11 @@ class Wired(World):
         return 0.0 if worker.stopped or computes else now_s - self.progress_s.get(worker.name, now_s)
 
     def learn(self, worker: SimulatedWorker) -> None:
-        if worker.assignment is not None and not self.is_cut(worker.name, worker.assignment.members):
+        if worker.assignment is not None and not self.is_cut(worker.name, self.members(worker.assignment)):
             super().learn(worker)
 
     def fetch(self, worker: SimulatedWorker) -> None:
-        if worker.assignment is not None and not self.is_cut(worker.name, worker.assignment.members):
+        if worker.assignment is not None and not self.is_cut(worker.name, self.members(worker.assignment)):
             super().fetch(worker)
 
     def pass_time(self) -> None:

@@ -115,14 +115,14 @@ def form_generation(
     plan, rank = assignment.plan, assignment.rank
     stage = None if assignment.is_spare else plan.place_of(rank).stage
     peers = range(0) if stage is None else range(stage, plan.workers, plan.stages)
-    others = tuple(member for member in range(len(assignment.members)) if member != rank)
+    others = tuple(member for member in range(assignment.members) if member != rank)
     interruptible = InterruptibleStore(store, ended)
     at(Awaited("connections", others))
     groups = form(
         interruptible,
         generation=assignment.generation,
         rank=rank,
-        members=len(assignment.members),
+        members=assignment.members,
         grid=plan.workers,
         peers=peers,
         interface_host=interface_host,
@@ -153,7 +153,7 @@ def form_generation(
         damage = error
     at(Awaited("the end of forming", others))
     known = torch.tensor([float(combines is True), float(combines is False), float(damage is not None)])
-    if len(assignment.members) > 1:  # nobody drops old state before everyone has its own
+    if assignment.members > 1:  # nobody drops old state before everyone has its own
         groups.world.all_reduce(known)
     if damage is not None or known[2]:
         raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
@@ -194,9 +194,9 @@ def _states(
         states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole))
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
-    if len(assignment.members) > 1 and assignment.fresh:
-        at(Awaited("the comparison of first values", tuple(m for m in range(len(assignment.members)) if m != rank)))
-        share_refusal(groups.world, rank, len(assignment.members), refusal)
+    if assignment.members > 1 and assignment.fresh:
+        at(Awaited("the comparison of first values", tuple(m for m in range(assignment.members) if m != rank)))
+        share_refusal(groups.world, rank, assignment.members, refusal)
         check_agreement(groups.world, model, plan, rank, states)
     elif refusal is not None:
         raise refusal
@@ -217,7 +217,7 @@ def _look_again(
     Raises:
         ModelError: it would train another model than plain PyTorch; every rank raises it.
     """
-    rank, members = assignment.rank, len(assignment.members)
+    rank, members = assignment.rank, assignment.members
     refusal: VarunaError | None = None
     if rank == 0:
         directory, step = split_place(place)

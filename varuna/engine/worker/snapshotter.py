@@ -1,7 +1,7 @@
 """When a rank saves, and what: its parts of the sections, copied at the end of a step, written in the background."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -78,7 +78,7 @@ class Snapshotter:
         Both happen in the background. Only who lives through a morph has something to write for others.
         """
         if self._snapshot is not None:
-            forsaken = _forsaken(self._snapshot, set(assignment.members))
+            forsaken = _forsaken(self._snapshot, assignment.lost_replicas)
             if forsaken:
                 self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
         self._snapshot, self._asked = None, (-2, 0.0)  # a morph is not a step
@@ -142,15 +142,9 @@ def check_writable(store: Store) -> None:
         raise CheckpointError(str(error).replace(f"/{probe}", "")) from error
 
 
-def _forsaken(snapshot: _Snapshot, alive: set[str]) -> list[Copied]:
+def _forsaken(snapshot: _Snapshot, lost_replicas: Collection[int]) -> list[Copied]:
     """Parts in our buffer whose writer is gone, and which fall to us."""
-    plan, members = snapshot.assignment.plan, snapshot.assignment.members
-    own = plan.place_of(snapshot.assignment.rank)
-    return [
-        copied
-        for copied in snapshot.parts
-        if copied.part.writer != own.replica and members[plan.rank_of(copied.part.writer, own.stage)] not in alive
-    ]
+    return [copied for copied in snapshot.parts if copied.part.writer in lost_replicas]
 
 
 def _expected_state(stage: Stage, section: int) -> SectionState:

@@ -16,10 +16,11 @@ _TAG = 100_000
 def exchange(
     group: Group, transfers: Sequence[Transfer], rank: int, held: Mapping[int, SectionState]
 ) -> dict[int, SectionState]:
-    """Take part in all transfers at once; returns what this rank received.
+    """Take part in all transfers of this rank at once; returns what it received.
 
     Each is a length and then the section in the checkpoint's format, whole or without optimizer state. All sends and
     receives are posted before any is waited for, so no order of transfers can deadlock.
+    Between two ranks, messages are told apart by their section: each rank knows its own transfers only.
 
     Args:
         group: every member of the generation.
@@ -32,26 +33,25 @@ def exchange(
     """
     packed: dict[tuple[int, bool], Tensor] = {}
     sends: list[Work] = []
-    receives: list[tuple[int, Transfer]] = []
-    for number, transfer in enumerate(transfers):
+    receives: list[Transfer] = []
+    for transfer in transfers:
         if transfer.source_rank == rank:
             key = transfer.section, transfer.lent
             if key not in packed:
                 state = _lent(held[transfer.section]) if transfer.lent else held[transfer.section]
                 packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
             length = torch.tensor([packed[key].numel()], dtype=torch.int64)
-            sends.append(group.send(length, transfer.target_rank, _TAG + 2 * number))
-            sends.append(group.send(packed[key], transfer.target_rank, _TAG + 2 * number + 1))
+            sends.append(group.send(length, transfer.target_rank, _tag(transfer)))
+            sends.append(group.send(packed[key], transfer.target_rank, _tag(transfer) + 1))
         elif transfer.target_rank == rank:
-            receives.append((number, transfer))
-    lengths = _receive_all(group, [(n, t, torch.zeros(1, dtype=torch.int64)) for n, t in receives], tag=_TAG)
+            receives.append(transfer)
+    lengths = _receive_all(group, [(each, torch.zeros(1, dtype=torch.int64)) for each in receives], more=0)
     empty = [torch.empty(int(length), dtype=torch.uint8) for length in lengths]
-    bodies = _receive_all(group, [(n, t, body) for (n, t), body in zip(receives, empty, strict=True)], tag=_TAG + 1)
+    bodies = _receive_all(group, list(zip(receives, empty, strict=True)), more=1)
     for send in sends:
         send.wait()
     return {
-        transfer.section: from_bytes(body.numpy().tobytes())
-        for (_, transfer), body in zip(receives, bodies, strict=True)
+        transfer.section: from_bytes(body.numpy().tobytes()) for transfer, body in zip(receives, bodies, strict=True)
     }
 
 
@@ -64,7 +64,12 @@ def _lent(state: SectionState) -> SectionState:
     )
 
 
-def _receive_all(group: Group, wanted: Sequence[tuple[int, Transfer, Tensor]], *, tag: int) -> list[Tensor]:
+def _tag(transfer: Transfer) -> int:
+    """Of the length; that of the section itself is one more."""
+    return _TAG + 2 * transfer.section
+
+
+def _receive_all(group: Group, wanted: Sequence[tuple[Transfer, Tensor]], *, more: int) -> list[Tensor]:
     """Post all receives, then wait for each."""
-    works = [group.receive(buffer, transfer.source_rank, tag + 2 * number) for number, transfer, buffer in wanted]
+    works = [group.receive(buffer, transfer.source_rank, _tag(transfer) + more) for transfer, buffer in wanted]
     return [work.wait() for work in works]

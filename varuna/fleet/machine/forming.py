@@ -3,11 +3,12 @@
 from dataclasses import dataclass, replace
 
 from varuna.core.errors import NoPlanError
-from varuna.core.messages import Assign, Assignment, Transfer
+from varuna.core.messages import Assign
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine import backoff, placement
+from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet, Idle, Running
@@ -306,22 +307,7 @@ def _start(
         **({"lineage": record.generation, "votes": {}} if rollback else {}),
     )
     turn.publish(GenerationStarted(record=record))
-    _assign(turn, record, moves)
-
-
-def _assign(turn: Transition, record: GenerationRecord, moves: tuple[Transfer, ...]) -> None:
-    """Tell each member its rank."""
-    for rank, name in enumerate(record.members):
-        assignment = Assignment(
-            generation=record.generation,
-            plan=record.plan,
-            rank=rank,
-            members=record.members,
-            next_step=record.first_step,
-            transfers=moves,
-            checkpoint=record.checkpoint,
-            fresh=record.rollback and record.checkpoint is None,
-        )
+    for name, assignment in assignments(turn.fleet.history, moves):
         turn.send(name, Assign(assignment=assignment))
 
 

@@ -49,12 +49,13 @@ def make_plan(setup: Setup, stages: int = 1, replicas: int = 1) -> Plan:
     )
 
 
-def assigned(plan: Plan, rank: int = 0, generation: int = 0, members: Sequence[str] | None = None) -> Assignment:
+def assigned(plan: Plan, rank: int = 0, generation: int = 0, lost_replicas: tuple[int, ...] = ()) -> Assignment:
     return Assignment(
         generation=generation,
         plan=plan,
         rank=rank,
-        members=tuple(members or (f"w{rank}" for rank in range(plan.workers))),
+        members=plan.workers,
+        lost_replicas=lost_replicas,
         next_step=0,
         fresh=True,
     )
@@ -146,7 +147,7 @@ def test_survivors_write_what_the_dead_have_not(store: Store, setup: Setup) -> N
         manifest_of(setup, store, plan, saved)
     fewer = make_plan(setup, 1, 2)
     for replica, (saver, stage) in enumerate(zip(savers, stages, strict=True)):
-        saver.begin(stage, assigned(fewer, replica, 1, ["w0", "w1"]))
+        saver.begin(stage, assigned(fewer, replica, 1, lost_replicas=(2,)))
         saver.flush()
     manifest = manifest_of(setup, store, plan, saved)
     states = read_states(store, manifest, {0: everything})
@@ -161,7 +162,7 @@ def test_a_morph_without_deaths_makes_nobody_write_for_others(store: Store, setu
     saver.save(stage, assigned(plan))
     saver.flush()
     before = len(saved)
-    saver.begin(stage, assigned(plan, 1, 1, ["w1", "w0"]))
+    saver.begin(stage, assigned(plan, 1, 1))
     saver.flush()
     assert len(saved) == before
 

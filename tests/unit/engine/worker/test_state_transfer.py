@@ -45,7 +45,8 @@ def exchanged(
     received: dict[int, dict[int, SectionState]] = {}
 
     def work(rank: int) -> None:
-        received[rank] = exchange(groups[rank], transfers, rank, held.get(rank, {}))
+        own = [each for each in transfers if rank in (each.source_rank, each.target_rank)]
+        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}))
 
     run_all([partial(work, rank) for rank in range(size)])
     return received

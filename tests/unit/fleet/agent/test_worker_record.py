@@ -40,7 +40,7 @@ def assign(generation: int, *, fresh: bool = False) -> Assign:
             generation=generation,
             plan=PLAN,
             rank=0,
-            members=("n0.0", "n0.1"),
+            members=2,
             next_step=0,
             fresh=fresh,
         )

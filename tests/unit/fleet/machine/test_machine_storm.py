@@ -269,6 +269,9 @@ class World:
         if self.driver.fleet.is_leaving and worker.name in self.driver.fleet.record.grid:
             assert worker.next_step == self.steps, "sent home without the last step"
 
+    def members(self, assignment: Assignment) -> tuple[str, ...]:
+        return self.driver.fleet.history[assignment.generation].members
+
     def take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
         assert worker.stopped, "no assignment before the last generation is over"
         worker.generation, worker.assignment = assignment.generation, assignment
@@ -303,7 +306,7 @@ class World:
         for move in assignment.transfers:
             mine = worker.sections | worker.lent if move.lent else worker.sections
             if move.target_rank == assignment.rank and move.section not in mine:
-                source = self.workers[assignment.members[move.source_rank]]
+                source = self.workers[self.members(assignment)[move.source_rank]]
                 if not source.alive or source.generation != assignment.generation:
                     return
                 assert source.next_step == assignment.next_step
@@ -321,7 +324,7 @@ class World:
             return
         plan, place = assignment.plan, assignment.plan.place_of(worker.rank)
         owners = {worker.holders[section][0] for section in worker.stage - worker.sections}
-        for owner in (self.workers[assignment.members[plan.rank_of(each, place.stage)]] for each in owners):
+        for owner in (self.workers[self.members(assignment)[plan.rank_of(each, place.stage)]] for each in owners):
             if not owner.alive or owner.generation != worker.generation or owner.next_step != worker.next_step:
                 return
         worker.lent = worker.stage - worker.sections

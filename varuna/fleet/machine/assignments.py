@@ -1,0 +1,45 @@
+"""What each member of a new generation is told: its own part, and nothing that grows with the fleet."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from varuna.core.messages import Assignment, Transfer
+from varuna.fleet.state.run_events import GenerationRecord
+
+
+def assignments(history: Sequence[GenerationRecord], moves: Sequence[Transfer]) -> Iterator[tuple[str, Assignment]]:
+    """Each member of the newest generation in ``history``, with its part in it; ``moves`` are those of all ranks."""
+    record = history[-1]
+    own: dict[int, list[Transfer]] = {}
+    for move in moves:
+        for rank in (move.source_rank, move.target_rank):
+            own.setdefault(rank, []).append(move)
+    lost = _lost_replicas(history)
+    for rank, name in enumerate(record.members):
+        yield (
+            name,
+            Assignment(
+                generation=record.generation,
+                plan=record.plan,
+                rank=rank,
+                members=len(record.members),
+                next_step=record.first_step,
+                transfers=tuple(own.get(rank, ())),
+                lost_replicas=lost.get(name, ()),
+                checkpoint=record.checkpoint,
+                fresh=record.rollback and record.checkpoint is None,
+            ),
+        )
+
+
+def _lost_replicas(history: Sequence[GenerationRecord]) -> Mapping[str, tuple[int, ...]]:
+    """For each rank's worker of the newest generation that trained: replicas of its stage that are gone since."""
+    trained = next((record for record in reversed(history[:-1]) if record.recovery_seconds is not None), None)
+    if trained is None:
+        return {}
+    plan, here = trained.plan, history[-1].ranks
+    places = {name: plan.place_of(rank) for rank, name in enumerate(trained.grid)}
+    gone: dict[int, list[int]] = {}
+    for name, place in places.items():
+        if name not in here:
+            gone.setdefault(place.stage, []).append(place.replica)
+    return {name: tuple(gone.get(place.stage, ())) for name, place in places.items()}
