@@ -72,7 +72,7 @@ def manage(run_dir: Path, pipe: Connection) -> None:
             if order == "tell":
                 began_s = time.monotonic()
                 for name in cluster.manager.fleet.workers:
-                    cluster.workers.send(name, Finish(reason="an instruction for all"))
+                    cluster.workers.send(name, Finish(failure="an instruction for all"))
                 pipe.send(time.monotonic() - began_s)
             elif order == "usage":
                 usage = resource.getrusage(resource.RUSAGE_SELF)

@@ -246,10 +246,10 @@ class Recorded(Value):
 
 
 class Finish(Value):
-    """The run is over for you; ``reason`` is set when it failed."""
+    """The run is over for you."""
 
     kind: Literal["finish"] = "finish"
-    reason: str = ""
+    failure: str | None = Field(default=None, description="how it failed, if it did")
 
 
 ToWorker = Annotated[Hold | RaiseFlag | Apply | Assign | Found | Recorded | Finish, Field(discriminator="kind")]

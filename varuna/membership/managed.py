@@ -118,7 +118,7 @@ class ManagedMembership:
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
     ) -> None:
-        """Connect and say Hello. A refusal comes later, as an error or as ``Finish`` with a reason.
+        """Connect and say Hello. A refusal comes later, as an error or as ``Finish`` with a failure.
 
         Raises:
             FleetError: the manager does not answer, or this process has joined before.

@@ -163,8 +163,8 @@ class Session:
             self._what = "waits for an assignment"
             directive = self._membership.next_directive()
             if isinstance(directive, Finish):
-                if directive.reason:
-                    raise FleetError(directive.reason)
+                if directive.failure is not None:
+                    raise FleetError(directive.failure)
                 self._save_the_end()
                 if self._saver is not None:
                     self._saver.flush()  # a leaving node may be the only one that has these shards

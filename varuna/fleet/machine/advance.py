@@ -21,6 +21,7 @@ from varuna.fleet.machine.preemption import note_departure, release, reprieve
 from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, readmit
 from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
     AnswerReceived,
@@ -102,9 +103,9 @@ def _note_wish(turn: Transition, event: SpawnRequested | MorphRequested | Finish
                 turn.ask_anew()  # whoever asks may know that something has changed
             turn.update(morph_asked=True)
         case FinishRequested(reason=reason):
-            if not turn.fleet.finish_reason:
+            if turn.fleet.finish is None:
                 turn.publish(Asked(what="stop", reason=reason))
-            turn.update(finish_reason=turn.fleet.finish_reason or reason)
+                turn.update(finish=FinishWish(reason))
         case StopRequested(reason=reason, exit_code=exit_code):
             turn.end(exit_code, reason)
 

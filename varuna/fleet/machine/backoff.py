@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from varuna.core.units import format_duration
 from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.causes import Blocked, Obstacle
 from varuna.fleet.state.fleet import Fleet, Idle
 
 MANY = 3
@@ -42,15 +43,15 @@ def waits(turn: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
     is_new = any(fleet.workers[name].joined_s > phase.since_s for name in live)
     if is_new or turn.now_s >= phase.since_s + pause_s:
         return False
-    if not phase.complaint:
-        complaint = (
+    if phase.blocked is None or phase.blocked.by is not Obstacle.BREAKING:
+        text = (
             f"generation {fleet.generation} broke before its first step, the {_nth(fleet.futile)} in a row, though no "
             f"worker died ({' and '.join(map(str, fleet.causes))})"
         )
-        turn.update(phase=replace(phase, complaint=complaint))
+        turn.update(phase=replace(phase, blocked=Blocked(Obstacle.BREAKING, text)))
         left = format_duration(max(0.0, _left_s(fleet)))
         turn.notice(
-            f"{complaint}. The same workers try again in {pause_s:.0f} s, or as soon as another joins; without a step "
+            f"{text}. The same workers try again in {pause_s:.0f} s, or as soon as another joins; without a step "
             f"the run ends in {left}",
             warning=True,
         )

@@ -37,7 +37,7 @@ def note_failed(turn: Transition, name: str, failed: Failed) -> None:
     if turn.fleet.workers[name].standing is not Standing.DISMISSED:
         text = f"worker {_title(turn.fleet, name)} failed: {failed.summary}"
         turn.forget(name)
-        turn.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip())
+        turn.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip(), worker=name)
 
 
 def note_leaving(turn: Transition, name: str) -> None:
@@ -143,7 +143,7 @@ def _conclude_exit(turn: Transition, worker: Worker, exit_: Exit) -> None:
     text = f"worker {_title(fleet, worker.name)} ended with exit code {exit_.code} {when}"
     tail = f". The end of its stderr:\n{exit_.stderr_tail.rstrip()}" if exit_.stderr_tail.strip() else ""
     turn.forget(worker.name)
-    turn.end(exit_.code if exit_.code in (1, 2, 3) else 1, text + tail)
+    turn.end(exit_.code if exit_.code in (1, 2, 3) else 1, text + tail, worker=worker.name)
 
 
 def finish_if_all_left(turn: Transition) -> None:

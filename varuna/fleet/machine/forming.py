@@ -11,6 +11,7 @@ from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
 from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet, Idle, Running
 from varuna.fleet.state.questions import (
     Checkpoint,
@@ -41,7 +42,8 @@ def form(turn: Transition, phase: Idle) -> None:
     """Start the next generation as soon as its workers, state and plan are there."""
     if not _joined(turn.fleet):
         is_coming = turn.fleet.is_starting or (turn.fleet.more_to_come and not turn.fleet.config.elastic)
-        _wait(turn, phase, "no worker is ready yet" if is_coming else "there are no workers", 1)
+        text = "no worker is ready yet" if is_coming else "there are no workers"
+        _wait(turn, phase, Blocked(Obstacle.NO_WORKERS, text))
     elif turn.fleet.history or not _gathering(turn, phase):
         try:
             _try_form(turn, phase, turn.fleet.joined)
@@ -72,22 +74,23 @@ def _just_joined(fleet: Fleet, now_s: float) -> bool:
     return any(now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fleet.joined)
 
 
-def _wait(turn: Transition, phase: Idle, complaint: str, exit_code: int) -> None:
+def _wait(turn: Transition, phase: Idle, blocked: Blocked) -> None:
     """Go on waiting for starting workers, or end the run if there are none or they take too long."""
     fleet = turn.fleet
-    patience_s = fleet.config.wait_s
-    if fleet.finish_reason:
-        _end_as_asked(turn, complaint)
+    patience_s, no_plan = fleet.config.wait_s, blocked.by is Obstacle.NO_PLAN
+    exit_code = NoPlanError.exit_code if no_plan else 1
+    if fleet.finish is not None:
+        _end_as_asked(turn, fleet.finish, blocked)
     elif not fleet.more_to_come:
         causes = f" ({' and '.join(map(str, fleet.causes))})" if fleet.causes else ""
-        turn.end(exit_code, complaint if exit_code != 1 else f"{complaint} left{causes}, and none are starting")
+        turn.end(exit_code, blocked.text if no_plan else f"{blocked.text} left{causes}, and none are starting")
     elif turn.now_s >= phase.since_s + patience_s:
-        turn.end(exit_code, f"{complaint} (waited {patience_s:.0f} s for starting workers)")
-    elif phase.complaint != complaint:
-        turn.update(phase=replace(phase, complaint=complaint))
-        if fleet.history or exit_code != 1:
+        turn.end(exit_code, f"{blocked.text} (waited {patience_s:.0f} s for starting workers)")
+    elif phase.blocked != blocked:
+        turn.update(phase=replace(phase, blocked=blocked))
+        if fleet.history or no_plan:
             bound = f"starting workers, at most {patience_s:.0f} s" if patience_s < float("inf") else "machines to join"
-            turn.notice(f"waiting for {bound}: {complaint}")
+            turn.notice(f"waiting for {bound}: {blocked.text}")
 
 
 def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:
@@ -100,18 +103,19 @@ def _wait_for_store(turn: Transition, phase: Idle) -> None:
     asked = fleet.asked.get(_which_checkpoint(fleet))
     if asked is None or turn.now_s < asked.at_s + _STORE_PATIENCE_S:
         return
-    complaint = f"{_job(turn).checkpoint_dir} has not said for {_STORE_PATIENCE_S:.0f} s which checkpoint is its newest"
-    if fleet.finish_reason:
-        _end_as_asked(turn, complaint)
-    elif phase.complaint != complaint:
-        turn.update(phase=replace(phase, complaint=complaint))
-        turn.notice(f"waiting for the store: {complaint}", warning=True)
+    text = f"{_job(turn).checkpoint_dir} has not said for {_STORE_PATIENCE_S:.0f} s which checkpoint is its newest"
+    blocked = Blocked(Obstacle.NO_ANSWER, text)
+    if fleet.finish is not None:
+        _end_as_asked(turn, fleet.finish, blocked)
+    elif phase.blocked != blocked:
+        turn.update(phase=replace(phase, blocked=blocked))
+        turn.notice(f"waiting for the store: {text}", warning=True)
 
 
-def _end_as_asked(turn: Transition, complaint: str) -> None:
+def _end_as_asked(turn: Transition, wish: FinishWish, blocked: Blocked) -> None:
     """End the run as requested, because the current step, after which it would end, cannot be finished."""
     fleet = turn.fleet
-    text = f"{fleet.finish_reason}; no step is running, because {complaint}"
+    text = f"{wish.reason}; no step is running, because {blocked.text}"
     unsaved = fleet.recorded_step + 1 - fleet.saved_step if fleet.history else 0
     if unsaved > 0:
         text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
@@ -126,8 +130,11 @@ def _try_form(turn: Transition, phase: Idle, live: tuple[str, ...]) -> None:
     """
     fleet, job = turn.fleet, _job(turn)
     if fleet.futile and backoff.waits(turn, phase, live):
-        if fleet.finish_reason and isinstance(turn.fleet.phase, Idle) and turn.fleet.futile >= backoff.MANY:
-            _end_as_asked(turn, turn.fleet.phase.complaint)
+        match turn.fleet.phase:
+            case Idle(blocked=Blocked() as blocked) if fleet.finish is not None and turn.fleet.futile >= backoff.MANY:
+                _end_as_asked(turn, fleet.finish, blocked)
+            case _:
+                pass
         return
     holdings = {name: _holding(fleet, name).sections for name in live}
     lost = placement.uncovered(len(job.model.sections), holdings)
@@ -135,8 +142,8 @@ def _try_form(turn: Transition, phase: Idle, live: tuple[str, ...]) -> None:
         return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too
     if lost and waits_for_return(turn, phase):
         return
-    if phase.rejected == live:
-        _wait(turn, phase, phase.complaint, 3)
+    if phase.rejected is not None and phase.rejected.workers == live:
+        _wait(turn, phase, Blocked(Obstacle.NO_PLAN, phase.rejected.text))
         return
     origin = _restore(turn) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
@@ -144,9 +151,10 @@ def _try_form(turn: Transition, phase: Idle, live: tuple[str, ...]) -> None:
     try:
         plan, usable = _plan_and_workers(turn, live)
     except NoPlanError as error:
-        turn.update(phase=replace(phase, rejected=live))
+        phase = replace(phase, rejected=Rejected(live, str(error)))
+        turn.update(phase=phase)
         turn.ask_anew()  # until others are there, a newer checkpoint may be, too
-        _wait(turn, replace(phase, rejected=live), str(error), 3)
+        _wait(turn, phase, Blocked(Obstacle.NO_PLAN, str(error)))
         return
     _start(turn, phase, plan, usable, origin, holdings if origin.from_holders else {})
 

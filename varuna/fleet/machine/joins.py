@@ -5,6 +5,7 @@ from varuna.core.model import JobFacts
 from varuna.core.value import Value
 from varuna.fleet.machine.resend import say_again
 from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.outputs import Spawn
 from varuna.fleet.state.run_events import WorkerJoined
 from varuna.fleet.state.worker import Holding, Standing, Worker
@@ -40,7 +41,7 @@ def note_hello(turn: Transition, name: str, hello: Hello) -> None:
         return
     if fleet.job is None:
         turn.update(job=hello.job, version=hello.version)
-    elif difference := _difference(hello, fleet.job, fleet.version):
+    elif (difference := _difference(hello, fleet.job, fleet.version)) is not None:
         _refuse(turn, name, difference)
         return
     turn.update_worker(
@@ -56,22 +57,24 @@ def note_hello(turn: Transition, name: str, hello: Hello) -> None:
     turn.publish(WorkerJoined(worker=name, pid=hello.pid))
 
 
-def _refuse(turn: Transition, name: str, difference: str) -> None:
+def _refuse(turn: Transition, name: str, difference: Objection) -> None:
     """Send a worker away; another one would have the same fault, so it is not replaced."""
-    reason = f"worker {name} was refused: {difference}. Start all workers with the same script and arguments."
-    turn.send(name, Finish(reason=reason))
+    reason = f"worker {name} was refused: {difference.text}. Start all workers with the same script and arguments."
+    turn.send(name, Finish(failure=reason))
     turn.notice(reason, warning=True)
     turn.forget(name)
     turn.update(wanted=max(0, turn.fleet.wanted - 1))
 
 
-def _difference(hello: Hello, job: JobFacts, version: str) -> str:
-    """Name the first field in which a worker differs from the run; empty if there is none."""
+def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
+    """Name the first field in which a worker differs from the run, if there is one."""
     if hello.version != version:
-        return f"its version is {hello.version!r}, but the run's is {version!r}"
-    pair = hello.job.for_comparison(), job.for_comparison()
-    field, theirs, ours = _first_difference("job", *pair) or ("", None, None)
-    return f"its {field} is {theirs!r}, but the run's is {ours!r}" if field else ""
+        return Objection(f"its version is {hello.version!r}, but the run's is {version!r}")
+    found = _first_difference("job", hello.job.for_comparison(), job.for_comparison())
+    if found is None:
+        return None
+    field, theirs, ours = found
+    return Objection(f"its {field} is {theirs!r}, but the run's is {ours!r}")
 
 
 def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, object, object] | None:

@@ -70,7 +70,7 @@ def _regroup(turn: Transition, cause: str) -> None:
 
 def _ask_to_finish(turn: Transition) -> None:
     """The stop flag makes all ranks save and leave after the next vote."""
-    if turn.fleet.finish_reason:
+    if turn.fleet.finish is not None:
         _raise_flag(turn, "stop")
 
 

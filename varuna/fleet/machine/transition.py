@@ -160,13 +160,13 @@ class Transition:
             case _:
                 return False
 
-    def end(self, exit_code: int, text: str) -> None:
-        """End the run, and tell everybody who still listens."""
+    def end(self, exit_code: int, text: str, *, worker: str | None = None) -> None:
+        """End the run, because of ``worker`` if one is to blame, and tell everybody who still listens."""
         if isinstance(self.fleet.phase, Ended):
             return
-        reason = text.splitlines()[0] if exit_code else ""
+        failure = text.partition("\n")[0] if exit_code else None
         for name in self.fleet.joined:
-            self.send(name, Finish(reason=reason))
-        self.publish(RunEnded(exit_code=exit_code, text=text))
+            self.send(name, Finish(failure=failure))
+        self.publish(RunEnded(exit_code=exit_code, text=text, worker=worker))
         self.instructions.append(EndRun(exit_code, text))
         self.update(phase=Ended(exit_code, text))

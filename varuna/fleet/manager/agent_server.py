@@ -198,7 +198,8 @@ class AgentServer:
         greet = await self._read_greet(websocket, node)
         if greet is None:
             return
-        if difference := await asyncio.to_thread(self._registry.agree, greet.job):
+        difference = await asyncio.to_thread(self._registry.agree, greet.job)
+        if difference is not None:
             self._audit.refused(f"connect agent {node}", address, difference)
             await websocket.close(BAD_JOB, difference[:120])
             return

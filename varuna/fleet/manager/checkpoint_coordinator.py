@@ -80,10 +80,10 @@ class CheckpointCoordinator:
         self._complained_at = self._keeper.committed_step
         self._warn(f"worker {worker} did not save its part of a checkpoint: {reason.rstrip('.')}. {self._standing()}")
 
-    def account(self, steps: int) -> str:
+    def account(self, steps: int) -> str | None:
         """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""
         if self._keeper is None or max(0, self._keeper.committed_step) >= steps:
-            return ""
+            return None
         return (
             f"the last steps were not checkpointed: the run ended after step {steps - 1}. {self._standing()} Look "
             "at the warnings before this one, fix the cause, and rerun the same command to train the missing "

@@ -114,7 +114,7 @@ class Manager:
                     self._publish(event)
         if ended is None or ended.exit_code:
             return ended
-        if missing := self._keeper.account(self.fleet.recorded_step + 1):
+        if (missing := self._keeper.account(self.fleet.recorded_step + 1)) is not None:
             ended = Ended(1, missing)
             self._publish(RunEnded(exit_code=1, text=missing))
         return ended
@@ -177,8 +177,8 @@ class Manager:
                     self._take(each)
             case MessageReceived(worker=name, message=Offered() | Sought() as message):
                 self._introduce(name, message)
-            case MessageReceived(worker=name, message=message) if why := objection(self.fleet, name, message):
-                self._distrust(name, why)
+            case MessageReceived(worker=name, message=message) if found := objection(self.fleet, name, message):
+                self._distrust(name, found.text)
             case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:
                 pass  # said twice: before and after a manager's restart
             case MessageReceived(worker=name, message=Beat() as beat):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from varuna.core.persistent import PersistentMap
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
-from varuna.fleet.state.causes import EndCause, Ending
+from varuna.fleet.state.causes import EndCause, Ending, FinishWish
 from varuna.fleet.state.fleet import Departure, Fleet, FleetConfig, Running
 from varuna.fleet.state.run_events import (
     Answered,
@@ -78,11 +78,12 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
 
 def _with_promises(fleet: Fleet, past: Past) -> Fleet:
     """What people were promised and has not happened yet."""
-    finish_reason, morph, drained = "", False, dict[str, Departure]()
+    finish: FinishWish | None = None
+    morph, drained = False, dict[str, Departure]()
     for event in past.events:
         match event:
             case Asked(what="stop", reason=reason):
-                finish_reason = reason
+                finish = FinishWish(reason)
             case Asked(what="morph"):
                 morph = True
             case Asked(what="drain", node=node):
@@ -93,7 +94,7 @@ def _with_promises(fleet: Fleet, past: Past) -> Fleet:
                 morph = False
             case _:
                 pass
-    return replace(fleet, finish_reason=finish_reason, morph_asked=morph, departing=drained)
+    return replace(fleet, finish=finish, morph_asked=morph, departing=drained)
 
 
 def _member(name: str, now_s: float, record: GenerationRecord) -> Worker:

@@ -1,7 +1,6 @@
 """What ``GET /status`` says: the fleet and the newest losses, as plain JSON values."""
 
 import math
-import re
 from collections import deque
 
 from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
@@ -55,10 +54,10 @@ class Picture:
                 self.members = record.members
             case WorkerLost(worker=worker, cause=cause):
                 self._note(worker, cause)
-            case RunEnded(exit_code=code, text=text):
+            case RunEnded(worker=worker, text=text):
                 self.ended = event
-                if code and (found := re.match(r"worker (\S+)", text)):
-                    self._note(found[1], text)
+                if worker is not None:
+                    self._note(worker, text)
             case _:
                 pass
 
@@ -116,9 +115,9 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
 def _state(fleet: Fleet) -> str:
     """The phase in words."""
     match fleet.phase:
-        case Idle(complaint=complaint):
+        case Idle(blocked=blocked):
             state = "morphing" if fleet.history else "starting"
-            return f"{state}: {complaint}" if complaint and fleet.workers else state
+            return f"{state}: {blocked.text}" if blocked is not None and fleet.workers else state
         case Running():
             return "training" if fleet.formed else "forming"
         case Stopping():

@@ -10,17 +10,18 @@ from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
 from varuna.core.vote import VoteLayout
+from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.worker import Worker
 
 
-def objection(fleet: Fleet, worker: str, message: FromWorker) -> str:
-    """Why ``message`` cannot be true; empty if it can."""
+def objection(fleet: Fleet, worker: str, message: FromWorker) -> Objection | None:
+    """Why ``message`` cannot be true; None if it can."""
     if fleet.job is None or worker not in fleet.workers:
-        return ""
+        return None
     match message:
         case Beat(generation=generation) if generation > fleet.generation:
-            return f"it sent a heartbeat of generation {generation}, the newest is {fleet.generation}"
+            return Objection(f"it sent a heartbeat of generation {generation}, the newest is {fleet.generation}")
         case Voted(vote=vote):
             return _about_vote(fleet, vote) or _out_of_line(fleet, worker, [vote])
         case Held():
@@ -28,23 +29,23 @@ def objection(fleet: Fleet, worker: str, message: FromWorker) -> str:
         case Saved(shard=shard):
             return _about_shard(fleet, shard)
         case _:
-            return ""
+            return None
 
 
-def _about_vote(fleet: Fleet, vote: Vote) -> str:
+def _about_vote(fleet: Fleet, vote: Vote) -> Objection | None:
     if not 0 <= vote.generation <= fleet.generation:
-        return f"it has a vote of generation {vote.generation}, the newest is {fleet.generation}"
+        return Objection(f"it has a vote of generation {vote.generation}, the newest is {fleet.generation}")
     assert fleet.job is not None
     if not 0 <= vote.step < fleet.job.steps:
-        return f"it has a vote of step {vote.step} of {fleet.job.steps}"
+        return Objection(f"it has a vote of step {vote.step} of {fleet.job.steps}")
     plan = fleet.history[vote.generation].plan
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
     if vote.is_whole and len(vote.vector) != layout.size:
-        return f"its vote of step {vote.step} has {len(vote.vector)} numbers instead of {layout.size}"
-    return ""
+        return Objection(f"its vote of step {vote.step} has {len(vote.vector)} numbers instead of {layout.size}")
+    return None
 
 
-def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> str:
+def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> Objection | None:
     """Whether votes that count were not cast by the sender, or follow no step that anybody else knows of.
 
     A rank votes on a step only if it has applied the one before. Votes may have gone unheard, while a manager was away
@@ -56,14 +57,14 @@ def _out_of_line(fleet: Fleet, worker: str, votes: Sequence[Vote]) -> str:
             continue  # it changes nothing
         record = fleet.history[vote.generation]
         if not record.has_seat(worker):
-            return f"it has a vote of step {vote.step}, in which it did not take part"
+            return Objection(f"it has a vote of step {vote.step}, in which it did not take part")
         if vote.step > known + 1:
             others = [fleet.workers[name] for name in record.grid if name != worker and name in fleet.workers]
             heard = [step for each in others if (step := _newest_step(fleet, each)) is not None]
             if heard and max(heard) < vote.step:
-                return f"it has a vote of step {vote.step}, but step {known + 1} is not committed"
+                return Objection(f"it has a vote of step {vote.step}, but step {known + 1} is not committed")
         known = vote.step
-    return ""
+    return None
 
 
 def _newest_step(fleet: Fleet, worker: Worker) -> int | None:
@@ -74,24 +75,24 @@ def _newest_step(fleet: Fleet, worker: Worker) -> int | None:
     return beat.step if beat is not None and beat.generation == fleet.generation else None
 
 
-def _about_held(fleet: Fleet, worker: str, held: Held) -> str:
+def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if held.generation > fleet.generation:
-        return f"it stopped generation {held.generation}, the newest is {fleet.generation}"
+        return Objection(f"it stopped generation {held.generation}, the newest is {fleet.generation}")
     for vote in held.votes:
         if why := _about_vote(fleet, vote):
             return why
     if why := _out_of_line(fleet, worker, held.votes):
         return why
     if held.next_step is None:
-        return "it holds sections without a step" if held.sections or held.lent else ""
+        return Objection("it holds sections without a step") if held.sections or held.lent else None
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
     first = fleet.record.first_step if fleet.history else 0
     if held.next_step > max(known + 1, first):
-        return f"it claims to hold step {held.next_step}, but step {known + 1} is not committed"
+        return Objection(f"it claims to hold step {held.next_step}, but step {known + 1} is not committed")
     if not _was_given(fleet, worker, held):
         named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
-        return f"it claims to hold sections {named}, which it was never given"
-    return ""
+        return Objection(f"it claims to hold sections {named}, which it was never given")
+    return None
 
 
 def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
@@ -114,15 +115,15 @@ def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
     return False
 
 
-def _about_shard(fleet: Fleet, shard: SavedShard) -> str:
+def _about_shard(fleet: Fleet, shard: SavedShard) -> Objection | None:
     assert fleet.job is not None
     path = PurePosixPath(shard.file)
     if path.is_absolute() or ".." in path.parts:
-        return f"it saved a shard outside of the checkpoints: {shard.file[:80]}"
+        return Objection(f"it saved a shard outside of the checkpoints: {shard.file[:80]}")
     known = 0 <= shard.section < len(fleet.job.model.sections) and 0 <= shard.step <= fleet.job.steps
     if not known or not 0 <= shard.generation <= fleet.generation:
-        return (
+        return Objection(
             f"it saved section {shard.section} at step {shard.step} in generation {shard.generation}, which is "
             "impossible"
         )
-    return ""
+    return None

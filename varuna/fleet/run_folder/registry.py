@@ -106,14 +106,14 @@ class Registry:
             good = "uses > 0 AND expires > ?"
             return self._database.execute(f"UPDATE tokens SET uses = 0 WHERE {good}", (self._clock(),)).rowcount
 
-    def agree(self, job: JobIdentity) -> str:
-        """The first agent says what is run; for all others, the first difference to that, or nothing."""
+    def agree(self, job: JobIdentity) -> str | None:
+        """The first agent says what is run; for all others, the first difference to that, if any."""
         with self._lock:
             row = self._database.execute("SELECT body FROM facts WHERE name = 'identity'").fetchone()
             if row is None:
                 with self._database:
                     self._database.execute("INSERT INTO facts VALUES ('identity', ?)", (job.model_dump_json(),))
-                return ""
+                return None
         agreed = JobIdentity.model_validate_json(row[0])
         if agreed.version != job.version:
             return f"this agent runs Varuna {job.version}, but the run uses {agreed.version}"
@@ -121,7 +121,7 @@ class Registry:
             return f"its script {job.script} differs from the run's {agreed.script}: use the same file on all machines"
         if agreed.args_sha256 != job.args_sha256:
             return "its script's arguments differ from the run's"
-        return ""
+        return None
 
     def close(self) -> None:
         """Close the file."""

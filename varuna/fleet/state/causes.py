@@ -1,4 +1,7 @@
-"""Why a generation ended: a kind, which rules decide by, and a sentence, which people read."""
+"""Why something ends, waits or is refused: a type or a kind, which rules decide by, and a sentence for people.
+
+No rule looks into a sentence, nor at whether there is one.
+"""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -30,3 +33,42 @@ class EndCause:
 
     def __str__(self) -> str:
         return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class FinishWish:
+    """Somebody wants the run to end after the current step."""
+
+    reason: str
+
+
+class Obstacle(Enum):
+    """What keeps the next generation from beginning."""
+
+    NO_WORKERS = "nobody is ready"
+    NO_PLAN = "no plan fits"
+    NO_ANSWER = "the store does not say which checkpoint is the newest"
+    BREAKING = "one generation after the other breaks"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocked:
+    """The next generation cannot begin."""
+
+    by: Obstacle
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """There is no plan for these workers."""
+
+    workers: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """What a worker says cannot be true, or is of another run."""
+
+    text: str

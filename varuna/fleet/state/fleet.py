@@ -13,7 +13,7 @@ from varuna.core.devices import worker_bytes
 from varuna.core.messages import Flag, Vote
 from varuna.core.model import JobFacts
 from varuna.core.persistent import PersistentMap
-from varuna.fleet.state.causes import EndCause
+from varuna.fleet.state.causes import Blocked, EndCause, FinishWish, Rejected
 from varuna.fleet.state.morph_gain import Experience
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
 from varuna.fleet.state.run_events import GenerationRecord
@@ -103,10 +103,9 @@ class Idle:
     since_s: float
     in_flight: int = 0
     """Steps that were begun and lost when the last generation ended: 0 or 1."""
-    rejected: tuple[str, ...] = ()
-    """Workers for which there is no plan."""
-    complaint: str = ""
-    """Why not."""
+    rejected: Rejected | None = None
+    blocked: Blocked | None = None
+    """Why it lasts, once people know."""
     waits: bool = False
     """People know that state is out of sight and waited for."""
     gathers_until_s: float = float("-inf")
@@ -261,8 +260,7 @@ class Fleet:
     """By stage of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
     replan: bool = False
     """The next generation asks the planner, whatever ran before."""
-    finish_reason: str = ""
-    """Why the run should end after the current step."""
+    finish: FinishWish | None = None
     recorded_step: int = -1
     recorded_s: float = 0.0
     saved_step: int = 0

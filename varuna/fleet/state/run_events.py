@@ -145,6 +145,7 @@ class RunEnded(Value):
     kind: Literal["run_ended"] = "run_ended"
     exit_code: int
     text: str
+    worker: str | None = Field(default=None, description="whose failure ended it")
 
 
 RunEvent = Annotated[

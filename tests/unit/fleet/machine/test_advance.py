@@ -21,10 +21,18 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.manager.status import describe
 from varuna.fleet.state.fleet import FleetConfig, Running
-from varuna.fleet.state.inputs import ConnectionLost, SpawnRequested, StopRequested, Tick
+from varuna.fleet.state.inputs import ConnectionLost, FinishRequested, SpawnRequested, StopRequested, Tick
 from varuna.fleet.state.outputs import Complain, EndRun, Instruction, Kill, Publish, Send, Spawn
 from varuna.fleet.state.questions import Checkpoint
-from varuna.fleet.state.run_events import GenerationStarted, Morphed, Notice, StepRecorded, VerdictReached, WorkerLost
+from varuna.fleet.state.run_events import (
+    GenerationStarted,
+    Morphed,
+    Notice,
+    RunEnded,
+    StepRecorded,
+    VerdictReached,
+    WorkerLost,
+)
 
 
 def running(workers: int = 4, *, steps: tuple[int, ...] = (0, 1), **options: object) -> Driver:
@@ -99,7 +107,7 @@ def test_a_worker_with_another_job_is_refused_and_not_replaced() -> None:
     driver.hello("w0")
     [(worker, finish)] = sends(driver.hello("w1", seed=7), Finish)[:1]
     assert worker == "w1"
-    assert "job.seed is 7, but the run's is 0" in finish.reason
+    assert "job.seed is 7, but the run's is 0" in (finish.failure or "")
     assert sends(driver.done, Assign)
     assert not any(isinstance(item, Spawn) for item in driver.wait(20))
 
@@ -621,3 +629,18 @@ def test_a_job_without_steps_left_ends_well() -> None:
     driver.kill("w1", code=0)
     driver.wait(1.2)
     assert driver.end == EndRun(0, "0 steps done")
+
+
+def test_a_wish_to_finish_needs_no_words() -> None:
+    driver = running(2)
+    driver.voted(0)
+    said = driver.feed(FinishRequested(""))
+    assert [message.flag for _, message in sends(said, RaiseFlag)] == ["stop"]
+
+
+def test_the_worker_whose_failure_ends_a_run_is_named_apart_from_the_sentence() -> None:
+    driver = running(2)
+    driver.say("w1", Failed(summary="boom", traceback="T"))
+    [ended] = driver.told(RunEnded)
+    assert ended.worker == "w1"
+    assert [message.failure for _, message in sends(driver.done, Finish)] == [ended.text.splitlines()[0]]

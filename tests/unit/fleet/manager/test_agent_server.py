@@ -224,12 +224,12 @@ def test_a_broken_connection_loses_nothing_that_was_on_its_way(gate: Gate) -> No
         agent.hear()
         agent.say(Started(worker=worker))
         agent.sync()
-        gate.door.send(gate.me.node, Tell(worker=worker, message=Finish(reason="one")))
-    gate.door.send(gate.me.node, Tell(worker=worker, message=Finish(reason="two")))
+        gate.door.send(gate.me.node, Tell(worker=worker, message=Finish(failure="one")))
+    gate.door.send(gate.me.node, Tell(worker=worker, message=Finish(failure="two")))
     with gate.visit(manager="m1", received=0) as agent:
         welcome = agent.hear()
         assert (welcome.resumed, welcome.received) == (True, 1)
-        assert [agent.hear().body.message.reason for _ in range(2)] == ["one", "two"]
+        assert [agent.hear().body.message.failure for _ in range(2)] == ["one", "two"]
     assert gate.events == [Reconciliation(gate.me.node, ()), WorkerSpawned(worker, node=gate.me.node)]
 
 

@@ -173,8 +173,11 @@ def test_a_run_whose_end_is_in_no_checkpoint_says_so(place: str, steps: int, sai
         save(keep, place, 15)
     keep.close()
     missing = keep.account(steps)
-    assert bool(missing) == said
-    assert not said or "the run ended after step 15. The newest complete checkpoint is that of step 15. Look" in missing
+    assert (missing is not None) == said
+    assert (
+        missing is None
+        or "the run ended after step 15. The newest complete checkpoint is that of step 15. Look" in missing
+    )
     assert not warnings
 
 

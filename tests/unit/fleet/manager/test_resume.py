@@ -12,6 +12,7 @@ from varuna.fleet.manager.reconcile import Reconciliation, reconcile
 from varuna.fleet.manager.resume import lost_workers, resume
 from varuna.fleet.net.protocol import Exited, WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, read_events
+from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.fleet import Fleet, FleetConfig, Idle, Running, Stopping, Straggler
 from varuna.fleet.state.inputs import (
     DrainRequested,
@@ -216,7 +217,7 @@ def test_what_people_were_promised_is_kept_by_the_next_manager(shell: Shell) -> 
     shell.write()
     sent = len(shell.driver.done)
     fleet = shell.die_and_start_again()
-    assert (fleet.finish_reason, fleet.morph_asked, list(fleet.departing)) == ("enough", True, ["n1-b"])
+    assert (fleet.finish, fleet.morph_asked, list(fleet.departing)) == (FinishWish("enough"), True, ["n1-b"])
     shell.reconcile("n0-a", shell.snapshot("n0-a.0"), shell.snapshot("n0-a.1"))
     shell.reconcile("n1-b", shell.snapshot("n1-b.0"), shell.snapshot("n1-b.1"))
     flags = [(d.worker, d.message.flag) for d in shell.driver.done[sent:] if _is_flag(d)]  # type: ignore[union-attr]
@@ -231,7 +232,7 @@ def test_a_promise_that_was_kept_is_not_kept_again(shell: Shell) -> None:
     shell.journal.append(Answered(what="drain", node="n1-b"))
     shell.journal.append(Answered(what="morph"))
     fleet = shell.die_and_start_again()
-    assert (fleet.finish_reason, fleet.morph_asked, fleet.departing) == ("", False, {})
+    assert (fleet.finish, fleet.morph_asked, fleet.departing) == (None, False, {})
 
 
 def _is_flag(done: Instruction) -> bool:

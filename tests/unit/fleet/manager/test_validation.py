@@ -6,6 +6,7 @@ from tests.unit.fleet.support import Driver, make_vote, two_stages
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.fleet.manager.validation import objection
+from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import FleetConfig
 from varuna.fleet.state.inputs import WorkerDistrusted
 from varuna.fleet.state.outputs import Kill
@@ -26,6 +27,11 @@ def vote(driver: Driver, step: int, **changes: object) -> Vote:
 def shard(**changes: object) -> Saved:
     values = {"step": 2, "section": 0, "file": "step-2/section-0.safetensors", "size_bytes": 10, "generation": 0}
     return Saved(shard=SavedShard.model_validate({**values, **changes}))
+
+
+def text(found: Objection | None) -> str:
+    assert found is not None
+    return found.text
 
 
 def test_lies_are_named() -> None:
@@ -50,26 +56,26 @@ def test_lies_are_named() -> None:
         (shard(generation=3), "impossible"),
     ]
     for message, said in lies:
-        assert said in objection(driver.fleet, w0, message), message
+        assert said in text(objection(driver.fleet, w0, message)), message
 
 
 def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
     driver = running()
     w0, plan = driver.fleet.members[0], driver.fleet.record.plan
-    assert objection(driver.fleet, w0, Held(generation=0, next_step=2, sections=(0, 1))) == ""
+    assert objection(driver.fleet, w0, Held(generation=0, next_step=2, sections=(0, 1))) is None
     ahead = Held(generation=0, next_step=3, sections=(0, 1), votes=(make_vote(plan, 0, 2),))
-    assert objection(driver.fleet, w0, ahead) == ""
-    assert objection(driver.fleet, w0, Held(generation=0, next_step=None)) == ""
+    assert objection(driver.fleet, w0, ahead) is None
+    assert objection(driver.fleet, w0, Held(generation=0, next_step=None)) is None
     nan = vote(driver, 2, vector=(float("nan"),) * len(make_vote(plan, 0, 2).vector))
-    assert objection(driver.fleet, w0, Voted(vote=nan)) == ""
-    assert objection(driver.fleet, w0, shard()) == ""
+    assert objection(driver.fleet, w0, Voted(vote=nan)) is None
+    assert objection(driver.fleet, w0, shard()) is None
     driver.kill(driver.fleet.members[3])
     for name in driver.fleet.live_members:
         driver.held(name, 2)
     assert driver.fleet.generation == 1
     for name in driver.fleet.members:  # before the new generation has formed, they still hold what they had
         old = tuple(plan.sections_of(plan.place_of(driver.fleet.history[0].members.index(name)).stage))
-        assert objection(driver.fleet, name, Held(generation=1, next_step=2, sections=old)) == ""
+        assert objection(driver.fleet, name, Held(generation=1, next_step=2, sections=old)) is None
 
 
 def test_a_false_vote_does_not_become_the_newest_step() -> None:
@@ -78,12 +84,12 @@ def test_a_false_vote_does_not_become_the_newest_step() -> None:
     driver.voted(0, 1)
     spare = driver.fleet.members[4]
     driver.wait(0.4)
-    assert "did not take part" in objection(driver.fleet, spare, Voted(vote=vote(driver, 2)))
+    assert "did not take part" in text(objection(driver.fleet, spare, Voted(vote=vote(driver, 2))))
     w0, w1 = driver.fleet.members[:2]
     late = Voted(vote=vote(driver, 9))  # the manager was away for long, and nobody is left who has the votes between
     assert objection(driver.fleet, w0, late)
     driver.say(w1, Beat(generation=0, step=9, activity=""))
-    assert objection(driver.fleet, w0, late) == ""
+    assert objection(driver.fleet, w0, late) is None
 
 
 def test_votes_of_a_timeline_that_a_rollback_abandoned_are_no_lies() -> None:
@@ -95,12 +101,12 @@ def test_votes_of_a_timeline_that_a_rollback_abandoned_are_no_lies() -> None:
     driver.held("w0", 10)
     driver.held("w2", None)
     assert driver.fleet.record.rollback
-    assert objection(driver.fleet, "w0", Voted(vote=old)) == ""
+    assert objection(driver.fleet, "w0", Voted(vote=old)) is None
 
 
 def test_strangers_have_nothing_to_lie_about() -> None:
     driver = running()
-    assert objection(driver.fleet, "w9", Beat(generation=9, step=0, activity="")) == ""
+    assert objection(driver.fleet, "w9", Beat(generation=9, step=0, activity="")) is None
 
 
 @pytest.mark.parametrize("worker", ["w1", "w9"])

@@ -133,7 +133,7 @@ def test_a_worker_that_reads_nothing_is_dropped(events: Events) -> None:
     with knock(server) as connection:
         connection.send(Beat(generation=0, step=0, activity="").model_dump_json())
         events.get(timeout=5)
-        big = Finish(reason="x" * 2**20)
+        big = Finish(failure="x" * 2**20)
         for _ in range(64):  # nobody calls recv: client and kernel buffers fill up
             server.send("w0", big)
         lost = events.get(timeout=5)
@@ -188,11 +188,11 @@ def test_a_hold_is_delivered_at_once_and_directives_wait(server: WorkerServer, e
     member, holds, _ = join(server)
     events.get(timeout=5)
     server.send("w0", Recorded(step=7))
-    server.send("w0", Finish(reason="enough"))
+    server.send("w0", Finish(failure="enough"))
     server.send("w0", Hold(generation=4))
     wait_for(lambda: holds == [4], 5)
     assert member.recorded_step == 7
-    assert member.next_directive() == Finish(reason="enough")
+    assert member.next_directive() == Finish(failure="enough")
     member.close()
 
 
