@@ -11,6 +11,7 @@ everyone, and how the others fared while some were deaf.
 
 import argparse
 import asyncio
+import itertools
 import json
 import multiprocessing
 import random
@@ -50,6 +51,9 @@ from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
 from varuna.fleet.service.service import ManagerService, ServiceConfig
 
 JOB = JobIdentity(version=__version__, script="train.py", script_sha256="0" * 64, args_sha256="0" * 64)
+
+ASKS_EVERY = 3
+"""Pulses: an agent that has heard nothing for 2.5 s asks for an answer."""
 
 
 def manage(run_dir: Path, pipe: Connection) -> None:
@@ -94,6 +98,7 @@ class Crowd:
         self.port, self.identities = port, identities
         self.tls = client_context(certificate_pem)
         self.round_trips_s: list[float] = []
+        self.beats = 0
         self.reached_s: dict[str, float] = {}
         self.connected = 0
         self.broken = 0
@@ -117,14 +122,14 @@ class Crowd:
             worker = f"{identity.node}.0"
             await websocket.send(UpItem(number=1, received=0, body=Started(worker=worker)).model_dump_json())
             self.connected += 1
-        waiting: list[float] = []
+        asked: list[float] = []
         received = [0]
-        pulses = asyncio.create_task(self.beat(websocket, worker, waiting, received))
+        pulses = asyncio.create_task(self.beat(websocket, worker, asked, received))
         try:
             async for text in websocket:
                 frame = down_frame.validate_json(text)
                 if isinstance(frame, PulseAnswer):
-                    self.round_trips_s.append(time.monotonic() - waiting.pop(0))
+                    self.round_trips_s.append(time.monotonic() - asked.pop(0))
                 elif isinstance(frame, DownItem):
                     received[0] = frame.number
                     if isinstance(frame.body, Tell):
@@ -138,12 +143,15 @@ class Crowd:
             pulses.cancel()
             websocket.transport.abort()
 
-    async def beat(self, websocket: ClientConnection, worker: str, waiting: list[float], received: list[int]) -> None:
+    async def beat(self, websocket: ClientConnection, worker: str, asked: list[float], received: list[int]) -> None:
         await asyncio.sleep(random.random())
         beat = Beat(generation=-1, step=0, activity="waits for an assignment")
-        while True:
-            waiting.append(time.monotonic())
-            await websocket.send(Pulse(received=received[0], beats={worker: beat}).model_dump_json())
+        for number in itertools.count():
+            asks = number % ASKS_EVERY == 0
+            if asks:
+                asked.append(time.monotonic())
+            self.beats += 1
+            await websocket.send(Pulse(received=received[0], asks=asks, beats={worker: beat}).model_dump_json())
             await asyncio.sleep(1.0)
 
 
@@ -182,9 +190,9 @@ async def measure(args: argparse.Namespace, pipe: Connection, crowd: Crowd) -> d
             assert time.monotonic() < begin_s + 30, f"{len(crowd.reached_s)} of {wanted} were reached in 30 s"
         return max(crowd.reached_s.values()) - begin_s
 
-    before = await ask("usage")
+    before, begun = await ask("usage"), crowd.beats
     calm, calm_lag_s = await watch(args.seconds)
-    after = await ask("usage")
+    after, beats = await ask("usage"), crowd.beats - begun
     reached_s = [await tell() for _ in range(5)]
     crowd.deaf = {identity.node for identity in crowd.identities[: args.stalled]}
     for _ in range(20):  # the deaf ones are owed more and more
@@ -200,7 +208,8 @@ async def measure(args: argparse.Namespace, pipe: Connection, crowd: Crowd) -> d
     return {
         "agents": args.agents,
         "connect_s": connected_s,
-        "beats": len(calm),
+        "beats": beats,
+        "answers": len(calm),
         "beat_p50_ms": 1e3 * statistics.median(calm),
         "beat_p99_ms": 1e3 * calm[int(0.99 * len(calm))],
         "beat_max_ms": 1e3 * calm[-1],
@@ -212,6 +221,7 @@ async def measure(args: argparse.Namespace, pipe: Connection, crowd: Crowd) -> d
         "stalled_own_lag_p99_ms": 1e3 * mixed_lag_s,
         "stalled_instruction_to_all_s": statistics.median(reached_mixed_s),
         "broken_connections_of_others": crowd.broken,
+        "manager_us_per_beat": 1e6 * (after[0] - before[0]) / beats,
         "manager_cpu_share": (after[0] - before[0]) / args.seconds,
         "manager_memory_mib": after[1],
     }

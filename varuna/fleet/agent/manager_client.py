@@ -41,6 +41,7 @@ from varuna.fleet.net.protocol import (
 from varuna.process.console import warn
 
 _SILENCE_S = 8.0
+_ASK_S = 2.5  # of silence: an answer to each pulse would be half of what a manager of thousands does
 _FIRST_DELAY_S = 0.05
 _MOST_FAULTS = 5  # connections in a row that end with an error that nobody foresaw
 _MOST_REJECTIONS = 20  # the same with words that the manager does not take
@@ -334,11 +335,14 @@ class ManagerClient:
         """A pulse a second, at a phase of its own; a manager that answers none is out of reach."""
         await asyncio.sleep(random.uniform(0.0, self._bounds.pulse_s))
         told: HostFacts | None = None  # on this connection
-        while asyncio.get_running_loop().time() - heard[0] < _SILENCE_S:
+        while (silent_s := asyncio.get_running_loop().time() - heard[0]) < _SILENCE_S:
             if self._outgoing is not None:
                 host = self._host()
                 news, told = host if host is not told else None, host
-                pulse = Pulse(received=self._channel.received, beats=self._beats(), clock_s=time.time(), host=news)
+                asks = bool(self._channel.waiting) or silent_s >= _ASK_S
+                pulse = Pulse(
+                    received=self._channel.received, asks=asks, beats=self._beats(), clock_s=time.time(), host=news
+                )
                 self._outgoing.say(pulse.model_dump_json())
             await asyncio.sleep(self._bounds.pulse_s)
         return f"the manager was silent for {_SILENCE_S:.0f} s"

@@ -13,6 +13,8 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from varuna.core.version import __version__
 from varuna.fleet.manager.agent_link import AgentLink
+from varuna.fleet.manager.mailbox import Pulses
+from varuna.fleet.manager.pulse_gatherer import PulseGatherer
 from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker
 from varuna.fleet.net.channel import ChannelFullError
 from varuna.fleet.net.outgoing import Outgoing
@@ -50,7 +52,6 @@ from varuna.fleet.state.inputs import (
     ConnectionLost,
     Event,
     MessageReceived,
-    NodeHeard,
     NodeParted,
     NoticeReceived,
     WorkerDistrusted,
@@ -89,12 +90,12 @@ class AgentServer:
         certificate_pem: str,
         manager: str,
         run: str,
-        post: Callable[[Event | Reconciliation], None],
+        post: Callable[[Event | Reconciliation | Pulses], None],
         logs: LogKeeper,
         audit: Audit,
         write: Callable[[bytes], None],
     ) -> None:
-        self._registry, self._certificate_pem, self._post = registry, certificate_pem, post
+        self._registry, self._certificate_pem, self._pulses = registry, certificate_pem, PulseGatherer(post)
         self._manager, self._run, self._logs, self._audit, self._write = manager, run, logs, audit, write
         self._links: dict[str, AgentLink] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -131,7 +132,7 @@ class AgentServer:
         """Drop a machine whose secret is void, and its workers: they are not asked, nor waited for."""
         if (link := self._links.get(node)) is not None:
             for worker in sorted(link.workers):
-                self._post(WorkerDistrusted(worker, why))
+                self._pulses.post(WorkerDistrusted(worker, why))
             self._give_up(link, why)
 
     def _shut_out(self, node: str) -> None:
@@ -258,7 +259,7 @@ class AgentServer:
             link.workers = {snapshot.worker for snapshot in snapshots if snapshot.exited is None}
             for worker in link.workers:
                 self._logs.begin(worker)
-            self._post(Reconciliation(node, snapshots))
+            self._pulses.post(Reconciliation(node, snapshots))
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
         return link, connection
@@ -284,7 +285,7 @@ class AgentServer:
     def _conclude(self, link: AgentLink) -> None:
         """An agent that has not come back by now is gone, or cannot reach us: others have to say which."""
         if self._links.get(link.node) is link and link.connection is None:
-            self._post(NodeParted(link.node, "its agent is gone", abruptly=link.ended_abruptly))
+            self._pulses.post(NodeParted(link.node, "its agent is gone", abruptly=link.ended_abruptly))
 
     async def _receive_all(self, websocket: WebSocket, link: AgentLink, connection: Outgoing[DownBody]) -> None:
         try:
@@ -312,14 +313,14 @@ class AgentServer:
         link.heard_s = now_s
         link.confirm(frame.received, now_s)
         match frame:
-            case Pulse(beats=beats, clock_s=clock_s, host=host):
+            case Pulse(asks=asks, beats=beats, clock_s=clock_s, host=host):
                 if clock_s is not None:
                     link.host.take(clock_s - time.time(), host)
-                connection.say(PulseAnswer(received=link.channel.received).model_dump_json())
-                for worker, beat in beats.items():
+                if asks:
+                    connection.say(PulseAnswer(received=link.channel.received).model_dump_json())
+                for worker in beats:
                     check_belongs(link.node, worker)
-                    self._post(MessageReceived(worker, beat))
-                self._post(NodeHeard(link.node))
+                self._pulses.hear(link.node, beats)
             case UpItem(number=number, body=body):
                 if link.channel.accept(number):
                     self._note(link, body)
@@ -332,17 +333,17 @@ class AgentServer:
             case Started(worker=worker):
                 link.workers.add(worker)
                 self._logs.begin(worker)
-                self._post(WorkerSpawned(worker, node=link.node))
+                self._pulses.post(WorkerSpawned(worker, node=link.node))
             case Said(worker=worker, message=message):
                 check_speaker(worker, message)
-                self._post(MessageReceived(worker, message))
+                self._pulses.post(MessageReceived(worker, message))
             case Parted(worker=worker):
-                self._post(ConnectionLost(worker))
+                self._pulses.post(ConnectionLost(worker))
             case ProcessEnded(worker=worker, exited=exited):
                 link.workers.discard(worker)
-                self._post(WorkerExited(worker, exited.code, exited.stderr_tail))
+                self._pulses.post(WorkerExited(worker, exited.code, exited.stderr_tail))
             case SpotNoticeSeen(in_s=in_s, reason=reason):
-                self._post(NoticeReceived(link.node, time.monotonic() + in_s, reason))
+                self._pulses.post(NoticeReceived(link.node, time.monotonic() + in_s, reason))
             case Output():
                 self._logs.write(body)
             case Printed(worker=worker, data=data):
@@ -367,7 +368,7 @@ class AgentServer:
         if link.connection is not None:
             link.connection.end(why)
         for worker in link.workers:
-            self._post(ConnectionLost(worker, why))
+            self._pulses.post(ConnectionLost(worker, why))
 
     async def _watch(self) -> None:
         """Cut connections that are open in name only."""

@@ -4,7 +4,7 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from varuna.core.messages import Assign, Beat, Offered, Recorded, Sought, ToWorker
@@ -13,7 +13,7 @@ from varuna.fleet.machine.advance import advance
 from varuna.fleet.manager.background_work import BackgroundWork
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
-from varuna.fleet.manager.mailbox import Broken, Leave, Mailbox, Posted, Request
+from varuna.fleet.manager.mailbox import Broken, Leave, Mailbox, Posted, Pulses, Request
 from varuna.fleet.manager.reconcile import Reconciliation, reconcile
 from varuna.fleet.manager.rendezvous import Meeting
 from varuna.fleet.manager.resume import lost_workers, resume
@@ -21,7 +21,15 @@ from varuna.fleet.manager.validation import objection
 from varuna.fleet.net.watchdog import STOOD_STILL_S
 from varuna.fleet.run_folder.journal import Journal, Past
 from varuna.fleet.state.fleet import Ended, Fleet, FleetConfig
-from varuna.fleet.state.inputs import AnswerReceived, Event, MessageReceived, Tick, WorkerDistrusted, WorkerSpawned
+from varuna.fleet.state.inputs import (
+    AnswerReceived,
+    Event,
+    MessageReceived,
+    NodeHeard,
+    Tick,
+    WorkerDistrusted,
+    WorkerSpawned,
+)
 from varuna.fleet.state.outputs import Ask, Collect, Complain, EndRun, Instruction, Kill, Publish, Release, Send, Spawn
 from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, checkpoint_answer, plan_answer
 from varuna.fleet.state.run_events import (
@@ -158,7 +166,7 @@ class Manager:
         self._publish(Notice(text=f"the manager is back: {where}"))
 
     def _take(self, event: Posted) -> None:
-        """What came in, as the state machine should hear it."""
+        """Take in what was posted, each thing in its way."""
         match event:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
@@ -169,12 +177,21 @@ class Manager:
                 raise error
             case Leave():
                 self._leaving = True
+            case Pulses(beats=pulses):
+                for node, beats in pulses:
+                    self._hear(node, beats)
             case Reconciliation():
                 events, fenced = reconcile(self.fleet, self._lost, event)
                 for name in fenced:
                     self._hands.kill(name)
                 for each in events:
                     self._take(each)
+            case _:
+                self._take_event(event)
+
+    def _take_event(self, event: Event) -> None:
+        """Pass an event on, unless it cannot be true, is none of the state machine's business, or was said before."""
+        match event:
             case MessageReceived(worker=name, message=Offered() | Sought() as message):
                 self._introduce(name, message)
             case MessageReceived(worker=name, message=message) if found := objection(self.fleet, name, message):
@@ -186,6 +203,13 @@ class Manager:
                 self._learn(name, beat)
             case _:
                 self._handle(event)
+
+    def _hear(self, node: str, beats: Mapping[str, Beat]) -> None:
+        """Take an agent's pulse; a beat of a worker that the run knows says that its machine lives, too."""
+        for worker, beat in beats.items():
+            self._take(MessageReceived(worker, beat))
+        if not any(worker in self.fleet.workers for worker in beats):
+            self._handle(NodeHeard(node))
 
     def _introduce(self, worker: str, message: Offered | Sought) -> None:
         """Members of the newest generation find each other."""

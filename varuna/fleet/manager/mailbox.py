@@ -2,10 +2,11 @@
 
 import queue
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from varuna.core.messages import Beat
 from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.state.inputs import Event
 from varuna.fleet.state.run_events import Audited, GenerationTimed, Notice
@@ -31,7 +32,13 @@ class Leave:
     """This manager manages no more, while the run goes on."""
 
 
-Posted = Event | Request | Reconciliation | Audited | Notice | GenerationTimed | Broken | Leave
+class Pulses(NamedTuple):
+    """Agents said that they live, one after the other: by machine, the newest beats of its workers, if any."""
+
+    beats: tuple[tuple[str, Mapping[str, Beat]], ...]
+
+
+Posted = Event | Pulses | Request | Reconciliation | Audited | Notice | GenerationTimed | Broken | Leave
 """What may be posted: events for the state machine, an agent's return, and lines for the journal."""
 
 

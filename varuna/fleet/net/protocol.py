@@ -1,7 +1,7 @@
 """What an agent and the manager say to each other: JSON, one frame per WebSocket message.
 
 The first frame each way is ``Greet`` and ``Welcome``. Then come items, numbered and confirmed (see ``channel``),
-and once a second a pulse, which the manager answers at once: so both sides notice a dead connection.
+and once a second a pulse, which the manager answers if it is asked to: so both sides notice a dead connection.
 """
 
 from typing import Annotated, Final, Literal
@@ -99,6 +99,7 @@ class Pulse(Value):
 
     kind: Literal["pulse"] = "pulse"
     received: int = Field(ge=0)
+    asks: bool = Field(default=True, description="for an answer: nothing was heard for a while, or items wait")
     beats: dict[WorkerName, Beat] = Field(default={}, max_length=1024)
     clock_s: float | None = Field(default=None, allow_inf_nan=False, description="this machine's, since 1970")
     host: HostFacts | None = Field(default=None, description="now and then, once there was a look")
@@ -193,7 +194,7 @@ class Welcome(Value):
 
 
 class PulseAnswer(Value):
-    """The answer to a pulse."""
+    """The answer to a pulse that asks for one."""
 
     kind: Literal["answer"] = "answer"
     received: int = Field(ge=0)

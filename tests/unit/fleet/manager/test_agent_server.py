@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +21,7 @@ from varuna.core.messages import Beat, Finish, Hello
 from varuna.fleet.manager import agent_server as agents_module
 from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.agent_server import AgentServer
+from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.net.channel import Channel
 from varuna.fleet.net.protocol import (
@@ -32,6 +33,7 @@ from varuna.fleet.net.protocol import (
     JobIdentity,
     Joined,
     Output,
+    Parted,
     ProcessEnded,
     Pulse,
     Said,
@@ -51,7 +53,6 @@ from varuna.fleet.state.inputs import (
     ConnectionLost,
     Event,
     MessageReceived,
-    NodeHeard,
     NodeParted,
     NoticeReceived,
     WorkerDistrusted,
@@ -68,8 +69,9 @@ class Gate:
 
     def __init__(self, folder: Path) -> None:
         self.registry = Registry(folder)
+        self.heard: list[Event | Reconciliation | Pulses] = []
         self.events: list[Event | Reconciliation] = []
-        self.pulses: list[Event | Reconciliation] = []
+        self.pulses: list[tuple[str, Mapping[str, Beat]]] = []
         self.audited: list[Audited] = []
         self.folder = folder
         self.logs = LogKeeper(folder)
@@ -86,8 +88,12 @@ class Gate:
         self.client = TestClient(Starlette(routes=self.door.routes()))
         self.me = self.join()
 
-    def note(self, event: Event | Reconciliation) -> None:
-        (self.pulses if isinstance(event, NodeHeard) else self.events).append(event)
+    def note(self, event: Event | Reconciliation | Pulses) -> None:
+        self.heard.append(event)
+        if isinstance(event, Pulses):
+            self.pulses += event.beats
+        else:
+            self.events.append(event)
 
     def join(self) -> Identity:
         return join(self.registry)
@@ -329,7 +335,7 @@ def test_an_agent_is_heard_without_its_workers_and_its_absence_is_no_word_about_
         agent.hear()
         agent.say(Started(worker=f"{gate.me.node}.0"))
         agent.sync()
-        assert gate.pulses == [NodeHeard(gate.me.node)]
+        wait_for(lambda: gate.pulses == [(gate.me.node, {})], 5)
         agent.session.close(code)
     wait_for(lambda: isinstance(gate.events[-1], NodeParted), 5)
     assert gate.events[-1] == NodeParted(gate.me.node, "its agent is gone", abruptly=abruptly)
@@ -342,7 +348,23 @@ def test_beats_of_many_workers_come_in_one_pulse(gate: Gate) -> None:
         agent.hear()
         agent.session.send_text(Pulse(received=0, beats=beats).model_dump_json())
         agent.hear()
-    assert gate.events[1:] == [MessageReceived(worker, beat) for worker, beat in beats.items()]
+        wait_for(lambda: gate.pulses == [(gate.me.node, beats)], 5)
+
+
+def test_only_a_pulse_that_asks_is_answered_and_what_follows_a_pulse_is_heard_after_it(gate: Gate) -> None:
+    worker = f"{gate.me.node}.0"
+    beat = Beat(generation=0, step=1, activity="")
+    with gate.visit() as agent:
+        agent.hear()
+        agent.say(Started(worker=worker))
+        agent.session.send_text(Pulse(received=0, asks=False, beats={worker: beat}).model_dump_json())
+        agent.say(Parted(worker=worker))
+        assert agent.sync() == 2, "the first answer is that to the second pulse"
+    assert gate.heard[1:4] == [
+        WorkerSpawned(worker, node=gate.me.node),
+        Pulses(((gate.me.node, {worker: beat}),)),
+        ConnectionLost(worker),
+    ]
 
 
 frames = st.one_of(

@@ -13,7 +13,7 @@ from varuna.core.messages import Assign, Beat, FromWorker, Held, Hello, Recorded
 from varuna.core.model import JobFacts
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
-from varuna.fleet.manager.mailbox import Mailbox
+from varuna.fleet.manager.mailbox import Mailbox, Pulses
 from varuna.fleet.manager.status import describe
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.fleet import FleetConfig, Idle
@@ -116,6 +116,18 @@ def play(tmp_path: Path) -> Iterator[Play]:
     play = Play(tmp_path)
     yield play
     play.journal.close()
+
+
+def test_beats_that_come_together_are_heard_one_by_one(play: Play) -> None:
+    beats = {"w2": Beat(generation=-1, step=0, activity="waits"), "w3": Beat(generation=9, step=0, activity="lies")}
+    play.mailbox.post(Pulses((("a", beats), ("b", {}))))
+    play.end()
+    assert [(event.worker, "generation 9" in event.cause) for event in play.seen if isinstance(event, WorkerLost)] == [
+        ("w3", True)
+    ]
+    beat = play.manager.fleet.workers["w2"].beat
+    assert beat is not None
+    assert beat.activity == "waits"
 
 
 def test_a_worker_that_lies_is_killed_and_written_down_and_the_others_go_on(play: Play) -> None:
