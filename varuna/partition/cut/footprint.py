@@ -139,20 +139,24 @@ def _line(small_bytes: int, large_bytes: int) -> tuple[int, int]:
 
 
 def _run(whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Argument | None], index: int) -> _Bytes:
-    """Run F, R and B of one micro-batch, as the engine does; then R and I."""
+    """Run F (at the larger size only, which alone says what it needs), R and B of one micro-batch; then R and I."""
     counted, pending = Allocated(), PendingWeights()
     with FakeTensorMode(allow_non_fake_inputs=True), counted.watch():
         given = _given(arguments, index)
-        before_bytes = counted.now_bytes
-        with torch.no_grad():
-            made = [value.contiguous() for value in whole.forward(*given)]
-        forward_bytes = counted.peak_bytes - before_bytes
-        del made
+        forward_bytes = _forward_bytes(whole, given, counted) if index == len(_SIZES) - 1 else 0
         activation_bytes, backward_bytes = _recorded(whole, given, counted)
         split_bytes = backward_bytes
         if halved is not None:
             split_bytes = _recorded(halved, [pending, *_given(arguments, index)], counted)[1]
     return _Bytes(activation_bytes, forward_bytes, backward_bytes, split_bytes, _queued_bytes(pending))
+
+
+def _forward_bytes(module: GraphModule, given: Sequence[Any], counted: Allocated) -> int:
+    """Bytes that F needs, which keeps nothing."""
+    before_bytes = counted.now_bytes
+    with torch.no_grad():
+        _ = [value.contiguous() for value in module.forward(*given)]
+    return counted.peak_bytes - before_bytes
 
 
 def _recorded(module: GraphModule, given: Sequence[Any], counted: Allocated) -> tuple[int, int]:
