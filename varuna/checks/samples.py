@@ -68,27 +68,39 @@ def read_twice(source: SampleSource, positions: Sequence[int]) -> MicroBatch:
     """The samples as a batch.
 
     Raises:
-        DataError: reading them again gives others.
+        DataError: reading them again gives others, or ``collate`` draws random numbers and mixes them.
     """
     one, two = source.micro_batch(list(positions)), source.micro_batch(list(positions))
     for index, first, second in zip(one.indices, one.digests, two.digests, strict=True):
         if first != second:
-            raise DataError(
+            what = (
                 f"the dataset is random: reading dataset[{index}] twice gave two different samples. Workers read "
-                "the same sample again, so it must depend on the index and on Python's, NumPy's and torch's "
-                "global generators only, which Varuna seeds for each sample. Look for separate generators "
-                "(numpy.random.default_rng, torch.Generator), the time, or state kept between calls."
+                "the same sample again, so it must depend on the index and on"
+                if source.collates_alike(positions)
+                else f"collate= is random: it made something else of the same samples (dataset indices "
+                f"{list(one.indices)}) when it was called again. It must draw only from"
             )
-    for key, value in one.tensors.items():
-        if not _same(value, two.tensors[key]):
             raise DataError(
-                f"collate= is random: it made a different {key!r} from the same samples (dataset indices "
-                f"{list(one.indices)}) when it was called again. Draw only from Python's, NumPy's or torch's "
-                "global generators, which Varuna seeds for each micro-batch."
+                f"{what} Python's, NumPy's and torch's global generators, which Varuna seeds for each sample. Look "
+                "for separate generators (numpy.random.default_rng, torch.Generator, seed= of a collator), the time, "
+                "or state kept between calls."
             )
     return one
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
-    """Whether two tensors are equal; NaN equals NaN here."""
-    return one.shape == two.shape and bool(((one == two) | ((one != one) & (two != two))).all())
+def check_mixed_samples(source: SampleSource) -> None:
+    """Refuse a ``collate`` that mixes samples at random: what becomes of one would depend on who is beside it.
+
+    Raises:
+        DataError: it does.
+    """
+    if (source.size is None or source.size >= _MIXED) and source.mixes_samples(range(_MIXED)):
+        raise DataError(
+            "collate= draws random numbers, and what it makes of a sample also depends on the other samples of the "
+            "batch (mixup, cutmix and the like). Which samples share a micro-batch depends on its size, so training "
+            "would, too. Mix in the dataset: let dataset[i] draw the other sample's number with Python's, NumPy's or "
+            "torch's global generator, which Varuna seeds for each sample."
+        )
+
+
+_MIXED = 3

@@ -27,7 +27,7 @@ from varuna.checks.loss_weight import check_weighing
 from varuna.checks.mixing import try_mixing
 from varuna.checks.module_state import changed, marks, plain_values
 from varuna.checks.outcome import Draws, Outcome, Part, in_turn, plainly
-from varuna.checks.samples import Undisturbed, choose_positions, read_twice
+from varuna.checks.samples import Undisturbed, check_mixed_samples, choose_positions, read_twice
 from varuna.checks.shapes_only import look_over
 from varuna.core.errors import ModelError
 from varuna.data.samples import SampleSource
@@ -105,6 +105,7 @@ class SelfCheck:
             DataError: the dataset is random, or a sample is not what was captured.
         """
         begin_s = time.monotonic()
+        check_mixed_samples(self.source)
         extent = self._extent(model)
         groups = choose_positions(model, self.source, sum(extent.sizes) or 1)
         if initial is None or not extent.sizes:

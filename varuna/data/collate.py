@@ -1,14 +1,18 @@
-"""From samples to a micro-batch: the default stacking, and the check of what a user's ``collate`` returns."""
+"""From samples to a micro-batch: the default stacking, and a user's own ``collate``."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from varuna.core.errors import DataError
+from varuna.data.columns import Columns
+from varuna.data.randomness import Draws, seeded
 
 Sample = dict[str, Tensor]
-CollateFunction = Callable[[list[Sample]], Mapping[str, Tensor]]
+Collate = Callable[[list[Any]], Any]
+"""From a list of samples to what can be named tensors: a dict, usually."""
 
 
 def stack(samples: Sequence[Sample], indices: Sequence[int], keys: Iterable[str]) -> dict[str, Tensor]:
@@ -18,6 +22,23 @@ def stack(samples: Sequence[Sample], indices: Sequence[int], keys: Iterable[str]
         DataError: a key is missing, or its shape or dtype differs between samples.
     """
     return {key: _stack_key(samples, indices, key) for key in keys}
+
+
+def stack_all(samples: Sequence[Sample], indices: Sequence[int], columns: Columns) -> dict[str, Tensor]:
+    """Stack every key that any sample has, but for those that do not fit together and that nobody takes.
+
+    Raises:
+        DataError: see ``stack``.
+    """
+    found: dict[str, Tensor] = {}
+    for key in dict.fromkeys(key for sample in samples for key in sample):
+        try:
+            found[key] = _stack_key(samples, indices, key)
+        except DataError:
+            if columns.is_needed(key):
+                raise
+            columns.leave_out([key])
+    return found
 
 
 def _stack_key(samples: Sequence[Sample], indices: Sequence[int], key: str) -> Tensor:
@@ -44,32 +65,121 @@ def _stack_key(samples: Sequence[Sample], indices: Sequence[int], key: str) -> T
     return torch.stack([sample[key] for sample in samples])
 
 
-def check_collated(batch: object, size: int, keys: Iterable[str] | None) -> dict[str, Tensor]:
-    """Check what a user's ``collate`` returned, and restrict it to ``keys`` if given.
+class Collator:
+    """A user's ``collate``, called so that what it draws belongs to a sample, not to who shares its micro-batch."""
 
-    Args:
-        batch: what it returned.
-        size: number of samples that it was given.
-        keys: inputs that are needed; None for all.
+    def __init__(self, function: Collate, columns: Columns, seed: int) -> None:
+        self._function, self._columns, self._seed = function, columns, seed
 
-    Raises:
-        DataError: it is not a dict of tensors whose first dimension is ``size``, or lacks a key.
-    """
-    if not isinstance(batch, Mapping):
-        raise DataError(f"collate must return a dict of tensors, but returned {type(batch).__name__}")
+    def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:
+        """What it makes of samples.
+
+        If it draws random numbers it is given the samples one by one, each with randomness of its own.
+
+        Raises:
+            DataError: it returns something else than named tensors whose first dimension counts the samples.
+        """
+        batch, drew = self._call(samples, positions)
+        if not drew or len(samples) == 1:
+            return batch
+        rows = [
+            self._call([sample], [position])[0] for sample, position in zip(samples, positions, strict=True)
+        ]  # fmt: skip
+        return {key: _joined(key, [row.get(key) for row in rows]) for key in batch}
+
+    def mixes(self, samples: Sequence[object], position: int) -> bool:
+        """Whether it draws, and what it makes of one sample changes with the others of the batch.
+
+        Args:
+            samples: three or more.
+            position: of some sample: seeds draws.
+        """
+        alone, drew = zip(*(self._call([sample], [position]) for sample in samples), strict=True)
+        if not any(drew) and not self._call(samples, [position])[1]:
+            return False
+        sizes = [sum(value.numel() for value in batch.values()) for batch in alone]
+        largest = sizes.index(max(sizes))  # others are padded to it
+        others = [sample for number, sample in enumerate(samples) if number != largest][:2]
+        for attempt in range(_ATTEMPTS):  # a permutation of two may be none
+            one, two = (self._call([samples[largest], other], [position, attempt])[0] for other in others)
+            if any(key in two and not _same(value[0], two[key][0]) for key, value in one.items()):
+                return True
+        return False
+
+    def _call(self, samples: Sequence[object], keys: Sequence[int]) -> tuple[dict[str, Tensor], bool]:
+        """What it returns, and whether it drew random numbers."""
+        given = [_shallow_copy(sample) for sample in samples]  # it may add to them and take from them
+        with seeded(self._seed, "collate", *keys):
+            draws = Draws()
+            try:
+                found = self._function(given)
+            except Exception as error:
+                if texts := _texts(samples[0]):
+                    error.add_note(
+                        f"The samples that collate= was given also have columns of text ({', '.join(texts)}). If it "
+                        "cannot take them, remove them, such as with dataset.remove_columns(...)."
+                    )
+                raise
+            drew = draws.were_made
+        return _counted(self._columns.tensors(found, "what collate returns"), len(samples)), drew
+
+
+_ATTEMPTS = 8
+
+
+def _counted(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
     for key, value in batch.items():
-        if not isinstance(value, Tensor):
-            raise DataError(f"collate must return a dict of tensors, but {key!r} is {type(value).__name__}")
         if value.dim() == 0 or value.shape[0] != size:
             raise DataError(
                 f"collate was given {size} samples, so the first dimension of each tensor must be {size}, "
                 f"but {key!r} has shape {tuple(value.shape)}"
             )
+    return batch
+
+
+def _joined(key: str, rows: Sequence[Tensor | None]) -> Tensor:
+    """One tensor of what samples became one by one."""
+    found = [row for row in rows if row is not None]
+    if len(found) < len(rows) or len({(row.shape, row.dtype) for row in found}) > 1:
+        shapes = ", ".join(sorted({"nothing" if row is None else str(tuple(row.shape[1:])) for row in rows}))
+        raise DataError(
+            f"collate= draws random numbers, so it is given samples one by one, and then makes {key!r} of different "
+            f"shapes ({shapes}): what it draws for a sample must not depend on which samples share its micro-batch. "
+            "Let it pad to a fixed length (for Hugging Face's collators: pad in the dataset with "
+            "padding='max_length'), or draw in dataset[i], and only pad in collate=."
+        )
+    return torch.cat(found)
+
+
+def select(batch: Mapping[str, Tensor], keys: Iterable[str] | None) -> dict[str, Tensor]:
+    """The ``keys`` of a collated batch; None for all.
+
+    Raises:
+        DataError: one is missing.
+    """
     wanted = list(batch) if keys is None else list(keys)
     missing = [key for key in wanted if key not in batch]
     if missing:
         raise DataError(f"the model needs {missing[0]!r}, but collate returned only {_names(batch)}")
     return {key: batch[key] for key in wanted}
+
+
+def _shallow_copy(sample: object) -> object:
+    """Collators of Hugging Face pop keys: a dataset that is a list of dicts would lose them."""
+    if type(sample) is dict:
+        return dict(sample)
+    return list(sample) if type(sample) is list else sample
+
+
+def _texts(sample: object) -> list[str]:
+    if not isinstance(sample, Mapping):
+        return []
+    return [repr(key) for key, value in sample.items() if isinstance(value, str | bytes)]
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    """Not a number is the same as itself here."""
+    return one.shape == two.shape and bool(((one == two) | ((one != one) & (two != two))).all())
 
 
 def _names(mapping: Mapping[str, object]) -> str:

@@ -5,6 +5,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,6 +28,24 @@ def derive_key(*parts: int | str) -> int:
         text = (part if isinstance(part, str) else str(int(part))).encode()
         digest.update(b"%c%d:%b" % (b"s" if isinstance(part, str) else b"i", len(text), text))
     return int.from_bytes(digest.digest(), "little")
+
+
+class Draws:
+    """Whether somebody has drawn random numbers since this was made, inside a block of ``seeded``."""
+
+    def __init__(self) -> None:
+        self._before = _states()
+
+    @property
+    def were_made(self) -> bool:
+        """From Python's, NumPy's or torch's generator."""
+        return _states() != self._before
+
+
+def _states() -> tuple[Any, ...]:
+    kind, words, *rest = np.random.get_state()
+    of_torch = torch.default_generator.get_state().numpy().tobytes()
+    return random.getstate(), kind, np.asarray(words).tobytes(), rest, of_torch
 
 
 @contextmanager

@@ -1,17 +1,17 @@
 """Reading samples so that every stage that needs one sees the same values."""
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
-from varuna.data.collate import CollateFunction, Sample, check_collated, stack
+from varuna.data.collate import Collate, Collator, select, stack, stack_all
+from varuna.data.columns import Columns, InputNames
+from varuna.data.digests import row_digests, sample_digest
 from varuna.data.order import sample_index
 from varuna.data.randomness import seeded
 
@@ -28,7 +28,8 @@ class MicroBatch:
 
     Attributes:
         tensors: the inputs that were asked for; the first dimension counts samples.
-        digests: a signed 64-bit digest of each sample as the dataset returned it, all keys included.
+        digests: a signed 64-bit digest of each sample with all its keys: as named tensors of the dataset, or its row of
+            what ``collate`` returned.
         indices: index into the dataset of each sample.
     """
 
@@ -43,20 +44,33 @@ class SampleSource:
     With ``__len__`` the order is shuffled anew each epoch; without, position i is ``dataset[i]``, unshuffled.
     """
 
-    def __init__(self, dataset: Any, *, seed: int, collate: CollateFunction | None = None) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        seed: int,
+        collate: Collate | None = None,
+        names: Callable[[], InputNames] | None = None,
+    ) -> None:
         """Check the dataset, without reading a sample.
+
+        Args:
+            dataset: anything with ``dataset[i]``.
+            seed: of order and of randomness.
+            collate: makes named tensors of a list of samples.
+            names: tells what ``forward`` takes; see ``Columns``.
 
         Raises:
             DataError: it is a stream, cannot be indexed, or is empty.
         """
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-            raise DataError(f"the dataset ({type(dataset).__name__}) cannot be indexed. {_RECIPE}")
+        _check_dataset(dataset)
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
         self._dataset = dataset
         self._seed = seed
-        self._collate = collate
+        self._columns = Columns(names)
+        self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
         """Indices into the dataset of the samples at ``positions``, without reading them."""
@@ -64,11 +78,10 @@ class SampleSource:
             return tuple(positions)
         return tuple(sample_index(position, size=self.size, seed=self._seed) for position in positions)
 
-    def sample(self, position: int) -> tuple[int, Sample]:
+    def read(self, position: int) -> tuple[int, Any]:
         """Index and contents of the sample at ``position``, with randomness seeded from (seed, epoch, index).
 
         Raises:
-            DataError: the sample is not a dict of dense tensors.
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
         """
         epoch = 0 if self.size is None else position // self.size
@@ -77,8 +90,7 @@ class SampleSource:
         if self.size is None:
             where += " (a dataset without __len__ must serve every position)"
         with _noted(where), seeded(self._seed, "sample", epoch, index):
-            sample = self._dataset[index]
-        return index, _checked(sample, index)
+            return index, self._dataset[index]
 
     def micro_batch(self, positions: Sequence[int], keys: Iterable[str] | None = None) -> MicroBatch:
         """Read and collate the samples at ``positions``.
@@ -88,32 +100,57 @@ class SampleSource:
             keys: the inputs to return; None for all of them.
 
         Raises:
-            DataError: samples do not fit together, or lack a key.
+            DataError: samples do not fit together, lack a key, or have a form that cannot become named tensors.
             Exception: whatever ``dataset[i]`` or ``collate`` raises, with a note that names the samples.
         """
-        indices, samples = zip(*map(self.sample, positions), strict=True)
-        digests = tuple(map(sample_digest, samples))  # before collate, which may change them in place
-        if self._collate is None:
-            tensors = stack(samples, indices, _all_keys(samples) if keys is None else keys)
-        else:
-            with (
-                _noted(f"while collating dataset indices {list(indices)}"),
-                seeded(self._seed, "collate", *positions),
-            ):
-                batch = self._collate(list(samples))
-            tensors = check_collated(batch, len(samples), keys)
-        return MicroBatch(tensors=tensors, digests=digests, indices=indices)
+        indices, samples = zip(*map(self.read, positions), strict=True)
+        if self._collator is None:
+            named = [self._columns.tensors(each, f"dataset[{i}]") for each, i in zip(samples, indices, strict=True)]
+            tensors = stack_all(named, indices, self._columns) if keys is None else stack(named, indices, keys)
+            return MicroBatch(tensors=tensors, digests=tuple(map(sample_digest, named)), indices=indices)
+        with _noted(f"while collating dataset indices {list(indices)}"):
+            batch = self._collator.batch(samples, positions)
+        digests = row_digests(batch, len(samples))
+        return MicroBatch(tensors=select(batch, keys), digests=digests, indices=indices)
+
+    def collates_alike(self, positions: Sequence[int]) -> bool:
+        """Whether ``collate`` makes the same of the same samples when it is called again; there is none: True."""
+        if self._collator is None:
+            return True
+        samples = [self.read(position)[1] for position in positions]
+        one, two = (row_digests(self._collator.batch(samples, positions), len(samples)) for _ in range(2))
+        return one == two
+
+    def mixes_samples(self, positions: Sequence[int]) -> bool:
+        """Whether ``collate`` draws random numbers, and mixes samples with them; ``positions`` are three or more."""
+        if self._collator is None:
+            return False
+        return self._collator.mixes([self.read(position)[1] for position in positions], positions[0])
 
 
-def sample_digest(sample: Sample) -> int:
-    """Signed 64-bit digest of keys, dtypes, shapes and bytes; the order of the keys does not matter."""
-    digest = hashlib.blake2b(digest_size=8)
-    for key in sorted(sample):
-        tensor = sample[key].detach().cpu().resolve_conj().resolve_neg().contiguous()
-        digest.update(f"{len(key)}:{key}:{tensor.dtype}{tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    # Signed, so that digests can travel in an int64 tensor.
-    return int.from_bytes(digest.digest(), "little", signed=True)
+def _check_dataset(dataset: Any) -> None:
+    """Refuse what has no ``dataset[i]``, or whose ``dataset[i]`` is no sample.
+
+    Raises:
+        DataError: says what to do.
+    """
+    name = type(dataset).__name__
+    if isinstance(dataset, DataLoader):
+        if not isinstance(dataset.dataset, IterableDataset):
+            raise DataError(
+                "the dataset is a DataLoader, which makes batches itself. Pass loader.dataset: Varuna shuffles and "
+                "batches its samples. If the loader has them, pass collate=loader.collate_fn and "
+                "num_workers=loader.num_workers too."
+            )
+        dataset, name = dataset.dataset, f"{type(dataset.dataset).__name__} in a DataLoader"
+    if isinstance(dataset, Mapping) and dataset and all(isinstance(key, str) for key in dataset):
+        first = next(iter(dataset))
+        raise DataError(
+            f"the dataset ({name}) is a dict with {', '.join(map(repr, dataset))}: pass one of them, such as "
+            f"dataset[{first!r}]"
+        )
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        raise DataError(f"the dataset ({name}) cannot be indexed. {_RECIPE}")
 
 
 def verify_digests(mine: MicroBatch, theirs: Sequence[int], *, who: str) -> None:
@@ -134,37 +171,9 @@ def verify_digests(mine: MicroBatch, theirs: Sequence[int], *, who: str) -> None
             raise DataError(
                 f"dataset[{index}] is not the same here and on {who} (digests {_hex(own)} and {_hex(other)}). All "
                 "stages must read the same sample: dataset[i] must depend on i and on Python, NumPy and torch "
-                "randomness only, which Varuna seeds for each sample. Look for separate generators, time, process "
-                "ids, state kept between calls, or files that differ between machines."
+                "randomness only, which Varuna seeds for each sample, and so must collate=. Look for separate "
+                "generators, time, process ids, state kept between calls, or files that differ between machines."
             )
-
-
-def _checked(sample: object, index: int) -> Sample:
-    """The sample, checked, as a dict.
-
-    Raises:
-        DataError: it is not a dict of dense tensors.
-    """
-    if not isinstance(sample, Mapping):
-        raise DataError(
-            f"dataset[{index}] must be a dict of tensors with the model's input names as keys, but is a "
-            f"{type(sample).__name__}"
-        )
-    for key, value in sample.items():
-        if not isinstance(key, str):
-            raise DataError(f"dataset[{index}] must have the model's input names as keys, but has the key {key!r}")
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            kind = f"{value.layout} tensor" if isinstance(value, Tensor) else type(value).__name__
-            raise DataError(
-                f"dataset[{index}][{key!r}] must be a dense tensor, but is a {kind}. "
-                f"Convert it in the dataset, for numbers with torch.tensor(...)."
-            )
-    return dict(sample)
-
-
-def _all_keys(samples: Sequence[Sample]) -> list[str]:
-    """Every key of any sample, in order of appearance; ``stack`` refuses those that some sample lacks."""
-    return list(dict.fromkeys(key for sample in samples for key in sample))
 
 
 @contextmanager
@@ -178,5 +187,5 @@ def _noted(note: str) -> Iterator[None]:
 
 
 def _hex(digest: int) -> str:
-    """A digest in hexadecimal, for messages."""
+    """A digest as people compare it."""
     return f"{digest & (1 << 64) - 1:016x}"

@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import suppress
+from functools import cache
 
 
 def say(text: str) -> None:
@@ -11,6 +12,12 @@ def say(text: str) -> None:
     """
     with suppress(OSError, ValueError):  # ValueError: closed
         print(f"varuna: {text}", file=sys.stderr, flush=True)
+
+
+@cache
+def say_once(text: str) -> None:
+    """Print a line like ``say``, the first time that this process is to print it."""
+    say(text)
 
 
 def warn(text: str) -> None:

@@ -14,8 +14,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from varuna.core.errors import DataError
 from varuna.data.collate import Sample
+from varuna.data.digests import sample_digest
 from varuna.data.order import sample_index
-from varuna.data.samples import MicroBatch, SampleSource, sample_digest, verify_digests
+from varuna.data.samples import MicroBatch, SampleSource, verify_digests
 
 
 class Noisy(Dataset[Sample]):
@@ -61,7 +62,7 @@ def rows(*samples: Any) -> SampleSource:
 
 def test_a_sized_dataset_is_read_in_the_public_order() -> None:
     source = SampleSource(Noisy(), seed=4)
-    found = [source.sample(position)[0] for position in range(24)]
+    found = [source.read(position)[0] for position in range(24)]
     assert found == [sample_index(position, size=8, seed=4) for position in range(24)]
 
 
@@ -81,7 +82,7 @@ def test_two_stages_read_the_same_noise_whatever_they_drew_before() -> None:
 
 def test_a_sample_has_other_noise_in_the_next_epoch() -> None:
     source = SampleSource(Noisy(1), seed=4)
-    assert not torch.equal(source.sample(0)[1]["x"], source.sample(1)[1]["x"])
+    assert not torch.equal(source.read(0)[1]["x"], source.read(1)[1]["x"])
 
 
 def test_a_micro_batch_has_only_the_inputs_asked_for_but_digests_of_all() -> None:
@@ -109,15 +110,16 @@ def test_an_empty_dataset_is_refused() -> None:
 @pytest.mark.parametrize(
     ("sample", "message"),
     [
-        ((1, 2), r"dataset\[0\] must be a dict.*tuple"),
-        ({"x": torch.ones(2), "label": 3}, r"dataset\[0\]\['label'\].*is a int.*torch.tensor"),
+        ((1, 2), r"dataset\[0\] is a tuple of 2, and the model does not tell.*dict"),
+        ("text", r"dataset\[0\] must be a dict.*is a str.*collate="),
+        ({"x": [[1], [2, 3]]}, r"dataset\[0\]\['x'\].*is a list of unequal lists.*collate="),
         ({"x": torch.eye(2).to_sparse()}, r"dataset\[0\]\['x'\].*sparse"),
         ({7: torch.ones(2)}, r"dataset\[0\].*key 7"),
     ],
 )
-def test_a_sample_that_is_no_dict_of_tensors_is_named(sample: object, message: str) -> None:
+def test_a_sample_that_cannot_be_named_tensors_is_named(sample: object, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        rows(sample).sample(0)
+        rows(sample).micro_batch([0])
 
 
 def test_an_exception_of_the_dataset_stays_itself_and_names_the_sample() -> None:
@@ -161,21 +163,22 @@ def with_collate(collate: Callable[[list[Sample]], Any]) -> SampleSource:
 
 def test_a_collate_of_the_user_pads_and_may_draw() -> None:
     def pad(samples: list[Sample]) -> Mapping[str, Tensor]:
-        rows = [torch.cat([s["x"], torch.rand(1)]) for s in samples]
-        samples[0]["x"].zero_()  # must not change the digest
+        rows = [torch.cat([sample.pop("x"), torch.rand(1)]) for sample in samples]
         return {"x": torch.stack(rows), "y": torch.zeros(len(rows))}
 
-    first, second = (with_collate(pad).micro_batch([2, 3], ["x"]) for _ in range(2))
+    first, second, alone = (with_collate(pad).micro_batch(each, ["x"]) for each in ([2, 3], [2, 3], [3]))
     assert first.tensors["x"].shape == (2, 4)
     assert torch.equal(first.tensors["x"], second.tensors["x"])
-    assert first.digests == SampleSource(Noisy(), seed=4).micro_batch([2, 3]).digests
+    assert torch.equal(first.tensors["x"][1:], alone.tensors["x"]), "draws belong to a sample"
+    assert first.digests == second.digests
+    assert first.digests[1:] == alone.digests
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.ones(2), "returned Tensor"),
-        ({"x": [1, 2]}, "'x' is list"),
+        ("text", "what collate returns must be a dict.*is a str"),
+        ({"x": ["a", "b"]}, r"what collate returns\['x'\] must be a dense tensor.*is a list"),
         ({"x": torch.ones(3, 2)}, r"given 2 samples.*shape \(3, 2\)"),
         ({"x": torch.tensor(1.0)}, r"given 2 samples.*shape \(\)"),
         ({"y": torch.ones(2)}, "needs 'x', but collate returned only 'y'"),

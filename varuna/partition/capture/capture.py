@@ -41,7 +41,7 @@ from varuna.partition.watching.explaining import (
     without_value,
 )
 from varuna.partition.watching.sources import source_digest
-from varuna.process.console import say
+from varuna.process.console import say, say_once
 
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Any, Batch], Tensor]
@@ -167,6 +167,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     except Exception as error:
         raise ModelError(explain("cannot be built without allocating it", error, BUILDING)) from error
     _check_keys(model, batch)
+    _name_others(model, recipe, batch)
     module = LossModule(model, recipe)
     rows = torch.arange(EXPORT_EXAMPLES) % len(next(iter(batch.values())))
     samples = {key: value.detach().cpu()[rows] for key, value in batch.items()}
@@ -246,6 +247,16 @@ def _check_keys(model: nn.Module, batch: Batch) -> None:
             f"{type(model).__name__}.forward needs {', '.join(missing or sorted(takes or ()))}, but a sample has "
             f"{', '.join(batch)}. Name the keys of dataset[i] after the arguments of forward."
         )
+
+
+def _name_others(model: nn.Module, recipe: Recipe, batch: Batch) -> None:
+    """Say which keys of a sample nobody takes; a function of the user's may read any."""
+    takes = accepted_keys(model)
+    if takes is None or recipe.loss is not None or recipe.metrics is not None:
+        return
+    others = ", ".join(repr(key) for key in batch if key not in takes)
+    if others:
+        say_once(f"samples also have {others}, which {type(model).__name__}.forward() does not take: not used")
 
 
 def _inputs(program: torch.export.ExportedProgram, keys: list[str]) -> dict[str, str]:

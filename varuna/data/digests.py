@@ -1,0 +1,23 @@
+"""Digests of samples travel with micro-batches: stages that read the same sample must have read the same values."""
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def sample_digest(sample: Mapping[str, Tensor]) -> int:
+    """Signed 64-bit digest of keys, dtypes, shapes and bytes; the order of the keys does not matter."""
+    digest = hashlib.blake2b(digest_size=8)
+    for key in sorted(sample):
+        tensor = sample[key].detach().cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(f"{len(key)}:{key}:{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    # Signed, so that digests can travel in an int64 tensor.
+    return int.from_bytes(digest.digest(), "little", signed=True)
+
+
+def row_digests(batch: Mapping[str, Tensor], size: int) -> tuple[int, ...]:
+    """A digest of each of the ``size`` rows of a collated batch, all keys included."""
+    return tuple(sample_digest({key: value[row] for key, value in batch.items()}) for row in range(size))
