@@ -5,7 +5,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from varuna.data.samples import MicroBatch, SampleSource
+from varuna.core.errors import DataError
+from varuna.data.micro_batch import MicroBatch
+from varuna.data.samples import SampleSource
 from varuna.process.threads import start
 
 Deliver = Callable[[int, int, MicroBatch | BaseException], None]
@@ -23,7 +25,9 @@ class _Work(NamedTuple):
 class Loader:
     """A daemon thread that reads micro-batches in the order requested and hands each to ``deliver``.
 
-    At most ``lookahead`` micro-batches are in preparation or delivered and not yet taken, so memory is bounded.
+    At most ``lookahead`` micro-batches are in preparation or delivered and not yet taken, so memory is bounded. Where
+    processes read, each of them holds one more until its turn comes.
+
     ``deliver(step, micro_batch, batch)`` runs on the loader's thread; an exception takes the batch's place.
 
     Lock order: ``request`` and ``taken`` never wait for a delivery. ``cancel`` and ``close`` do, so they must not
@@ -32,16 +36,23 @@ class Loader:
 
     def __init__(self, source: SampleSource, *, deliver: Deliver, lookahead: int = 4) -> None:
         """Start the thread, which waits for requests."""
-        self._source = source
+        self._reading = source.reading()
         self._deliver = deliver
         self._lookahead = lookahead
-        self._changed = threading.Condition()  # guards the four fields below
+        self._changed = threading.Condition()  # guards the fields below
         self._queue: deque[_Work] = deque()
+        self._asked: deque[tuple[_Work, DataError | None]] = deque()  # to be fetched in this order
+        self._asked_round = 0
         self._open = 0  # micro-batches in preparation, or delivered and not taken
         self._round = 0  # counts cancels: work of an earlier round is dropped
         self._closed = False
         self._delivering = threading.RLock()  # held during a delivery; re-entrant so that deliver may cancel
         self._thread = start("loader", self._run)
+
+    @property
+    def at_once(self) -> int:
+        """How many micro-batches are read at the same time, if so many are requested."""
+        return self._reading.count
 
     def request(self, step: int, work: Iterable[tuple[int, Sequence[int]]], keys: Iterable[str] | None = None) -> None:
         """Append micro-batches of ``step`` to the queue.
@@ -86,26 +97,52 @@ class Loader:
 
     def _run(self) -> None:
         """Prepare and deliver until closed."""
-        while (next_work := self._next()) is not None:
-            round_, work = next_work
-            batch = self._prepare(work)
-            with self._delivering:
-                if round_ == self._round:
-                    self._deliver(work.step, work.micro_batch, batch)
-            del batch  # else the last batch lives on while this thread waits for work
-
-    def _next(self) -> tuple[int, _Work] | None:
-        """Wait for work and a free slot; None once closed."""
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or (self._queue and self._open < self._lookahead))
-            if self._closed:
-                return None
-            self._open += 1
-            return self._round, self._queue.popleft()
+            self._changed.wait_for(lambda: self._closed or bool(self._queue))
+        with self._reading.in_use:  # an earlier loader may still wait for a sample
+            while (next_work := self._next()) is not None:
+                round_, work, failure = next_work
+                batch = self._fetch() if failure is None else failure
+                with self._delivering:
+                    if round_ == self._round:
+                        self._deliver(work.step, work.micro_batch, batch)
+                del batch  # else the last batch lives on while this thread waits for work
+            self._reading.forget()
 
-    def _prepare(self, work: _Work) -> MicroBatch | BaseException:
-        """Read one micro-batch; an exception is handed to the thread that needs the batch."""
+    def _next(self) -> tuple[int, _Work, DataError | None] | None:
+        """Have requests read; wait until one may be fetched, which has a free slot; None once closed."""
+        with self._changed:
+            while True:
+                self._changed.wait_for(lambda: self._closed or self._may_ask() or self._may_fetch())
+                if self._closed:
+                    return None
+                if self._asked_round != self._round:
+                    self._asked_round = self._round
+                    self._asked.clear()
+                    self._reading.forget()
+                elif self._may_ask():
+                    self._asked.append(self._ask(self._queue.popleft()))
+                else:
+                    self._open += 1
+                    return self._round, *self._asked.popleft()
+
+    def _may_ask(self) -> bool:
+        return self._asked_round != self._round or (bool(self._queue) and self._reading.has_idle)
+
+    def _may_fetch(self) -> bool:
+        return bool(self._asked) and self._open < self._lookahead
+
+    def _ask(self, work: _Work) -> tuple[_Work, DataError | None]:
+        """Have a micro-batch read; if that cannot be, say why."""
         try:
-            return self._source.micro_batch(work.positions, work.keys)
+            self._reading.ask(work.positions, work.keys)
+        except DataError as error:
+            return work, error
+        return work, None
+
+    def _fetch(self) -> MicroBatch | BaseException:
+        """Take one micro-batch; what goes wrong is for the thread that needs it."""
+        try:
+            return self._reading.fetch()
         except BaseException as error:  # noqa: BLE001  even SystemExit: a silent thread would hang the stage
             return error

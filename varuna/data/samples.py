@@ -2,40 +2,26 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
 from varuna.data.collate import Collate, Collator, select, stack, stack_all
 from varuna.data.columns import Columns, InputNames
 from varuna.data.digests import row_digests, sample_digest
+from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import seeded
+from varuna.data.readers import InThread, Readers
+
+__all__ = ["MicroBatch", "SampleSource", "verify_digests"]
 
 _RECIPE = (
     "Varuna reads samples by number, so that any worker can read any sample again: it needs dataset[i]. "
     "Wrap the stream map-style: read it into a list (list(stream)), or write it to files once and index them in "
     "__getitem__(i). If any position can be computed, define __getitem__(position) without __len__."
 )
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Samples that flow through the pipeline together.
-
-    Attributes:
-        tensors: the inputs that were asked for; the first dimension counts samples.
-        digests: a signed 64-bit digest of each sample with all its keys: as named tensors of the dataset, or its row of
-            what ``collate`` returned.
-        indices: index into the dataset of each sample.
-    """
-
-    tensors: dict[str, Tensor]
-    digests: tuple[int, ...]
-    indices: tuple[int, ...]
 
 
 class SampleSource:
@@ -51,6 +37,7 @@ class SampleSource:
         seed: int,
         collate: Collate | None = None,
         names: Callable[[], InputNames] | None = None,
+        processes: int = 0,
     ) -> None:
         """Check the dataset, without reading a sample.
 
@@ -59,6 +46,7 @@ class SampleSource:
             seed: of order and of randomness.
             collate: makes named tensors of a list of samples.
             names: tells what ``forward`` takes; see ``Columns``.
+            processes: how many read for a loader; 0: a thread does.
 
         Raises:
             DataError: it is a stream, cannot be indexed, or is empty.
@@ -70,6 +58,8 @@ class SampleSource:
         self._dataset = dataset
         self._seed = seed
         self._columns = Columns(names)
+        self._processes = processes
+        self._readers: Readers | None = None
         self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
@@ -112,6 +102,20 @@ class SampleSource:
             batch = self._collator.batch(samples, positions)
         digests = row_digests(batch, len(samples))
         return MicroBatch(tensors=select(batch, keys), digests=digests, indices=indices)
+
+    def reading(self) -> Readers | InThread:
+        """Reads for a loader: the processes, which are started by the first call, or the loader's thread."""
+        if not self._processes:
+            return InThread(self.micro_batch)
+        if self._readers is None:
+            self._readers = Readers(self.micro_batch, self._processes)
+        return self._readers
+
+    def close(self) -> None:
+        """End the processes, if there are any."""
+        if self._readers is not None:
+            self._readers.close()
+            self._readers = None
 
     def collates_alike(self, positions: Sequence[int]) -> bool:
         """Whether ``collate`` makes the same of the same samples when it is called again; there is none: True."""

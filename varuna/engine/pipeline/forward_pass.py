@@ -138,6 +138,11 @@ class ForwardPass:
         """The copies that messages of this layout go by."""
         return self._stage.job.traffic.direct if layout.apart else self._copies
 
+    @property
+    def steps_ahead(self) -> int:
+        """For so many steps samples should be requested, so that all who can read do."""
+        return 1 if self._loader is None else max(1, -(-self._loader.at_once // max(1, len(self._mine))))
+
     def request(self, step: int, first: int = 0) -> None:
         """Start to read a step's micro-batches, whose samples begin at position ``first``."""
         if self._loader is not None:

@@ -187,8 +187,8 @@ class Runtime:
         self.lookahead.close()
 
     def _request(self, step: int) -> None:
-        """Read this step's micro-batches, then the next step's."""
-        while self._requested <= min(step + 1, self._steps - 1):
+        """Read this step's micro-batches, then the next step's, or of as many steps as are read at once."""
+        while self._requested <= min(step + self._forward_pass.steps_ahead, self._steps - 1):
             self._forward_pass.request(self._requested, self._requested * self._plan.global_batch)
             self._requested += 1
 

@@ -180,8 +180,9 @@ class _Evaluation:
         return table.view(-1, width)
 
     def close(self) -> None:
-        """Let the threads end."""
+        """Let the threads end, and the processes that read."""
         self._forward_pass.close()
+        self._work.source.close()
 
     def _sum(self, kind: str, table: Tensor, what: str) -> None:
         """Sum over all ranks, in place."""

@@ -115,6 +115,7 @@ class Session:
         self._inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
+        self._setting.source.close()
         self._membership.close()
 
     def evaluate(self, work: EvaluationWork) -> EvaluationSums | None:
