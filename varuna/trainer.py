@@ -47,6 +47,7 @@ class Trainer:
         loss: LossFunction | Loss | None = None,
         metrics: MetricsFunction | None = None,
         collate: CollateFunction | Collate | None = None,
+        num_workers: int = 0,
         micro_batch: int | None = None,
         seed: int = 0,
         weights: str | os.PathLike[str] | None = None,
@@ -68,7 +69,8 @@ class Trainer:
         Args:
             model: builds the unmodified module. ``forward(**sample)`` returns a scalar loss or an object
                 with ``.loss``, unless ``loss`` is given.
-            dataset: map-style; ``dataset[i]`` is a dict of tensors. Without ``__len__`` it is read in order.
+            dataset: map-style; ``dataset[i]`` is a dict of tensors, arrays, numbers or lists, a tuple in the order of
+                forward's parameters, or with ``collate`` anything. Without ``__len__`` it is read in order.
             optimizer: builds a torch optimizer from a list of (name, parameter), with the model's own names; each
                 worker calls it with the parameters of its stage.
             global_batch: examples per optimizer step, whatever the number of workers.
@@ -76,6 +78,7 @@ class Trainer:
             metrics: ``fn(output, batch)`` that returns named scalar sums; they are added up over the global batch.
             collate: from a list of samples to a dict of tensors whose first dimension is the batch, or
                 ``Collate(fn, lengths=)``. Default: stack.
+            num_workers: processes that read and collate samples, for each worker. Default: a thread does.
             micro_batch: examples per micro-batch, m. Default: chosen once for the run. Batch normalisation needs it.
             seed: seed of initialisation, sample order and dropout.
             weights: safetensors file, or folder written by ``save_pretrained``, to start from; each worker reads what
@@ -114,6 +117,7 @@ class Trainer:
             loss=loss if isinstance(loss, Loss) else Loss(loss),
             metrics=metrics,
             collate=collate if isinstance(collate, Collate) else Collate(collate),
+            num_workers=num_workers,
             micro_batch=micro_batch,
             seed=seed,
             weights=weights,

@@ -11,7 +11,7 @@ from varuna.data.columns import Columns
 from varuna.data.randomness import Draws, seeded
 
 Sample = dict[str, Tensor]
-Collate = Callable[[list[Any]], Any]
+CollateFunction = Callable[[list[Any]], Any]
 """From a list of samples to what can be named tensors: a dict, usually."""
 
 
@@ -68,7 +68,7 @@ def _stack_key(samples: Sequence[Sample], indices: Sequence[int], key: str) -> T
 class Collator:
     """A user's ``collate``, called so that what it draws belongs to a sample, not to who shares its micro-batch."""
 
-    def __init__(self, function: Collate, columns: Columns, seed: int) -> None:
+    def __init__(self, function: CollateFunction, columns: Columns, seed: int) -> None:
         self._function, self._columns, self._seed = function, columns, seed
 
     def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from varuna.core.errors import DataError
-from varuna.data.collate import Collate, Collator, select, stack, stack_all
+from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import Columns, InputNames
 from varuna.data.digests import row_digests, sample_digest
 from varuna.data.micro_batch import MicroBatch
@@ -35,7 +35,7 @@ class SampleSource:
         dataset: Any,
         *,
         seed: int,
-        collate: Collate | None = None,
+        collate: CollateFunction | None = None,
         names: Callable[[], InputNames] | None = None,
         processes: int = 0,
     ) -> None:

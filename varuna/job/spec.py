@@ -22,6 +22,7 @@ from varuna.job.arguments import check_function, check_kind, check_number, check
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss
 from varuna.partition.capture.capture import MetricsFunction, Recipe
+from varuna.partition.capture.signature import input_names
 from varuna.partition.cut_at import chooser
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.initial.initial_values import Init, InitialParameters, begin_with, check_beginning
@@ -48,6 +49,7 @@ class JobSpec:
     loss: Loss = field(default_factory=Loss)
     metrics: MetricsFunction | None = None
     collate: Collate = field(default_factory=Collate)
+    num_workers: int = 0
     micro_batch: int | None = None
     seed: int = 0
     weights: str | os.PathLike[str] | None = None
@@ -148,7 +150,13 @@ class JobSpec:
         Raises:
             DataError: it cannot be read by index.
         """
-        return SampleSource(dataset, seed=self.seed, collate=self.collate.function)
+        return SampleSource(
+            dataset,
+            seed=self.seed,
+            collate=self.collate.function,
+            names=lambda: input_names(self.recipe, is_weighed=self.loss.weight is not None),
+            processes=self.num_workers,
+        )
 
     def batch(self, examples: int) -> dict[str, Tensor]:
         """The first ``examples`` samples of the run, collated."""
@@ -179,6 +187,9 @@ class JobSpec:
 
     def _check_numbers(self) -> None:
         check_whole(global_batch=self.global_batch, micro_batch=self.micro_batch, seed=self.seed)
+        check_whole(num_workers=self.num_workers)
+        if self.num_workers < 0:
+            raise UsageError(f"num_workers={self.num_workers} must be 0 or more processes that read samples")
         check_number(clip_grad_norm=self.clip_grad_norm)
         if self.global_batch < 1:
             raise UsageError(f"global_batch={self.global_batch}: the number of examples per step must be at least 1")

@@ -45,6 +45,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         saver = Snapshotter(store, spec.checkpoints.every, membership.saved, membership.unsaved)
     _check_normalisation(spec)
     check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+    spec.source.reading()  # now: processes that are forked once there is state keep copies of what it was
     session = open_session(spec, n, membership, saver=saver)
     at_end(session.leave, session.close)
     return session

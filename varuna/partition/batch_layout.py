@@ -57,8 +57,9 @@ def _remedy(value: Tensor, layout: InputLayout) -> str:
         return f"Convert it in the dataset or in collate=, with .to({layout.dtype})."
     return (
         "Only the number of samples may vary in a run; every other dimension is fixed by the first samples. Pad or "
-        "cut all samples to one length in the dataset or in collate= (padding to the longest of a batch is not "
-        "enough), or declare several with collate=varuna.Collate(..., lengths=[...])."
+        "cut all samples to one length in the dataset or in collate=. To pad to the longest of a batch, let the "
+        "function round up to a few lengths, and declare them: collate=varuna.Collate(function, lengths=[64, 128]), "
+        "with Hugging Face's DataCollatorWithPadding(tokenizer, pad_to_multiple_of=64) for example."
     )
 
 

@@ -27,10 +27,14 @@ WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "a
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {word: number for number, word in enumerate(["[PAD]", "[MASK]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
-    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made: Any = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     special = {"pad": "[PAD]", "mask": "[MASK]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"}
-    return PreTrainedTokenizerFast(tokenizer_object=made, **{f"{key}_token": value for key, value in special.items()})
+    fast: Any = PreTrainedTokenizerFast
+    tokens: PreTrainedTokenizerFast = fast(
+        tokenizer_object=made, **{f"{key}_token": value for key, value in special.items()}
+    )
+    return tokens
 
 
 def rows(tokenizer: PreTrainedTokenizerFast, *lengths: int) -> list[dict[str, Any]]:
@@ -114,7 +118,7 @@ def test_any_samples_may_be_collated_by_forwards_order() -> None:
     source = SampleSource(
         texts,
         seed=0,
-        collate=lambda all_: default_collate([([float(len(t))], y) for t, y in all_]),
+        collate=lambda all_: default_collate([(torch.ones(3) * len(t), y) for t, y in all_]),
         names=lambda: names,
     )
     assert {*source.micro_batch([0, 1]).tensors} == {"image", "labels"}

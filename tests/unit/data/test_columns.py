@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from varuna.core.errors import DataError
 from varuna.data.columns import Columns, InputNames, tensor_of
@@ -152,7 +152,7 @@ class Stream(IterableDataset[Any]):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (DataLoader([X, X]), r"DataLoader.*Pass loader\.dataset.*collate_fn.*num_workers"),
+        (DataLoader(TensorDataset(X)), r"DataLoader.*Pass loader\.dataset.*collate_fn.*num_workers"),
         (DataLoader(Stream()), r"Stream in a DataLoader\) cannot be indexed.*list\(stream\)"),
         ({"train": [X], "test": [X]}, r"dict with 'train', 'test'.*dataset\['train'\]"),
     ],

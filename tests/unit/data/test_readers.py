@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from tests.unit.data.test_loader import WAIT_S, Desk
+from tests.unit.data.test_loader import WAIT_S, Deliveries
 from varuna.core.errors import DataError
 from varuna.data.loader import Loader
 from varuna.data.micro_batch import MicroBatch
@@ -61,13 +61,13 @@ class Drawn(Dataset[Any]):
 
 def test_micro_batches_of_processes_are_those_of_a_thread(tmp_path: Path) -> None:
     def read(processes: int) -> list[Any]:
-        desk, source = Desk(), SampleSource(Drawn(tmp_path), seed=3, processes=processes)
-        loader = Loader(source, deliver=desk.deliver, lookahead=2)
+        deliveries, source = Deliveries(), SampleSource(Drawn(tmp_path), seed=3, processes=processes)
+        loader = Loader(source, deliver=deliveries.deliver, lookahead=2)
         loader.request(0, [(j, [2 * j, 2 * j + 1]) for j in range(5)])
         loader.request(1, [(j, [50 + j]) for j in range(4)], ["x", "half"])
         found = []
         for _ in range(9):
-            found.append(desk.next())
+            found.append(deliveries.next())
             loader.taken()
         loader.close(WAIT_S)
         source.close()
@@ -81,8 +81,8 @@ def test_micro_batches_of_processes_are_those_of_a_thread(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def desk() -> Desk:
-    return Desk()
+def deliveries() -> Deliveries:
+    return Deliveries()
 
 
 @pytest.fixture
@@ -92,10 +92,12 @@ def source(tmp_path: Path) -> Iterator[SampleSource]:
     source.close()
 
 
-def test_what_a_dataset_raises_comes_in_place_of_the_batch_with_the_process(source: SampleSource, desk: Desk) -> None:
-    loader = Loader(source, deliver=desk.deliver)
+def test_what_a_dataset_raises_comes_in_place_of_the_batch_with_the_process(
+    source: SampleSource, deliveries: Deliveries
+) -> None:
+    loader = Loader(source, deliver=deliveries.deliver)
     loader.request(0, [(0, [100]), (1, [101]), (2, [102]), (3, [7])])
-    plain, odd, gone, good = (desk.next()[2] for _ in range(4))
+    plain, odd, gone, good = (deliveries.next()[2] for _ in range(4))
     assert isinstance(plain, ValueError)
     assert "dataset[100]" in plain.__notes__[0]
     assert "in reader 1 of 2 (process " in plain.__notes__[1]
@@ -107,34 +109,35 @@ def test_what_a_dataset_raises_comes_in_place_of_the_batch_with_the_process(sour
     loader.close(WAIT_S)
 
 
-def test_a_process_that_dies_is_named_and_nothing_hangs(source: SampleSource, desk: Desk) -> None:
-    loader = Loader(source, deliver=desk.deliver)
+def test_a_process_that_dies_is_named_and_nothing_hangs(source: SampleSource, deliveries: Deliveries) -> None:
+    loader = Loader(source, deliver=deliveries.deliver)
     loader.request(0, [(0, [1]), (1, [103]), (2, [2]), (3, [3]), (4, [4])])
-    assert desk.next()[2].indices == (1,)
-    dead = desk.next()[2]
+    assert deliveries.next()[2].indices == (1,)
+    dead = deliveries.next()[2]
     assert isinstance(dead, DataError)
     assert "reader 2 of 2 (process " in str(dead)
     assert "killed by SIGKILL. It was reading positions [103]" in str(dead)
-    loader.taken(), loader.taken()
-    assert desk.next()[2].indices == (2,)
-    assert all(isinstance(desk.next()[2], DataError | MicroBatch) for _ in range(2))
+    loader.taken()
+    loader.taken()
+    assert deliveries.next()[2].indices == (2,)
+    assert all(isinstance(deliveries.next()[2], DataError | MicroBatch) for _ in range(2))
     loader.close(WAIT_S)
 
 
 def test_the_next_loader_gets_its_own_samples_though_old_ones_are_being_read(
-    source: SampleSource, desk: Desk, tmp_path: Path
+    source: SampleSource, deliveries: Deliveries, tmp_path: Path
 ) -> None:
-    old = Loader(source, deliver=desk.deliver)
+    old = Loader(source, deliver=deliveries.deliver)
     old.request(0, [(0, [104]), (1, [8]), (2, [9])])
     while not list(tmp_path.glob("reads-*")):
         time.sleep(0.01)
     old.close(timeout_s=0.0)
-    new = Loader(source, deliver=desk.deliver)
+    new = Loader(source, deliver=deliveries.deliver)
     new.request(1, [(j, [20 + j]) for j in range(3)])
     (tmp_path / "go").touch()
-    found = [desk.next() for _ in range(3)]
+    found = [deliveries.next() for _ in range(3)]
     assert [(step, batch.indices) for step, _, batch in found] == [(1, (20,)), (1, (21,)), (1, (22,))]
-    assert desk.arrived.empty()
+    assert deliveries.arrived.empty()
     new.close(WAIT_S)
 
 
@@ -176,13 +179,13 @@ def test_no_process_is_left_after_a_kill(tmp_path: Path) -> None:
         time.sleep(0.01)
 
 
-def test_collate_runs_in_the_process_too(desk: Desk, tmp_path: Path) -> None:
+def test_collate_runs_in_the_process_too(deliveries: Deliveries, tmp_path: Path) -> None:
     def collate(samples: list[Any]) -> dict[str, Tensor]:
         return {"pid": torch.full((len(samples),), os.getpid())}
 
     source = SampleSource(Drawn(tmp_path), seed=0, collate=collate, processes=1)
-    loader = Loader(source, deliver=desk.deliver)
+    loader = Loader(source, deliver=deliveries.deliver)
     loader.request(0, [(0, [1, 2])])
-    assert desk.next()[2].tensors["pid"].tolist() != [os.getpid()] * 2
+    assert deliveries.next()[2].tensors["pid"].tolist() != [os.getpid()] * 2
     loader.close(WAIT_S)
     source.close()

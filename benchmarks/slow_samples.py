@@ -1,0 +1,99 @@
+"""What slow samples cost: throughput with a dataset that takes 20 ms a sample, over that of one that takes none.
+
+A small model on one worker, read by a thread and by processes (`num_workers=`); samples are the same. A ratio near 1
+says that reading is hidden. The last line is JSON.
+
+    python benchmarks/slow_samples.py [--steps 12] [--sample-ms 20] [--processes 0 2 8]
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.forked import run_ranks
+from varuna import Trainer
+
+MICRO_BATCH, GLOBAL_BATCH, WORKERS = 4, 16, 2
+
+
+class Net(nn.Module):
+    """Enough work for about 80 ms per micro-batch on one thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(6)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A loss."""
+        for _ in range(4):
+            x = torch.tanh(self.layers(x))
+        return x.square().mean(dim=(1, 2)).mean()
+
+
+class Slow:
+    """Waits before each sample, as a disk or a decoder does."""
+
+    def __init__(self, sample_s: float) -> None:
+        self._sample_s = sample_s
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        time.sleep(self._sample_s)
+        return {"x": torch.full((64, 1024), index / 4096)}
+
+
+def examples_per_s(sample_s: float, processes: int, steps: int) -> float:
+    """Of two workers, without the first three steps, which fill what is read ahead."""
+
+    def job() -> Iterator[float]:
+        trainer = Trainer(
+            Net,
+            Slow(sample_s),
+            lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
+            GLOBAL_BATCH,
+            micro_batch=MICRO_BATCH,
+            num_workers=processes,
+        )
+        for _ in trainer.steps(steps):
+            yield time.perf_counter()
+
+    def rate() -> float:
+        times = list(job())
+        return (len(times) - 4) * GLOBAL_BATCH / (times[-1] - times[3])
+
+    return float(run_ranks(WORKERS, rate))
+
+
+def main() -> None:
+    """Measure, print, and end with JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--sample-ms", type=float, default=20.0)
+    parser.add_argument("--processes", type=int, nargs="+", default=[0, 2, 4])
+    given = parser.parse_args()
+    found: dict[str, float] = {}
+    ready = examples_per_s(0.0, 0, given.steps)
+    print(f"samples that are ready: {ready:.1f} examples/s on {WORKERS} workers")
+    for processes in given.processes:
+        rate = examples_per_s(given.sample_ms / 1000, processes, given.steps)
+        found[str(processes)] = round(rate / ready, 3)
+        how = f"{processes} processes each" if processes else "a thread each"
+        print(f"{given.sample_ms:g} ms a sample, read by {how}: {rate:.1f} examples/s, {rate / ready:.2f} of that")
+    print(json.dumps({"of_ready_samples": found, "examples_per_s": round(ready, 1)}))
+
+
+if __name__ == "__main__":
+    main()
