@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from varuna.cli import options
-from varuna.core.errors import DataError, ModelError, NoPlanError
+from varuna.cli.plan import request_of
+from varuna.core.errors import DataError, ModelError
 from varuna.core.units import format_bytes
-from varuna.planner.balance import balance
+from varuna.planner.choose import best_plan
 
 if TYPE_CHECKING:
     from varuna.checks.dependencies.findings import Dependency
@@ -26,7 +27,7 @@ _EXAMPLES = 4
 def inspect(
     script: options.JobScript,
     args: options.ScriptArguments = None,
-    stages: Annotated[int | None, typer.Option(min=1, help="Group the sections into P stages.")] = None,
+    stages: Annotated[int | None, typer.Option(min=1, help="Show the best plan with P stages, on P GPUs.")] = None,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with plain PyTorch; exit code 1 if it differs.")
     ] = False,
@@ -49,7 +50,9 @@ def inspect(
             initial = spec.initial()
             job = engine_job(spec, model, initial.buffers)
             dependencies = find_dependencies(job, spec.recipe, initial, spec.batch(_EXAMPLES))
-        report = describe(model, stages, verification, dependencies)
+        request = request_of(spec).model_copy(update={"workers": stages, "stages": stages}) if stages else None
+        starts = (0,) if request is None else best_plan(request).starts
+        report = describe(model, starts, verification, dependencies)
     if as_json:
         print(json.dumps(report, indent=2))
     else:
@@ -60,18 +63,14 @@ def inspect(
 
 def describe(
     model: "PartitionedModel",
-    stages: int | None,
+    starts: tuple[int, ...],
     verification: dict[str, Any] | None,
     dependencies: "list[Dependency] | None",
 ) -> dict[str, Any]:
-    """Everything that is printed, as JSON values; None for what was not asked for.
-
-    Raises:
-        NoPlanError: more stages than sections.
-    """
+    """Everything that is printed, as JSON values; None for what was not asked for."""
     return {
         "cut_points": _cut_points(model),
-        "stages": _stages(model, stages or 1),
+        "stages": _stages(model, starts),
         "tied": [{"name": tied.name, "sections": list(tied.sections)} for tied in model.facts.tied],
         "eager": [{"module": path, "why": why} for path, why in model.eager.items()],
         "batch_dependent": model.facts.batch_dependent,
@@ -113,15 +112,9 @@ def _extent(fixed: int, per_example: int) -> int | str:
     return f"{'' if per_example == 1 else per_example}B{f'+{fixed}' if fixed else ''}"
 
 
-def _stages(model: "PartitionedModel", stages: int) -> list[dict[str, Any]]:
+def _stages(model: "PartitionedModel", starts: tuple[int, ...]) -> list[dict[str, Any]]:
     facts = model.facts.sections
-    if stages > len(facts):
-        raise NoPlanError(
-            f"P={stages} was requested, but the model has {len(facts)} sections. Lower --stages to {len(facts)}, "
-            "or pass a larger cut= to Trainer."
-        )
     costs = [section.forward_s for section in facts]
-    starts = balance([4 * cost for cost in costs], [3 * cost for cost in costs], stages)
     ends = (*starts[1:], len(facts))
     total = sum(costs) or 1.0
     return [

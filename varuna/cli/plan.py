@@ -15,7 +15,6 @@ from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import options
 from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
-from varuna.core.model import JobFacts
 from varuna.core.units import format_bytes, format_duration, parse_bytes
 from varuna.planner.choose import explain, with_options
 from varuna.planner.report import RankingReport, report
@@ -24,6 +23,8 @@ from varuna.planner.sweep import Rejection, rank_plans
 
 if TYPE_CHECKING:
     import torch
+
+    from varuna.job.spec import JobSpec
 
 EXAMPLES = """Examples:
 
@@ -82,25 +83,24 @@ def plan(
         raise UsageError("--calibration and --from-run both name what to plan from. Give one of them.")
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UsageError(f"--price {price} is not a price. Give dollars per GPU and hour, such as 0.61")
-    memory_bytes = parse_bytes(memory, "--memory") if memory else None
     file = calibration if from_run is None else calibration_of_run(from_run)
-    known, job = _calibration(script, args or [], file)
+    asked = _asked(script, args or [], file)
+    known = asked.calibration
     if shard_optimizer:
         known = known.with_sharded_optimizer()
     if offload_optimizer:
         known = known.offloaded()
-    request = PlanRequest(
-        calibration=known,
-        workers=gpus,
-        global_batch=global_batch or (job.global_batch if job else DEFAULT_GLOBAL_BATCH),
-        micro_batch=micro_batch or (job.micro_batch if job else None),
-        memory_bytes=memory_bytes,
-        gpus_per_vm=gpus_per_vm,
-        stages=stages,
-        tentative=job is not None and job.combines,
-        stash_moves=job is None or job.memory_apart,
-        objective=objective,
-        wanted=_SHOWN,
+    request = asked.model_copy(
+        update={
+            "calibration": known,
+            "workers": gpus,
+            "global_batch": global_batch or asked.global_batch,
+            "micro_batch": micro_batch or asked.micro_batch,
+            "memory_bytes": parse_bytes(memory, "--memory") if memory else None,
+            "gpus_per_vm": gpus_per_vm,
+            "stages": stages,
+            "objective": objective,
+        }
     )
     ranking = rank_plans(request)
     found = report(request, ranking, price_per_hour=known.hardware.price_per_hour if price is None else price)
@@ -127,22 +127,37 @@ def calibration_of_run(run_dir: Path) -> Path:
     return path
 
 
-def _calibration(script: Path | None, args: Sequence[str], file: Path | None) -> tuple[Calibration, JobFacts | None]:
-    """The calibration with the options of the script's job, and that job, if there is a script."""
+def _asked(script: Path | None, args: Sequence[str], file: Path | None) -> PlanRequest:
+    """The request of the script's job, or of a calibration alone, for one GPU."""
     given = None if file is None else read_calibration(file)
     if script is None:
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
-        return given, None
+        return PlanRequest(
+            calibration=given, workers=1, global_batch=DEFAULT_GLOBAL_BATCH, stash_moves=True, wanted=_SHOWN
+        )
     from varuna.job.script_runner import output_as_errors, take_job
-    from varuna.job.start import job_facts
 
     with output_as_errors():
-        taken = take_job(script, args)
-        job = job_facts(taken.spec, taken.steps)
+        return request_of(take_job(script, args).spec, given)
+
+
+def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest:
+    """What the planner is asked for a job on one GPU; nominal figures and this machine's memory if nothing is given."""
+    from varuna.job.start import job_facts
+
+    job = job_facts(spec, 0)
     if given is not None:
         check_matches(given, job.model)
-    return with_options(given or _on_this(taken.spec.device, nominal_calibration(job.model)), job), job
+    return PlanRequest(
+        calibration=with_options(given or _on_this(spec.device, nominal_calibration(job.model)), job),
+        workers=1,
+        global_batch=job.global_batch,
+        micro_batch=job.micro_batch,
+        tentative=job.combines,
+        stash_moves=job.memory_apart,
+        wanted=_SHOWN,
+    )
 
 
 def _on_this(device: "torch.device", nominal: Calibration) -> Calibration:

@@ -127,8 +127,14 @@ def test_the_table_fits_a_terminal_and_names_the_modules() -> None:
     assert "tied: embed.weight" in text
 
 
+def test_stages_are_those_that_varuna_plan_finds() -> None:
+    report = json.loads(inspected("--stages", "2", "--json", JOB, *TWO))
+    planned = CliRunner().invoke(app, ["plan", "--gpus", "2", "--stages", "2", "--json", JOB, "--", *TWO])
+    assert [stage["sections"][0] for stage in report["stages"]] == json.loads(planned.stdout)["plans"][0]["starts"]
+
+
 def test_too_many_stages_are_refused_with_the_number() -> None:
-    with pytest.raises(NoPlanError, match="Lower --stages to"):
+    with pytest.raises(NoPlanError, match=r"P=99 was requested, but the model has .* or lower --stages"):
         inspected("--stages", "99", JOB, *TWO)
 
 
