@@ -10,8 +10,6 @@ from varuna.core.plan import Plan
 from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import Ranking, rank_plans
 
-_MICRO_BATCHES = 32  # wanted per step: fills pipelines of up to about 8 stages, and feeds 32 replicas
-
 
 def best_plan(request: PlanRequest) -> Plan:
     """The first of ``rank_plans``.

@@ -6,6 +6,7 @@ from itertools import accumulate
 from operator import sub
 from typing import NamedTuple
 
+from varuna.planner.effort import EFFORT
 from varuna.planner.pricing.network import link_of, reduce_s
 from varuna.planner.pricing.profile import Profile
 from varuna.planner.request import PlanRequest
@@ -14,12 +15,6 @@ _VOTE_BYTES = 1024  # about: its latency is what counts
 _DEPTH_FACTOR = 2  # micro-batches in flight per stage, where memory has a use for keeping
 _LIGHT = 0.5  # of the median section's work or state
 _STATE_SHARE = 18  # bytes of state that a byte of a tied parameter stands for, at most
-_NEAR = 1.15  # above the best guess: D's of half or twice as many replicas are worth a look
-_AS_GOOD = 1.02  # and all others
-_REPLICAS = 3  # D's to consider for a depth
-_SHORT = 1000  # forwards of a step
-_NEAR_IF_SHORT = 1.6  # above the best guess: any D whose step is short is worth a look
-_FASTER = 1.1  # steps of the search over D: some rings are slower than a few more micro-batches
 
 
 class Shape(NamedTuple):
@@ -45,7 +40,7 @@ def longest_run(shape: Shape, global_batch: int) -> int:
 
 def is_short(shape: Shape, global_batch: int) -> bool:
     """Whether a step has so few actions that it is simulated quickly, and that its time depends on their order."""
-    return shape.stages * longest_run(shape, global_batch) <= _SHORT
+    return shape.stages * longest_run(shape, global_batch) <= EFFORT.short_forwards
 
 
 class Guess(NamedTuple):
@@ -110,10 +105,10 @@ class Guesser:
             few, many = sorted((guess.shape.replicas, best.shape.replicas))
             is_far = many >= 2 * few
             if is_short(guess.shape, self.request.global_batch):
-                short += [guess] if score <= best_score * _NEAR_IF_SHORT else []
-            elif score <= best_score * (_NEAR if is_far else _AS_GOOD):
+                short += [guess] if score <= best_score * EFFORT.near_if_short else []
+            elif score <= best_score * (EFFORT.near if is_far else EFFORT.as_good):
                 found.append(guess)
-        return [*found[:_REPLICAS], *short]
+        return [*found[: EFFORT.replicas], *short]
 
     def _by_replicas(self, stages: int) -> Iterator[tuple[float, Guess]]:
         """Scores and guesses for ever fewer replicas, while computing alone could still win."""
@@ -125,7 +120,7 @@ class Guesser:
         best_score = float("inf")
         most = min(request.workers // stages, micro_batches)
         each = -(-micro_batches // most)
-        while request.score(stages, each * bottleneck_s) < best_score * _NEAR_IF_SHORT:
+        while request.score(stages, each * bottleneck_s) < best_score * EFFORT.near_if_short:
             replicas = -(-micro_batches // each) if request.leaves_idle else most
             step_s = each * bottleneck_s + way_s
             step_s += max(0.0, self._ring_s(reduced_bytes, stages, replicas, replicas) - backward_s)
@@ -135,7 +130,7 @@ class Guesser:
             yield score, Guess(step_s, bottleneck_s, Shape(stages, replicas, profile.micro_batch))
             if replicas == 1 or not request.leaves_idle:
                 return
-            each = min(micro_batches, max(each + 1, int(each * _FASTER)))
+            each = min(micro_batches, max(each + 1, int(each * EFFORT.faster)))
 
     def _ring_s(self, size_bytes: float, stages: int, replicas: int, members: int) -> float:
         return reduce_s(

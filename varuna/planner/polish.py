@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder, BuiltPlan
+from varuna.planner.effort import EFFORT
 from varuna.planner.pricing.predict import Simulated, simulated
 from varuna.planner.split_last import with_best_split
-
-_FACTORS = (1, 2, 3, 4)  # of in-flight depths; the last one where messages take longer than stages
-_FORWARDS = 4_000  # simulated for a plan
 
 _Move = tuple[tuple[int, ...], int]
 """First sections of the stages, and the factor of their in-flight depths."""
@@ -68,7 +66,7 @@ class _Walker:
             self._tried.add(move)
             if near is None or near.bound_s >= self._plan.step_s:
                 continue
-            if self.forwards > _FORWARDS:
+            if self.forwards > EFFORT.forwards_of_a_walk:
                 return False
             plan = self._builder.plan(near).model_copy(update={"split_last": self._plan.split_last})
             self.forwards += plan.stages * len(plan.micro_batches_of(0))
@@ -83,7 +81,7 @@ def _moves(here: BuiltPlan, *, sections: int, deepens: bool) -> Iterator[_Move]:
     """Neighbours: other depths, then one boundary moved by one section."""
     starts, factor = here.starts, here.factor
     if deepens:
-        yield from ((starts, other) for other in _FACTORS if other != factor)
+        yield from ((starts, other) for other in EFFORT.factors if other != factor)
     ends = (*starts[1:], sections)
     for k in range(1, len(starts)):
         for start in (starts[k] - 1, starts[k] + 1):

@@ -1,27 +1,17 @@
 """Best first: a guess at every shape is refined into a plan with a bound, and then simulated, only while it may win."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
-from operator import attrgetter, itemgetter
 
 from varuna.core.plan import Plan
 from varuna.planner.build import Builder, BuiltPlan, Misfit
+from varuna.planner.effort import EFFORT
 from varuna.planner.estimate import Depth, Guess, Guesser, Shape
 from varuna.planner.polish import polished
 from varuna.planner.pricing.predict import Simulated, simulated
 from varuna.planner.request import PlanRequest
-from varuna.planner.split_last import with_best_split
-
-_OPTIMISM = 0.97  # guesses may be a little above what the shape becomes
-_SPARE = 4_000  # forwards: until this many are simulated, plans that should lose are tried too
-_MOST = 60_000  # beyond, the best so far is good enough: bounds that lie low on odd networks must not cost minutes
-_SURPRISE = 1.2  # promises that much above the best plan are not
-_OTHERS = 0.95  # what other depths of a shape may take, against the likely best ones
-_NEAR = 1.35  # plans that may become the best by a few moves
-_WALKED = 16_000  # forwards, for all of them together
-_ANOMALY = 0.99  # other depths of a shape must promise this much to be simulated as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,8 +48,13 @@ class _Others:
     built: BuiltPlan
 
 
-_Start = tuple[BuiltPlan, Simulated]
-"""What a plan was built from, and the simulated plan."""
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """A plan of a short step, whose neighbours may be better."""
+
+    built: BuiltPlan
+    tried: Simulated
+
 
 _Entry = Depth | Guess | BuiltPlan | _Others | Plan
 
@@ -75,31 +70,38 @@ class _Search:
         self._request = request
         self._builders, self._guessers = builders, guessers
         self._order = count()
-        self._queue: list[tuple[float, int, _Entry]] = [
-            (guessers[depth.micro_batch].least_score(depth.stages) * _OPTIMISM, next(self._order), depth)
+        self._queue: list[tuple[float, int, _Entry | _Start]] = [
+            (guessers[depth.micro_batch].least_score(depth.stages) * EFFORT.optimism, next(self._order), depth)
             for depth in depths
         ]
         heapify(self._queue)
         self._best: dict[Shape, Simulated] = {}  # by shape
-        self._origins: dict[Shape, BuiltPlan] = {}  # of those plans
-        self._tried: dict[Shape, list[tuple[BuiltPlan, Simulated]]] = {}  # of short steps
+        self._simulated: dict[Shape, Simulated] = {}  # the best that nobody has walked on from
+        self._starts: dict[tuple[Shape, bool], _Start] = {}  # the best by shape, and whether it leans
         self._misfits: list[Misfit] = []
+        self._beaten: list[_Entry] = []  # by the best plans so far, in the order of their scores
         self._spent = 0  # forwards simulated
+        self._walked = {False: 0, True: 0}  # likewise on walks, from plans that lean or not
 
     def run(self) -> FoundPlan:
         ranked: set[int] = set()
         best_score = float("inf")
         while self._queue:
             score, _, entry = heappop(self._queue)
-            is_enough = len(ranked) >= self._request.wanted or (self._spent > _MOST and bool(self._best))
-            if is_enough and (score > best_score * _SURPRISE or self._spent > _SPARE):
-                heappush(self._queue, (score, next(self._order), entry))
-                break
+            is_enough = len(ranked) >= self._request.wanted or (
+                self._spent > EFFORT.most_forwards and bool(self._simulated)
+            )
+            if isinstance(entry, _Start):
+                self._walk(entry, is_near=score <= best_score * EFFORT.walked_within)
+                continue
+            if is_enough and (score > best_score * EFFORT.surprise or self._spent > EFFORT.spare_forwards):
+                self._beaten.append(entry)
+                continue
             if _depth(entry) in ranked and not is_enough:  # with another D or m it is slower
                 continue
             if isinstance(entry, Depth):
                 for guess in self._guessers[entry.micro_batch].guesses(entry.stages):
-                    self._push(guess.shape, guess.step_s * _OPTIMISM, guess)
+                    self._push(guess.shape, guess.step_s * EFFORT.optimism, guess)
             elif isinstance(entry, Guess):
                 self._build(entry)
             elif isinstance(entry, _Others):
@@ -110,44 +112,33 @@ class _Search:
             elif self._best[_shape(entry)].plan is entry:
                 ranked.add(entry.stages)
                 best_score = min(best_score, score)
-        self._polish()
         return self._found()
 
-    def _polish(self) -> None:
-        """Walk on from the short plans that are near the best, the best first; then from those that lean otherwise.
+    def _walk(self, start: _Start, *, is_near: bool) -> None:
+        """Go on to neighbours from the best plan of its shape that leans as it does, if it is near the best of all."""
+        shape, leans = family = start.built.shape, start.built.leans
+        if self._starts[family] is not start:
+            return
+        best = start.tried
+        if is_near and self._walked[leans] < EFFORT.walked_forwards:
+            walk = polished(self._builders[shape.micro_batch], start.built, start.tried)
+            self._walked[leans] += walk.forwards
+            best = walk.best
+        self._offer(best, start.tried.step_s)
 
-        Which of the latter is best shows only with its drain split: they are slower without.
-        """
-        scores = {shape: self._plan_score(best.plan) for shape, best in self._best.items()}
-        near = _NEAR * min(scores.values(), default=0.0)
-        shapes = [shape for shape, score in sorted(scores.items(), key=itemgetter(1)) if score <= near]
-        starts = {shape: (self._origins[shape], self._best[shape]) for shape in shapes if shape in self._tried}
-        self._walk(starts.values())
-        self._walk(self._leaning_otherwise(starts))
-
-    def _leaning_otherwise(self, starts: dict[Shape, _Start]) -> Iterator[_Start]:
-        for shape, (built, _) in starts.items():
-            tried = [
-                (other, with_best_split(start)) for other, start in self._tried[shape] if other.leans != built.leans
-            ]
-            if tried:
-                yield min(tried, key=lambda start: start[1].step_s)
-
-    def _walk(self, starts: Iterable[_Start]) -> None:
-        left = _WALKED
-        for built, start in starts:
-            walk = polished(self._builders[built.shape.micro_batch], built, start)
-            self._best[built.shape] = min(self._best[built.shape], walk.best, key=attrgetter("step_s"))
-            left -= walk.forwards
-            if left <= 0:
-                break
+    def _offer(self, found: Simulated, from_s: float) -> None:
+        """Rank a plan, if it is the best of its shape so far, by the step time ``from_s`` that led to it."""
+        shape = _shape(found.plan)
+        known = self._best.get(shape)
+        if known is None or found.step_s < known.step_s:
+            self._best[shape] = found
+            self._push(shape, from_s, found.plan)
 
     def _found(self) -> FoundPlan:
         plans: dict[int, Simulated] = {}
         for best in sorted(self._best.values(), key=lambda best: self._plan_score(best.plan)):
             plans.setdefault(best.plan.stages, best)
-        queued = (entry for _, _, entry in sorted(self._queue, key=lambda item: item[:2]))
-        rest = [entry for entry in queued if _depth(entry) not in plans]
+        rest = [entry for entry in self._beaten if _depth(entry) not in plans]
         return FoundPlan(
             best=tuple(plans.values()),
             bounded=tuple(self._unseen(entry for entry in rest if isinstance(entry, BuiltPlan))),
@@ -167,24 +158,27 @@ class _Search:
             self._push(outcome.shape, outcome.promise_s, outcome)
             others_s = outcome.unlimited_s
             if not outcome.is_short:
-                others_s = min(outcome.promise_s * _OTHERS, others_s)
+                others_s = min(outcome.promise_s * EFFORT.others, others_s)
             self._push(outcome.shape, others_s, _Others(outcome))
 
     def _simulate(self, built: BuiltPlan, score: float) -> None:
-        known = self._best.get(built.shape)
-        slack = 1.0 if built.is_short else _ANOMALY
+        known = self._simulated.get(built.shape)
+        slack = 1.0 if built.is_short else EFFORT.anomaly
         if known is not None and score > slack * self._plan_score(known.plan):
             return
         plan = self._builders[built.shape.micro_batch].plan(built)
         if not built.leans:
             self._spent += plan.stages * min(len(plan.micro_batches_of(0)), 4 * plan.stages)
         tried = simulated(built.costs, plan)
-        if built.is_short:
-            self._tried.setdefault(built.shape, []).append((built, tried))
         if known is None or tried.step_s < known.step_s:
-            self._best[built.shape] = tried
-            self._origins[built.shape] = built
-            self._push(built.shape, tried.step_s, tried.plan)
+            self._simulated[built.shape] = tried
+        if not built.is_short:
+            self._offer(tried, tried.step_s)
+            return
+        family = built.shape, built.leans
+        if family not in self._starts or tried.step_s < self._starts[family].tried.step_s:
+            start = self._starts[family] = _Start(built, tried)
+            self._push(built.shape, tried.step_s, start)
 
     def _unseen(self, entries: Iterator[BuiltPlan]) -> Iterator[BuiltPlan]:
         """Yield one entry for each shape that has no plan yet."""
@@ -194,7 +188,7 @@ class _Search:
                 seen.add(built.shape)
                 yield built
 
-    def _push(self, shape: Shape, step_s: float, entry: _Entry) -> None:
+    def _push(self, shape: Shape, step_s: float, entry: _Entry | _Start) -> None:
         heappush(self._queue, (self._score(shape.stages * shape.replicas, step_s), next(self._order), entry))
 
     def _plan_score(self, plan: Plan) -> float:
