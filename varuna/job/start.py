@@ -134,11 +134,11 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         device=spec.device,
         dtype=spec.dtype,
         unit=_unit(spec, model, buffers) if spec.precision == "fp16" else 1.0,
-        rounds=spec.network.reduction == "bf16",
+        bf16_reduction=spec.network.reduction == "bf16",
         compiler=spec.compiler,
         offload=spec.memory.offload_optimizer,
         traffic=traffic_of(spec.device, spec.network.links),
-        share=spec.memory.shard_optimizer,
+        shard_optimizer=spec.memory.shard_optimizer,
     )
 
 

@@ -244,9 +244,9 @@ class Setup:
             unit=self.unit,
             compiler=self.compiler,
             offload=self.offload,
-            rounds=self.rounds,
+            bf16_reduction=self.rounds,
             traffic=self.traffic() if self.traffic else traffic_of(device),
-            share=self.share,
+            shard_optimizer=self.share,
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:

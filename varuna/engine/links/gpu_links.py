@@ -71,7 +71,7 @@ class CommGroup(NamedTuple):
     sums: bool
 
 
-def circles(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGroup]:
+def comm_groups(plan: Plan, gpus: Sequence[int], *, sums: bool) -> list[CommGroup]:
     """All communicators of a generation, in the order in which every rank makes those that it is in.
 
     Links take turns by the parity of their stages, so that pairs of a turn have nobody in common and connect at once.
@@ -246,13 +246,13 @@ def connect(
         digest = hashlib.blake2b(device.name.encode(), digest_size=8).digest()
         table[rank] = int.from_bytes(digest, "little", signed=True)
     group.all_reduce(table)
-    for circle in circles(plan, table.tolist(), sums=sums):
-        if rank in circle.members:
-            _join(circle, circle.members.index(rank), direct, fabric, streams, store, ended)
+    for comm_group in comm_groups(plan, table.tolist(), sums=sums):
+        if rank in comm_group.members:
+            _join(comm_group, comm_group.members.index(rank), direct, fabric, streams, store, ended)
 
 
 def _join(
-    circle: CommGroup,
+    comm_group: CommGroup,
     place: int,
     direct: Direct,
     fabric: Fabric,
@@ -264,21 +264,21 @@ def _join(
         raise RuntimeError("the generation ended while it formed")
     if place == 0:
         identity = fabric.offer()
-        store.set(circle.name, identity.hex())
+        store.set(comm_group.name, identity.hex())
     else:
-        store.wait([circle.name], timedelta(seconds=FORMING_BOUND_S))
-        identity = bytes.fromhex(store.get(circle.name).decode())
-    communicator = fabric.connect(identity, place, len(circle.members))
+        store.wait([comm_group.name], timedelta(seconds=FORMING_BOUND_S))
+        identity = bytes.fromhex(store.get(comm_group.name).decode())
+    communicator = fabric.connect(identity, place, len(comm_group.members))
     direct.hold(communicator)
     channel = GpuChannel(communicator, 1 - place, streams, ended)
     channel.connected()
     warm = channel.room(_WARM_BYTES)
-    if circle.sums:
+    if comm_group.sums:
         channel.all_reduce(warm.view(torch.float32), FORMING_BOUND_S)
         direct.sums = channel
     elif place == 0:
         channel.send(warm, FORMING_BOUND_S)
-        direct.sends[circle.members[1]] = channel
+        direct.sends[comm_group.members[1]] = channel
     else:
         channel.receive(warm, FORMING_BOUND_S)
-        direct.receives[circle.members[0]] = channel
+        direct.receives[comm_group.members[0]] = channel

@@ -66,18 +66,18 @@ class Reducer:
             self._courier.submit(("statistics", step, section), lambda: self._gather(section))
 
     def _reduce(self, group: Group, flat: Tensor, point: Ready) -> None:
-        rounds, direct = self._stage.job.rounds, self._groups.direct.sums
+        in_bf16, direct = self._stage.job.bf16_reduction, self._groups.direct.sums
         if direct is not None:
             self._reduce_directly(group, direct, flat, point)
             return
         point.wait()
         begin_s = time.monotonic()
         with self._copies.at_host(flat, point) as values:
-            if rounds:
+            if in_bf16:
                 all_reduce_rounded(group, values)
             else:
                 group.all_reduce(values)
-        self.reductions.append((flat.nbytes // 2 if rounds else flat.nbytes, time.monotonic() - begin_s))
+        self.reductions.append((flat.nbytes // 2 if in_bf16 else flat.nbytes, time.monotonic() - begin_s))
 
     def _reduce_directly(self, group: Group, direct: GpuChannel, flat: Tensor, point: Ready) -> None:
         point.wait()
@@ -154,7 +154,7 @@ class Reducer:
         """Wait until the parameters that other replicas have updated are here too."""
         stage, group = self._stage, self._groups.stage
         assert group is not None
-        values = stage.lendable()
+        values = stage.exchanged_parameters()
         self._courier.submit(("gathered", step), lambda: stage.sharding.gather(values, group))
         self._take(("gathered", step), f"new parameters (step {step})", self._replicas)
         stage.sharding.complete = True

@@ -86,7 +86,7 @@ def installed(exchange: Exchange) -> Iterator[None]:
 
 
 @contextmanager
-def forbidden(reason: str) -> Iterator[None]:
+def no_exchange(reason: str) -> Iterator[None]:
     """Refuse ``all_reduce_shared`` on this thread; ``owned`` still answers."""
     with installed(_Forbidden(_installed.exchange, reason)):
         yield

@@ -29,7 +29,7 @@ class Job:
     """of computation and of what crosses links; sums of gradients, optimizer state and parameters are fp32"""
     unit: float = 1.0
     """fp16 only: a power of two near the weight of a global batch, by which seeds of B are divided"""
-    rounds: bool = False
+    bf16_reduction: bool = False
     """gradients cross between replicas as bf16"""
     halves: Halves = field(default_factory=Halves)
     compiler: Compiler | None = None
@@ -38,7 +38,7 @@ class Job:
     """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
     traffic: Traffic = field(default_factory=Traffic)
     """between the device and host memory"""
-    share: bool = False
+    shard_optimizer: bool = False
     """the replicas of a stage share its optimizer state out by section, and fp32 parameters too unless sections compute
     with them"""
 

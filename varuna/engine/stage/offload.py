@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON
 from varuna.engine.device.host_copies import DONE, HostCopies, Ready
-from varuna.engine.stage.cross_stage import forbidden
+from varuna.engine.stage.cross_stage import no_exchange
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer, Written
 
-_NOT_SHARED = (
+_NO_EXCHANGE = (
     "an optimizer that calls varuna.all_reduce_shared cannot run with offload_optimizer=True: it is stepped once "
     "per section, and stages have different numbers of sections. Leave offload_optimizer out, or combine values "
     "in before_step."
@@ -78,7 +78,7 @@ class OffloadedOptimizer:
         """
         self.prepare()
         arriving, self._arriving = self._arriving, None
-        with forbidden(_NOT_SHARED):
+        with no_exchange(_NO_EXCHANGE):
             for section, following in zip_longest(self._sections, self._sections[1:]):
                 assert arriving is not None
                 fetched, arrived = arriving

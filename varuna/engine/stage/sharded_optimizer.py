@@ -15,12 +15,12 @@ from torch import Tensor
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import held_by, holders_of
 from varuna.engine.base.transport import Group
-from varuna.engine.stage.cross_stage import forbidden
+from varuna.engine.stage.cross_stage import no_exchange
 from varuna.engine.stage.job import Job
 
 _TAG = 2000
 
-_NOT_SHARED = (
+_NO_EXCHANGE = (
     "an optimizer that calls varuna.all_reduce_shared cannot run with shard_optimizer=True: each replica steps "
     "different sections. Leave shard_optimizer out, or combine values in before_step."
 )
@@ -32,9 +32,9 @@ class ShardedOptimizerState:
     def __init__(self, plan: Plan, job: Job, stage: int, replica: int) -> None:
         self.replica, self.replicas = replica, plan.replicas
         sections = plan.sections_of(stage)
-        self.holders = holders_of(plan, job.model.facts.sections, shared=job.share)
+        self.holders = holders_of(plan, job.model.facts.sections, shared=job.shard_optimizer)
         """replicas that hold each section of the model, of this stage or another; the first one speaks for it"""
-        self._is_shared = job.share
+        self._is_sharded = job.shard_optimizer
         self.held = held_by(self.holders, sections, replica)
         """sections whose optimizer state is here"""
         self.lent = tuple(section for section in sections if section not in self.held)
@@ -55,9 +55,9 @@ class ShardedOptimizerState:
         """A step was applied to what is held; ``overflowed``: it changed nothing, here or elsewhere."""
         self.complete = self.complete and (overflowed or not self.lent)
 
-    def alone(self) -> AbstractContextManager[None]:
+    def without_exchange(self) -> AbstractContextManager[None]:
         """In this block an optimizer steps that other replicas do not step at the same time."""
-        return forbidden(_NOT_SHARED) if self._is_shared else nullcontext()
+        return no_exchange(_NO_EXCHANGE) if self._is_sharded else nullcontext()
 
     def rounds(self) -> list[list[tuple[int, int]]]:
         """(owner, section) of all messages: in a round each replica sends one section, so little waits in memory."""

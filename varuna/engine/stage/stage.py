@@ -345,7 +345,7 @@ class Stage:
         self._halves.show()
         if self.job.before_step is not None:
             self.job.before_step(self.named_parameters())
-        with self.sharding.alone():
+        with self.sharding.without_exchange():
             self.optimizer.update(self._compute.refresh)
 
     def _show(self, gradients: Mapping[str, Tensor]) -> None:
@@ -355,7 +355,7 @@ class Stage:
                 if self.parameters[name].dtype is gradient.dtype:
                     self.parameters[name].grad = gradient
 
-    def lendable(self) -> dict[int, list[Tensor]]:
+    def exchanged_parameters(self) -> dict[int, list[Tensor]]:
         """For each section that only some replicas update, the tensors that it computes with and they write."""
         sections, trainable = self.job.model.sections, self.job.model.trainable
         return {

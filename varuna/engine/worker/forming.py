@@ -95,8 +95,8 @@ def form_generation(
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
     combines: bool | None,
-    lends: bool,
-    rounds: bool,
+    shard_optimizer: bool,
+    bf16_reduction: bool,
     traffic: Traffic,
     interface_host: str,
     made: list[Groups],
@@ -142,13 +142,13 @@ def form_generation(
             rank=rank,
             group=groups.vote,
             store=prefixed(f"g{assignment.generation}/direct", interruptible),
-            sums=not rounds,
+            sums=not bf16_reduction,
             ended=ended,
         )
     states: dict[int, SectionState] = {}
     damage: DamagedCheckpoint | None = None
     try:
-        states = _states(assignment, groups, held, model, initial, buffers, lends=lends, at=at)
+        states = _states(assignment, groups, held, model, initial, buffers, shard_optimizer=shard_optimizer, at=at)
     except DamagedCheckpoint as error:
         damage = error
     at(Awaited("the end of forming", others))
@@ -170,7 +170,7 @@ def _states(
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     buffers: Mapping[str, Tensor],
     *,
-    lends: bool,
+    shard_optimizer: bool,
     at: Callable[[Awaited], None],
 ) -> dict[int, SectionState]:
     """State of this rank's sections."""
@@ -190,7 +190,7 @@ def _states(
         except VarunaError as error:
             refusal = error
     elif assignment.checkpoint is not None:
-        whole = held_by(holders_of(plan, model.facts.sections, shared=lends), wanted, replica)
+        whole = held_by(holders_of(plan, model.facts.sections, shared=shard_optimizer), wanted, replica)
         states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole))
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}

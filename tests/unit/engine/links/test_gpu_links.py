@@ -22,7 +22,7 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.transport import FORMING_BOUND_S, local_store
 from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links import gpu_links as module
-from varuna.engine.links.gpu_links import CommGroup, Direct, GpuChannel, circles, connect
+from varuna.engine.links.gpu_links import CommGroup, Direct, GpuChannel, comm_groups, connect
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import DeviceMessage, Layout, Packed
@@ -73,8 +73,8 @@ def plan_of(stages: int, replicas: int) -> Plan:
 
 
 def test_every_link_has_two_directions_and_every_stage_its_sums_whoever_asks() -> None:
-    found = circles(plan_of(3, 2), range(1, 7), sums=True)
-    assert [circle.name for circle in found] == [
+    found = comm_groups(plan_of(3, 2), range(1, 7), sums=True)
+    assert [each.name for each in found] == [
         *("0>1", "1>0", "3>4", "4>3"),  # stages 0 and 1
         *("1>2", "2>1", "4>5", "5>4"),  # stages 1 and 2
         *("stage0", "stage1", "stage2"),
@@ -84,22 +84,22 @@ def test_every_link_has_two_directions_and_every_stage_its_sums_whoever_asks() -
 
 
 def test_pairs_of_a_turn_have_nobody_in_common_so_that_turns_do_not_queue_up() -> None:
-    found = circles(plan_of(50, 3), range(1, 151), sums=False)
+    found = comm_groups(plan_of(50, 3), range(1, 151), sums=False)
     for turn in (found[: 2 * 25 * 3], found[2 * 25 * 3 :]):
-        members = [rank for circle in turn for rank in circle.members]
+        members = [rank for each in turn for rank in each.members]
         assert all(members.count(rank) == 2 for rank in set(members))
 
 
 def test_a_gpu_that_two_ranks_share_takes_part_in_nothing() -> None:
-    names = {circle.name for circle in circles(plan_of(2, 3), [10, 11, 12, 13, 12, 14], sums=True)}
+    names = {each.name for each in comm_groups(plan_of(2, 3), [10, 11, 12, 13, 12, 14], sums=True)}
     assert names == {"0>1", "1>0", "stage1"}
-    assert circles(plan_of(2, 2), [7, 7, 7, 7], sums=True) == []
-    assert circles(plan_of(2, 1), [0, 7], sums=True) == []  # nobody knows what rank 0 has
+    assert comm_groups(plan_of(2, 2), [7, 7, 7, 7], sums=True) == []
+    assert comm_groups(plan_of(2, 1), [0, 7], sums=True) == []  # nobody knows what rank 0 has
 
 
 def test_sums_that_are_rounded_are_not_these_and_one_replica_has_none() -> None:
-    assert not any(circle.sums for circle in circles(plan_of(2, 2), range(1, 5), sums=False))
-    assert not any(circle.sums for circle in circles(plan_of(4, 1), range(1, 5), sums=True))
+    assert not any(each.sums for each in comm_groups(plan_of(2, 2), range(1, 5), sums=False))
+    assert not any(each.sums for each in comm_groups(plan_of(4, 1), range(1, 5), sums=True))
 
 
 # -- whole runs ----------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> 
     for rank in range(2):
         streams[rank].compute = LateStream()
         sums.append(torch.zeros(5))
-        job = SimpleNamespace(traffic=traffic_over(streams[rank], fabric), rounds=False)
+        job = SimpleNamespace(traffic=traffic_over(streams[rank], fabric), bf16_reduction=False)
         statistics = SimpleNamespace(has=lambda _section: False)
         stage: Any = SimpleNamespace(job=job, buckets=[SimpleNamespace(flat=sums[rank])], statistics=statistics)
         mine = Groups(groups[rank], stage=groups[rank])
