@@ -98,7 +98,7 @@ class ForwardPass:
         self._copies = stage.job.traffic.links
         self._batch, self._activation = f"{purpose.key}batch", f"{purpose.key}activation"
         self._mine = plan.micro_batches_of(plan.place_of(rank).replica)
-        self.variants = Variants(model, inbox)
+        self._graphs, self.variants = model.graphs, Variants(model, inbox)
         self.whole = WholeBatch(model, buffers, plan, rank, inbox)
         # The user's weight may want any input.
         self._keys = None if stage.is_last and weight is not None else model.keys_of(stage.sections)
@@ -171,7 +171,7 @@ class ForwardPass:
         if self._inbox.failed((self._batch, step, micro_batch)):
             return True  # the activation may never come, since its length follows from samples that could not be read
         activation_here = self._stage.index == 0 or self._inbox.has((self._activation, step, micro_batch))
-        return activation_here and self.has_samples(step, micro_batch)
+        return activation_here and (self._loader is None or self._inbox.has((self._batch, step, micro_batch)))
 
     def take(self, step: int, micro_batch: int) -> Arrived:
         """Wait for what F of a micro-batch begins with.
@@ -197,14 +197,14 @@ class ForwardPass:
         return Arrived(values, self._examples(step, micro_batch, batch), batch, digests)
 
     def _here(self, key: str, what: str, step: int, micro_batch: int, on: tuple[int, ...]) -> Any:
-        where = self._purpose.name or f" (step {step})"
-        return self._inbox.take(
-            (key, step, micro_batch), lambda: Awaited(f"the {what} of micro-batch {micro_batch}{where}", on)
-        )
+        def describe() -> Awaited:
+            return Awaited(f"the {what} of micro-batch {micro_batch}{self._purpose.name or f' (step {step})'}", on)
+
+        return self._inbox.take((key, step, micro_batch), describe)
 
     def _examples(self, step: int, micro_batch: int, batch: MicroBatch | None) -> Examples:
         variant, size = self.variants.of(step, micro_batch), len(self._plan.samples_of(micro_batch))
-        graph = self._model.graphs[variant]
+        graph = self._graphs[variant]
         if batch is not None and self._stage.index == 0:
             check_conditions(graph.conditions, batch.tensors, batch.indices, self._buffers)
         given = dict(self.whole.numbers(variant, size))
