@@ -1,8 +1,6 @@
-"""Asking for nodes: bounds, backoff, processes as nodes."""
+"""Asking for nodes: bounds, backoff."""
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
@@ -10,7 +8,6 @@ from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.clouds.grower import Grower
 from varuna.fleet.clouds.growth import Growth, GrowthConfig
-from varuna.fleet.clouds.local import LocalProvider
 from varuna.fleet.clouds.provider import CapacityError
 
 
@@ -123,21 +120,3 @@ def test_what_never_works_is_not_tried_again() -> None:
     asking.close()
     assert cloud.asked == 1
     assert warnings == ["no longer requesting nodes: AWS refused: not authorized"]
-
-
-def test_processes_of_this_machine_are_nodes_too(tmp_path: Path) -> None:
-    sleeper = "import time; time.sleep(60)"
-    provider = LocalProvider(lambda number: [sys.executable, "-c", sleeper, str(number)], most=3)
-    try:
-        provider.resize(2)
-        assert provider.size() == 2
-        with pytest.raises(CapacityError, match="carries 3"):
-            provider.resize(5)
-        assert provider.size() == 3
-        provider.resize(1)
-        assert provider.size() == 1
-    finally:
-        provider.close()
-    assert provider.size() == 0
-    with pytest.raises(FleetError, match="cannot be started"):
-        LocalProvider(lambda number: [str(tmp_path / "no-such-command")]).resize(1)
