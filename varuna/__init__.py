@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from varuna.core.errors import (
     CheckpointError,
     DataError,
+    DivergedError,
     FleetError,
     LinkError,
     ModelError,
@@ -30,6 +31,7 @@ __all__ = [
     "Checkpoints",
     "Collate",
     "DataError",
+    "DivergedError",
     "Evaluation",
     "FleetError",
     "LinkError",

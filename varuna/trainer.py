@@ -19,7 +19,7 @@ from varuna.engine.worker.evaluate import EvaluationWork
 from varuna.engine.worker.export import export_model
 from varuna.engine.worker.session import Session
 from varuna.job.arguments import check_whole, choose_device, refuse_unknown
-from varuna.job.options import Checkpoints, Collate, Loss
+from varuna.job.options import Checkpoints, Collate, Loss, OnNan
 from varuna.job.script_runner import offer
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.job.start import begin
@@ -54,6 +54,7 @@ class Trainer:
         init: Init = "constructor",
         lr_scheduler: SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
+        on_nan: OnNan = "stop",
         before_step: Callable[[NamedParameters], None] | None = None,
         cut: int | Sequence[str] | None = None,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
@@ -87,6 +88,8 @@ class Trainer:
                 draws every parameter separately, so that no worker ever holds the whole model.
             lr_scheduler: builds a torch scheduler from the optimizer; it advances once per committed step.
             clip_grad_norm: largest global L2 norm of the gradients.
+            on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
+                not look.
             before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
             cut: where the model may be cut: number of cut-points, or names of modules, as in ``named_modules()``, to
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
@@ -124,6 +127,7 @@ class Trainer:
             init=init,
             lr_scheduler=lr_scheduler,
             clip_grad_norm=clip_grad_norm,
+            on_nan=on_nan,
             before_step=before_step,
             cut=cut,
             checkpoints=saved,

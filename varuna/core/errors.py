@@ -7,6 +7,7 @@
     ├── NoPlanError          no P x D x m fits the workers or their memory         exit code 3
     ├── ModelError           the model cannot be captured, split or weighed
     ├── DataError            the dataset disagrees with itself or with the model
+    ├── DivergedError        the loss or the gradients are not finite
     ├── CheckpointError      a checkpoint cannot be written, read or trusted
     │   ├── DamagedCheckpoint    its bytes are not those that were written; an older one may be intact
     │   └── StoreError           an operation on a directory or object store failed
@@ -45,6 +46,10 @@ class ModelError(VarunaError):
 
 class DataError(VarunaError):
     """The dataset disagrees with itself or with the model."""
+
+
+class DivergedError(VarunaError):
+    """The loss or the gradients of a step are not finite."""
 
 
 class CheckpointError(VarunaError):

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
+from typing import Literal
 
 from varuna.core.errors import UsageError
 from varuna.data.collate import CollateFunction
@@ -12,6 +13,9 @@ from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.capture.capture import LossFunction
 from varuna.partition.lengths import check_lengths
 from varuna.store.opening import location
+
+OnNan = Literal["stop", "continue"]
+"""What a run does when the loss or the gradients of a step are not finite."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, Sch
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device
 from varuna.job.model_config import Configured
-from varuna.job.options import Checkpoints, Collate, Loss
+from varuna.job.options import Checkpoints, Collate, Loss, OnNan
 from varuna.partition.capture.capture import MetricsFunction, Recipe
 from varuna.partition.capture.signature import input_names
 from varuna.partition.cut_at import chooser
@@ -56,6 +56,7 @@ class JobSpec:
     init: Init = "constructor"
     lr_scheduler: SchedulerFactory | None = None
     clip_grad_norm: float | None = None
+    on_nan: OnNan = "stop"
     before_step: Callable[[NamedParameters], None] | None = None
     cut: int | Sequence[str] | None = None
     checkpoints: Checkpoints | None = None
@@ -74,6 +75,8 @@ class JobSpec:
         check_kind("network", Network, self.network)
         if self.precision not in PRECISIONS:
             raise UsageError(f"precision={self.precision!r} must be one of {', '.join(PRECISIONS)}")
+        if self.on_nan not in get_args(OnNan):
+            raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
         self._check_before_step()
         check_beginning(self.init, self.weights)
         _ = self.source

@@ -129,6 +129,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         scheduler=spec.lr_scheduler,
         seed=spec.seed,
         clip_grad_norm=spec.clip_grad_norm,
+        stops_at_nan=spec.on_nan == "stop",
         before_step=spec.before_step,
         buffers=spec.cast(buffers),
         device=spec.device,

@@ -76,7 +76,7 @@ class HookedStore:
 
 
 class FailingStore(HookedStore):
-    """An empty store in this process's memory; pass its ``url`` as ``checkpoint_dir``.
+    """An empty store in this process's memory; pass its ``url`` as ``checkpoints``.
 
     ``verb`` is the name of a method of ``varuna.store.base.Store``: checkpoints are written with ``write`` (the state
     of sections) and ``put`` and ``create`` (manifests and the lease), and read with ``get`` and ``read_into``.

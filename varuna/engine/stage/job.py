@@ -38,6 +38,8 @@ class Job:
     """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
     traffic: Traffic = field(default_factory=Traffic)
     """between the device and host memory"""
+    stops_at_nan: bool = True
+    """a step whose loss or gradients are not finite is not applied, and ends the run"""
     shard_optimizer: bool = False
     """the replicas of a stage share its optimizer state out by section, and fp32 parameters too unless sections compute
     with them"""

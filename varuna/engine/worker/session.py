@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,11 +24,12 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Doing, Patience, Waiting, doing_of
 from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.stage.job import Job
+from varuna.engine.worker.divergence import check_finite
 from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.worker.reporting import Reporter
 from varuna.engine.worker.snapshotter import Snapshotter
-from varuna.engine.worker.step import overflowed, run_step
+from varuna.engine.worker.step import layout_of, overflowed, run_step
 from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
 from varuna.engine.worker.worker_state import WorkerState
 from varuna.partition.batch_weight import WeightFunction
@@ -278,6 +280,7 @@ class Session:
             step,
             flags=self._flags(generation, step),
             combines=self._combines is not False,
+            check=partial(self._check_finite, generation, step) if self._setting.job.stops_at_nan else None,
             remember=self.standing.remember,
             reporter=self._reporter,
         )
@@ -286,6 +289,12 @@ class Session:
         if generation.assignment.rank == 0:
             self._membership.voted(vote)
         return totals
+
+    def _check_finite(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
+        stage = generation.stage
+        if not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
+            layout = layout_of(stage)
+            check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
         """What this rank says in the vote besides norms and losses."""

@@ -21,6 +21,7 @@ def run_step(
     *,
     flags: Mapping[str, float],
     combines: bool,
+    check: Callable[[StepTotals, Sequence[float]], None] | None,
     remember: Callable[[Vote], None],
     reporter: Reporter,
 ) -> tuple[Vote, StepTotals]:
@@ -31,6 +32,7 @@ def run_step(
         step: the stage's next one.
         flags: what this rank says in the vote besides norms and losses.
         combines: apply before the vote, for a job whose steps talk across stages (or may: the first one finds out).
+        check: gets the totals and the vote before anybody else; what it raises keeps the step from being applied.
         remember: gets the vote before it is applied.
         reporter: hears what the step took.
 
@@ -51,6 +53,8 @@ def run_step(
             _apply_tentatively(generation, step, vector)
     with generation.phase("vote", step):
         summed = generation.reducer.vote(step, vector)
+    if check is not None:
+        check(layout_of(stage).read(summed), summed)
     vote = Vote(
         generation=generation.assignment.generation,
         step=step,

@@ -1,0 +1,54 @@
+"""A step whose loss is not finite is not applied, and the run ends with the samples' names."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import varuna
+from varuna.core.errors import DivergedError
+from varuna.job.options import OnNan
+from varuna.testing import FailingStore, run
+
+
+class Line(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.first(x)).square().mean()
+        return result
+
+
+class Rows:
+    """Row 21 is damaged: far enough that steps before it are applied."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.full((4,), math.nan if index == 21 else 0.1 * (1 + index % 7))}
+
+
+def sgd(named: Sequence[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for _, parameter in named], lr=0.1)
+
+
+def script(store: FailingStore | None = None, on_nan: OnNan = "stop") -> None:
+    saved = varuna.Checkpoints(store.url, every=1) if store else None
+    trainer = varuna.Trainer(Line, Rows(), sgd, 4, micro_batch=2, on_nan=on_nan, checkpoints=saved)
+    for _ in trainer.steps(8):
+        pass
+
+
+def test_the_samples_are_named_and_the_newest_checkpoint_is_a_good_one() -> None:
+    store = FailingStore()
+    with pytest.raises(DivergedError, match=r"step 5 has loss nan.* dataset indices \[20, 21\]\. The step was not"):
+        run(lambda: script(store), workers=4, stages=2)
+    folders = sorted({name.split("/")[0] for verb, name in store.seen if verb == "create" and name.startswith("step-")})
+    assert "step-00000001" <= folders[-1] <= "step-00000005"
+
+
+def test_a_run_goes_on_where_that_is_asked_for() -> None:
+    losses = run(lambda: script(on_nan="continue")).losses
+    assert [math.isfinite(loss) for loss in losses] == [True] * 5 + [False] * 3

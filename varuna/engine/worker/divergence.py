@@ -1,0 +1,43 @@
+"""A step whose loss or gradients are not finite would spoil every parameter, and then every checkpoint."""
+
+import math
+from collections.abc import Sequence
+
+from varuna.core.errors import DivergedError
+from varuna.core.plan import Plan
+from varuna.core.vote import StepTotals, VoteLayout
+from varuna.data.samples import SampleSource
+
+_NAMED = 3
+"""Micro-batches whose samples a message lists."""
+
+
+def check_finite(
+    totals: StepTotals, vector: Sequence[float], *, layout: VoteLayout, source: SampleSource, plan: Plan, step: int
+) -> None:
+    """Refuse a step before it is applied. All ranks read the same vote, so all of them refuse, or none.
+
+    Args:
+        totals: of the step.
+        vector: the summed vote.
+        layout: of the vote.
+        source: where the samples come from, for the message.
+        plan: of the micro-batches.
+        step: of the samples.
+
+    Raises:
+        DivergedError: the loss or the norm of the gradients is NaN or infinite.
+    """
+    if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
+        return
+    losses = (vector[layout.micro_batch(i)] for i in range(plan.micro_batches))
+    odd = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+    base = step * plan.global_batch
+    listed = [list(source.indices([base + offset for offset in plan.samples_of(i)])) for i in odd[:_NAMED]]
+    where = f"It came from the dataset indices {', '.join(map(str, listed))}" if listed else "Each loss was finite"
+    more = f", and from {len(odd) - _NAMED} more micro-batches" if len(odd) > _NAMED else ""
+    raise DivergedError(
+        f"step {step} has loss {totals.loss:.6g} and gradient norm {totals.grad_norm:.6g}. {where}{more}. The step was "
+        "not applied, so the newest checkpoint is a good one. Look at these samples, lower the learning rate, or pass "
+        'clip_grad_norm=. To train on regardless, pass on_nan="continue".'
+    )
