@@ -3,14 +3,11 @@
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from varuna.core.errors import UsageError
 from varuna.core.precision import REDUCTIONS, Precision, Reduction
 from varuna.core.value import Value
-
-Offload = Literal["none", "host", "same memory"]
-"""Where the optimizer's state lives: on the device; in host memory; in host memory that is the device's own (a CPU)."""
 
 Links = Literal["host", "nccl"]
 """How activations, their gradients and sums of gradients reach other workers' GPUs."""
@@ -29,6 +26,8 @@ class Memory:
             replicas hold every part, so that a lost VM costs no step.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     offload_optimizer: bool = False
     shard_optimizer: bool = False
 
@@ -45,6 +44,8 @@ class Network:
     Raises:
         UsageError: one of them is none of these.
     """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     links: Links = "host"
     reduction: Reduction = "fp32"
@@ -144,12 +145,10 @@ class JobFacts(Value):
     keep_every: int | None = Field(default=None, ge=1, description="also keep those of steps divisible by this")
     threads: int = Field(default=1, ge=1, description="intra-op threads of a worker")
     precision: Precision = Field(default="fp32", description="of computation and of what crosses links")
-    reduction: Reduction = Field(default="fp32", description="of gradients between replicas")
     compiled: str | None = Field(default=None, description="backend of torch.compile that sections go through")
-    shard_optimizer: bool = Field(default=False, description="replicas of a stage share its state out by section")
-    offload_optimizer: Offload = Field(default="none", description="of its state, fp32 copies of parameters included")
+    memory: Memory = Field(default=Memory(), description="where the optimizer's state lives")
+    network: Network = Field(default=Network(), description="how tensors reach other workers")
     combines: bool = Field(default=True, description="user's code in a step may combine values over stages")
-    links: Links = Field(default="host", description="how memory of GPUs reaches other workers")
     memory_apart: bool = Field(default=False, description="devices have memory of their own, beside the host's")
     memory_bytes: int | None = Field(
         default=None, gt=0, description="that every worker's device has for it; said by who plans, not by workers"

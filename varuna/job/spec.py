@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from varuna.checks.selfcheck import SelfCheck
 from varuna.core.errors import UsageError
-from varuna.core.model import Memory, Network, Offload
+from varuna.core.model import Memory, Network
 from varuna.core.precision import PRECISIONS, Precision
 from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import Compiler
@@ -90,12 +90,6 @@ class JobSpec:
     def memory_apart(self) -> bool:
         """Whether the device has memory of its own, beside the host's."""
         return self.device.type != "cpu"
-
-    @property
-    def offload(self) -> Offload:
-        """Where the optimizer's state lives."""
-        apart: Offload = "host" if self.memory_apart else "same memory"
-        return apart if self.memory.offload_optimizer else "none"
 
     @property
     def compiled(self) -> str | None:

@@ -104,13 +104,11 @@ def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", sav
         config=spec.built.json,
         threads=torch.get_num_threads(),
         precision=spec.precision,
-        reduction=spec.network.reduction,
         compiled=spec.compiled,
-        offload_optimizer=spec.offload,
+        memory=spec.memory,
+        network=spec.network,
         combines=model.facts.combines or spec.before_step is not None,
-        links=spec.network.links,
         memory_apart=spec.memory_apart,
-        shard_optimizer=spec.memory.shard_optimizer,
         **kept,
     )
 
@@ -137,9 +135,8 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
         unit=_unit(spec, model, buffers) if spec.precision == "fp16" else 1.0,
         bf16_reduction=spec.network.reduction == "bf16",
         compiler=spec.compiler,
-        offload=spec.memory.offload_optimizer,
+        memory=spec.memory,
         traffic=traffic_of(spec.device, spec.network.links),
-        shard_optimizer=spec.memory.shard_optimizer,
     )
 
 

@@ -68,11 +68,11 @@ def plan_run(
 
 def with_options(known: Calibration, job: JobFacts) -> Calibration:
     """A calibration, with what a job's options change in it."""
-    if job.shard_optimizer:
+    if job.memory.shard_optimizer:
         known = known.with_sharded_optimizer()
-    if job.offload_optimizer != "none":
-        known = known.offloaded(apart=job.offload_optimizer == "host")
-    if job.reduction == "bf16":
+    if job.memory.offload_optimizer:
+        known = known.offloaded(apart=job.memory_apart)
+    if job.network.reduction == "bf16":
         known = known.rounded()
     return known.without_halves() if job.compiled else known
 

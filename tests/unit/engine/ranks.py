@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from varuna.core.model import JobFacts
+from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.core.precision import Precision
 from varuna.data.samples import SampleSource
@@ -216,8 +216,7 @@ class Setup:
             precision=self.precision,
             combines=self.combines,
             compiled=None if self.compiler is None else "test",
-            offload_optimizer="same memory" if self.offload else "none",
-            shard_optimizer=self.share,
+            memory=self.memory,
         )
 
     @cached_property
@@ -228,6 +227,10 @@ class Setup:
     @cached_property
     def _parameters(self) -> dict[str, Tensor]:
         return self.beginning.parameters(self.model.shapes)
+
+    @property
+    def memory(self) -> Memory:
+        return Memory(offload_optimizer=self.offload, shard_optimizer=self.share)
 
     def job(self) -> Job:
         device = torch.device(self.device)
@@ -243,10 +246,9 @@ class Setup:
             dtype=self.recipe.dtype,
             unit=self.unit,
             compiler=self.compiler,
-            offload=self.offload,
+            memory=self.memory,
             bf16_reduction=self.rounds,
             traffic=self.traffic() if self.traffic else traffic_of(device),
-            shard_optimizer=self.share,
         )
 
     def initial(self, rank: int, names: Sequence[str]) -> Mapping[str, Tensor]:

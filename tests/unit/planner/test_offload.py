@@ -7,7 +7,7 @@ import pytest
 from tests.unit.planner.models import GB, MB, calibrated, model, section
 from varuna.calibration.format import Calibration, Hardware, OptimizerCosts
 from varuna.core.errors import NoPlanError
-from varuna.core.model import JobFacts, Offload
+from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.fleet.machine.joins import _first_difference
 from varuna.planner.choose import plan_run
@@ -18,14 +18,15 @@ from varuna.planner.pricing.stage_size import Size, Sizer
 FOUR = model([section()] * 4)  # of each 100 MB of parameters and of gradients, and 200 MB of state
 
 
-def job(offload: Offload) -> JobFacts:
-    return JobFacts(model=FOUR, global_batch=16, micro_batch=1, seed=0, steps=1, offload_optimizer=offload)
+def job(*, offloaded: bool, apart: bool = True) -> JobFacts:
+    memory = Memory(offload_optimizer=offloaded)
+    return JobFacts(model=FOUR, global_batch=16, micro_batch=1, seed=0, steps=1, memory=memory, memory_apart=apart)
 
 
-def planned(offload: Offload, stages: int = 2, **hardware: Any) -> Plan:
+def planned(stages: int = 2, *, offloaded: bool = True, apart: bool = True, **hardware: Any) -> Plan:
     memory = {"memory_bytes": 10 * GB, **hardware}
     calibration = calibrated(FOUR, hardware=Hardware(name="test", **memory))
-    return plan_run(job(offload), workers=stages, stages=stages, calibration=calibration)
+    return plan_run(job(offloaded=offloaded, apart=apart), workers=stages, stages=stages, calibration=calibration)
 
 
 def sizer(calibration: Calibration, stages: int) -> Sizer:
@@ -65,26 +66,30 @@ def test_a_calibration_that_says_where_state_lives_is_believed() -> None:
 
 
 def test_a_jobs_plan_counts_it() -> None:
-    plain, moved = planned("none"), planned("host")
+    plain, moved = planned(offloaded=False), planned()
     assert plain.host_bytes == ()
     assert moved.host_bytes == (1000 * MB, 1000 * MB)
     assert max(moved.memory_bytes) < max(plain.memory_bytes)
-    assert min(planned("same memory").memory_bytes) > max(moved.memory_bytes)
+    assert min(planned(apart=False).memory_bytes) > max(moved.memory_bytes)
     with pytest.raises(NoPlanError, match="too little"):
-        planned("none", memory_bytes=1 * GB)
-    assert max(planned("host", memory_bytes=1 * GB).memory_bytes) <= 1 * GB
+        planned(offloaded=False, memory_bytes=1 * GB)
+    assert max(planned(memory_bytes=1 * GB).memory_bytes) <= 1 * GB
 
 
 def test_host_memory_is_a_limit_that_the_gpus_of_a_vm_share() -> None:
-    assert planned("host", host_memory_bytes=2 * GB, gpus_per_vm=2).host_bytes == (1000 * MB, 1000 * MB)
+    assert planned(host_memory_bytes=2 * GB, gpus_per_vm=2).host_bytes == (1000 * MB, 1000 * MB)
     with pytest.raises(
         NoPlanError, match=r"needs 954 MiB of host memory for optimizer state but each worker has 858 MiB"
     ):
-        planned("host", host_memory_bytes=1800 * MB, gpus_per_vm=2)
+        planned(host_memory_bytes=1800 * MB, gpus_per_vm=2)
     with pytest.raises(NoPlanError, match="of host memory"):
-        planned("host", host_memory_bytes=1800 * MB, gpus_per_vm=2, memory_bytes=None)
-    assert planned("none", host_memory_bytes=1 * MB).host_bytes == ()
+        planned(host_memory_bytes=1800 * MB, gpus_per_vm=2, memory_bytes=None)
+    assert planned(offloaded=False, host_memory_bytes=1 * MB).host_bytes == ()
 
 
 def test_ranks_with_another_wish_are_refused_by_name() -> None:
-    assert _first_difference("job", job("host"), job("none")) == ("job.offload_optimizer", "host", "none")
+    assert _first_difference("job", job(offloaded=True), job(offloaded=False)) == (
+        "job.memory.offload_optimizer",
+        True,
+        False,
+    )

@@ -53,7 +53,8 @@ def measure(spec: JobSpec, peers: Peers, store: Any) -> Measured:
     beginning = StandIns(model.shapes, spec.beginning())
     buffers = beginning.buffers(needed) if (needed := needed_buffers(model)) else {}
     moved = on_device(model, spec.device)
-    job = replace(engine_job(spec, moved, buffers), offload=False)  # the planner adds what streaming takes
+    job = engine_job(spec, moved, buffers)
+    job = replace(job, memory=replace(spec.memory, offload_optimizer=False))  # the planner adds what streaming takes
     memory_bytes = _smallest(usable_bytes(spec.device, peers.size), peers)
     windows = choose_windows(facts, kinds, memory_bytes=memory_bytes)
     whole = len(windows) == 1

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from varuna.core.model import Memory
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.graphs.split_backward_check import Halves
 from varuna.engine.links.traffic import Traffic
@@ -34,17 +35,14 @@ class Job:
     halves: Halves = field(default_factory=Halves)
     compiler: Compiler | None = None
     """of sections in training; evaluation runs them as captured"""
-    offload: bool = False
-    """optimizer state lives in host memory, and fp32 parameters too unless sections compute with them"""
+    memory: Memory = field(default_factory=Memory)
+    """where optimizer state lives, and fp32 parameters too unless sections compute with them"""
     traffic: Traffic = field(default_factory=Traffic)
     """between the device and host memory"""
     stops_at_nan: bool = True
     """a step whose loss or gradients are not finite is not applied, and ends the run"""
-    shard_optimizer: bool = False
-    """the replicas of a stage share its optimizer state out by section, and fp32 parameters too unless sections compute
-    with them"""
 
     @property
     def masters_away(self) -> bool:
         """Parameters that the optimizer updates live in host memory; copies of them are on the device."""
-        return self.offload and self.dtype is not torch.float32
+        return self.memory.offload_optimizer and self.dtype is not torch.float32

@@ -116,10 +116,10 @@ class Stage:
         job, start = self.job, self.next_step
         named = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
         trainable, whole = job.model.trainable, tuple[ParameterGroup, ...]()
-        if job.scheduler is not None and (job.offload or len(named) < len(trainable)):
+        if job.scheduler is not None and (job.memory.offload_optimizer or len(named) < len(trainable)):
             shapes = {name: shape for name, shape in job.model.shapes.items() if name in trainable}
             whole = whole_groups(job.optimizer, shapes)
-        if not job.offload:
+        if not job.memory.offload_optimizer:
             return StageOptimizer(job.optimizer, job.scheduler, named, state, start, whole=whole)
         first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
         return OffloadedOptimizer(

@@ -137,7 +137,7 @@ def form(
             initial=lambda names: _first_values(setting, names, checks=assignment.rank == 0),
             buffers=setting.job.buffers,
             combines=combines,
-            shard_optimizer=setting.job.shard_optimizer,
+            shard_optimizer=setting.job.memory.shard_optimizer,
             bf16_reduction=setting.job.bf16_reduction,
             traffic=setting.job.traffic,
             interface_host=setting.interface_host,

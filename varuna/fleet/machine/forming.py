@@ -271,7 +271,7 @@ def _start(
     # Old ranks first, so that among equals rank 0 keeps its worker.
     ordered = sorted(usable, key=lambda name: (not fleet.is_member(name), fleet.rank_of(name) or 0))
     kept = fleet.record.grid if fleet.history and plan == fleet.record.plan else ()
-    holders = holders_of(plan, job.model.sections, shared=True) if job.shard_optimizer else None
+    holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
     seated = placement.seat(plan, ordered, holdings, weights, nodes=nodes, kept=kept, lent=lent, holders=holders)

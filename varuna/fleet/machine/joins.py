@@ -1,5 +1,8 @@
 """Newcomers: asked for, and let in if they do the same job as everybody else."""
 
+from collections.abc import Iterable
+from dataclasses import fields, is_dataclass
+
 from varuna.core.messages import Finish, Hello
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
@@ -81,8 +84,8 @@ def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, obj
     """Deepest differing field of two values, with its path."""
     if theirs == ours:
         return None
-    if isinstance(theirs, Value) and isinstance(ours, Value):
-        for name in type(ours).model_fields:
+    if type(theirs) is type(ours):
+        for name in _names(ours):
             if found := _first_difference(f"{path}.{name}", getattr(theirs, name), getattr(ours, name)):
                 return found
     if isinstance(theirs, tuple) and isinstance(ours, tuple) and len(theirs) == len(ours):
@@ -90,3 +93,10 @@ def _first_difference(path: str, theirs: object, ours: object) -> tuple[str, obj
             if found := _first_difference(f"{path}[{index}]", *pair):
                 return found
     return path, theirs, ours
+
+
+def _names(value: object) -> Iterable[str]:
+    """The fields of a value of ours; none of anything else."""
+    if isinstance(value, Value):
+        return type(value).model_fields
+    return [field.name for field in fields(value)] if is_dataclass(value) else ()

@@ -115,7 +115,7 @@ def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
     assert job is not None
     leaving = frozenset(going)
     staying = {rank for rank, name in enumerate(fleet.record.grid) if name in fleet.workers and name not in leaving}
-    holders = holders_of(plan, job.model.sections, shared=job.shard_optimizer)
+    holders = holders_of(plan, job.model.sections, shared=job.memory.shard_optimizer)
     return any(
         all(plan.rank_of(replica, plan.stage_of(section)) not in staying for replica in holders[section])
         for section in range(plan.sections)

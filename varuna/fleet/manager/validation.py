@@ -106,7 +106,7 @@ def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
     for record in reversed(fleet.history):
         if record.has_seat(worker):
             replica, stage = record.plan.place_of(record.ranks[worker])
-            holders = holders_of(record.plan, fleet.job.model.sections, shared=fleet.job.shard_optimizer)
+            holders = holders_of(record.plan, fleet.job.model.sections, shared=fleet.job.memory.shard_optimizer)
             sections = record.plan.sections_of(stage)
             whole = held_by(holders, sections, replica)
             lent = tuple(section for section in sections if section not in whole)

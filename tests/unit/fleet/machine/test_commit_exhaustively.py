@@ -26,6 +26,7 @@ from tests.unit.fleet.machine.test_advance import (
 from tests.unit.fleet.machine.test_machine_storm import SECTIONS, STEPS, SimulatedWorker, World, one_stage
 from tests.unit.fleet.support import make_job, two_stages
 from varuna.core.messages import Apply, Recorded, Suspect
+from varuna.core.model import Memory
 from varuna.core.plan import Plan
 from varuna.fleet.state.fleet import Ended, FleetConfig, Stopping
 from varuna.fleet.state.outputs import Instruction, Publish, Send
@@ -57,7 +58,7 @@ class Small(World):
         self.driver.plan = plan
         self.steps = STEPS_BEFORE + 1 if last else STEPS
         job = make_job(sections=SECTIONS, steps=self.steps)
-        self.driver.job = job.model_copy(update={"shard_optimizer": shared})
+        self.driver.job = job.model_copy(update={"memory": Memory(shard_optimizer=shared)})
         self.workers.clear()
         self.driver.done.clear()
         self.seen = self.driver.names = 0

@@ -25,7 +25,7 @@ from varuna.core.messages import (
     Vote,
     Voted,
 )
-from varuna.core.model import JobFacts
+from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
 from varuna.fleet.state.fleet import Ended, FleetConfig, Running
@@ -155,7 +155,7 @@ class World:
         self.driver = Driver(
             FleetConfig(workers=workers, max_start_failures=10_000, slow_ratio=SLOW_RATIO),
             plan={1: one_stage, 2: two_stages, None: make_plan}[stages],
-            job=make_job(sections=SECTIONS, steps=STEPS).model_copy(update={"shard_optimizer": shared}),
+            job=make_job(sections=SECTIONS, steps=STEPS).model_copy(update={"memory": Memory(shard_optimizer=shared)}),
             node_of=lambda worker: worker,
         )
         self.sync()

@@ -4,6 +4,7 @@ import pytest
 
 from tests.unit.fleet.support import Driver, make_vote, two_stages
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
+from varuna.core.model import Memory
 from varuna.core.saved import SavedShard
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.state.causes import Objection
@@ -120,7 +121,7 @@ def test_who_is_distrusted_is_lost_and_killed_once(worker: str) -> None:
 
 def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
     driver = Driver(FleetConfig(workers=6), plan=two_stages)
-    driver.job = driver.job.model_copy(update={"shard_optimizer": True})
+    driver.job = driver.job.model_copy(update={"memory": Memory(shard_optimizer=True)})
     driver.gather()
     driver.voted(0, 1)
     w0 = driver.fleet.members[0]

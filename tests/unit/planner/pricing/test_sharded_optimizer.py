@@ -4,7 +4,7 @@ import pytest
 
 from tests.unit.planner.models import FAST, MB, calibrated, model, section
 from varuna.calibration.format import Calibration
-from varuna.core.model import JobFacts
+from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
@@ -46,7 +46,7 @@ def test_offloaded_state_is_shared_out_in_host_memory() -> None:
 
 
 def job(*, shared: bool) -> JobFacts:
-    return JobFacts(model=FOUR, global_batch=8, micro_batch=1, seed=0, steps=1, shard_optimizer=shared)
+    return JobFacts(model=FOUR, global_batch=8, micro_batch=1, seed=0, steps=1, memory=Memory(shard_optimizer=shared))
 
 
 def test_a_jobs_plan_counts_it() -> None:
