@@ -26,7 +26,6 @@ from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
 from varuna.fleet.state.worker import Holding, Standing
 
 # A store that has not answered for so long may not answer soon.
-_STORE_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +100,10 @@ def _wait_for_store(turn: Transition, phase: Idle) -> None:
     """Report a store that does not answer for long; a run that is asked to end does not wait for it."""
     fleet = turn.fleet
     asked = fleet.asked.get(_which_checkpoint(fleet))
-    if asked is None or turn.now_s < asked.at_s + _STORE_PATIENCE_S:
+    if asked is None or turn.now_s < asked.at_s + fleet.config.store_patience_s:
         return
-    text = f"{_job(turn).checkpoint_dir} has not said for {_STORE_PATIENCE_S:.0f} s which checkpoint is its newest"
+    seconds = f"{fleet.config.store_patience_s:.0f} s"
+    text = f"{_job(turn).checkpoint_dir} has not said for {seconds} which checkpoint is its newest"
     blocked = Blocked(Obstacle.NO_ANSWER, text)
     if fleet.finish is not None:
         _end_as_asked(turn, fleet.finish, blocked)

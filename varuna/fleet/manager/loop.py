@@ -44,9 +44,7 @@ from varuna.fleet.state.run_events import (
 )
 
 _TICK_S = 0.2
-_SYNC_S = 1.0
 _CLOSE_S = 150.0  # for the last commits, and for the lease
-_HUNG_S = 2.0
 
 Observer = Callable[[RunEvent], None]
 
@@ -94,8 +92,25 @@ class Manager:
         observer: Observer,
         past: Past | None = None,
         calibrator: Calibrator | None = None,
+        sync_s: float = 1.0,
+        hung_s: float = 2.0,
     ) -> None:
-        self._calibrator = calibrator
+        """Prepare; nothing happens before ``run``.
+
+        Args:
+            config: how many workers, and how patient to be with them.
+            planner: makes plans.
+            mailbox: where everything comes in.
+            hands: starts workers, ends them, and speaks to them.
+            journal: keeps what must not be forgotten.
+            keeper: commits and finds checkpoints.
+            observer: hears each event once it is in the journal.
+            past: of the run that a manager before this one left.
+            calibrator: corrects what plans are made from.
+            sync_s: votes are forgotten by workers once the disk has them, which it is asked for this often.
+            hung_s: how long the end waits for a store that has not answered at all.
+        """
+        self._calibrator, self._sync_s, self._hung_s = calibrator, sync_s, hung_s
         self._planner, self._hands, self._journal, self._keeper = planner, hands, journal, keeper
         self._store, self._planning = BackgroundWork("store", mailbox.fail), BackgroundWork("planning", mailbox.fail)
         self._secret = ""  # of the newest generation, by which its members recognise each other
@@ -146,7 +161,7 @@ class Manager:
 
     def _tell_recorded(self, now_s: float) -> None:
         """Workers may forget a vote once it survives a power cut: the disk is asked for that once a second."""
-        if self._owed and now_s >= self._synced_s + _SYNC_S:
+        if self._owed and now_s >= self._synced_s + self._sync_s:
             self._synced_s = now_s
             if self._journal.sync():
                 for name, message in self._owed.items():
@@ -253,7 +268,7 @@ class Manager:
     def _close_store(self) -> None:
         """Give the directory free; a store that does not answer is not waited for any longer than a run's last save."""
         looks = any(isinstance(question, WhichCheckpoint) for question in self.fleet.asked)
-        if not self._store.wait_for(self._keeper.close, _HUNG_S if looks else _CLOSE_S):
+        if not self._store.wait_for(self._keeper.close, self._hung_s if looks else _CLOSE_S):
             self._mailbox.warn(
                 "the store of the checkpoints does not answer: whether they are complete, the next run will see"
             )

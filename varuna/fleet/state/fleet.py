@@ -67,6 +67,8 @@ class FleetConfig:
     """From rank 0's exit to the end of all others, once the steps are done."""
     max_start_failures: int = 5
     """Replacements that may die in a row without a step in between."""
+    store_patience_s: float = 5.0
+    """A store that has not said for this long which checkpoint is its newest is reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

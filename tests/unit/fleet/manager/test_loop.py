@@ -64,7 +64,13 @@ class Play:
     What belongs to a generation is said once that was assigned: its plan is made on another thread.
     """
 
-    def __init__(self, folder: Path, keeper: CheckpointCoordinator | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        keeper: CheckpointCoordinator | None = None,
+        config: FleetConfig | None = None,
+        **bounds: float,
+    ) -> None:
         self.seen: list[RunEvent] = []
         self.script: list[tuple[int, Event]] = []
         self.hands, self.folder = Hands(), folder
@@ -73,13 +79,14 @@ class Play:
         self.journal.begin("r")
         self.mailbox = Mailbox()
         self.manager = Manager(
-            FleetConfig(workers=4, replace=False),
+            config or FleetConfig(workers=4, replace=False),
             two_stages,
             mailbox=self.mailbox,
             hands=self.hands,
             journal=self.journal,
             keeper=keeper or CheckpointCoordinator(new=False, overwrite=False, warn=lambda text: None),
             observer=self.seen.append,
+            **bounds,
         )
         for name in MEMBERS:
             self.say(name, Hello(worker=name, pid=1, version="1", job=JOB))
@@ -161,7 +168,8 @@ def test_a_wall_clock_that_jumps_changes_nothing(play: Play, monkeypatch: pytest
     assert [event.step for event in play.seen if isinstance(event, StepRecorded)] == list(range(9))
 
 
-def test_workers_may_forget_a_vote_only_once_the_disk_has_it(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_may_forget_a_vote_only_once_the_disk_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play = Play(tmp_path, sync_s=0.0)
     synced: list[int] = []
 
     def sync() -> bool:
@@ -171,8 +179,8 @@ def test_workers_may_forget_a_vote_only_once_the_disk_has_it(play: Play, monkeyp
         return len(synced) > 1  # the disk is full, and then it is not
 
     monkeypatch.setattr(play.journal, "sync", sync)
-    monkeypatch.setattr("varuna.fleet.manager.loop._SYNC_S", 0.0)
     play.manager.run()
+    play.journal.close()
     told = [(name, message.step) for name, message in play.hands.sent if isinstance(message, Recorded)]
     assert told == [(name, 0) for name in MEMBERS]
     assert len(synced) == 2
@@ -223,13 +231,9 @@ class HungStore(CheckpointCoordinator):
         return None
 
 
-def test_while_a_store_hangs_beats_are_heard_status_is_answered_and_stop_is_obeyed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("varuna.fleet.machine.forming._STORE_PATIENCE_S", 0.5)
-    monkeypatch.setattr("varuna.fleet.manager.loop._HUNG_S", 0.2)
+def test_while_a_store_hangs_beats_are_heard_status_is_answered_and_stop_is_obeyed(tmp_path: Path) -> None:
     store = HungStore()
-    play = Play(tmp_path, store)
+    play = Play(tmp_path, store, FleetConfig(workers=4, replace=False, store_patience_s=0.5), hung_s=0.2)
     said: list[object] = []
 
     def visit() -> None:
