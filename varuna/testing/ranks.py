@@ -78,9 +78,9 @@ def run(
     """
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="varuna-testing-") as folder, watching(faults):
-        crew = _Workers(script, Path(folder), workers, stages)
+        crew = _Workers(script, Path(folder), workers, stages, bound_s)
         try:
-            outcome = crew.manage(bound_s)
+            outcome = crew.manage()
         finally:
             crew.end()
             torch.set_num_threads(threads)  # workers compute with one
@@ -134,8 +134,10 @@ class _Turn:
 class _Workers:
     """All workers, as the manager's ``Executor``: it starts them, speaks to them, and ends them."""
 
-    def __init__(self, script: Callable[[], Any], folder: Path, workers: int, stages: int | None) -> None:
-        self._script = script
+    def __init__(
+        self, script: Callable[[], Any], folder: Path, workers: int, stages: int | None, bound_s: float
+    ) -> None:
+        self._script, self._bound_s = script, bound_s
         self._capturing = threading.Lock()
         self._turns: dict[str, _Turn] = {}
         self._lines: dict[str, _Line] = {}
@@ -149,7 +151,14 @@ class _Workers:
         self._journal = Journal(folder, None)
         self._journal.begin("testing")
         self._manager = Manager(
-            FleetConfig(workers=workers, replace=False, exit_grace_s=0.1),
+            FleetConfig(
+                workers=workers,
+                replace=False,
+                exit_grace_s=0.1,
+                gather_s=bound_s,  # all begin together, however slow the machine is
+                lease_s=bound_s,  # a thread that ends is always heard of, and silence is a busy machine's
+                suspect_lease_s=bound_s,
+            ),
             lambda job, count, micro_batch: plan_run(job, workers=count, stages=stages, micro_batch=micro_batch),
             hands=self,
             mailbox=self._mailbox,
@@ -158,10 +167,10 @@ class _Workers:
             observer=self._events.append,
         )
 
-    def manage(self, bound_s: float) -> RunResult:
+    def manage(self) -> RunResult:
         """The whole run."""
-        late = f"the run was not over after {bound_s:g} s (bound_s=)"
-        alarm = threading.Timer(bound_s, lambda: self._mailbox.post(StopRequested(late, 1)))
+        late = f"the run was not over after {self._bound_s:g} s (bound_s=)"
+        alarm = threading.Timer(self._bound_s, lambda: self._mailbox.post(StopRequested(late, 1)))
         alarm.start()
         try:
             ended = self._manager.run()
