@@ -69,7 +69,8 @@ class Play:
         folder: Path,
         keeper: CheckpointCoordinator | None = None,
         config: FleetConfig | None = None,
-        **bounds: float,
+        sync_s: float = 1.0,
+        hung_s: float = 2.0,
     ) -> None:
         self.seen: list[RunEvent] = []
         self.script: list[tuple[int, Event]] = []
@@ -86,7 +87,8 @@ class Play:
             journal=self.journal,
             keeper=keeper or CheckpointCoordinator(new=False, overwrite=False, warn=lambda text: None),
             observer=self.seen.append,
-            **bounds,
+            sync_s=sync_s,
+            hung_s=hung_s,
         )
         for name in MEMBERS:
             self.say(name, Hello(worker=name, pid=1, version="1", job=JOB))
