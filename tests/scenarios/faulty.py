@@ -70,6 +70,7 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
     "metrics": {"metrics": metrics},
     "before-step": {"before_step": before_step},
     "nan": {"optimizer": diverge},
+    "nan-goes-on": {"optimizer": diverge, "on_nan": "continue"},
     "micro-batch": {"micro_batch": 13},
     "none": {},
     "exit": {},

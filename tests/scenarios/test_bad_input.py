@@ -135,6 +135,7 @@ CASES = {
     "unstable": Case(elastic("unstable", workers=2, flags=("--stages", "2"))),
     "unstable torchrun": Case(torchrun("unstable"), {"VARUNA_STAGES": "2"}),
     "nan": Case(elastic("nan", flags=("--json-log", "{folder}/log.jsonl"))),
+    "nan-goes-on": Case(elastic("nan-goes-on", flags=("--json-log", "{folder}/log.jsonl"))),
     "dataset": Case(elastic("dataset")),
     "collate": Case(elastic("collate")),
     "optimizer": Case(elastic("optimizer")),
@@ -314,8 +315,14 @@ def test_a_dataset_that_is_no_function_of_its_index_is_caught(end: Ends) -> None
     end("unstable torchrun").raises("DataError", "is not the same here and on")
 
 
-def test_a_loss_that_is_no_number_does_not_end_the_run(end: Ends) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_applied(end: Ends) -> None:
     ended = end("nan")
+    ended.says(1, "failed: step 1 has loss nan", "The step was not applied", 'pass on_nan="continue"')
+    assert [line["step"] for line in json_log(ended.folder / "log.jsonl")] == [0]
+
+
+def test_a_loss_that_is_not_finite_does_not_end_a_run_that_is_to_go_on(end: Ends) -> None:
+    ended = end("nan-goes-on")
     ended.says(0)
     log = json_log(ended.folder / "log.jsonl")
     assert [line["step"] for line in log] == list(range(6))

@@ -1,7 +1,7 @@
 """Reading samples so that every stage that needs one sees the same values."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
@@ -98,7 +98,7 @@ class SampleSource:
             named = [self._columns.tensors(each, f"dataset[{i}]") for each, i in zip(samples, indices, strict=True)]
             tensors = stack_all(named, indices, self._columns) if keys is None else stack(named, indices, keys)
             return MicroBatch(tensors=tensors, digests=tuple(map(sample_digest, named)), indices=indices)
-        with _noted(f"while collating dataset indices {list(indices)}"):
+        with _collating(indices):
             batch = self._collator.batch(samples, positions)
         digests = row_digests(batch, len(samples))
         return MicroBatch(tensors=select(batch, keys), digests=digests, indices=indices)
@@ -121,15 +121,18 @@ class SampleSource:
         """Whether ``collate`` makes the same of the same samples when it is called again; there is none: True."""
         if self._collator is None:
             return True
-        samples = [self.read(position)[1] for position in positions]
-        one, two = (row_digests(self._collator.batch(samples, positions), len(samples)) for _ in range(2))
+        indices, samples = zip(*map(self.read, positions), strict=True)
+        with _collating(indices):
+            one, two = (row_digests(self._collator.batch(samples, positions), len(samples)) for _ in range(2))
         return one == two
 
     def mixes_samples(self, positions: Sequence[int]) -> bool:
         """Whether ``collate`` draws random numbers, and mixes samples with them; ``positions`` are three or more."""
         if self._collator is None:
             return False
-        return self._collator.mixes([self.read(position)[1] for position in positions], positions[0])
+        indices, samples = zip(*map(self.read, positions), strict=True)
+        with _collating(indices):
+            return self._collator.mixes(samples, positions[0])
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -188,6 +191,10 @@ def _noted(note: str) -> Iterator[None]:
     except BaseException as error:
         error.add_note(note)
         raise
+
+
+def _collating(indices: Sequence[int]) -> AbstractContextManager[None]:
+    return _noted(f"while collating dataset indices {list(indices)}")
 
 
 def _hex(digest: int) -> str:
