@@ -7,7 +7,7 @@ import pytest
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.file import read_calibration
 from varuna.calibration.format import Jitter, Link, NetworkCosts, OptimizerCosts, Ring
-from varuna.core.model import JobFacts, ModelFacts, TiedParameter
+from varuna.core.model import JobFacts, ModelFacts, Network, TiedParameter
 from varuna.core.plan import Plan
 from varuna.planner.choose import plan_run
 from varuna.planner.pricing.costs import pipeline_costs
@@ -189,7 +189,9 @@ def test_gradients_that_cross_as_bf16_take_half_as_long_and_as_much_memory() -> 
     assert reduce_s[0] - reduce_s[1] == pytest.approx(200 * MB / (1200 * MB), rel=0.1)  # 200 of 400 MB less
     job = JobFacts(model=facts, global_batch=8, micro_batch=1, seed=0, steps=1)
     whole = plan_run(job, workers=2, stages=1, calibration=known)
-    less = plan_run(job.model_copy(update={"reduction": "bf16"}), workers=2, stages=1, calibration=known)
+    less = plan_run(
+        job.model_copy(update={"network": Network(reduction="bf16")}), workers=2, stages=1, calibration=known
+    )
     assert (whole.replicas, less.replicas) == (1, 2)  # now a second worker is worth its ring
     assert less.memory_bytes == whole.memory_bytes
 
