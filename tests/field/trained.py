@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,6 +32,8 @@ PLAN_S = 45.0
 """For three steps of a tiny model, of which one takes milliseconds; longer on a busy machine."""
 _AFTER_FIRST_S = 10.0
 """Between the end of the first failing rank of a plan and the killing of the others."""
+_LOOK_S, _COMPUTES_S, _MOST = 10.0, 0.5, 3.0
+"""Ranks that used so many seconds of CPU since the last look get more time, up to so many times the bound."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +146,16 @@ def _in_plan(spec: JobSpec, stages: int, replicas: int, folder: Path) -> dict[st
         ranks[pid] = rank
     ends: dict[int, int] = {}
     bound_s = PLAN_S * patience()
-    deadline_s = time.monotonic() + bound_s
+    began_s = time.monotonic()
+    deadline_s, look_s, used_s = began_s + bound_s, began_s + bound_s - _LOOK_S, 0.0
     while len(ends) < size and time.monotonic() < deadline_s:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
             time.sleep(0.01)
+            if not ends and look_s < time.monotonic() < began_s + _MOST * bound_s:
+                before_s, used_s, look_s = used_s, cpu_s_of(ranks), time.monotonic() + _LOOK_S
+                if used_s - before_s > _COMPUTES_S:  # ranks that compute are slow; those that are stuck only wait
+                    deadline_s = look_s + _LOOK_S
             continue
         ends[ranks.pop(pid)] = status
         if status != 0:
@@ -156,7 +164,7 @@ def _in_plan(spec: JobSpec, stages: int, replicas: int, folder: Path) -> dict[st
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     if not ends:
-        return {"stuck": bound_s}
+        return {"stuck": time.monotonic() - began_s}
     return _together(folder, size, ends)
 
 
@@ -200,6 +208,15 @@ def _be_rank(spec: JobSpec, rank: int, size: int, stages: int, port: int, folder
     _tell(folder, f"rank{rank}", {"curve": curve, "micro_batch": micro_batch})
     if rank == 0 and size > 1:
         time.sleep(0.3)  # it hosts the store in which the others say good-bye
+
+
+def cpu_s_of(pids: Iterable[int]) -> float:
+    """Seconds of CPU that these processes have used so far."""
+    ticks = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += sum(map(int, fields[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _free_port() -> int:
