@@ -17,7 +17,8 @@ from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.state.fleet import Fleet, FleetConfig, Running
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Fleet, Running
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,

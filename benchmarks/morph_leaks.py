@@ -18,7 +18,8 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.inputs import MorphRequested, StopRequested
 from varuna.planner.choose import plan_run
 

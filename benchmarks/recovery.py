@@ -33,7 +33,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, SpawnRequested
 from varuna.fleet.state.run_events import RunEvent, StepRecorded
 from varuna.planner.choose import plan_run

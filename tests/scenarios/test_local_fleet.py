@@ -21,7 +21,8 @@ from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.inputs import SpawnRequested
 from varuna.fleet.state.run_events import Morphed, RunEvent, StepRecorded, WorkerJoined, WorkerLost
 
@@ -160,7 +161,7 @@ from tests.unit.fleet.support import make_plan
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 ManagerService(ServiceConfig(run_dir=Path({str(tmp_path)!r})),
     LocalLaunch(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"]),
     config=FleetConfig(workers=2), planner=make_plan,
@@ -185,7 +186,7 @@ from tests.unit.fleet.support import make_plan
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 ended = ManagerService(ServiceConfig(run_dir=Path({str(tmp_path)!r})),
     LocalLaunch(Path({str(SCRIPT)!r}), [{str(tmp_path / "counter")!r}, "100000", "none"]),
     config=FleetConfig(workers=2), planner=make_plan, write=lambda line: None,

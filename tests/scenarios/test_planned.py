@@ -15,7 +15,8 @@ from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.inputs import DrainRequested, MorphRequested
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent
 from varuna.planner.choose import plan_run

@@ -50,7 +50,7 @@ def run(
     from varuna.fleet.manager.calibrator import Calibrator
     from varuna.fleet.service.local_workers import LocalLaunch
     from varuna.fleet.service.service import ManagerService, ServiceConfig
-    from varuna.fleet.state.fleet import FleetConfig
+    from varuna.fleet.state.config import FleetConfig
     from varuna.observe.progress import Progress, RunView
     from varuna.planner.choose import planner
     from varuna.process.output_pump import unread_allowed

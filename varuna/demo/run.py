@@ -15,7 +15,7 @@ from varuna.demo.proof import DemoReport, loss_table
 from varuna.demo.reference import sample_order, train_reference
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
 from varuna.fleet.state.run_events import RunEvent, StepRecorded
 from varuna.observe.progress import Progress, RunView, generation_table

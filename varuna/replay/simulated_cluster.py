@@ -13,7 +13,8 @@ from varuna.core.messages import Assign, Assignment, Finish, FromWorker, Held, H
 from varuna.core.model import JobFacts
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.state.fleet import Fleet, FleetConfig, Idle, Running
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Fleet, Idle, Running
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,

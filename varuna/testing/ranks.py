@@ -24,7 +24,7 @@ from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
 from varuna.fleet.manager.mailbox import Mailbox
 from varuna.fleet.run_folder.journal import Journal
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import Event, MessageReceived, StopRequested, WorkerExited
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded
 from varuna.membership.launched import WorkerThread, here

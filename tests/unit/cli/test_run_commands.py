@@ -18,7 +18,7 @@ from varuna.fleet.net.serving import Serving
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish
 from varuna.fleet.run_folder.journal import Journal
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
 from varuna.fleet.state.outputs import Publish
 from varuna.fleet.state.run_events import RunEnded

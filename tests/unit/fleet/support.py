@@ -14,7 +14,8 @@ from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.net.protocol import Identity
 from varuna.fleet.run_folder.registry import Registry, hashed
-from varuna.fleet.state.fleet import Fleet, FleetConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,

@@ -5,7 +5,7 @@ from varuna.core.devices import DeviceFacts, worker_bytes
 from varuna.core.messages import Hello
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
 
 BIG = [DeviceFacts(name=f"gpu{number}", memory_bytes=80 * 2**30) for number in range(8)]

@@ -331,8 +331,7 @@ class Agent:
         elif self._run and now_s > self._progress_s + _STUCK_S:
             self._tell(f"no manager and no step for {_STUCK_S / 60:.0f} minutes; exiting")
             self._exit = 1
-        busy = not self._run or not self._slots.all_done
-        if busy:
+        if not self._run or not self._slots.all_done:
             self._quiet_since_s = now_s
         elif now_s > self._quiet_since_s + _ALONE_S:
             self._end_alone()
@@ -345,8 +344,7 @@ class Agent:
         try:
             self._home.write(card)  # first: after a restart no number may be used twice
         except OSError as error:
-            why = f"{self._home.folder} is not writable ({error.strerror})"
-            self._put_off(slot, now_s, f"{why}. Free some space")
+            self._put_off(slot, now_s, f"{self._home.folder} is not writable ({error.strerror}). Free some space")
             return
         self._card = card
         try:

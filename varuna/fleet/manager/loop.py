@@ -20,7 +20,8 @@ from varuna.fleet.manager.resume import lost_workers, resume
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.net.watchdog import STOOD_STILL_S
 from varuna.fleet.run_folder.journal import Journal, Past
-from varuna.fleet.state.fleet import Ended, Fleet, FleetConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended, Fleet
 from varuna.fleet.state.inputs import (
     AnswerReceived,
     Event,

@@ -12,7 +12,8 @@ from varuna.core.persistent import PersistentMap
 from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.causes import EndCause, Ending, FinishWish
-from varuna.fleet.state.fleet import Departure, Fleet, FleetConfig, Running
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Departure, Fleet, Running
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,

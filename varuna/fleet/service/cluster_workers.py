@@ -22,7 +22,8 @@ from varuna.fleet.net.serving import Serving, raise_open_files
 from varuna.fleet.run_folder.registry import TOKEN_LIFE_S, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
 from varuna.fleet.service.service import Parts, ServiceConfig
-from varuna.fleet.state.fleet import Ended, FleetConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO
 

@@ -29,7 +29,8 @@ from varuna.fleet.net.ca import make_private
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_token
 from varuna.fleet.run_folder.journal import Journal
-from varuna.fleet.state.fleet import Ended, FleetConfig, Running
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
 from varuna.fleet.state.questions import Planner
 from varuna.fleet.state.run_events import Notice, RunEvent

@@ -20,7 +20,8 @@ from varuna.core.messages import (
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.manager.status import describe
-from varuna.fleet.state.fleet import FleetConfig, Running
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Running
 from varuna.fleet.state.inputs import ConnectionLost, FinishRequested, SpawnRequested, StopRequested, Tick
 from varuna.fleet.state.outputs import Complain, EndRun, Instruction, Kill, Publish, Send, Spawn
 from varuna.fleet.state.questions import Checkpoint

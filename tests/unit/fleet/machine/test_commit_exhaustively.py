@@ -28,7 +28,8 @@ from tests.unit.fleet.support import make_job, two_stages
 from varuna.core.messages import Apply, Recorded, Suspect
 from varuna.core.model import Memory
 from varuna.core.plan import Plan
-from varuna.fleet.state.fleet import Ended, FleetConfig, Stopping
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended, Stopping
 from varuna.fleet.state.outputs import Instruction, Publish, Send
 from varuna.fleet.state.run_events import VerdictReached
 

@@ -9,7 +9,8 @@ from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFl
 from varuna.core.saved import SavedShard
 from varuna.core.vote import VoteLayout
 from varuna.fleet.manager.status import describe
-from varuna.fleet.state.fleet import FleetConfig, Idle, Running, Stopping
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
     DrainRequested,
     FinishRequested,

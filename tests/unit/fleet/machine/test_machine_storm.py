@@ -28,7 +28,8 @@ from varuna.core.messages import (
 from varuna.core.model import JobFacts, Memory
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import Holders, holders_of
-from varuna.fleet.state.fleet import Ended, FleetConfig, Running
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import (
     DrainRequested,
     Event,

@@ -6,7 +6,8 @@ from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_sta
 from varuna.core.messages import Finish, Hold, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.state.fleet import Ended, Fleet, FleetConfig, Idle, Running, Stopping
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
     DrainRequested,
     FinishRequested,

@@ -6,7 +6,7 @@ from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_sta
 from varuna.core.messages import Hold, RaiseFlag, Suspect
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
 from varuna.fleet.state.morph_gain import Experience, weigh
 from varuna.fleet.state.run_events import Notice

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tests.unit.fleet.support import Driver, two_stages
 from varuna.core.messages import Beat
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import Tick
 from varuna.fleet.state.run_events import Notice
 

@@ -14,7 +14,8 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.times import RankTimes, Typical
 from varuna.fleet.manager.calibrator import Calibrator
-from varuna.fleet.state.fleet import Fleet, FleetConfig
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.fleet.state.worker import Standing, Worker

@@ -16,7 +16,8 @@ from varuna.fleet.manager.loop import Manager
 from varuna.fleet.manager.mailbox import Mailbox, Pulses
 from varuna.fleet.manager.status import describe
 from varuna.fleet.run_folder.journal import Journal, read_events
-from varuna.fleet.state.fleet import FleetConfig, Idle
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Idle
 from varuna.fleet.state.inputs import Event, FinishRequested, MessageReceived, StopRequested
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import Asked, Audited, GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost

@@ -13,7 +13,8 @@ from varuna.fleet.manager.resume import lost_workers, resume
 from varuna.fleet.net.protocol import Exited, WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.causes import FinishWish
-from varuna.fleet.state.fleet import Fleet, FleetConfig, Idle, Running, Stopping, Straggler
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Fleet, Idle, Running, Stopping, Straggler
 from varuna.fleet.state.inputs import (
     DrainRequested,
     FinishRequested,

@@ -8,7 +8,7 @@ from varuna.core.model import Memory
 from varuna.core.saved import SavedShard
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.state.causes import Objection
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import WorkerDistrusted
 from varuna.fleet.state.outputs import Kill
 

@@ -7,7 +7,7 @@ from varuna.core.errors import UsageError
 from varuna.fleet.run_folder.database import FILE
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.run_folder.sample_ledger import audit
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.outputs import Publish
 from varuna.fleet.state.questions import Checkpoint
 from varuna.fleet.state.run_events import GenerationStarted, RunEvent, StepRecorded

@@ -11,7 +11,7 @@ from varuna.fleet.run_folder.connection_file import find
 from varuna.fleet.service.cluster_workers import ClusterLaunch, ClusterWorkers
 from varuna.fleet.service.local_workers import LocalLaunch, LocalWorkers
 from varuna.fleet.service.service import ManagerService, ServiceConfig
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.run_events import Notice, RunEvent
 
 

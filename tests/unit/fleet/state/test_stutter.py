@@ -6,7 +6,7 @@ import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
 from varuna.core.messages import Beat, Leaving, RaiseFlag
-from varuna.fleet.state.fleet import FleetConfig
+from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO, StutterEvidence, slower_than_peers, slower_than_predicted
 
