@@ -43,12 +43,14 @@ class Reference:
         candidate: the way to make samples that worked.
         curve: of a run.
         noise: largest relative difference of another run whose first parameters were off by 3e-6.
+        first_noise: the same of the first loss alone.
         draws: the same batch twice gives two losses.
     """
 
     candidate: int
     curve: Curve
     noise: float
+    first_noise: float
     draws: bool
     parameters: int
 
@@ -174,8 +176,9 @@ def _tried(
             larger.append((number, prepared))
             raise CannotTrain(f"{parameters / 1e6:.0f} million parameters: too large for a sweep")
         curve = train(prepared, attempt.micro_batch)
-        noise = difference(curve, train(prepared, attempt.micro_batch, off=3e-6))
-        return Reference(number, curve, noise, _draws(prepared), parameters)
+        moved = train(prepared, attempt.micro_batch, off=3e-6)
+        first_noise = difference([(curve[0][0], 1.0)], [(moved[0][0], 1.0)])
+        return Reference(number, curve, difference(curve, moved), first_noise, _draws(prepared), parameters)
     except Exception as error:
         reasons.append(_said(error))
         return None

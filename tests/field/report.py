@@ -155,10 +155,10 @@ Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a pr
 in 2x1 in place of 3x1. The columns:
 
 - **right**: losses and gradient norms equal those of plain PyTorch in all three plans, to 1e-5 (or to three times what
-  plain PyTorch itself makes of first parameters that are off by 3e-6, and then to 1e-5 in the first loss), and 3x1
-  equals 1x1 bit for bit. What a refusal asks for is done, as a user would: where it names `micro_batch=`, the model is
-  tried again with `micro_batch=4` (and `per_micro_batch=True`, where the message names it) against plain PyTorch with
-  gradient accumulation over 4, on samples of equal length; where it names `cut=`, with as many as it says.
+  plain PyTorch itself makes of first parameters that are off by 3e-6; the first loss to once that), and 3x1 equals 1x1
+  bit for bit. What a refusal asks for is done, as a user would: where it names `micro_batch=`, the model is tried again
+  with `micro_batch=4` (and `per_micro_batch=True`, where the message names it) against plain PyTorch with gradient
+  accumulation over 4, on samples of equal length; where it names `cut=`, with as many as it says.
 - **refused**: a `VarunaError` before the first step that says where or what, and a way out.
 - **refused poorly**: the same in words that only this project or torch's developers understand.
 - **wrong**, **hang** (a plan not done within 45 seconds of an idle machine, or all of it within 120), **crash**: never

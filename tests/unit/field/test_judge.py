@@ -7,7 +7,7 @@ import pytest
 from tests.field import judge
 
 CURVE = [[4.5, 1.0], [4.4, 0.9], [4.3, 0.8]]
-PLAIN = {"curve": CURVE, "noise": 1e-7, "draws": False}
+PLAIN = {"curve": CURVE, "noise": 1e-7, "first_noise": 1e-7, "draws": False}
 
 
 def found(**parts: Any) -> dict[str, Any]:
@@ -57,6 +57,7 @@ def test_what_amplifies_rounding_has_more_room_but_not_in_its_first_loss() -> No
     late, early = (dict.fromkeys(("1x1", "3x1", "2x2"), off(1 + 2e-4, step=step)) for step in (1, 0))
     assert judge.column_of(noisy, found(**late))[0] == judge.RIGHT
     assert judge.column_of(noisy, found(**early))[0] == judge.WRONG
+    assert judge.column_of({**noisy, "first_noise": 1e-3}, found(**early))[0] == judge.RIGHT
 
 
 def test_a_model_of_two_sections_is_judged_in_two_stages() -> None:
