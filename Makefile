@@ -64,11 +64,11 @@ field-libraries: install
 FAMILY ?=
 SAMPLE ?= 100000
 
-# Resumes: verdicts are in .field/results.jsonl, and what has one is not judged again (delete it to begin anew).
+# Resumes: verdicts are in tests/field/verdicts.jsonl, and what has one is not judged again (empty it to begin anew).
 test-field: install field-libraries
 	$(BIN)/python -m tests.field --family "$(FAMILY)" --sample $(SAMPLE)
 
-# docs/field.md, from the verdicts that are in .field/results.jsonl
+# docs/field.md, from the verdicts that are in tests/field/verdicts.jsonl
 field-table: install field-libraries
 	$(BIN)/python -m tests.field --table docs/field.md
 

@@ -21,12 +21,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--begun-within", type=float, default=float("inf"), help="begin no job after so many seconds")
     parser.add_argument("--breadth", action="store_true", help="one job of each family")
     parser.add_argument("--column", action="append", default=[], help="again, those with this verdict, such as crash")
-    parser.add_argument("--results", type=Path, default=libraries.FOLDER / "results.jsonl")
+    parser.add_argument("--shard", type=_shard, default=(1, 1), help="K/N: the K-th of N parts, which may run at once")
+    parser.add_argument("--results", type=Path, default=Path(__file__).with_name("verdicts.jsonl"))
     parser.add_argument("--fresh", action="store_true", help="judge everything, and keep no results")
     parser.add_argument("--loud", action="store_true", help="show what jobs print")
     parser.add_argument("--list", action="store_true", help="print the names of the jobs")
     parser.add_argument("--table", type=Path, help="write the page of all results, and judge nothing")
     return parser.parse_args()
+
+
+def _shard(text: str) -> tuple[int, int]:
+    number, _, parts = text.partition("/")
+    if not 1 <= int(number) <= int(parts):
+        raise argparse.ArgumentTypeError(f"needs K/N with K from 1 to N, such as 1/2; found {text}")
+    return int(number), int(parts)
 
 
 def main() -> int:
@@ -39,11 +47,11 @@ def main() -> int:
     if arguments.fresh:
         with tempfile.NamedTemporaryFile(prefix="field-", suffix=".jsonl", delete=False) as file:
             arguments.results = Path(file.name)
-    arguments.results.parent.mkdir(exist_ok=True)
     known = sweep.done(arguments.results)
     every = catalogue.all_jobs()
     if arguments.table:
         arguments.table.write_text(report.page(every, known, report.versions(_commit())))
+        sweep.compact(arguments.results)
         return 0
     jobs = catalogue.chosen(
         every, part=arguments.family, names=arguments.job, first=arguments.sample, breadth=arguments.breadth
@@ -52,6 +60,8 @@ def main() -> int:
         jobs = tuple(job for job in jobs if job.name in known and known[job.name]["column"] in arguments.column)
     elif not arguments.job:
         jobs = tuple(job for job in jobs if job.name not in known)
+    number, parts = arguments.shard
+    jobs = jobs[number - 1 :: parts]
     if arguments.list:
         print("\n".join(job.name for job in jobs))
         return 0

@@ -27,6 +27,8 @@ MICRO_BATCH = 4
 _MEMORY_BYTES = 16 * 2**30
 """No job may take the machine's: an allocation beyond fails in its process."""
 _ANSWER_BYTES = 2**20
+_REASON = 600
+"""Characters of it that are kept."""
 
 
 def forked(work: Callable[[], Any], bound_s: float) -> tuple[Any, str]:
@@ -223,17 +225,19 @@ def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
     return {
         "job": job.name,
         "column": column,
-        "reason": reason,
+        "reason": reason[:_REASON],
         "asked": asked,
         "seconds": round(time.monotonic() - began_s, 1),
         "sections": found.get("capture", {}).get("sections"),
         "noise": expected.get("noise"),
         "parameters": expected.get("parameters"),
-        "curves": {
-            "plain": expected.get("curve"),
-            **{plan: found.get(plan, {}).get("curve") for plan in judge.parts_of(found)[1:]},
-        },
+        **({"curves": _curves(expected, found)} if column == judge.WRONG else {}),
     }
+
+
+def _curves(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    plans = {plan: found.get(plan, {}).get("curve") for plan in judge.parts_of(found)[1:]}
+    return {"plain": expected.get("curve"), **plans}
 
 
 def _as_told(attempt: Attempt, found: dict[str, Any]) -> Attempt:
@@ -254,6 +258,12 @@ def done(results: Path) -> dict[str, dict[str, Any]]:
         return {}
     lines = [json.loads(line) for line in results.read_text().splitlines() if line.strip()]
     return {line["job"]: line for line in lines}
+
+
+def compact(results: Path) -> None:
+    """Keep the newest verdict of each job, in the order of names. No sweep may be running."""
+    found = done(results)
+    results.write_text("".join(json.dumps(found[name]) + "\n" for name in sorted(found)))
 
 
 def begun_within(jobs: Iterable[Job], most_s: float, clock: Callable[[], float] = time.monotonic) -> Iterator[Job]:
