@@ -2,9 +2,9 @@
 
 import inspect
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.field import latents, libraries
+from tests.field.exceptions import DENOISERS
 from tests.field.jobs import MOST_PARAMETERS, Attempt, Job, Prepared, quiet
-from tests.field.latents import SIDE, USUAL, inputs, width_of
+from tests.field.latents import SIDE, USUAL, Manner, inputs, width_of
+from tests.field.placed import Placed, is_placed
 from tests.field.samples import Drawn, generator_of
 from tests.field.shrink import HEADS, LENGTH, WIDTH, shrunk
 
@@ -53,11 +55,14 @@ def _fields(kind: type[nn.Module]) -> Iterator[dict[str, Any]]:
 def _axes(parameters: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
     """Shares of a head that rotary embeddings have, for time, height and width, or for the last two."""
     shares: dict[int, tuple[int, ...]] = {2: (8, 8), 3: (4, 6, 6)}
-    return {
-        name: type(parameter.default)(shares[len(parameter.default)])
-        for name, parameter in parameters.items()
-        if _AXES.search(name) and isinstance(parameter.default, list | tuple) and len(parameter.default) in shares
-    }
+    found: dict[str, Any] = {"mrope_section": (4, 2, 2)} if "mrope_section" in parameters else {}
+    for name, parameter in parameters.items():
+        default = parameter.default
+        if name == "axes_dim" and default is None:
+            found[name] = list(shares[2])
+        elif _AXES.search(name) and isinstance(default, list | tuple) and len(default) in shares:
+            found[name] = type(default)(shares[len(default)])
+    return found
 
 
 _AXES = re.compile(r"ax[ei]s_dims?|^rope_dim_list$")
@@ -105,6 +110,9 @@ _FIXED = {
     "sample_height": SIDE,
     "sample_frames": 5,
     "max_text_seq_length": 6,
+    "text_len": 6,
+    "text_len_t5": 6,
+    "video_length": 2,
 }
 _MISSING = {
     "in_channels": 4,
@@ -126,7 +134,8 @@ def ways(attempt: Attempt) -> Iterator[Prepared]:
 
     kind = getattr(diffusers, attempt.job.model)
     reasons: list[str] = []
-    for fields in _fields(kind):
+    for smaller in _fields(kind):
+        fields = {**smaller, **DENOISERS.get(attempt.job.model, {})}
         try:
             _check_size(kind, fields)
             yield from _ways_of(kind, fields, reasons)
@@ -144,9 +153,46 @@ def _check_size(kind: type[nn.Module], fields: Mapping[str, Any]) -> None:
 
 
 def _ways_of(kind: type[nn.Module], fields: Mapping[str, Any], reasons: list[str]) -> Iterator[Prepared]:
-    model = _built(kind, fields, ())
-    takes = inspect.signature(kind.forward).parameters
-    channels = width_of(fields, "in_channels", "latent_dim", "in_visual_dim", "in_dim", default=4)
+    module = quiet(kind(**fields))
+    takes = dict(inspect.signature(kind.forward).parameters)
+    if is_placed(kind):
+        takes = {name: takes[name] for name in takes if name in inspect.signature(Placed.forward).parameters}
+    for given, manner in _forms(takes, fields):
+        draw = partial(inputs, given, fields, manner)
+        model = Placed(module, manner.shape) if is_placed(kind) else module
+        try:
+            with torch.no_grad():
+                batch = {name: value[None].repeat(2, *[1] * value.dim()) for name, value in draw(0).items()}
+                output = _first(model(**batch))
+        except Exception as error:
+            reasons.append(f"{type(error).__name__}: {error}")
+            continue
+        build = partial(_built, kind, fields, manner.shape)
+        yield Prepared(build, Drawn(partial(_with_target, draw, output.shape[1:])), _loss_of)
+
+
+def _forms(takes: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Manner]]:
+    """Names of what it is given, and in which forms, the likeliest first."""
+    plain, masked, framed = [], [], []
+    for shape in _shapes(fields):
+        lengths = (int(fields.get("num_embeddings") or _WORDS), _WORDS, *(shape if len(shape) == 2 else ()))
+        for words, fraction in itertools.product(dict.fromkeys(lengths), (False, True)):
+            manner = Manner(shape, words, fraction)
+            plain.append(manner)
+            masked += [replace(manner, mask=kind) for kind in (torch.bool, torch.long)]
+            framed.append(replace(manner, frames=shape[0 if len(shape) == 4 else -1]))
+    usual, more = _given(takes, fields)
+    yield from itertools.product(usual, plain)
+    if any("mask" in name for name in takes):
+        yield from itertools.product(usual, masked)
+    yield from itertools.product(usual[:1], framed)
+    yield from itertools.product(more, plain)
+
+
+def _shapes(fields: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Of latents: images, videos in three orders, sequences, sound, a vector."""
+    names = ("audio_acoustic_hidden_dim", "io_channels", "in_channels", "latent_dim", "in_visual_dim", "in_dim")
+    channels = width_of(fields, *names, default=4)
     square = (SIDE, SIDE)
     shapes = [
         (channels, *square),
@@ -154,107 +200,59 @@ def _ways_of(kind: type[nn.Module], fields: Mapping[str, Any], reasons: list[str
         (2, channels, *square),
         (LENGTH, channels),
         (channels, 4 * LENGTH),
+        (2, *square, channels),
+        (2, *square, 2 * channels + 1),
+        (2 * channels + 1, 2, *square),
+        (8, channels, 1, 2, 2),
     ]
     if "embedding_dim" in fields:
         shapes.append((width_of(fields, "embedding_dim"),))
-    for shape in shapes:
-        lengths = dict.fromkeys(
-            (int(fields.get("num_embeddings") or _WORDS), max(shape) if len(shape) == 2 else _WORDS)
-        )
-        for words, fraction, given in itertools.product(lengths, (False, True), _given(takes, fields)):
-            draw = partial(inputs, given, fields, shape, words, fraction)
-            build = partial(_built, kind, fields, shape)
-            try:
-                with torch.no_grad():
-                    batch = {name: value[None].repeat(2, *[1] * value.dim()) for name, value in draw(0).items()}
-                    output = _first(build()(**batch) if isinstance(model, Placed) else model(**batch))
-            except Exception as error:
-                reasons.append(f"{type(error).__name__}: {error}")
-                continue
-            yield Prepared(build, Drawn(partial(_with_target, draw, output.shape[1:])), _loss_of)
+    return shapes
 
 
 _WORDS = 6
 """Of a text beside the latents."""
 
 
-def _given(takes: Mapping[str, inspect.Parameter], fields: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
-    """Names of what a denoiser is given: as usual, all that we know of, as little as it takes."""
-    known = [name for name in takes if name in latents.known(fields, (1,), 1, torch.zeros(()), torch.Generator())]
+def _given(
+    takes: Mapping[str, inspect.Parameter], fields: Mapping[str, Any]
+) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Names of what a denoiser is given: as usual, all that we know of, the least; then one more or less."""
+    drawn = latents.known(fields, Manner((1,) * 4, 1), torch.Generator())
+    known = [name for name in takes if name in drawn]
     least = {name for name in known if takes[name].default is inspect.Parameter.empty}
     usual = least | {
         name
         for name in known
         if name in USUAL or (name == "class_labels" and fields.get("num_embeds_ada_norm") is not None)
     }
-    for names in dict.fromkeys(frozenset(each) for each in (usual, known, least)):
-        yield tuple(name for name in known if name in names)
+    likely = [usual, set(known), least]
+    near = [usual | {name} for name in known] + [{*known} - {name} for name in known if name not in least]
+    near += [usual - {name} for name in known if name not in least]
+
+    def ordered(several: list[set[str]]) -> list[tuple[str, ...]]:
+        return [
+            tuple(name for name in known if name in names)
+            for names in dict.fromkeys(frozenset(each) for each in several)
+        ]
+
+    first = ordered(likely)
+    return first, [names for names in ordered(near) if names not in first]
 
 
 def _built(kind: type[nn.Module], fields: Mapping[str, Any], shape: tuple[int, ...]) -> nn.Module:
     module = kind(**fields)
-    takes = inspect.signature(kind.forward).parameters
-    return quiet(Placed(module, shape) if _PLACES & set(takes) else module)
-
-
-_PLACES = {"img_ids", "txt_ids", "img_shapes", "num_frames", "height", "width", "audio_num_frames"}
-"""Arguments that say how patches lie, the same for all examples."""
-
-
-class Placed(nn.Module):
-    """A denoiser of sequences that wants to be told how patches and words lie, the same for all examples."""
-
-    def __init__(self, model: nn.Module, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.model = model
-        self.axes = len(getattr(model.config, "axes_dims_rope", (0, 0, 0)))
-        across = math.isqrt(shape[0]) if len(shape) == 2 else SIDE
-        frames = 1 if len(shape) < 4 else 2
-        told = {"num_frames": frames, "height": across, "width": across, "audio_num_frames": LENGTH}
-        takes = inspect.signature(model.forward).parameters
-        self.told: dict[str, Any] = {name: value for name, value in told.items() if name in takes}
-        if "img_shapes" in takes:
-            self.told["img_shapes"] = [[(frames, across, across)]]
-        self.ids = {"img_ids", "txt_ids"} <= set(takes)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor,
-        timestep: Tensor,
-        pooled_projections: Tensor | None = None,
-        guidance: Tensor | None = None,
-        encoder_attention_mask: Tensor | None = None,
-        encoder_hidden_states_mask: Tensor | None = None,
-        audio_hidden_states: Tensor | None = None,
-        audio_encoder_hidden_states: Tensor | None = None,
-    ) -> Any:
-        told: dict[str, Any] = dict(self.told)
-        if self.ids:
-            places = torch.arange(hidden_states.shape[1], device=hidden_states.device)[:, None].expand(-1, self.axes)
-            told["img_ids"] = places.float()
-            told["txt_ids"] = torch.zeros(encoder_hidden_states.shape[1], self.axes, device=hidden_states.device)
-        named = {
-            "pooled_projections": pooled_projections,
-            "guidance": guidance,
-            "encoder_attention_mask": encoder_attention_mask,
-            "encoder_hidden_states_mask": encoder_hidden_states_mask,
-            "audio_hidden_states": audio_hidden_states,
-            "audio_encoder_hidden_states": audio_encoder_hidden_states,
-        }
-        return self.model(
-            hidden_states=hidden_states,
-            encoder_hidden_states=encoder_hidden_states,
-            timestep=timestep,
-            **told,
-            **{name: value for name, value in named.items() if value is not None},
-        )
+    return quiet(Placed(module, shape) if is_placed(kind) else module)
 
 
 def _first(output: Any) -> Tensor:
-    found = output[0] if isinstance(output, tuple) else getattr(output, "sample", None)
+    found = output if isinstance(output, Tensor) else output[0] if isinstance(output, tuple) else None
+    if found is None:
+        found = getattr(output, "sample", None)
     if found is None and hasattr(output, "to_tuple"):
         found = output.to_tuple()[0]
+    if isinstance(found, list):  # one for each example
+        found = torch.stack(found)
     if not isinstance(found, Tensor):
         raise TypeError("no tensor to compare with the noise")
     return found

@@ -34,3 +34,31 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
 }
 """Fields of configurations, by family."""
+
+DENOISERS: Mapping[str, Mapping[str, Any]] = {
+    # channels of the moment that the first block gets beside those of the sound
+    "UNet1DModel": {"extra_in_channels": 64, "block_out_channels": (32, 32, 64)},
+    # five numbers about the picture
+    "UVit2DModel": {"micro_cond_embed_dim": 160},
+    # widths by the side of a face
+    "WanAnimateTransformer3DModel": {
+        "inject_face_latents_blocks": 2,
+        "motion_encoder_size": 32,
+        "motion_encoder_channel_sizes": {str(2**power): 8 for power in range(2, 6)},
+    },
+    # widths of two texts, layers of which one is read, and three axes of positions
+    "HiDreamImageTransformer2DModel": {
+        "caption_channels": [32, 32],
+        "llama_layers": list(range(8)),
+        "max_resolution": (8, 8),
+        "axes_dims_rope": (8, 4, 4),
+    },
+    # built by default without parts that every forward calls
+    "HunyuanVideoFramepackTransformer3DModel": {"has_clean_x_embedder": True, "has_image_proj": True},
+    # numbers of layers
+    "WanVACETransformer3DModel": {"vace_layers": [0, 2]},
+    "BriaFibo2Transformer2DModel": {"injection_layer_ids": (1, 3), "min_num_gist_tokens": 4, "max_num_gist_tokens": 8},
+    # the first and the last layer of a block change its width
+    "Kandinsky3UNet": {"layers_per_block": 3},
+}
+"""Arguments of constructors, by class."""
