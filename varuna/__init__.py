@@ -22,7 +22,7 @@ from varuna.core.version import __version__
 if TYPE_CHECKING:
     from varuna.core.model import Memory, Network
     from varuna.engine.stage.cross_stage import all_reduce_shared, owned
-    from varuna.job.options import Checkpoints, Collate, Loss
+    from varuna.job.options import Checkpoints, Collate, Loss, Weights
     from varuna.results import Evaluation, Step
     from varuna.trainer import Trainer
 
@@ -45,6 +45,7 @@ __all__ = [
     "Trainer",
     "UsageError",
     "VarunaError",
+    "Weights",
     "WorkerError",
     "__version__",
     "all_reduce_shared",
@@ -61,6 +62,7 @@ _LATE = {
     "Network": "varuna.core.model",
     "Step": "varuna.results",
     "Trainer": "varuna.trainer",
+    "Weights": "varuna.job.options",
     "all_reduce_shared": "varuna.engine.stage.cross_stage",
     "owned": "varuna.engine.stage.cross_stage",
 }

@@ -13,20 +13,23 @@ from varuna.core.errors import UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
 from varuna.data.collate import CollateFunction
+from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.evaluate import EvaluationWork
 from varuna.engine.worker.export import export_model
 from varuna.engine.worker.session import Session
 from varuna.job.arguments import check_whole, choose_device, refuse_unknown
-from varuna.job.options import Checkpoints, Collate, Loss, OnNan
+from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
+from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.job.start import begin
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.launched import failed, manager, watch_exceptions
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
-from varuna.partition.evaluation import for_evaluation
+from varuna.partition.capture.outputs import OutputsFunction, outputs_of
+from varuna.partition.evaluation import for_evaluation, for_prediction
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.initial.initial_values import Init
 from varuna.partition.model import PartitionedModel
@@ -50,7 +53,7 @@ class Trainer:
         num_workers: int = 0,
         micro_batch: int | None = None,
         seed: int = 0,
-        weights: str | os.PathLike[str] | None = None,
+        weights: str | os.PathLike[str] | Weights | None = None,
         init: Init = "constructor",
         lr_scheduler: SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
@@ -82,10 +85,11 @@ class Trainer:
             num_workers: processes that read and collate samples, for each worker. Default: a thread does.
             micro_batch: examples per micro-batch, m. Default: chosen once for the run. Batch normalisation needs it.
             seed: seed of initialisation, sample order and dropout.
-            weights: safetensors file, or folder written by ``save_pretrained``, to start from; each worker reads what
-                its stage needs.
-            init: without ``weights``: ``"constructor"`` builds the model once per worker, in turn; ``"per_parameter"``
-                draws every parameter separately, so that no worker ever holds the whole model.
+            weights: safetensors file, or folder written by ``save_pretrained``, to start from, or
+                ``Weights(path, missing="initialise")`` for a model with a new head; each worker reads what its stage
+                needs.
+            init: what is not in ``weights``: ``"constructor"`` builds the model once per worker, in turn;
+                ``"per_parameter"`` draws every parameter separately, so that no worker ever holds the whole model.
             lr_scheduler: builds a torch scheduler from the optimizer; it advances once per committed step.
             clip_grad_norm: largest global L2 norm of the gradients.
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
@@ -123,7 +127,7 @@ class Trainer:
             num_workers=num_workers,
             micro_batch=micro_batch,
             seed=seed,
-            weights=weights,
+            weights=weights if weights is None or isinstance(weights, Weights) else Weights(weights),
             init=init,
             lr_scheduler=lr_scheduler,
             clip_grad_norm=clip_grad_norm,
@@ -139,6 +143,7 @@ class Trainer:
         )
         self._session: Session | None = None
         self._evaluated: tuple[PartitionedModel, dict[str, Tensor]] | None = None  # in evaluation mode; its own buffers
+        self._predicting: dict[object, tuple[PartitionedModel, dict[str, Tensor]]] = {}  # by outputs and form of batch
         self._evaluations = 0
 
     def steps(self, n: int) -> Iterator[Step]:
@@ -160,6 +165,8 @@ class Trainer:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         offer(self._spec, n)
         self._session = begin(self._spec, n, manager() or solo_from_environment())
+        if calls_of(self, ["evaluate"], sys._getframe(1)):
+            self._evaluated = self._in_evaluation()  # now: a model that cannot be evaluated says so before step 0
         committed = self._session.steps()
         try:
             for step in committed:
@@ -185,17 +192,41 @@ class Trainer:
             ModelError: the model computes differently in evaluation mode, so it cannot be cut at the same places.
             DataError: a sample does not match the samples that the model was captured with.
         """
-        if self._session is None:
-            raise UsageError("trainer.evaluate(dataset) works inside the loop over trainer.steps(n), and after it")
-        source = self._spec.reader_of(dataset)
-        count = source.size if examples is None else examples
-        if count is None or count < 1 or (source.size is not None and count > source.size):
-            raise UsageError(f"examples={examples}: the dataset has {source.size or 'no length'}. Say how many to use.")
+        session, source, count = self._other(dataset, examples, "evaluate")
         if self._evaluated is None:
             self._evaluated = self._in_evaluation()
         self._evaluations += 1
         work = EvaluationWork(self._evaluations, *self._evaluated, source, count, self._spec.loss.weight)
-        return evaluation_of(self._session.evaluate(work), count)
+        return evaluation_of(session.evaluate(work), count)
+
+    def predict(
+        self, dataset: Any, output: OutputsFunction = outputs_of, *, examples: int | None = None
+    ) -> dict[str, Tensor] | None:
+        """Compute the model's outputs for another dataset, in evaluation mode, over all workers.
+
+        Call it on every rank at the same steps, as ``evaluate``.
+
+        Args:
+            dataset: as for ``evaluate``, with what ``forward`` needs; targets may be missing.
+            output: ``fn(output, batch)`` that returns a tensor, or a dict of tensors, with a row for each example.
+                Default: the output's ``logits``, else the tensor that ``forward`` returns.
+            examples: as for ``evaluate``.
+
+        Returns:
+            Rows by name (``"logits"``, else ``"output"``), in the order of the dataset, in host memory, on every rank.
+            None if a worker was lost meanwhile, or a morph was due; the next call predicts again.
+
+        Raises:
+            UsageError, ModelError, DataError: as for ``evaluate``.
+        """
+        session, source, count = self._other(dataset, examples, "predict", in_order=True)
+        batch = source.micro_batch(range(min(CAPTURED_SAMPLES, count)))
+        key = (output, tuple((name, value.dtype, value.shape[1:]) for name, value in sorted(batch.tensors.items())))
+        if key not in self._predicting:
+            spec = self._spec
+            self._predicting[key] = self._beside(for_prediction(spec.partitioned, spec.recipe, batch.tensors, output))
+        self._evaluations += 1
+        return session.predict(EvaluationWork(self._evaluations, *self._predicting[key], source, count, None))
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
@@ -211,10 +242,27 @@ class Trainer:
             raise UsageError("trainer.export(path) writes what trainer.steps(n) trained: run the loop first")
         export_model(self._session.current, self._spec.partitioned, Path(path), self._spec.built.json)
 
+    def _other(
+        self, dataset: Any, examples: int | None, method: str, *, in_order: bool = False
+    ) -> tuple[Session, SampleSource, int]:
+        """What runs, what reads another dataset, and how many of its examples."""
+        if self._session is None:
+            raise UsageError(f"trainer.{method}(dataset) works inside the loop over trainer.steps(n), and after it")
+        source = self._spec.reader_of(dataset, in_order=in_order)
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        count = size if examples is None else examples
+        if count is None or count < 1 or (size is not None and count > size):
+            raise UsageError(f"examples={examples}: the dataset has {size or 'no length'}. Say how many to use.")
+        return self._session, source, count
+
     def _in_evaluation(self) -> tuple[PartitionedModel, dict[str, Tensor]]:
         """The model in evaluation mode, and the buffers that only it needs."""
         spec = self._spec
-        model = for_evaluation(spec.partitioned, spec.recipe, spec.batch(CAPTURED_SAMPLES))
+        return self._beside(for_evaluation(spec.partitioned, spec.recipe, spec.batch(CAPTURED_SAMPLES)))
+
+    def _beside(self, model: PartitionedModel) -> tuple[PartitionedModel, dict[str, Tensor]]:
+        """A model beside the one that trains, where it computes, and the buffers that only it needs."""
+        spec = self._spec
         needed = needed_buffers(model) - needed_buffers(spec.partitioned)
         buffers = spec.beginning().buffers(needed) if needed else {}
         return on_device(model, spec.device), spec.cast(buffers)

@@ -38,6 +38,7 @@ class SampleSource:
         collate: CollateFunction | None = None,
         names: Callable[[], InputNames] | None = None,
         processes: int = 0,
+        shuffles: bool = True,
     ) -> None:
         """Check the dataset, without reading a sample.
 
@@ -47,12 +48,14 @@ class SampleSource:
             collate: makes named tensors of a list of samples.
             names: tells what ``forward`` takes; see ``Columns``.
             processes: how many read for a loader; 0: a thread does.
+            shuffles: anew in each epoch, if the dataset has a length.
 
         Raises:
             DataError: it is a stream, cannot be indexed, or is empty.
         """
         _check_dataset(dataset)
         self.size: int | None = len(dataset) if hasattr(dataset, "__len__") else None
+        self._shuffles = shuffles
         if self.size == 0:
             raise DataError(f"the dataset ({type(dataset).__name__}) is empty: len(dataset) is 0. Check its source.")
         self._dataset = dataset
@@ -64,7 +67,7 @@ class SampleSource:
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
         """Indices into the dataset of the samples at ``positions``, without reading them."""
-        if self.size is None:
+        if self.size is None or not self._shuffles:
             return tuple(positions)
         return tuple(sample_index(position, size=self.size, seed=self._seed) for position in positions)
 

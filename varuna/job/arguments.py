@@ -33,6 +33,8 @@ _ELSEWHERE: Mapping[str, str] = {
     "cut_points": "cut=... with the number of cut-points",
     "cut_at": "cut=[...] with the names of modules",
     "weight": "loss=varuna.Loss(..., weight=...)",
+    "weights_missing": 'weights=varuna.Weights(path, missing="initialise")',
+    "ignore_mismatched_sizes": 'weights=varuna.Weights(path, missing="initialise")',
     "per_micro_batch": "loss=varuna.Loss(..., per_micro_batch=True)",
     "lengths": "collate=varuna.Collate(..., lengths=[...])",
     "offload_optimizer": "memory=varuna.Memory(offload_optimizer=True)",

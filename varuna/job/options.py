@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, get_args
 
 from varuna.core.errors import UsageError
 from varuna.data.collate import CollateFunction
@@ -16,6 +16,8 @@ from varuna.store.opening import location
 
 OnNan = Literal["stop", "continue"]
 """What a run does when the loss or the gradients of a step are not finite."""
+Missing = Literal["refuse", "initialise"]
+"""What happens to parameters that ``weights`` lacks, or has in another shape."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,28 @@ class Checkpoints:
     def place(self) -> str:
         """The path as all processes of a run should name it: absolute, or a URL."""
         return location(self.path)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What parameters begin with, and what to do about those that are not there.
+
+    Attributes:
+        path: safetensors file, or folder written by ``save_pretrained``.
+        missing: ``"refuse"``, or ``"initialise"``: parameters that the files lack, or have in another shape, are drawn
+            as ``init`` says. Such a model has a new head.
+
+    Raises:
+        UsageError: one of them is out of range.
+    """
+
+    path: str | os.PathLike[str]
+    _: KW_ONLY
+    missing: Missing = "refuse"
+
+    def __post_init__(self) -> None:
+        if self.missing not in get_args(Missing):
+            raise UsageError(f"missing={self.missing!r} must be one of {', '.join(get_args(Missing))}")
 
 
 @dataclass(frozen=True)

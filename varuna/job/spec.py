@@ -1,6 +1,5 @@
 """A job: everything that a script says to its Trainer, checked, and what tools learn from it."""
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
@@ -20,7 +19,7 @@ from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, Sch
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device
 from varuna.job.model_config import Configured
-from varuna.job.options import Checkpoints, Collate, Loss, OnNan
+from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.partition.capture.capture import MetricsFunction, Recipe
 from varuna.partition.capture.signature import input_names
 from varuna.partition.cut_at import chooser
@@ -52,7 +51,7 @@ class JobSpec:
     num_workers: int = 0
     micro_batch: int | None = None
     seed: int = 0
-    weights: str | os.PathLike[str] | None = None
+    weights: Weights | None = None
     init: Init = "constructor"
     lr_scheduler: SchedulerFactory | None = None
     clip_grad_norm: float | None = None
@@ -78,7 +77,8 @@ class JobSpec:
         if self.on_nan not in get_args(OnNan):
             raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
         self._check_before_step()
-        check_beginning(self.init, self.weights)
+        weights = self.weights
+        check_beginning(self.init, None if weights is None else weights.path, may_miss=self._may_miss)
         _ = self.source
 
     @property
@@ -141,8 +141,8 @@ class JobSpec:
             choose=chooser(self.cut) if isinstance(self.cut, Sequence) else None,
         )
 
-    def reader_of(self, dataset: Any) -> SampleSource:
-        """Reads another dataset as the job's own is read.
+    def reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
+        """Reads another dataset as the job's own is read; ``in_order``: without shuffling.
 
         Raises:
             DataError: it cannot be read by index.
@@ -153,6 +153,7 @@ class JobSpec:
             collate=self.collate.function,
             names=lambda: input_names(self.recipe, is_weighed=self.loss.weight is not None),
             processes=self.num_workers,
+            shuffles=not in_order,
         )
 
     def batch(self, examples: int) -> dict[str, Tensor]:
@@ -171,14 +172,19 @@ class JobSpec:
             model.shapes,
             seed=self.seed,
             init=self.init,
-            weights=None if self.weights is None else Path(self.weights).absolute(),
+            weights=None if self.weights is None else Path(self.weights.path).absolute(),
             digest=model.facts.digest,
+            may_miss=self._may_miss,
         )
 
     def initial(self) -> Initial:
         """The whole model as it is before step 0."""
         initial = self.beginning().whole()
         return initial if self.precision == "fp32" else initial.to(self.dtype)
+
+    @property
+    def _may_miss(self) -> bool:
+        return self.weights is not None and self.weights.missing == "initialise"
 
     # -- what is refused ------------------------------------------------------------------------------------
 

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from varuna.core.errors import ModelError
 from varuna.partition.capture.capture import Recipe
-from varuna.partition.cut.match_cuts import same_places
+from varuna.partition.capture.outputs import OutputsFunction
+from varuna.partition.cut.match_cuts import UnlikeGraphsError, same_sections
 from varuna.partition.lengths import resized
 from varuna.partition.model import PartitionedModel, partition
+
+_INSTEAD = "Evaluate this model from trainer.export(path) in plain PyTorch."
 
 
 def for_evaluation(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -> PartitionedModel:
@@ -32,28 +35,51 @@ def for_evaluation(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, 
     return replace(graphs[0], variants=tuple(graphs) if model.variants else (), length_keys=model.length_keys)
 
 
+def for_prediction(
+    model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor], outputs: OutputsFunction
+) -> PartitionedModel:
+    """The same, with what ``outputs`` returns in the place of metrics, and nothing that counts in that of the loss.
+
+    Args:
+        model: as it trains.
+        recipe: from which ``model`` was captured.
+        batch: a collated batch of samples, with or without targets.
+        outputs: makes rows of the model's output.
+
+    Raises:
+        ModelError: as for ``for_evaluation``, or ``outputs`` returns no rows.
+    """
+    keyed = [replace(graph, length_keys=model.length_keys) for graph in model.graphs]
+    graphs = [_captured(graph, replace(recipe, outputs=outputs), batch, count_targets=False) for graph in keyed]
+    return replace(graphs[0], variants=tuple(graphs) if model.variants else (), length_keys=model.length_keys)
+
+
 def _one(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -> PartitionedModel:
-    shaped = {
-        key: resized(value, model.inputs[key].shape[0]) if key in model.length_keys else value
-        for key, value in batch.items()
-    }
-    found = partition(
-        replace(recipe, training=False, eager=tuple(model.eager)),
-        shaped,
-        count_targets=model.counts_targets or model.whole is not None,
-        choose=same_places(model.operations, model.cuts, nearest=True),
-    )
-    for one, two in zip(model.sections, found.sections, strict=True):
-        more = set(two.parameters) - set(one.parameters)
-        if more:
-            raise ModelError(
-                f"in evaluation mode section {one.index} ({one.label}) needs parameters that it does not train with: "
-                f"{', '.join(sorted(more)[:5])}. Evaluate this model from trainer.export(path) in plain PyTorch."
-            )
+    found = _captured(model, recipe, batch, count_targets=model.counts_targets or model.whole is not None)
     apart = (found.whole is None) != (model.whole is None)
     if apart or found.metrics != model.metrics or found.counts_targets != model.counts_targets:
         raise ModelError(
             "in evaluation mode the model computes its loss differently, so it cannot be weighed as in training. "
-            "Evaluate this model from trainer.export(path) in plain PyTorch."
+            + _INSTEAD
         )
     return found
+
+
+def _captured(
+    model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor], *, count_targets: bool
+) -> PartitionedModel:
+    shaped = {
+        key: resized(value, model.inputs[key].shape[0]) if key in model.length_keys else value
+        for key, value in batch.items()
+    }
+    try:
+        return partition(
+            replace(recipe, training=False, eager=tuple(model.eager)),
+            shaped,
+            count_targets=count_targets,
+            choose=same_sections(model.operations, model.cuts, [section.parameters for section in model.sections]),
+        )
+    except UnlikeGraphsError as error:
+        raise ModelError(
+            f"in evaluation mode the model cannot be cut where it is cut in training: {error}. {_INSTEAD}"
+        ) from error

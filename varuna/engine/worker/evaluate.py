@@ -5,7 +5,7 @@ before every use anyway. All ranks take part, between two steps; if the generati
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from varuna.core.plan import Plan
 from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource
 from varuna.engine.links.message import Layout
-from varuna.engine.pipeline.forward_pass import EVALUATION, ForwardPass
+from varuna.engine.pipeline.forward_pass import EVALUATION, Arrived, ForwardPass
 from varuna.engine.stage.stage import flow_on
 from varuna.engine.worker.generation import Generation
 from varuna.partition.batch_weight import WeightFunction
@@ -57,29 +57,29 @@ def evaluate(generation: Generation, work: EvaluationWork) -> EvaluationSums:
         LinkError: a link broke, or nothing came within the bound.
         DataError: a sample is not what the model was captured with, or differs between stages.
     """
-    evaluation = _Evaluation(generation, work)
+    evaluation = EvaluationRun(generation, work)
     try:
         return evaluation.run()
     finally:
         evaluation.close()
 
 
-class _Evaluation:
+class EvaluationRun:
     """One rank's part of an evaluation."""
 
     def __init__(self, generation: Generation, work: EvaluationWork) -> None:
         plan, rank = generation.plan, generation.assignment.rank
-        self._generation, self._work, self._stage = generation, work, generation.stage
-        self._plan: Plan = plan.model_copy(update={"global_batch": work.examples})
-        self._mine = self._plan.micro_batches_of(generation.replica)
-        self._chunk = _AHEAD * plan.stages
-        self._longest = max(len(self._plan.micro_batches_of(replica)) for replica in range(plan.replicas))
+        self.generation, self.work, self.stage = generation, work, generation.stage
+        self.plan: Plan = plan.model_copy(update={"global_batch": work.examples})
+        self._mine = self.plan.micro_batches_of(generation.replica)
+        self.chunk = _AHEAD * plan.stages
+        self._longest = max(len(self.plan.micro_batches_of(replica)) for replica in range(plan.replicas))
         buffers = {**work.buffers, **self._foreign_buffers()}
-        self._runners = [self._stage.evaluation_runners(graph, buffers) for graph in work.model.graphs]
-        known = {**self._stage.job.buffers, **buffers}
+        self._runners = [self.stage.evaluation_runners(graph, buffers) for graph in work.model.graphs]
+        known = {**self.stage.job.buffers, **buffers}
         self._forward_pass = ForwardPass(
-            self._stage,
-            self._plan,
+            self.stage,
+            self.plan,
             rank,
             model=work.model,
             buffers=known,
@@ -94,27 +94,27 @@ class _Evaluation:
 
     def _foreign_buffers(self) -> dict[str, Tensor]:
         """Newest values of statistics that a section reads and another stage updates (a normalisation used twice)."""
-        trained, stage = self._stage.job, self._stage
+        trained, stage = self.stage.job, self.stage
         owners = {name: section.index for section in trained.model.sections for name in section.updated}
         shared = {
             name: trained.buffers[name]
-            for graph in self._work.model.graphs
+            for graph in self.work.model.graphs
             for section in graph.sections
             for name in section.buffers
             if owners.get(name, section.index) != section.index
         }
-        if not shared or self._plan.workers == 1:
+        if not shared or self.plan.workers == 1:
             return {}
         crossings = [
             Crossing(name, value.dtype, tuple(value.shape), (0,) * value.dim(), differentiable=False)
             for name, value in sorted(shared.items())
         ]
         layout = Layout(tuple(crossings), 1, digests=False)
-        speaks = self._generation.replica == 0  # one writer for each byte: adding words is exact
+        speaks = self.generation.replica == 0  # one writer for each byte: adding words is exact
         own = {name: stage.buffers[name] for name in shared if speaks and name in stage.buffers}
         table = layout.pack(own, copies=stage.job.traffic.links).whole()
         words = table.view(torch.int64)
-        self._sum("buffers", words, "the running statistics of other stages, in an evaluation")
+        self.sum_all("buffers", words, "the running statistics of other stages, in an evaluation")
         return layout.unpack(table, stage.job.traffic.links)
 
     # -- the run -------------------------------------------------------------------------------------------
@@ -123,15 +123,19 @@ class _Evaluation:
         """Run all chunks; after each, the ranks meet."""
         if self._whole.used:
             self._count()
-        self._forward_pass.request(self._work.number)
-        rows: list[Tensor] = []
-        for first in range(0, self._longest, self._chunk):
-            rows.append(self._meet(first, [self._forward(j) for j in self._mine[first : first + self._chunk]]))
-        return _summed(torch.cat(rows), self._work.model.metrics)
+        rows = [self._meet(first, list(map(self._sums, chunk))) for first, chunk in self.chunks()]
+        return _summed(torch.cat(rows), self.work.model.metrics)
+
+    def chunks(self) -> Iterator[tuple[int, list[int]]]:
+        """This replica's micro-batches between two meetings, and how many came before; as many chunks on every rank."""
+        self._forward_pass.request(self.work.number)
+        for first in range(0, self._longest, self.chunk):
+            yield first, list(self._mine[first : first + self.chunk])
+            self.stage.truths.check(self.work.source, self.plan, 0)
 
     def _count(self) -> None:
         """Numbers of all examples: where loss terms count different things, those samples are read twice."""
-        work = self._work
+        work = self.work
         counters = [graph.whole.counter for graph in work.model.graphs if graph.whole is not None]
         keys = [key for counter in counters if counter is not None for key in counter.inputs]
         loader: Loader
@@ -145,48 +149,51 @@ class _Evaluation:
 
         if self._whole.counts:
             loader = Loader(work.source, deliver=deliver)
-            wanted = [(micro_batch, list(self._plan.samples_of(micro_batch))) for micro_batch in self._mine]
+            wanted = [(micro_batch, list(self.plan.samples_of(micro_batch))) for micro_batch in self._mine]
             loader.request(work.number, wanted, (*keys, *work.model.length_keys[:1]))
         try:
             what = "what the other ranks counted for an evaluation"
-            self._whole.begin(work.number, lambda table: self._sum("counts", table, what))
+            self._whole.begin(work.number, lambda table: self.sum_all("counts", table, what))
             self._whole.settle(lambda: None)
         finally:
             if self._whole.counts:
                 loader.close(timeout_s=0.0)
 
-    def _forward(self, micro_batch: int) -> list[float]:
-        """One micro-batch through this stage; its sums, on the last one."""
-        work, made = self._work, tuple[Tensor, ...]()
+    def forward(self, micro_batch: int) -> tuple[tuple[Tensor, ...], Arrived]:
+        """One micro-batch through this stage: what the last one makes, and of what; nothing on others."""
+        work, made = self.work, tuple[Tensor, ...]()
         arrived = self._forward_pass.take(work.number, micro_batch)
         flowing, variant = arrived.values, arrived.examples.variant
         for runner in self._runners[variant]:
             made = runner.forward(flowing, arrived.examples, 0, micro_batch)
             flowing = flow_on(work.model.graphs[variant], flowing, runner, made)
-        if self._stage.is_last:
-            return self._forward_pass.sums(micro_batch, made, arrived)
+        if self.stage.is_last:
+            return made, arrived
         self._forward_pass.hand_on(work.number, micro_batch, flowing, arrived)
-        return []
+        return (), arrived
+
+    def _sums(self, micro_batch: int) -> list[float]:
+        made, arrived = self.forward(micro_batch)
+        return self._forward_pass.sums(micro_batch, made, arrived) if self.stage.is_last else []
 
     def _meet(self, first: int, found: Sequence[Sequence[float]]) -> Tensor:
         """Sums of a chunk by replica and micro-batch, on all ranks; each has one writer, so adding is exact."""
-        width = 2 + len(self._work.model.metrics)
-        table = torch.zeros(self._plan.replicas, self._chunk, width, dtype=torch.float64)
+        width = 2 + len(self.work.model.metrics)
+        table = torch.zeros(self.plan.replicas, self.chunk, width, dtype=torch.float64)
         for position, values in enumerate(found):
             if values:
-                table[self._generation.replica, position] = torch.tensor(values, dtype=torch.float64)
-        self._stage.truths.check(self._work.source, self._plan, 0)
-        self._sum("sums", table, f"the sums of an evaluation (from micro-batch {first} on)")
+                table[self.generation.replica, position] = torch.tensor(values, dtype=torch.float64)
+        self.sum_all("sums", table, f"the sums of an evaluation (from micro-batch {first} on)")
         return table.view(-1, width)
 
     def close(self) -> None:
         """Let the threads end, and the processes that read."""
         self._forward_pass.close()
-        self._work.source.close()
+        self.work.source.close()
 
-    def _sum(self, kind: str, table: Tensor, what: str) -> None:
+    def sum_all(self, kind: str, table: Tensor, what: str) -> None:
         """Sum over all ranks, in place."""
-        self._generation.reducer.sum_over_grid((f"evaluation's {kind}", self._work.number), table, what)
+        self.generation.reducer.sum_over_grid((f"evaluation's {kind}", self.work.number), table, what)
 
 
 def _summed(rows: Tensor, metrics: Sequence[str]) -> EvaluationSums:

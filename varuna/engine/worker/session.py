@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -27,6 +27,7 @@ from varuna.engine.stage.job import Job
 from varuna.engine.worker.divergence import check_finite
 from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
+from varuna.engine.worker.predict import predict
 from varuna.engine.worker.reporting import Reporter
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import layout_of, overflowed, run_step
@@ -36,6 +37,7 @@ from varuna.partition.batch_weight import WeightFunction
 from varuna.process.console import warn
 from varuna.process.threads import join_all
 
+Found = TypeVar("Found")
 _EXIT_BOUND_S = 5.0
 _RECENT_STEPS = 32
 """The median of this many steps tells how long a step takes: a single one may compile, or wait for user code."""
@@ -121,7 +123,15 @@ class Session:
         self._membership.close()
 
     def evaluate(self, work: EvaluationWork) -> EvaluationSums | None:
-        """The loss of other data, at the step that all ranks have just been given.
+        """The loss of other data, at the step that all ranks have just been given; None as for ``aside``."""
+        return self.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
+
+    def predict(self, work: EvaluationWork) -> dict[str, Tensor] | None:
+        """What the model predicts for other data; None as for ``aside``."""
+        return self.aside(partial(predict, work=work), f"predicts {work.examples} examples")
+
+    def aside(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
+        """Use the present generation between two steps; all ranks call this at the same step.
 
         None if the generation ends meanwhile: training goes on, with whoever is left. The state is at rest, so the
         manager gets its answer at once.
@@ -131,10 +141,10 @@ class Session:
         """
         generation = self.current
         if generation is None:
-            raise FleetError("trainer.evaluate(dataset) works inside the training loop and after it: run a step first")
-        before, self._what = self._what, f"evaluates {work.examples} examples"
+            raise FleetError("evaluation and prediction work inside the training loop and after it: run a step first")
+        before, self._what = self._what, doing
         try:
-            return evaluate(generation, work)
+            return run(generation)
         except GenerationEnded:
             return None
         except LinkError as error:

@@ -24,6 +24,7 @@ from varuna.partition.capture.dtypes import HALVES, check_dtypes
 from varuna.partition.capture.export import ExportedGraph, export
 from varuna.partition.capture.guards import Taken, taken_for_granted
 from varuna.partition.capture.known_inputs import Givens
+from varuna.partition.capture.outputs import OutputsFunction, rows_of
 from varuna.partition.capture.parameter_limits import limits_of
 from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.graph.captured import Capture as Capture
@@ -64,6 +65,8 @@ class Recipe:
     """False: as ``model.eval()`` makes it"""
     eager: tuple[str, ...] = ()
     """paths of modules that run as written, as one operation each, if that is known already"""
+    outputs: OutputsFunction | None = None
+    """for predictions, instead of loss and metrics: tensors with a row for each example"""
 
 
 class LossModule(nn.Module):
@@ -74,13 +77,17 @@ class LossModule(nn.Module):
         self.model = model
         self.loss = recipe.loss
         self.metrics = recipe.metrics
+        self.outputs = recipe.outputs
         self.dtype = recipe.dtype
         self.takes = accepted_keys(model)
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss, and the metric sums (detached, float32)."""
+        """The loss, and the metric sums (detached, float32); of a prediction any number, and its rows."""
         keys = batch.keys() if self.takes is None else [key for key in batch if key in self.takes]
         output = self.model(**{key: self._cast(batch[key]) for key in keys})
+        if self.outputs is not None:
+            rows = rows_of(self.outputs(output, batch), batch)
+            return torch.stack([value.sum().to(torch.float32) for value in rows.values()]).sum(), rows
         loss = self.loss(output, batch) if self.loss is not None else loss_of(output)
         sums = dict(self.metrics(output, batch)) if self.metrics is not None else {}
         for name, value in sums.items():
@@ -205,7 +212,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     except Exception as error:
         said = explain("cannot be captured", error)
         raise ModelError(of_model(said, model, error, is_small=givens.is_small)) from error
-    sources = source_digest(model, recipe.build, recipe.loss, recipe.metrics)
+    sources = source_digest(model, recipe.build, recipe.loss, recipe.metrics, recipe.outputs)
     return _describe(exported, model, list(fake), taken, sources)
 
 

@@ -5,7 +5,7 @@ All three are the same for every P and D. Only the first needs the memory of a w
 
 import gc
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -17,7 +17,7 @@ from varuna.partition.capture.capture import Recipe
 from varuna.partition.capture.construction import Construction, construct
 from varuna.partition.initial.constructor import Initial, check_shapes, materialise, select
 from varuna.partition.initial.pretrained import Fit, TensorEntry, fingerprint, fit, list_entries, read_tensors, some
-from varuna.process.console import warn
+from varuna.process.console import say, warn
 from varuna.process.host_lock import turn
 
 Init = Literal["constructor", "per_parameter"]
@@ -49,7 +49,7 @@ class InitialParameters(Protocol):
 
 
 def begin_with(
-    recipe: Recipe, shapes: Shapes, *, seed: int, init: Init, weights: Path | None, digest: str
+    recipe: Recipe, shapes: Shapes, *, seed: int, init: Init, weights: Path | None, digest: str, may_miss: bool = False
 ) -> InitialParameters:
     """The source of initial values that the user asked for.
 
@@ -57,41 +57,45 @@ def begin_with(
         recipe: the model.
         shapes: parameter -> shape, as captured.
         seed: of initialisation.
-        init: how parameters are drawn, without ``weights``.
+        init: how parameters are drawn that are not in ``weights``.
         weights: a safetensors file or folder.
         digest: of the job: its workers on one host build the model in turn.
+        may_miss: parameters that ``weights`` lacks, or has in another shape, are drawn.
 
     Raises:
         ModelError: the constructor cannot be replayed for one parameter at a time.
         CheckpointError: the weights cannot be read, or are of another model.
     """
-    if weights is not None:
-        return Pretrained(recipe, shapes, seed, weights, digest)
-    return (
-        PerParameter(recipe, shapes, seed, digest)
+    drawn = (
+        partial(PerParameter, recipe, shapes, seed, digest)
         if init == "per_parameter"
-        else Constructor(recipe, shapes, seed, digest)
+        else partial(Constructor, recipe, shapes, seed, digest)
+    )
+    return (
+        drawn() if weights is None else Pretrained(recipe, shapes, seed, weights, digest, drawn if may_miss else None)
     )
 
 
-def check_beginning(init: str, weights: object) -> None:
+def check_beginning(init: str, weights: object, *, may_miss: bool = False) -> None:
     """Refuse arguments that are wrong whatever the model is.
 
     Raises:
-        UsageError: an unknown ``init``, both arguments, or no such path.
+        UsageError: an unknown ``init``, both arguments where nothing may be missing, or no such path.
     """
     if init not in ("constructor", "per_parameter"):
         raise UsageError(f'init={init!r} must be "constructor" or "per_parameter"')
     if weights is None:
         return
-    if init != "constructor":
+    if init != "constructor" and not may_miss:
         raise UsageError(f"weights= sets every parameter: leave out either init={init!r} or weights=")
     if not isinstance(weights, (str, Path)) and not hasattr(weights, "__fspath__"):
         raise UsageError(f"weights= is the path of a safetensors file or folder, not a {type(weights).__name__}")
     if not Path(weights).exists():
         raise UsageError(
             f"weights={str(weights)!r} does not exist on this machine. Save a folder with "
-            "model.save_pretrained(folder), or download one; every machine needs it."
+            "model.save_pretrained(folder), or download one, such as with "
+            "huggingface_hub.snapshot_download('google-bert/bert-base-uncased'), which returns its path; every machine "
+            "needs it."
         )
 
 
@@ -171,24 +175,58 @@ class PerParameter:
 class Pretrained:
     """A checkpoint's parameters and saved buffers; all other buffers as the constructor makes them."""
 
-    def __init__(self, recipe: Recipe, shapes: Shapes, seed: int, path: Path, digest: str) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        shapes: Shapes,
+        seed: int,
+        path: Path,
+        digest: str,
+        drawn: Callable[[], InitialParameters] | None = None,
+    ) -> None:
+        """Look at the files, without reading values.
+
+        Args:
+            recipe: the model.
+            shapes: parameter -> shape, as captured.
+            seed: of initialisation.
+            path: a safetensors file or folder.
+            digest: of the job.
+            drawn: makes the source of parameters that the files lack; None: they may lack none.
+        """
         self._recipe, self._shapes, self._seed, self._digest = recipe, shapes, seed, digest
         self.construction = construct(recipe.build, seed)
         check_shapes(shapes, self.construction.shapes)
         entries = list_entries(path)
-        self._fit: Fit = fit(entries, shapes, self.construction.aliases, str(path))
+        self._fit: Fit = fit(entries, shapes, self.construction.aliases, str(path), may_miss=drawn is not None)
+        self._drawn = drawn() if drawn is not None and self._fit.without else None
         saved = self.construction.saved_buffers
         self._buffers: dict[str, TensorEntry] = {name: entry for name, entry in entries.items() if name in saved}
         self._path = path
-        self.name = f"weights:{fingerprint(entries)}"
+        self.name = f"weights:{fingerprint(entries)}" + (f"+{self._drawn.name}" if self._drawn else "")
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
-        """Read these tensors and no others."""
-        unexpected = [name for name in self._fit.unexpected if name not in self.construction.buffers]
-        if check is not None and unexpected:  # said once, by the rank that checks
-            warn(f"the model has no place for {some(unexpected)} of {self._path}")
+        """Read these tensors and no others; draw those that the files lack."""
+        if check is not None:  # said once, by the rank that checks
+            self._tell()
         _check_small(self._recipe, self._shapes, self._seed, self._digest, check)
-        return read_tensors({name: self._fit.entries[name] for name in names})
+        wanted, without = list(names), self._fit.without
+        found = read_tensors({name: self._fit.entries[name] for name in wanted if name not in without})
+        if self._drawn is not None and (new := [name for name in wanted if name in without]):
+            found.update(self._drawn.parameters(new))
+        return {name: found[name] for name in wanted}
+
+    def _tell(self) -> None:
+        """Say what is not as in the files."""
+        new, unexpected = self._fit.without, [n for n in self._fit.unexpected if n not in self.construction.buffers]
+        if new:
+            read = len(self._shapes) - len(new)
+            say(
+                f"{read} of {len(self._shapes)} parameters are read from {self._path}; {len(new)} are initialised "
+                f"({self._fit.differences})"
+            )
+        if unexpected:
+            warn(f"the model has no place for {some(unexpected)} of {self._path}")
 
     def buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Values of some buffers: from the file if the model saves them, else as the constructor makes them."""

@@ -30,10 +30,21 @@ class TensorEntry(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """How files fit a model: which entry is which parameter, and which are left over."""
+    """How files fit a model: which entry is which parameter, which are left over, and which parameters have none."""
 
     entries: dict[str, TensorEntry]
     unexpected: tuple[str, ...]
+    absent: tuple[str, ...] = ()
+    """parameters without an entry"""
+    misshapen: tuple[str, ...] = ()
+    """parameters whose entry is of another shape"""
+    differences: str = ""
+    """both, for people"""
+
+    @property
+    def without(self) -> frozenset[str]:
+        """Parameters that the files have no values for."""
+        return frozenset((*self.absent, *self.misshapen))
 
 
 def list_entries(path: Path) -> dict[str, TensorEntry]:
@@ -79,7 +90,14 @@ def _files(path: Path) -> list[Path]:
     )
 
 
-def fit(entries: Mapping[str, TensorEntry], shapes: Mapping[str, Shape], aliases: Mapping[str, str], where: str) -> Fit:
+def fit(
+    entries: Mapping[str, TensorEntry],
+    shapes: Mapping[str, Shape],
+    aliases: Mapping[str, str],
+    where: str,
+    *,
+    may_miss: bool = False,
+) -> Fit:
     """Find the entry of every parameter, under any of its names, and with or without the prefix of a base model.
 
     Args:
@@ -87,6 +105,7 @@ def fit(entries: Mapping[str, TensorEntry], shapes: Mapping[str, Shape], aliases
         shapes: parameter (first name) -> shape.
         aliases: further name of a tied parameter -> its first name.
         where: the path, for messages.
+        may_miss: parameters may be missing or of another shape, but not all of them.
 
     Raises:
         CheckpointError: parameters are missing or of another shape; names them.
@@ -100,23 +119,26 @@ def fit(entries: Mapping[str, TensorEntry], shapes: Mapping[str, Shape], aliases
         if match := _first(candidates, entries):
             found[name] = match
     missing = [name for name in shapes if name not in found]
+    misshapen = [name for name, shape in shapes.items() if name in found and found[name].shape != shape]
     odd = [
-        f"{name} is {list(found[name].shape)} in the file but {list(shape)} in the model"
-        for name, shape in shapes.items()
-        if name in found and found[name].shape != shape
+        f"{name} is {list(found[name].shape)} in the file but {list(shapes[name])} in the model" for name in misshapen
     ]
     used = {entry.name for entry in found.values()}
     known_names = {_renamed(name, prefix, added) for name in aliases} | aliases.keys()
     unexpected = tuple(name for name in entries if name not in used and name not in known_names)
-    if missing or odd:
-        parts = [f"{some(missing)} missing"] if missing else []
-        parts += [f"{some(odd)}"] if odd else []
-        parts += [f"{some(unexpected)} unexpected"] if unexpected else []
-        raise CheckpointError(
-            f"the weights in {where} do not fit the model: {'; '.join(parts)}. Build the model with the "
-            "configuration and class that the weights were saved from, or leave weights= out."
+    parts = [f"{some(missing)} missing"] if missing else []
+    parts += [f"{some(odd)}"] if odd else []
+    said = "; ".join(parts)
+    nothing_fits = len(missing) + len(odd) == len(shapes)
+    if said and (nothing_fits or not may_miss):
+        remedy = (
+            "Build the model with the configuration and class that the weights were saved from, or leave weights= out."
         )
-    return Fit(found, unexpected)
+        if not nothing_fits:
+            remedy += f' If they are new (another head): weights=varuna.Weights({where!r}, missing="initialise").'
+        left = f"; {some(unexpected)} unexpected" if unexpected else ""
+        raise CheckpointError(f"the weights in {where} do not fit the model: {said}{left}. {remedy}")
+    return Fit(found, unexpected, tuple(missing), tuple(misshapen), said)
 
 
 def read_tensors(entries: Mapping[str, TensorEntry]) -> dict[str, Tensor]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, run_all, single_threaded
 from tests.unit.engine.stage.test_batch_norm import Normalised, Points, buffers_of, sgd
-from varuna.core.errors import UsageError
+from varuna.core.errors import ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.data import sample_index
@@ -130,6 +131,76 @@ def test_batch_normalisation_uses_its_running_statistics() -> None:
     assert deep == alone
 
 
+def bert() -> nn.Module:
+    """So small that the dropout of its embeddings is a section: nothing is left of it in evaluation."""
+    from transformers import BertConfig, BertForSequenceClassification
+
+    return BertForSequenceClassification(
+        BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=64)
+    )
+
+
+def t5() -> nn.Module:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    sizes: dict[str, Any] = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "vocab_size": 64}
+    sizes["decoder_start_token_id"] = 0
+    return T5ForConditionalGeneration(T5Config(**sizes))
+
+
+def vit() -> nn.Module:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    return ViTForImageClassification(
+        ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=32,
+            image_size=16,
+            patch_size=8,
+            hidden_dropout_prob=0.1,
+            attention_probs_dropout_prob=0.1,
+        )
+    )
+
+
+def resnet() -> nn.Module:
+    """With batch normalisation."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(
+        ResNetConfig(embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic")
+    )
+
+
+class Sentences(Tokens):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = super().__getitem__(index)["input_ids"]
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens[0] % 2}
+
+
+class Pictures(Tokens):
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        pixels = torch.randn(3, 16, 16, generator=torch.Generator().manual_seed(index))
+        return {"pixel_values": pixels, "labels": torch.tensor(index % 2)}
+
+
+@pytest.mark.parametrize(
+    ("build", "data"),
+    [(bert, Sentences(size=12)), (t5, Tokens(size=12)), (vit, Pictures(size=12)), (resnet, Pictures(size=12))],
+)
+def test_public_models_with_dropout_or_batch_normalisation_evaluate_as_in_plain_pytorch(build: Any, data: Any) -> None:
+    setup = Setup(build=build, dataset=data)
+    _, deep = train(setup, 2, 1, data, data.size)
+    model = build().eval()
+    model.load_state_dict({**setup.parameters(), **buffers_of(setup)}, strict=False)
+    samples = [data[index] for index in range(data.size)]
+    with torch.no_grad():
+        output = model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})
+    assert deep[-1].loss == pytest.approx(float(output.loss), rel=1e-5)
+
+
 def test_replicas_without_a_micro_batch_take_part() -> None:
     setup = Setup(build=SmallLanguage)
     _, alone = train(setup, 1, 1, Tokens(size=1), 1)
@@ -160,6 +231,26 @@ def test_a_script_evaluates_in_its_loop_and_behind_it(monkeypatch: pytest.Monkey
     assert job.evaluate(Tokens(size=10)).loss == found[1].loss
     with pytest.raises(UsageError, match="examples=99: the dataset has 10"):
         job.evaluate(Tokens(size=10), examples=99)
+
+
+class MoreInEvaluation(SmallLanguage):
+    """Evaluation uses a parameter that training does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(input_ids, labels)
+        return loss if self.training else loss * self.scale
+
+
+def test_a_script_that_evaluates_hears_before_step_0_that_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    job = trainer(model=MoreInEvaluation)
+    steps = job.steps(2)
+    with pytest.raises(ModelError, match=r"no section has all parameters .* scale\. Evaluate this .* trainer\.export"):
+        next(steps)  # this file says job.evaluate(...)
 
 
 def test_an_evaluation_that_a_morph_interrupts_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ from tests.unit.engine.ranks import (
 )
 from varuna.core.errors import ModelError, UsageError
 from varuna.engine.worker.agreement import checksum, share_refusal
+from varuna.job.options import Weights
 from varuna.job.spec import JobSpec
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.initial_values import begin_with
@@ -187,7 +188,7 @@ def test_the_trainer_refuses_bad_values_and_reports_the_beginning(tmp_path: Path
     with pytest.raises(UsageError, match="does not exist"):
         trainer(weights=tmp_path / "nothing")
     saved(tiny_gpt2, tmp_path)
-    initial = JobSpec(tiny_gpt2, Tokens(), adamw, 8, weights=str(tmp_path)).initial()
+    initial = JobSpec(tiny_gpt2, Tokens(), adamw, 8, weights=Weights(tmp_path)).initial()
     torch.manual_seed(77)
     for name, value in tiny_gpt2().named_parameters():
         assert initial.parameters[name].equal(value)

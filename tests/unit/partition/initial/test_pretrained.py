@@ -14,14 +14,14 @@ from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.capture.construction import construct
 from varuna.partition.initial.constructor import Initial
-from varuna.partition.initial.initial_values import InitialParameters, begin_with, check_beginning
+from varuna.partition.initial.initial_values import Init, InitialParameters, begin_with, check_beginning
 from varuna.partition.initial.pretrained import fingerprint, list_entries
 
 
-def pretrained(build: object, path: Path) -> InitialParameters:
+def pretrained(build: object, path: Path, *, init: Init = "constructor", may_miss: bool = False) -> InitialParameters:
     recipe = Recipe(build)  # type: ignore[arg-type]
     shapes = construct(recipe.build, 0).shapes
-    return begin_with(recipe, shapes, seed=0, init="constructor", weights=path, digest="test-weights")
+    return begin_with(recipe, shapes, seed=0, init=init, weights=path, digest="test-weights", may_miss=may_miss)
 
 
 def of(model: nn.Module) -> dict[str, Tensor]:
@@ -105,6 +105,60 @@ def test_unexpected_tensors_are_warned_of_once(tmp_path: Path, capsys: pytest.Ca
     beginning.parameters([], checked.append)
     assert "no place for score.weight" in capsys.readouterr().err
     assert len(checked) == 1
+
+
+class Body(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scores = nn.Linear(3, 4), nn.Linear(4, 5)
+
+
+class NewHead(nn.Module):
+    """A body of its own; scores of another shape, and a head that the body's file has never heard of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scores, self.head = nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(2, 2)
+
+
+@pytest.mark.parametrize("init", ["constructor", "per_parameter"])
+def test_a_new_head_is_initialised_as_in_plain_pytorch_and_that_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], init: Init
+) -> None:
+    torch.manual_seed(77)
+    file = tmp_path / "model.safetensors"
+    body = {name: value.detach().clone() for name, value in Body().state_dict().items()}
+    save_file({**body, "old.bias": torch.ones(1)}, file)
+    beginning = pretrained(NewHead, file, init=init, may_miss=True)
+    assert beginning.name.endswith(f"+{init}")
+    torch.manual_seed(0)
+    model = NewHead()
+    model.load_state_dict({name: value for name, value in body.items() if "body" in name}, strict=False)
+    found = beginning.parameters(of(model), lambda _: None)
+    if init == "constructor":
+        assert same(found, of(model))
+    assert found["body.weight"].equal(body["body.weight"])
+    assert beginning.parameters(["head.weight"])["head.weight"].equal(found["head.weight"])
+    said = " ".join(capsys.readouterr().err.split())
+    for part in (
+        f"2 of 6 parameters are read from {file}; 4 are initialised",
+        "head.weight, head.bias missing",
+        "scores.weight is [5, 4] in the file but [2, 4] in the model",
+        "no place for old.bias",
+    ):
+        assert part in said
+
+
+def test_weights_of_another_model_are_not_taken_for_a_new_head(tmp_path: Path) -> None:
+    save_file({"other.weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"do not fit the model: .*body\.weight.* missing"):
+        pretrained(NewHead, tmp_path, may_miss=True)
+
+
+def test_whoever_may_want_a_new_head_is_told_how(tmp_path: Path) -> None:
+    save_file(Body().state_dict(), tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r'varuna\.Weights\(.*, missing="initialise"\)'):
+        pretrained(NewHead, tmp_path)
 
 
 class Buffered(nn.Module):
