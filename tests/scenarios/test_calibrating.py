@@ -47,10 +47,10 @@ def test_a_run_leaves_what_its_steps_took_for_the_next_plan(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     calibration = read_calibration(Path(folder) / "calibration.json")
     assert calibration.notes[-1].startswith("refined by a run: 2x1, m = 2")
-    planned = varuna("plan", "--from-run", folder, "--gpus", "4", "--global-batch", "12", "--json")
+    planned = varuna("plan", "--run", folder, "--gpus", "4", "--global-batch", "12", "--json")
     assert planned.returncode == 0, planned.stderr
     assert json.loads(planned.stdout)["plans"][0]["step_time_s"] < 1, "a tiny model, not its nominal self"
-    refused = varuna("plan", "--from-run", str(script.parent), "--gpus", "4")
+    refused = varuna("plan", "--run", str(script.parent), "--gpus", "4")
     assert refused.returncode == 2
     assert "no calibration.json in" in refused.stderr
 

@@ -12,6 +12,7 @@ from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.lease import BEAT_S, Lease, claim
 from varuna.checkpoint.manifest import Manifest, check_compatible, commit, newest_intact, survey
 from varuna.checkpoint.model_config_file import keep_configuration
+from varuna.checkpoint.names import checkpoint_place
 from varuna.checkpoint.retention import Kept, prepare, retain
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
@@ -87,6 +88,12 @@ class CheckpointCommitter:
         """Steps that the newest complete checkpoint contains; -1 if there is none."""
         with self._changed:
             return self._committed_step
+
+    @property
+    def committed_place(self) -> str | None:
+        """Where the newest complete checkpoint is; None before the first."""
+        step = self.committed_step
+        return None if step < 0 else checkpoint_place(self._job.checkpoint_dir or "", step)
 
     def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
         """Begin a generation: see ``Collector.begin``."""

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from varuna.core.errors import UsageError
-from varuna.process.console import say, warn
+from varuna.process.console import say
+from varuna.process.gpus import default_workers
 from varuna.process.scripts import check_script
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def agent(
         ),
     ] = None,
     workers: Annotated[
-        int | None, typer.Option("--workers", "-n", min=1, help="Number of workers. Default: one per GPU, or one.")
+        int | None, typer.Option("--workers", "-n", min=1, help="Number of workers. Default: one per GPU, else 1.")
     ] = None,
     state_dir: Annotated[
         Path | None,
@@ -71,7 +71,7 @@ def agent(
     folder = state_dir or Path(tempfile.mkdtemp(prefix="varuna-agent-"))
     home = AgentFolder(folder)
     ownership = home.own()
-    config = AgentConfig(Path(script), tuple(args), workers or count_gpus() or 1, interface)
+    config = AgentConfig(Path(script), tuple(args), workers or default_workers(), interface)
 
     def run(card: AgentIdentity) -> int:
         place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem)
@@ -106,18 +106,3 @@ def invited(words: list[str], join_file: Path | None) -> "tuple[JoinString, list
     if not words:
         raise UsageError("say what to join and what to run: varuna agent JOIN -- train.py")
     return parse_invitation(join), words
-
-
-def count_gpus() -> int:
-    """GPUs that workers may use, without loading torch: CUDA_VISIBLE_DEVICES, else what the driver lists."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([one for one in visible.split(",") if one.strip() not in ("", "-1")])
-    if shutil.which("nvidia-smi") is None:
-        return 0
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        warn(f"cannot count GPUs ({error}); give --workers")
-        return 0
-    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())

@@ -14,16 +14,23 @@ from varuna.calibration.format import Calibration, NetworkCosts
 from varuna.cli import options
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
+from varuna.process.gpus import default_workers
 from varuna.process.scripts import check_script
 
 
 def calibrate(
+    context: typer.Context,
     script: options.JobScript,
     args: options.ScriptArguments = None,
     workers: Annotated[
-        int,
-        typer.Option("--workers", "-n", min=1, help="Processes that measure at once; with 1, no network is measured."),
-    ] = 2,
+        int | None,
+        typer.Option(
+            "--workers",
+            "-n",
+            min=1,
+            help="Processes that measure at once; with 1, no network is measured. Default: one per GPU, else 2.",
+        ),
+    ] = None,
     output: Annotated[Path, typer.Option(metavar="FILE", help="Where to write the calibration.")] = Path(
         "calibration.json"
     ),
@@ -34,6 +41,7 @@ def calibrate(
     many workers as will share this machine.
     """
     check_script(script)
+    options.check_misplaced(context, script, args or [])
     _check_writable(output)
 
     from varuna.calibration.measure.collect import collect
@@ -41,7 +49,7 @@ def calibrate(
 
     store = StoreHost()
     begin_s = time.monotonic()
-    measured = collect(script, args or [], workers=workers, store=store.address())
+    measured = collect(script, args or [], workers=workers or default_workers(2), store=store.address())
     calibration = assemble(measured, name=script.stem, created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
     write_calibration(calibration, output)
     show(Console(), calibration)

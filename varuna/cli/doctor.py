@@ -16,9 +16,7 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "fault": "[red]
 
 
 def doctor(
-    run: Annotated[
-        Path | None, typer.Argument(metavar="RUN", help="Folder of the run. Default: your newest run.")
-    ] = None,
+    run: options.RunDir = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Do not read the newest checkpoint, only check that it is complete.")
     ] = False,

@@ -25,6 +25,7 @@ _EXAMPLES = 4
 
 
 def inspect(
+    context: typer.Context,
     script: options.JobScript,
     args: options.ScriptArguments = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Show the best plan with P stages, on P GPUs.")] = None,
@@ -37,6 +38,7 @@ def inspect(
     as_json: options.AsJson = False,
 ) -> None:
     """Show where Varuna cuts the model of SCRIPT, and what crosses each cut."""
+    options.check_misplaced(context, script, args or [])
     from varuna.checks.dependencies.tracer import trace as find_dependencies
     from varuna.job.script_runner import output_as_errors, take_job
     from varuna.job.start import engine_job

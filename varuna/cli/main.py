@@ -12,6 +12,7 @@ from varuna.cli import (
     agent,
     calibrate,
     checkpoints,
+    completion,
     demo,
     doctor,
     inspect,
@@ -78,10 +79,12 @@ app.add_typer(checkpoints.app)
 app.command(epilog=manager.EXAMPLES)(manager.manager)
 app.command(epilog=agent.EXAMPLES)(agent.agent)
 app.command("join-token")(run_commands.join_token)
+app.command("list")(run_commands.list_runs)
 for verb in (run_commands.status, run_commands.logs, run_commands.stop, run_commands.morph, run_commands.drain):
     app.command()(verb)
 app.command("open")(opening.open_page)
 app.command()(doctor.doctor)
+app.command(epilog=completion.EXAMPLES)(completion.completion)
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,17 +67,18 @@ def manager(
 
     grow = _grower(asg, nodes, run_dir)
 
-    from rich.console import Console
-
     from varuna.calibration.file import RUN_FILE
     from varuna.fleet.manager.calibrator import Calibrator
     from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
     from varuna.fleet.service.service import ManagerService, ServiceConfig
-    from varuna.observe.progress import Progress, RunView
+    from varuna.observe.run_view import RunView
+    from varuna.observe.terminal import beside_a_script
     from varuna.planner.choose import planner
     from varuna.process.output_pump import unread_allowed
 
-    with unread_allowed(), Progress(Console(stderr=True), live_line=False) as progress:
+    with unread_allowed(), ExitStack() as closing:
+        progress, write = beside_a_script()
+        closing.enter_context(progress)
         view = RunView(progress)
         # Other machines than this one compute: what a run knows of them stays with it, over managers' restarts too.
         calibrator = Calibrator(
@@ -98,14 +100,17 @@ def manager(
             calibrator=calibrator,
             on_event=view,
             on_past=view.recall,
+            write=write,
         )
         print(f"JOIN {service.workers.invite()}", flush=True)
         grower = grow(service.mailbox.warn) if grow is not None else None
         if grower is not None:
             grower.start()
+        view.watch(lambda: service.manager.fleet)
         ended = service.manage()
         if grower is not None and ended is not None:
             grower.close()  # gives back what was asked for
+        view.close(ended, service.checkpoint)
         if ended is None:
             say(f"the run continues without its manager; start the same command with {run_dir} to resume managing it")
         elif ended.exit_code:

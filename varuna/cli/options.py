@@ -1,5 +1,6 @@
 """Options that several commands share, so that they mean and say the same everywhere."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -7,6 +8,8 @@ import typer
 
 from varuna.core.errors import UsageError
 from varuna.core.units import parse_bytes
+from varuna.process.console import warn
+from varuna.process.scripts import may_read_arguments
 
 Stages = Annotated[
     int | None,
@@ -19,13 +22,18 @@ MemoryPerWorker = Annotated[
     ),
 ]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")]
-GpusPerVm = Annotated[int | None, typer.Option(min=1, help="GPUs per VM, if not the calibration's.")]
+GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs per machine, if not the calibration's.")]
 JsonLog = Annotated[Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")]
 New = Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from checkpoints.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --new: move existing checkpoints aside.")]
 RunDir = Annotated[
     Path | None,
-    typer.Option("--run", metavar="DIR", envvar="VARUNA_RUN", help="Folder of the run. Default: your newest run."),
+    typer.Option(
+        "--run",
+        metavar="DIR",
+        envvar="VARUNA_RUN",
+        help="Folder of the run. Default: your running or newest run.",
+    ),
 ]
 JobScript = Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")]
 ScriptArguments = Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")]
@@ -61,3 +69,26 @@ def write_picture(svg: Path, picture: str) -> None:
         svg.write_text(picture)
     except OSError as error:
         raise UsageError(f"cannot write {svg}: {error.strerror}. Give another --svg file.") from error
+
+
+def check_misplaced(context: typer.Context, script: Path, args: Sequence[str]) -> None:
+    """Say which options of this command stand after the script, unless its text names them: they are its own then.
+
+    What follows ``--`` is the script's for certain. A script that is not there is somebody else's complaint.
+
+    Raises:
+        UsageError: the script reads no arguments, so they would be lost.
+    """
+    if "--" in args or not script.is_file():
+        return
+    ours = {name for param in context.command.params for name in (*param.opts, *param.secondary_opts)} - {"--help"}
+    text = script.read_text(errors="replace")
+    found = [name for name in dict.fromkeys(arg.partition("=")[0] for arg in args) if name in ours]
+    found = [name for name in found if name not in text]
+    if not found:
+        return
+    names, stand = " and ".join(found), "stands" if len(found) == 1 else "stand"
+    move = f"Options of varuna come before the script: varuna {context.info_name} {' '.join(found)} ... {script}"
+    if not may_read_arguments(script, text):
+        raise UsageError(f"{names} {stand} after {script}, which reads no arguments. {move}")
+    warn(f"{names} {stand} after {script}, so only the script sees it. {move}")

@@ -15,7 +15,7 @@ from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import options
 from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
-from varuna.core.units import format_bytes, format_duration, parse_bytes
+from varuna.core.units import format_bytes, format_duration
 from varuna.planner.choose import explain, with_options
 from varuna.planner.report import RankingReport, report
 from varuna.planner.request import Objective, PlanRequest
@@ -49,18 +49,18 @@ def plan(
     calibration: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measured or written by hand. Default: nominal figures.")
     ] = None,
-    from_run: Annotated[
-        Path | None, typer.Option(metavar="RUN_DIR", help="Plan from what the steps of this run took.")
+    run: Annotated[
+        Path | None, typer.Option("--run", metavar="DIR", help="Plan from what the steps of this run took.")
     ] = None,
-    gpus: Annotated[int, typer.Option("--gpus", "-n", min=1, help="Number of GPUs.")] = ...,  # type: ignore[assignment]
-    gpus_per_vm: options.GpusPerVm = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = ...,  # type: ignore[assignment]
+    gpus_per_node: options.GpusPerNode = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Examples per step. Default: the script's, or 8192.")
     ] = None,
     micro_batch: options.MicroBatch = None,
     stages: Annotated[int | None, typer.Option(min=1, help="Pipeline stages P. Default: all that fit.")] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory per GPU, such as 16GB. Default: the calibration's.")
+    memory_per_worker: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of one GPU, such as 16GB. Default: the calibration's.")
     ] = None,
     price: Annotated[
         float | None, typer.Option(metavar="DOLLARS", help="Price per GPU and hour. Default: the calibration's.")
@@ -79,11 +79,11 @@ def plan(
 
     With --calibration this needs neither torch nor a GPU. Nothing is started.
     """
-    if calibration is not None and from_run is not None:
-        raise UsageError("--calibration and --from-run both name what to plan from. Give one of them.")
+    if calibration is not None and run is not None:
+        raise UsageError("--calibration and --run both name what to plan from. Give one of them.")
     if price is not None and not (math.isfinite(price) and price >= 0):
         raise UsageError(f"--price {price} is not a price. Give dollars per GPU and hour, such as 0.61")
-    file = calibration if from_run is None else calibration_of_run(from_run)
+    file = calibration if run is None else calibration_of_run(run)
     asked = _asked(script, args or [], file)
     known = asked.calibration
     if shard_optimizer:
@@ -96,8 +96,8 @@ def plan(
             "workers": gpus,
             "global_batch": global_batch or asked.global_batch,
             "micro_batch": micro_batch or asked.micro_batch,
-            "memory_bytes": parse_bytes(memory, "--memory") if memory else None,
-            "gpus_per_vm": gpus_per_vm,
+            "memory_bytes": options.memory_bytes_of(memory_per_worker),
+            "gpus_per_vm": gpus_per_node,
             "stages": stages,
             "objective": objective,
         }
@@ -109,7 +109,7 @@ def plan(
     else:
         show(Console(), found)
     if not ranking.plans:
-        raise NoPlanError(explain(ranking, request, memory_flag="--memory"))
+        raise NoPlanError(explain(ranking, request))
 
 
 def calibration_of_run(run_dir: Path) -> Path:

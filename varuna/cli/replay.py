@@ -19,7 +19,7 @@ def replay(
     global_batch: Annotated[int, typer.Option(min=1, help="Examples per step.")],
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of workers per node.")] = 1,
     micro_batch: options.MicroBatch = None,
-    policy: Annotated[
+    recovery: Annotated[
         Literal["morph", "restart"],
         typer.Option(
             help="morph; or restart, which kills all workers and reads the last checkpoint, with morph for comparison."
@@ -45,7 +45,7 @@ def replay(
         read_trace(trace), known, gpus_per_node=gpus_per_node, global_batch=global_batch, micro_batch=micro_batch
     )
     morphing = cluster.morphing(notice_s=notice)
-    outcomes = [morphing] if policy == "morph" else [cluster.restarting(), morphing]
+    outcomes = [morphing] if recovery == "morph" else [cluster.restarting(), morphing]
     if svg is not None:
         title = f"{known.model.name} on {known.hardware.name}, {trace.name}, policy {outcomes[0].policy}"
         options.write_picture(svg, draw(outcomes[0], gpus_per_node, title))

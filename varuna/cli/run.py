@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +10,7 @@ import typer
 
 from varuna.cli import options
 from varuna.process.console import say
+from varuna.process.gpus import default_workers
 
 EXAMPLES = """Examples:
 
@@ -20,9 +22,13 @@ varuna run --workers 4 --stages 2 --json-log steps.jsonl train.py
 
 
 def run(
+    context: typer.Context,
     script: Annotated[Path, typer.Argument(help="Training script: the same file that runs with `python train.py`.")],
     args: options.ScriptArguments = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", min=1, help="Worker processes to keep alive.")] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option("--workers", "-n", min=1, help="Worker processes to keep alive. Default: one per GPU, else 1."),
+    ] = None,
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
     json_log: options.JsonLog = None,
@@ -37,25 +43,28 @@ def run(
 ) -> None:
     """Train SCRIPT on N local workers; workers that die are replaced.
 
-    Only the main worker's standard output is shown. Morphs and warnings go to
-    standard error. With checkpoints= in the script, the same command resumes.
-    Ctrl-C stops after the current step; a second Ctrl-C stops at once.
+    Only the main worker's standard output is shown. Progress, morphs and warnings
+    go to standard error. With checkpoints= in the script, the same command
+    resumes. Ctrl-C stops after the current step; a second Ctrl-C stops at once.
     """
+    options.check_misplaced(context, script, args or [])
     options.check_replacing(new, overwrite)
     memory_bytes = options.memory_bytes_of(memory_per_worker)
-
-    from rich.console import Console
 
     from varuna.calibration.cache import cache_file
     from varuna.fleet.manager.calibrator import Calibrator
     from varuna.fleet.service.local_workers import LocalLaunch
     from varuna.fleet.service.service import ManagerService, ServiceConfig
     from varuna.fleet.state.config import FleetConfig
-    from varuna.observe.progress import Progress, RunView
+    from varuna.observe.run_view import RunView
+    from varuna.observe.terminal import beside_a_script
     from varuna.planner.choose import planner
     from varuna.process.output_pump import unread_allowed
 
-    with unread_allowed(), Progress(Console(stderr=True), live_line=False) as progress:
+    with unread_allowed(), ExitStack() as closing:
+        progress, write = beside_a_script()
+        closing.enter_context(progress)
+        view = RunView(progress)
         folder = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
         calibrator = Calibrator(planner(memory_bytes=memory_bytes, stages=stages), run_dir=folder, cache=cache_file)
         is_over = True  # a folder of the run's own is kept only if the run fails
@@ -63,14 +72,17 @@ def run(
             service = ManagerService(
                 ServiceConfig(run_dir=folder, port=port, json_log=json_log, new=new, overwrite=overwrite),
                 LocalLaunch(script, args or [], is_kept=run_dir is not None),
-                config=FleetConfig(workers=workers),
+                config=FleetConfig(workers=workers or default_workers()),
                 planner=calibrator.plan,
                 calibrator=calibrator,
-                on_event=RunView(progress),
+                on_event=view,
+                write=write,
             )
             is_over = False
+            view.watch(lambda: service.manager.fleet)
             ended = service.manage()
             assert ended is not None  # nobody tells this manager to leave
+            view.close(ended, service.checkpoint)
             is_over = ended.exit_code == 0
         finally:
             if is_over and run_dir is None:

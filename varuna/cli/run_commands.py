@@ -1,4 +1,4 @@
-"""Commands for a running job: status, logs, stop, morph, drain, join-token."""
+"""Commands for a running job: list, status, logs, stop, morph, drain, join-token."""
 
 import json
 import sys
@@ -21,16 +21,32 @@ _FOLLOW_S = 0.5
 _TAIL_BYTES = 64 * 1024
 
 
+def list_runs(as_json: options.AsJson = False) -> None:
+    """List your runs on this machine, the newest first."""
+    from varuna.fleet.run_folder.connection_file import known_runs
+
+    runs: list[dict[str, Any]] = []
+    for known in known_runs():
+        ended = "" if known.is_live else _has_ended(known.folder)
+        state = "running" if known.is_live else f"ended with {ended.splitlines()[0]}" if ended else "without a manager"
+        runs.append({"run": str(known.folder), "started_s": known.started_s, "state": state})
+    if as_json:
+        print(json.dumps(runs, indent=1))
+        return
+    if not runs:
+        say("no run of this user is on this machine")
+    for row in runs:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(row["started_s"]))
+        print(f"{started}  {row['run']}  {row['state']}")
+
+
 def status(
     run: options.RunDir = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show the plan, steps, machines and workers of a run."""
-    from varuna.fleet.run_folder.connection_file import find
-
-    folder, _ = find(run)
-    remote = _remote(run)
+    folder, remote = _reached(run)
     if as_json:
         _check(watch, "--watch")
         print(json.dumps(_status(remote), indent=1))
@@ -42,6 +58,7 @@ def status(
 
     console = Console()
     if not watch or not console.is_terminal:
+        say(f"the run in {folder}")
         console.print(overview(_status(remote)))
         return
     from rich.console import Group
@@ -81,6 +98,7 @@ def logs(
     from varuna.fleet.run_folder.connection_file import find
 
     folder, access = find(run)
+    say(f"the run in {folder}")
     remote = access.remote()
     try:
         name = worker or _worker(_status(remote), rank, first_failure)
@@ -123,14 +141,16 @@ def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: 
 
 def stop(run: options.RunDir = None) -> None:
     """Stop a run after the current step, with a checkpoint, and release its machines."""
-    ask(_remote(run), "/stop", {})
-    print("the run will stop after the current step")
+    folder, remote = _reached(run)
+    ask(remote, "/stop", {})
+    print(f"the run in {folder} will stop after the current step")
 
 
 def morph(run: options.RunDir = None) -> None:
     """Switch to the best plan for the current workers, now."""
-    ask(_remote(run), "/morph", {})
-    print("requested; see `varuna status`")
+    folder, remote = _reached(run)
+    ask(remote, "/morph", {})
+    print(f"the run in {folder} was asked for a morph; see `varuna status`")
 
 
 def drain(
@@ -144,8 +164,10 @@ def drain(
 
     If the machine's agent is away, its secret is revoked without waiting.
     """
-    said = ask(_remote(run), "/drain", {"node": node, "now": now})
-    print(f"node {node} {'was removed' if said['accepted'] == 'send away' else 'will be released'}")
+    folder, remote = _reached(run)
+    said = ask(remote, "/drain", {"node": node, "now": now})
+    done = "was removed from" if said["accepted"] == "send away" else "will be released by"
+    print(f"node {node} {done} the run in {folder}")
 
 
 def join_token(
@@ -155,15 +177,16 @@ def join_token(
     void: Annotated[bool, typer.Option("--void", help="Revoke all JOIN strings printed before; print none.")] = False,
 ) -> None:
     """Print another JOIN string, for more machines."""
+    folder, remote = _reached(run)
+    say(f"for the run in {folder}")
     if void:
-        print(f"{ask(_remote(run), '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay")
+        print(f"{ask(remote, '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay")
         return
-    answer = ask(_remote(run), "/tokens", {"uses": uses, "life_s": hours * 3600})
-    print(answer["join"])
+    print(ask(remote, "/tokens", {"uses": uses, "life_s": hours * 3600})["join"])
 
 
-def _remote(run: Path | None) -> "ManagerRemote":
-    """The manager of a run.
+def _reached(run: Path | None) -> "tuple[Path, ManagerRemote]":
+    """The folder of a run, and its manager.
 
     Raises:
         FleetError: the run is over.
@@ -177,7 +200,7 @@ def _remote(run: Path | None) -> "ManagerRemote":
         remote.get("/status")
     except UnreachableError as error:
         raise FleetError(_why_unreachable(folder, error)) from error
-    return remote
+    return folder, remote
 
 
 def _why_unreachable(folder: Path, error: Exception) -> str:

@@ -65,7 +65,7 @@ def simulate(
     gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs to plan for; with --calibration.")] = None,
     global_batch: Annotated[int | None, typer.Option(min=1, help="Examples per step; with --calibration.")] = None,
     micro_batch: options.MicroBatch = None,
-    gpus_per_vm: options.GpusPerVm = None,
+    gpus_per_node: options.GpusPerNode = None,
     policy: Annotated[str, typer.Option(help="One of gpipe, 1f1b, varuna, varuna-strict and adaptive.")] = "adaptive",
     network: Annotated[
         str | None,
@@ -87,7 +87,7 @@ def simulate(
     if unit == (calibration is not None):
         raise UsageError("say what to simulate: either --unit --stages P --micro-batches N, or --calibration FILE")
     if calibration is None:
-        _refuse("--unit", gpus=gpus, global_batch=global_batch, micro_batch=micro_batch, gpus_per_vm=gpus_per_vm)
+        _refuse("--unit", gpus=gpus, global_batch=global_batch, micro_batch=micro_batch, gpus_per_node=gpus_per_node)
         link = LinkCosts() if network is None else _parse_network(network)
         outcome = _in_units(stages, micro_batches, policy, link, split_last, seed)
     else:
@@ -100,7 +100,7 @@ def simulate(
             global_batch=global_batch,
             micro_batch=micro_batch,
             stages=stages,
-            gpus_per_vm=gpus_per_vm,
+            gpus_per_vm=gpus_per_node,
             policy=policy,
         )
         outcome = _of_plan(request, split_last, seed)

@@ -17,7 +17,9 @@ def example_folder(name: str) -> Path:
     for folder in (_PACKAGE / "_examples" / name, _PACKAGE.parent / "examples" / name):
         if (folder / "train.py").is_file():
             return folder
-    raise UsageError(f"the example {name} is not part of this installation; install varuna[demo] from PyPI or a clone")
+    raise UsageError(
+        f"the example {name} is not part of this installation; run `pip install '.[demo]'` in a clone of the repository"
+    )
 
 
 def dataset_size(folder: Path, length: int) -> int:

@@ -18,7 +18,9 @@ from varuna.fleet.service.service import ManagerService, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
 from varuna.fleet.state.run_events import RunEvent, StepRecorded
-from varuna.observe.progress import Progress, RunView, generation_table
+from varuna.observe.progress import generation_table
+from varuna.observe.run_view import RunView
+from varuna.observe.terminal import Progress
 from varuna.planner.choose import plan_run
 from varuna.process.console import say
 

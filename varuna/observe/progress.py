@@ -1,17 +1,14 @@
-"""The progress line, the morph lines and the table of generations: a live line on a terminal, plain lines elsewhere."""
+"""What a run says of itself in a terminal or a log: its plan, progress, morphs, and how it ended."""
 
-import time
-from collections.abc import Callable, Sequence
-from types import TracebackType
+from collections.abc import Sequence
 
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
-from rich.text import Text
 
 from varuna.core.units import format_duration
-from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 from varuna.observe.report import GenerationRow, Morph, RunHistory
+
+_FAR_S = 30 * 86400.0
+"""A longer time left says only that the loop ends by itself."""
 
 
 def format_rate(per_s: float) -> str:
@@ -23,7 +20,13 @@ def format_rate(per_s: float) -> str:
 
 
 def progress_line(
-    step: int, total: int, loss: float, examples_per_s: float, tokens_per_example: int | None, row: GenerationRow
+    step: int,
+    total: int,
+    loss: float,
+    examples_per_s: float,
+    tokens_per_example: int | None,
+    row: GenerationRow,
+    left_s: float | None = None,
 ) -> str:
     """One line that says where the run is; steps count from 0, so step 11 of 48 reads ``12/48``."""
     rate = (
@@ -31,19 +34,55 @@ def progress_line(
         if tokens_per_example
         else f"{format_rate(examples_per_s)} examples/s"
     )
+    left = "" if left_s is None or left_s > _FAR_S else f"  {_roughly(left_s)} left"
     return (
-        f"step {step + 1}/{total}  loss {loss:.4f}  {rate}  plan {row.plan}"
-        f"  generation {row.generation}  {row.workers} workers"
+        f"step {step + 1}{f'/{total}' if total else ''}  loss {loss:.4f}  {rate}{left}  plan {row.plan}"
+        f"  {counted(row.workers, 'worker')}"
     )
 
 
 def plan_line(row: GenerationRow) -> str:
     """One line for the plan that a run starts with."""
     plan = row.plan
+    spares = row.workers - plan.stages * plan.replicas
     return (
-        f"plan   {plan} (stages x replicas) on {row.workers} worker{'' if row.workers == 1 else 's'}"
-        f"   {plan.micro_batches} micro-batches of {plan.micro_batch}"
+        f"plan   {plan} (stages x replicas) on {counted(row.workers, 'worker')}"
+        f"{f', {spares} of them idle' if spares else ''}   {plan.micro_batches} micro-batches of {plan.micro_batch} "
+        f"(m={plan.micro_batch})"
     )
+
+
+def risk_line(row: GenerationRow, checkpoint_dir: str | None) -> str:
+    """What losing a worker would cost under this plan, if it costs more than the step in flight; else empty."""
+    if row.plan.replicas > 1:
+        return ""
+    back = "step 0, because the script gives no checkpoints="
+    if checkpoint_dir is not None:
+        back = f"the newest checkpoint in {checkpoint_dir}"
+    return f"one copy of each section: if a worker is lost, the run goes back to {back}"
+
+
+def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None) -> str:
+    """One line for a run that is over: steps, loss, losses of workers survived, and where its checkpoint is."""
+    steps = sorted(history.losses)
+    words = [f"{counted(len(steps), 'step')} in {format_duration(elapsed_s)}"]
+    if steps:
+        first, last = history.losses[steps[0]], history.losses[steps[-1]]
+        words.append(f"loss {first:.4f} to {last:.4f}" if len(steps) > 1 else f"loss {first:.4f}")
+    if history.lost:
+        redone = sum(row.steps_redone for row in history.generations)
+        words.append(f"{counted(history.lost, 'worker')} lost, {counted(redone, 'step')} redone")
+    words.append(f"checkpoint {checkpoint}" if checkpoint else "no checkpoint")
+    return f"{'ended  ' if exit_code else 'done   '}{'   '.join(words)}"
+
+
+def _roughly(duration_s: float) -> str:
+    return f"{max(1.0, duration_s):.0f} s" if duration_s < 60 else format_duration(duration_s)
+
+
+def counted(number: int, noun: str) -> str:
+    """``"1 worker"``, ``"1,200 steps"``."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def morph_line(morph: Morph, arrow: str = "→") -> str:
@@ -77,88 +116,3 @@ def generation_table(rows: Sequence[GenerationRow], last_step: int) -> Table:
             row.cause,
         )
     return table
-
-
-class Progress:
-    """Writes to ``console``: one live line if it is a terminal, else a plain line every ``every_s`` seconds.
-
-    With ``live_line=False`` only permanent lines are written, so that a script's own output stays clean.
-    """
-
-    def __init__(
-        self,
-        console: Console,
-        *,
-        live_line: bool = True,
-        every_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.console = console
-        self.arrow = "→" if console.encoding.lower().startswith("utf") else "->"
-        self._live_line = live_line
-        self._every_s = every_s
-        self._clock = clock
-        self._written_s = float("-inf")
-        self._live: Live | None = None
-
-    def __enter__(self) -> "Progress":
-        if self._live_line and self.console.is_terminal:
-            self._live = Live(console=self.console, refresh_per_second=8, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-    def show(self, line: str, *, final: bool = False) -> None:
-        """Replace the progress line; without a terminal, print it if the last one is old, or it is the final one."""
-        if self._live is not None:
-            self._live.update(Text(line, style="cyan", overflow="ellipsis", no_wrap=True))
-        elif self._live_line and (final or self._clock() - self._written_s >= self._every_s):
-            self._written_s = self._clock()
-            self.tell(line)
-
-    def tell(self, line: str, style: str = "") -> None:
-        """Print a permanent line above the progress line, never wrapped by us."""
-        self.console.print(Text(line, style=style), soft_wrap=True, highlight=False)
-
-
-class RunView:
-    """Shows a run's events as they come, and collects its history.
-
-    Args:
-        progress: where lines go.
-        total: steps of the whole run.
-        tokens_per_example: given, the rate is in tokens.
-    """
-
-    def __init__(self, progress: Progress, total: int = 0, tokens_per_example: int | None = None) -> None:
-        self.history = RunHistory()
-        self._progress = progress
-        self._total = total
-        self._tokens_per_example = tokens_per_example
-
-    def recall(self, event: RunEvent) -> None:
-        """Take an event that an earlier manager has already shown."""
-        self.history.take(event)
-
-    def __call__(self, event: RunEvent) -> None:
-        """Take the next event; called on the run's own thread."""
-        morph = self.history.take(event)
-        if morph is not None:
-            self._progress.tell(morph_line(morph, self._progress.arrow), style="yellow")
-        match event:
-            case GenerationStarted() if len(self.history.generations) == 1:
-                self._progress.tell(plan_line(self.history.generations[0]))
-            case StepRecorded(step=step, loss=loss, examples_per_s=rate):
-                row = self.history.generations[-1]
-                line = progress_line(step, self._total, loss, rate, self._tokens_per_example, row)
-                self._progress.show(line, final=step + 1 == self._total)
-            case WorkerLost(cause=cause) if not self.history.generations:
-                self._progress.tell(f"lost   {cause}", style="yellow")
-            case Notice(text=text, warning=warning):
-                self._progress.tell(f"warning  {text}" if warning else text, style="red" if warning else "dim")

@@ -6,7 +6,14 @@ from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
-from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
+from varuna.fleet.state.run_events import (
+    GenerationRecord,
+    GenerationStarted,
+    Morphed,
+    RunEvent,
+    StepRecorded,
+    WorkerLost,
+)
 
 
 class PlanShape(Value):
@@ -69,7 +76,7 @@ class RunHistory:
     def __init__(self) -> None:
         self.generations: list[GenerationRow] = []
         self.losses: dict[int, float] = {}
-        self.morphs = 0
+        self.morphs = self.lost = 0
         self._open = False
 
     def take(self, event: RunEvent) -> Morph | None:
@@ -87,6 +94,10 @@ class RunHistory:
                 return Morph(*self.generations[-2:])
             case StepRecorded(step=step, loss=loss):
                 self.losses[step] = loss
+            case WorkerLost():
+                self.lost += 1
+            case _:
+                pass
         return None
 
     def curve(self, steps: int) -> list[float]:

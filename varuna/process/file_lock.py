@@ -93,6 +93,15 @@ def own(
     )
 
 
+def is_owned(folder: Path) -> bool:
+    """Whether somebody owns a folder now; False if that cannot be known. The lock is held for a moment to find out."""
+    try:
+        with (folder / _FILE).open("rb") as file:
+            return not locked(file.fileno())
+    except OSError:
+        return False
+
+
 def locked(descriptor: int) -> bool:
     """Lock an open file for as long as it stays open; False if somebody else has. True where there are no locks."""
     try:

@@ -1,8 +1,14 @@
 """Training scripts, before they run."""
 
+import re
 from pathlib import Path
 
 from varuna.core.errors import UsageError
+
+_READS_ARGUMENTS = re.compile(
+    r"\b(argv|argparse|ArgumentParser|parse_args|HfArgumentParser|click|typer|tyro|fire|absl|hydra|docopt|plac|cappa|"
+    r"simple_parsing|jsonargparse|optparse|getopt)\b"
+)
 
 
 def check_script(script: Path) -> None:
@@ -11,5 +17,15 @@ def check_script(script: Path) -> None:
     Raises:
         UsageError: there is no such file.
     """
+    if script.is_dir():
+        raise UsageError(f"{script} is a folder. Name the Python file that you train with.")
     if not script.is_file():
         raise UsageError(f"no script at {script}. Name the Python file that you train with.")
+
+
+def may_read_arguments(script: Path, text: str) -> bool:
+    """Whether the script may read its arguments: it does itself, or imports a file beside it that could."""
+    if _READS_ARGUMENTS.search(text):
+        return True
+    imported = re.findall(r"^\s*(?:from|import)\s+([A-Za-z_]\w*)", text, re.MULTILINE)
+    return any((script.parent / name).is_dir() or (script.parent / f"{name}.py").is_file() for name in imported)

@@ -2,21 +2,27 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from tests.unit.calibration.test_fit import measured
 from varuna.calibration.fit import assemble
 from varuna.calibration.samples import RingSamples, Sized
-from varuna.cli.calibrate import calibrate, show
+from varuna.cli import main as cli
+from varuna.cli.calibrate import show
 from varuna.core.errors import UsageError
+
+
+def _calibrate(*arguments: object) -> None:
+    CliRunner().invoke(cli.app, ["calibrate", *map(str, arguments)], catch_exceptions=False)
 
 
 def test_what_cannot_be_written_is_said_before_anything_is_measured(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     with pytest.raises(UsageError, match="no script at"):
-        calibrate(script, [], workers=1, output=tmp_path / "out.json")
+        _calibrate("--output", tmp_path / "out.json", script)
     script.write_text("raise SystemExit('never run')")
     with pytest.raises(UsageError, match=r"cannot write .*Give another file with --output"):
-        calibrate(script, [], workers=1, output=tmp_path / "no" / "out.json")
+        _calibrate("--output", tmp_path / "no" / "out.json", script)
 
 
 def test_a_calibration_is_shown_per_example(capsys: pytest.CaptureFixture[str]) -> None:

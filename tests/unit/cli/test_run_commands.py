@@ -22,6 +22,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
 from varuna.fleet.state.outputs import Publish
 from varuna.fleet.state.run_events import RunEnded
+from varuna.process.file_lock import own
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -114,7 +115,7 @@ def test_doctor_finds_no_fault_in_a_run_that_lost_a_worker(manager: RunningManag
     assert (code, found["healthy"]) == (0, True)
     assert "3 steps" in next(f["text"] for f in found["findings"] if f["subject"] == "ledger")
     manager.serving.stop()
-    code, out, _ = shell("doctor", str(manager.folder))
+    code, out, _ = shell("doctor", "--run", str(manager.folder))
     assert code == 1
     assert "fault" in out
 
@@ -150,6 +151,27 @@ def test_changing_verbs_reach_the_manager(manager: RunningManager, shell: Shell)
     assert shell("join-token", "--uses", "7", "--hours", "2")[1] == "varuna://for-7-of-7200\n"
     code, _, err = shell("drain", "elsewhere")
     assert (code, "which has: local" in err) == (1, True)
+
+
+def test_verbs_name_their_run_and_ask_when_several_live(manager: RunningManager, shell: Shell, tmp_path: Path) -> None:
+    assert shell("stop")[1] == f"the run in {manager.folder} will stop after the current step\n"
+    assert str(manager.folder) in shell("status")[2]
+    other = tmp_path / "other"
+    other.mkdir()
+    publish(other, Access(host="127.0.0.1", port=1, certificate_pem=None, token=""))
+    with_lock = [own(folder, "manager", remedy="") for folder in (manager.folder, other)]
+    for verb in (["stop"], ["morph"], ["drain", "local"], ["logs"], ["status"]):
+        code, _, err = shell(*verb)
+        assert (code, "2 of your runs are running" in err) == (2, True)
+        assert f"--run {manager.folder}" in err
+        assert f"--run {other}" in err
+    assert shell("morph", "--run", str(manager.folder))[0] == 0
+    listed = json.loads(shell("list", "--json")[1])
+    assert {row["run"]: row["state"] for row in listed} == {str(manager.folder): "running", str(other): "running"}
+    with_lock[1].release()  # one of them is over: the other is meant, although it is older
+    assert shell("stop")[0] == 0
+    assert "without a manager" in shell("list")[1]
+    with_lock[0].release()
 
 
 def test_a_token_of_another_run_is_explained(manager: RunningManager, shell: Shell) -> None:

@@ -3,10 +3,18 @@ import io
 import pytest
 from rich.console import Console
 
-from tests.unit.observe.recorded_events import generation, morphed, plan, recorded
-from varuna.fleet.state.run_events import Notice
-from varuna.observe.progress import Progress, RunView, format_rate, generation_table, morph_line, progress_line
-from varuna.observe.report import GenerationRow, Morph, PlanShape
+from tests.unit.observe.recorded_events import generation, plan, recorded
+from varuna.fleet.state.run_events import WorkerLost
+from varuna.observe.progress import (
+    closing_line,
+    format_rate,
+    generation_table,
+    morph_line,
+    plan_line,
+    progress_line,
+    risk_line,
+)
+from varuna.observe.report import GenerationRow, Morph, PlanShape, RunHistory
 
 
 def row(generation: int, shape: tuple[int, int], **facts: object) -> GenerationRow:
@@ -23,7 +31,9 @@ def test_rates_have_three_digits(rate: float, text: str) -> None:
 
 def test_the_progress_line_counts_steps_from_one() -> None:
     line = progress_line(11, 48, 4.25, 64.0, 128, row(2, (2, 2)))
-    assert line == "step 12/48  loss 4.2500  8.19k tokens/s  plan 2x2  generation 2  4 workers"
+    assert line == "step 12/48  loss 4.2500  8.19k tokens/s  plan 2x2  4 workers"
+    line = progress_line(1199, 0, 4.25, 64.0, None, row(2, (2, 2)), 42.4)
+    assert line == "step 1200  loss 4.2500  64 examples/s  42 s left  plan 2x2  4 workers"
 
 
 def test_without_tokens_examples_are_counted() -> None:
@@ -52,51 +62,24 @@ def test_the_table_has_a_row_per_generation() -> None:
     assert "lost" in text
 
 
-def test_without_a_terminal_progress_lines_are_rare() -> None:
-    file, now_s = io.StringIO(), [0.0]
-    with Progress(Console(file=file), every_s=5.0, clock=lambda: now_s[0]) as progress:
-        for second in range(12):
-            now_s[0] = float(second)
-            progress.show(f"line {second}")
-        progress.show("last", final=True)
-    assert file.getvalue().split("\n") == ["line 0", "line 5", "line 10", "last", ""]
+def test_the_plan_line_counts_spares_and_names_m() -> None:
+    assert plan_line(row(0, (1, 2))) == (
+        "plan   1x2 (stages x replicas) on 4 workers, 2 of them idle   8 micro-batches of 2 (m=2)"
+    )
 
 
-def test_permanent_lines_are_never_wrapped() -> None:
-    file = io.StringIO()
-    Progress(Console(file=file, width=20), live_line=False).tell("x" * 90)
-    assert file.getvalue() == "x" * 90 + "\n"
+def test_a_plan_with_one_copy_says_what_a_loss_would_cost() -> None:
+    assert risk_line(row(0, (2, 2)), None) == ""
+    assert risk_line(row(0, (2, 1)), "/saved").endswith("goes back to the newest checkpoint in /saved")
+    assert "step 0, because the script gives no checkpoints=" in risk_line(row(0, (2, 1)), None)
 
 
-def test_only_permanent_lines_are_written_beside_a_script() -> None:
-    file = io.StringIO()
-    with Progress(Console(file=file), live_line=False) as progress:
-        progress.show("progress", final=True)
-        progress.tell("morph")
-    assert file.getvalue() == "morph\n"
-
-
-def test_beside_a_script_a_view_tells_plan_morphs_and_notices_only() -> None:
-    file = io.StringIO()
-    with Progress(Console(file=file), live_line=False) as progress:
-        view = RunView(progress)
-        for event in (generation(0, (2, 2)), recorded(0), generation(1, (3, 1)), recorded(1)):
-            view(event)
-        view(morphed(1, (3, 1), recovery_seconds=0.5))
-        view(Notice(text="no checkpoints", warning=True))
-    plan_told, morph, warning, end = file.getvalue().split("\n")
-    assert plan_told == "plan   2x2 (stages x replicas) on 4 workers   8 micro-batches of 2"
-    assert morph.replace("→", "->") == "morph  lost   2x2 -> 3x1   next step after 500 ms   0 steps redone"
-    assert warning == "warning  no checkpoints"
-    assert end == ""
-
-
-def test_a_view_shows_the_last_step_even_without_a_terminal() -> None:
-    file = io.StringIO()
-    with Progress(Console(file=file), clock=lambda: 0.0) as progress:
-        view = RunView(progress, total=3, tokens_per_example=128)
-        view(generation(0, (2, 2)))
-        for step in range(3):
-            view(recorded(step))
-    lines = file.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == ["plan", "step 1/3", "step 3/3"]
+def test_the_closing_line_counts_steps_and_losses_survived() -> None:
+    history = RunHistory()
+    for event in (generation(0, (1, 2)), recorded(0, 4.0), WorkerLost(worker="w1", rank=1, cause="killed")):
+        history.take(event)
+    history.take(recorded(1, 3.0))
+    assert closing_line(history, 0, 90.0, "/saved/step-2") == (
+        "done   2 steps in 1m 30s   loss 4.0000 to 3.0000   1 worker lost, 0 steps redone   checkpoint /saved/step-2"
+    )
+    assert closing_line(RunHistory(), 1, 90.0, None) == "ended  0 steps in 1m 30s   no checkpoint"

@@ -119,7 +119,7 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     calibration, csv, svg = tmp_path / "c.json", tmp_path / "trace.csv", tmp_path / "picture.svg"
     write_calibration(make_calibration(), calibration)
     csv.write_text("".join(f"0,add,{node}\n" for node in "abcdefgh") + "300000,remove,b\n500000,add,i\n")
-    command = ["replay", str(csv), "--calibration", str(calibration), "--global-batch", "64", "--policy", "restart"]
+    command = ["replay", str(csv), "--calibration", str(calibration), "--global-batch", "64", "--recovery", "restart"]
     done = CliRunner().invoke(app, [*command, "--json", "--svg", str(svg)])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

@@ -1,7 +1,7 @@
 """A run measures itself: plans come from what was seen, and what was predicted is compared with what was.
 
 The first plan of a job's first run is made from operation counts. Once its ranks have told of some seconds of
-training, their times refine that calibration, which later plans, later runs and ``varuna plan --from-run`` use.
+training, their times refine that calibration, which later plans, later runs and ``varuna plan --run`` use.
 """
 
 from collections.abc import Callable
@@ -146,7 +146,7 @@ class Calibrator:
         gap = explain_gap(base, plan, stages) if self.calibration is not None else None
         if gap is not None and not self._explained:
             self._explained = True
-            told.append(Notice(text=f"{gap}. Future plans take this into account", warning=True))
+            told.append(Notice(text=f"{gap}. Future plans take this into account"))
         self.calibration = refine(base, plan, stages)
         remember(self.calibration, self._run_dir / RUN_FILE)
         if self._cache is not None:

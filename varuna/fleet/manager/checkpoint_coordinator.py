@@ -51,6 +51,11 @@ class CheckpointCoordinator:
             self._warn(warning)
         return Checkpoint(checkpoint_place(job.checkpoint_dir, manifest.step), manifest.step, manifest.micro_batch)
 
+    @property
+    def standing(self) -> str | None:
+        """Place of the newest complete checkpoint, if there is one."""
+        return None if self._keeper is None else self._keeper.committed_place
+
     def begin(self, record: GenerationRecord) -> None:
         """A generation starts, which its manifests will name."""
         if self._keeper is not None:

@@ -1,8 +1,11 @@
-"""How the command line finds a run: a file in its folder says where its manager is, and the newest run is noted."""
+"""How the command line finds a run: a file in its folder says where its manager is, and each user's runs are noted."""
 
+import hashlib
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -10,6 +13,7 @@ from varuna.core.errors import UsageError
 from varuna.core.value import Value
 from varuna.fleet.net.ca import write_private
 from varuna.fleet.net.client import ManagerRemote
+from varuna.process.file_lock import is_owned
 
 _FILE = "access.json"
 
@@ -27,15 +31,40 @@ class Access(Value):
         return ManagerRemote(self.host, self.port, self.certificate_pem, self.token)
 
 
+class KnownRun(NamedTuple):
+    """A run of this user that was started on this machine."""
+
+    folder: Path
+    started_s: float
+    """seconds since 1970"""
+    is_live: bool
+    """Its manager lives."""
+
+
 def publish(run_dir: Path, access: Access) -> None:
-    """Write it down for this user alone, and note that this is the newest run."""
+    """Write it down for this user alone, and note the run, as the newest one."""
     write_private(run_dir / _FILE, access.model_dump_json().encode())
-    newest = _newest_file()
+    folder, home = str(run_dir.absolute()), _home()
+    note = home / "runs" / hashlib.sha256(folder.encode()).hexdigest()[:16]
     try:
-        newest.parent.mkdir(parents=True, exist_ok=True)
-        newest.write_text(json.dumps(str(run_dir.absolute())))
+        note.parent.mkdir(parents=True, exist_ok=True)
+        for path in (note, home / "newest-run"):
+            path.write_text(json.dumps(folder))
     except OSError:
         return  # a home that cannot be written: --run says it then
+
+
+def known_runs() -> list[KnownRun]:
+    """Runs of this user whose folders are still there, the newest first; notes of others are removed."""
+    found = []
+    for note in (_home() / "runs").glob("*"):
+        with suppress(OSError, ValueError):
+            folder, started_s = Path(json.loads(note.read_text())), note.stat().st_mtime
+            if (folder / _FILE).is_file():
+                found.append(KnownRun(folder, started_s, is_owned(folder)))
+            else:
+                note.unlink()
+    return sorted(found, key=lambda run: run.started_s, reverse=True)
 
 
 def read_token(run_dir: Path) -> str:
@@ -47,37 +76,43 @@ def read_token(run_dir: Path) -> str:
 
 
 def find(run_dir: Path | None) -> tuple[Path, Access]:
-    """The folder of a run, or of the newest one of this user, and how to reach its manager.
+    """The folder of a run, and how to reach its manager. Without a folder: the run that lives, else the newest one.
 
     Raises:
-        UsageError: there is none.
+        UsageError: there is none, or several live.
     """
-    folder = run_dir or _newest()
+    folder = run_dir or _only_run()
     try:
         return folder, Access.model_validate_json((folder / _FILE).read_bytes())
     except OSError as error:
         if run_dir is None and not folder.exists():
             raise UsageError(
                 "your newest run has finished and its folder was removed (`varuna run --run-dir DIR` keeps it). "
-                "Use --run to name the folder of another run."
+                "Use --run to name the folder of another run; `varuna list` shows them."
             ) from error
         raise UsageError(
             f"there is no run in {folder} ({error.strerror}: {_FILE}). Use --run with the folder "
-            "that `varuna run` or `varuna manager` printed."
+            "that `varuna run` or `varuna manager` printed; `varuna list` shows those of this machine."
         ) from error
     except ValidationError as error:
         raise UsageError(f"{folder / _FILE} is damaged, or was written by another version of Varuna") from error
 
 
-def _newest() -> Path:
+def _only_run() -> Path:
+    live = [run.folder for run in known_runs() if run.is_live]
+    if len(live) > 1:
+        listed = "".join(f"\n  --run {folder}" for folder in live)
+        raise UsageError(f"{len(live)} of your runs are running. Say which one, the newest is first:{listed}")
+    if live:
+        return live[0]
     try:
-        return Path(json.loads(_newest_file().read_text()))
+        return Path(json.loads((_home() / "newest-run").read_text()))
     except (OSError, ValueError) as error:
         raise UsageError(
             "no run of this user was found on this machine. Start one, or use --run to name the folder of a run."
         ) from error
 
 
-def _newest_file() -> Path:
+def _home() -> Path:
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "varuna" / "newest-run"
+    return Path(home) / "varuna"

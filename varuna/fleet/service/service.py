@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TextIO, TypeVar
 
 from starlette.routing import BaseRoute
 
@@ -208,18 +208,19 @@ class ManagerService(Generic[B]):
             """The back end."""
             undo.callback(self.workers.close)
             fresh = place.new and past is None  # a run that goes on keeps its checkpoints
+            self._keeper = CheckpointCoordinator(
+                new=fresh,
+                overwrite=fresh and place.overwrite,
+                warn=self.mailbox.warn,
+                allowed=place.checkpoints,
+            )
             self.manager = Manager(
                 config,
                 planner,
                 mailbox=self.mailbox,
                 hands=self.workers,
                 journal=journal,
-                keeper=CheckpointCoordinator(
-                    new=fresh,
-                    overwrite=fresh and place.overwrite,
-                    warn=self.mailbox.warn,
-                    allowed=place.checkpoints,
-                ),
+                keeper=self._keeper,
                 observer=self._observe,
                 past=past,
                 calibrator=calibrator,
@@ -245,6 +246,11 @@ class ManagerService(Generic[B]):
     def port(self) -> int:
         """The port that it listens on."""
         return self.workers.port
+
+    @property
+    def checkpoint(self) -> str | None:
+        """Place of the newest complete checkpoint, if there is one."""
+        return self._keeper.standing
 
     def open(self) -> None:
         """Let workers and people in from now on."""
@@ -297,12 +303,17 @@ class ManagerService(Generic[B]):
 
 
 def to_stdout(line: bytes) -> None:
+    """Pass on a line to standard output."""
+    pass_on(line, sys.stdout)
+
+
+def pass_on(line: bytes, stream: TextIO) -> None:
     """Pass on a line; a reader that is gone (``| head``), or a full disk, must not stop the worker that writes it.
 
-    Nor must one that does not read, which is up to whoever set standard output: see ``process.output_pump``.
+    Nor must one that does not read, which is up to whoever set the stream: see ``process.output_pump``.
     """
     try:
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
+        stream.buffer.write(line)
+        stream.buffer.flush()
     except (OSError, ValueError):  # ValueError: closed
         return

@@ -1,0 +1,59 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from varuna.cli import main as cli
+from varuna.core.errors import UsageError
+
+NOTHING = "import varuna\n"
+PARSES = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+NAMES = "import argparse\nparser = argparse.ArgumentParser()\nparser.add_argument('--workers')\n"
+
+
+def said(capsys: pytest.CaptureFixture[str], script: Path, *arguments: str) -> str:
+    """Standard error of ``varuna run``, which fails after looking at the arguments: --overwrite needs --new."""
+    with pytest.raises(UsageError, match="--overwrite requires --new"):
+        CliRunner().invoke(cli.app, ["run", "--overwrite", str(script), *arguments], catch_exceptions=False)
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--workers", "4"), ("--workers=4",), ("-n", "4")])
+def test_an_option_that_would_be_lost_is_an_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (script := tmp_path / "train.py").write_text(NOTHING)
+    with pytest.raises(UsageError, match=r"reads no arguments.*varuna run (--workers|-n) \.\.\. .*train\.py"):
+        CliRunner().invoke(cli.app, ["run", str(script), *arguments], catch_exceptions=False)
+
+
+def test_an_option_that_the_script_may_take_is_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (script := tmp_path / "train.py").write_text(PARSES)
+    found = CliRunner().invoke(cli.app, ["run", "--overwrite", str(script), "--workers", "4"])
+    assert "warning: --workers stands after" in found.output
+    (script := tmp_path / "main.py").write_text("from options import parse\n")
+    (tmp_path / "options.py").touch()
+    found = CliRunner().invoke(cli.app, ["run", "--overwrite", str(script), "--stages", "2"])
+    assert "warning: --stages stands after" in found.output
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"), [(NAMES, ("--workers", "4")), (NOTHING, ("--", "--workers", "4")), (NOTHING, ("--lr", "1"))]
+)
+def test_what_is_the_scripts_for_certain_is_not_mentioned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, arguments: tuple[str, ...]
+) -> None:
+    (script := tmp_path / "train.py").write_text(text)
+    assert "stands after" not in said(capsys, script, *arguments)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(shell: str) -> None:
+    assert "_VARUNA_COMPLETE" in CliRunner().invoke(cli.app, ["completion", shell]).output
+
+
+def test_the_command_answers_a_shell_that_completes() -> None:
+    asked = {"_VARUNA_COMPLETE": "complete_bash", "COMP_WORDS": "varuna run --wor", "COMP_CWORD": "2"}
+    command = [sys.executable, "-c", "from varuna.cli.main import main; import sys; sys.argv = ['varuna']; main()"]
+    done = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["--workers"]

@@ -1,0 +1,64 @@
+import io
+import sys
+
+import pytest
+from rich.console import Console
+
+from varuna.observe.terminal import Progress, beside_a_script
+
+
+def terminal(file: io.StringIO) -> Console:
+    return Console(file=file, force_terminal=True, no_color=True, width=20)
+
+
+def test_without_a_terminal_progress_lines_are_rare() -> None:
+    file, now_s = io.StringIO(), [0.0]
+    with Progress(Console(file=file), every_s=5.0, clock=lambda: now_s[0]) as progress:
+        for second in range(12):
+            now_s[0] = float(second)
+            progress.show(f"line {second}")
+        progress.show("last", final=True)
+    assert file.getvalue().split("\n") == ["line 0", "line 5", "line 10", "last", ""]
+
+
+def test_permanent_lines_are_never_wrapped() -> None:
+    file = io.StringIO()
+    Progress(Console(file=file, width=20), live_line=False).tell("x" * 90)
+    assert file.getvalue() == "x" * 90 + "\n"
+
+
+def test_only_permanent_lines_are_written_beside_a_script() -> None:
+    file = io.StringIO()
+    with Progress(Console(file=file), live_line=False) as progress:
+        progress.show("progress", final=True)
+        progress.tell("morph")
+    assert file.getvalue() == "morph\n"
+
+
+def test_on_a_terminal_the_line_is_away_while_others_write() -> None:
+    file = io.StringIO()
+    with Progress(terminal(file), clock=lambda: 0.0) as progress:
+        progress.show("step 1", final=True)
+        progress.write(b"said", lambda data: file.write(data.decode()) and None)
+        progress.show("step 2", final=True)  # the script has not ended its line
+        progress.write(b" more\n", lambda data: file.write(data.decode()) and None)
+        progress.refresh()
+        progress.show("a line of more than twenty columns", final=True)
+        progress.tell("kept")
+    clear = "\r\x1b[2K"
+    drawn = (f"{clear}step 1", f"{clear}said more\n", f"{clear}step 2", f"{clear}a line of more than", f"{clear}kept\n")
+    assert file.getvalue() == "".join(drawn)
+
+
+def test_a_log_gets_no_carriage_return(
+    monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    progress, write = beside_a_script()
+    with progress:
+        progress.show("step 1")
+        write(b"said\n")
+        progress.refresh()
+        progress.show("step 9", final=True)
+    sys.stdout.flush()
+    out, err = capfdbinary.readouterr()
+    assert (out, err) == (b"said\n", b"step 1\nstep 9\n")
