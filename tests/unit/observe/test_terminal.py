@@ -37,11 +37,15 @@ def test_only_permanent_lines_are_written_beside_a_script() -> None:
 
 def test_on_a_terminal_the_line_is_away_while_others_write() -> None:
     file = io.StringIO()
+
+    def say(data: bytes) -> None:
+        file.write(data.decode())
+
     with Progress(terminal(file), clock=lambda: 0.0) as progress:
         progress.show("step 1", final=True)
-        progress.write(b"said", lambda data: file.write(data.decode()) and None)
+        progress.write(b"said", say)
         progress.show("step 2", final=True)  # the script has not ended its line
-        progress.write(b" more\n", lambda data: file.write(data.decode()) and None)
+        progress.write(b" more\n", say)
         progress.refresh()
         progress.show("a line of more than twenty columns", final=True)
         progress.tell("kept")
