@@ -31,7 +31,10 @@ class CannotTrain(Exception):
 
 
 NO_LOSS = "no scalar loss"
-UNTRAINABLE = re.compile(f"{NO_LOSS}|[Tt]raining is not|(does|do) not support training|Tr?ain.* not supported")
+UNTRAINABLE = re.compile(
+    f"{NO_LOSS}|[Tt]raining is not|(does|do) not support training|Tr?ain.* not supported|is not trainable|"
+    "_forward_unimplemented"
+)
 """Said of a model that computes, but nothing to learn from."""
 
 

@@ -3,6 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+_EFFICIENT: Mapping[str, Any] = {
+    "width_coefficient": 0.25,
+    "depth_coefficient": 0.1,
+    "out_channels": [16, 24, 40, 80, 112, 192, 320],
+    "hidden_dim": 320,
+}
+
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     # boxes are embedded in eighths of a quarter of the width
     "bros": {"hidden_size": 64, "intermediate_size": 64},
@@ -20,6 +27,38 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8},
     "esm": {"vocab_size": 40, "pad_token_id": 1, "mask_token_id": 32},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
+    "dots1": {"num_key_value_heads": 2},
+    "pp_doclayout_v2": {
+        "class_thresholds": [0.5] * 20,
+        "class_order": list(range(20)),
+        "reading_order_config": {"max_2d_position_embeddings": 1024},
+    },
+    "instructblip": {"image_token_index": 5},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+    },
+    "vitmatte": {"fusion_hidden_sizes": [64, 32, 16, 8]},
+    # the smallest that the other library has
+    "timm_wrapper": {"architecture": "test_resnet"},
+    # widths that add up to the hidden size, or that are a share of it
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "lilt": {"hidden_size": 48},
+    # the width after all layers, by the same share as theirs
+    "efficientnet": _EFFICIENT,
+    "align": {"vision_config": _EFFICIENT},
+    # sizes that must be equal, or a product of others
+    "depth_pro": {"patch_size": 32},
+    "pix2struct": {"vision_config": {"patch_embed_hidden_size": 192, "patch_size": 8}},
+    # channels of a stage of the backbone
+    "pp_doclayout_v3": {"x4_feat_dim": 8},
+    # special tokens that the model has by their numbers in BERT's vocabulary
+    **{family: {"text_config": {"vocab_size": 2000}} for family in ("grounding-dino", "mm-grounding-dino")},
     # fields that a head needs and that are empty by default
     "hiera": {"decoder_hidden_size": 32, "decoder_depth": 2, "decoder_num_heads": 2},
     "sapiens2": {

@@ -14,7 +14,7 @@ from tests.field.shrink import LENGTH
 from tests.field.targets import sample
 
 _VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "tokens": ("", "decoder too", "bins last", "text only", "raw"),
+    "tokens": ("", "decoder too", "bins last", "text only", "raw", "several", "codes", "codes too"),
     "pretraining": ("", "tags", "decoder too", "bins last", "text only", "raw"),
     "class": ("", "bins last", "text only", "raw", "decoder too"),
     "image": ("", "large"),
@@ -26,7 +26,7 @@ _VARIANTS: Mapping[str, tuple[str, ...]] = {
     "frames": ("", "bins last"),
     "series": ("", "class", "alone"),
 }
-_PLACED = {"tokens", "pretraining", "tags", "class"}
+_PLACED = {"tokens", "pretraining", "tags", "class", "image"}
 """Kinds whose text may hold places for pictures or sound."""
 
 Build = Callable[[], nn.Module]
@@ -41,6 +41,8 @@ def candidates(kind: type[nn.Module], build: Build, config: Any, learnt: str, *,
     if learnt == "image" and "spatial_shapes" in takes:
         yield replace(plain, form="patches")
     for variant in _VARIANTS.get(learnt, ("",)):
+        if not _may_be(variant, plain):
+            continue
         shapes = replace(plain, variant=variant)
         if learnt == "dense":
             yield from (replace(shapes, answer=answer) for answer in _answers(build, shapes))
@@ -50,6 +52,13 @@ def candidates(kind: type[nn.Module], build: Build, config: Any, learnt: str, *,
             yield shapes
     if learnt in ("tokens", "class") and (long := find(config, "max_position_embeddings", default=0)) > LENGTH:
         yield replace(plain, length=int(long))  # every position is taken
+
+
+def _may_be(variant: str, plain: Shapes) -> bool:
+    """Whether a model knows what this variant of its samples is about."""
+    if variant in ("codes", "codes too"):
+        return find(plain.config, "num_codebooks") is not None
+    return variant != "several" or "image_attention_mask" in plain.takes
 
 
 def _with_places(build: Build, plain: Shapes) -> Iterator[Shapes]:
@@ -77,10 +86,11 @@ def _with_places(build: Build, plain: Shapes) -> Iterator[Shapes]:
 def _places(module: Any, shapes: Shapes) -> int:
     """How many places of a text a picture or a sound takes: as many as the model makes vectors of it."""
     name = "get_audio_features" if shapes.form == "sound" else "get_image_features"
-    features = getattr(module, name, None) or getattr(getattr(module, "model", None), name, None)
+    features = next((found for part in module.modules() if (found := getattr(part, name, None))), None)
     if features is None:
         return 0
     drawn = shapes.heard(0) if shapes.form == "sound" else shapes.seen(0)
+    drawn |= {name: value for name, value in shapes.text(0).items() if name.startswith("qformer_")}
     packed = shapes.form == "grid"
     takes = inspect.signature(features).parameters
     given = {

@@ -91,6 +91,8 @@ def config_of(family: str, model: str, kind: str, kept: tuple[str, ...] = ()) ->
     for part in (config, *(value for value in vars(config).values() if hasattr(value, "model_type"))):
         if getattr(part, "pad_token_id", 0) is None:
             part.pad_token_id = 2
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 2
     return config
 
 

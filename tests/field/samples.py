@@ -109,7 +109,20 @@ class Shapes:
         if "bbox" in self.takes:
             corners = torch.randint(0, 24, (len(ids), 4), generator=generator_of(index)).sort(dim=1).values
             found["bbox"] = corners
+        if "qformer_input_ids" in self.takes:
+            found["qformer_input_ids"] = self.tokens(index + 900, self.length)
+        if isinstance(question := find(self.config, "question_token_id"), int) and self.kind == "pretraining":
+            found["input_ids"][1] = question
+        if self.variant in ("codes", "codes too"):
+            several = int(find(self.config, "num_codebooks", default=1)) + (self.variant == "codes too")
+            size = (len(ids), several)
+            found["input_ids"] = torch.randint(_FIRST, self.codes, size, generator=generator_of(index + 300))
         return {**found, **self.features(index)}
+
+    @property
+    def codes(self) -> int:
+        """How many codes of sound there are."""
+        return int(find(self.config, "codebook_vocab_size", "codebook_size", "audio_vocab_size", default=VOCABULARY))
 
     def features(self, index: int) -> dict[str, Tensor]:
         """What detectors have found in a picture, for models that read it beside the text."""
@@ -126,6 +139,8 @@ class Shapes:
 
     def labels_of(self, text: Mapping[str, Tensor]) -> Tensor:
         labels = text["input_ids"].clone()
+        if labels.dim() > 1:  # several codes of sound at each place: the first
+            labels = labels[:, 0]
         labels[: self.places] = IGNORED
         if "attention_mask" in text:
             labels[text["attention_mask"] == 0] = IGNORED
@@ -227,6 +242,14 @@ class Shapes:
         for name in ("pixel_values", "pixel_values_videos"):
             if name in takes and self.variant != "text only":
                 found.update(self.seen(index) if name == "pixel_values" else {name: self.picture(index)})
+        if "flattened_patches" in takes:
+            across, values = 4, int(find(self.config, "patch_embed_hidden_size", default=768))
+            lie = torch.stack(torch.meshgrid(*[torch.arange(1, across + 1)] * 2, indexing="ij"), dim=-1).flatten(0, 1)
+            drawn = torch.randn(across**2, values, generator=generator_of(index))
+            found["flattened_patches"] = torch.cat([lie.float(), drawn], dim=1)
+        if self.variant == "several" and "image_attention_mask" in takes and "pixel_values" in found:
+            found["pixel_values"] = found["pixel_values"][None]
+            found["image_attention_mask"] = torch.ones(self.length, 1, dtype=torch.long)
         if "inputs" in takes and not found:
             found["inputs"] = self.tokens(index, self.length)
         return found

@@ -75,6 +75,7 @@ RULES: tuple[tuple[str, Rule], ...] = (
         _each(_at_most(LENGTH // 2)),
     ),
     (r"^window_size$", _each(_at_most(2))),
+    (r"^num_windows$", _at_most(4)),
     (r"out_indices$|feature_layers?$", _first_layers),
     # heads, before widths: their names hold "hidden" or "dim" at times
     (r"key_value_heads$|kv_heads$|num_kv|n_head_kv|num_key_value_groups", _each(_at_most(1))),
@@ -104,7 +105,8 @@ RULES: tuple[tuple[str, Rule], ...] = (
     (r"image_size$|^img_size$|input_size$|crop_size$", _each(_at_most(IMAGE))),
     (r"patch_size$|^patch_sizes$", _each(_at_most(PATCH))),
     (r"num_frames$|frames_per_clip$", _at_most(4)),
-    (r"num_mel_bins$|num_mels$|feature_size$|input_feat_per_channel$", _at_most(16)),
+    (r"num_mel_bins$|num_mels$|input_feat_per_channel$", _at_most(16)),
+    (r"feature_size$", _at_most(WIDTH)),
     (r"num_queries$|num_(object_)?queries|^num_latents$", _at_most(8)),
 )
 
@@ -212,9 +214,40 @@ def tiny(config: Any, exceptions: Mapping[str, Any], kept: Container[str] = ()) 
     if widths := _widths_of(given.get("backbone_config")):
         several = {name: len(value) for name, value in fields.items() if name in _OF_BACKBONE and value}
         given.update({name: widths[-number:] for name, number in several.items()})
+    given.update(_followers(fields, given))
     given.update(special_tokens(fields))
     given.update({name: value for name, value in exceptions.items() if not isinstance(value, Mapping)})
-    return type(config)(**given)
+    made = type(config)(**given)
+    if hasattr(config, "stage_names") and "out_indices" not in given:
+        _take_stages(config, made)
+    return made
+
+
+def _followers(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Lists of one width of the model again and again, as it comes out of a part that has become narrower."""
+    found: dict[str, Any] = {}
+    chain = fields.get("hidden_sizes")
+    for name, value in fields.items():
+        if _STEM.search(name) and isinstance(chain, list | tuple) and value == chain[0] and "hidden_sizes" in given:
+            found[name] = given["hidden_sizes"][0]  # what the first stage takes
+        if name in given or not (isinstance(value, list | tuple) and len(value) > 1 and len(set(map(str, value))) == 1):
+            continue
+        width = next((given[other] for other in _WIDTHS if fields.get(other) == value[0] and other in given), None)
+        if width is not None:
+            found[name] = type(value)([width] * len(value))
+    return found
+
+
+_STEM = re.compile(r"^stem_(out_)?(channels|dim)")
+_WIDTHS = ("encoder_hidden_dim", "d_model", "hidden_size", "hidden_dim")
+
+
+def _take_stages(config: Any, made: Any) -> None:
+    """A backbone gives the outputs of as many stages as before: the same, or the last where there are fewer."""
+    taken = list(config.out_indices)
+    if len(made.stage_names) != len(config.stage_names):
+        taken = list(range(len(made.stage_names)))[-len(taken) :]
+    made.set_output_features_output_indices(out_features=None, out_indices=taken)
 
 
 def _widths_of(backbone: Any) -> list[int]:

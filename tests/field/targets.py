@@ -53,13 +53,18 @@ def _pretraining(shapes: Shapes, index: int) -> Sample:
     for name in ("next_sentence_label", "sentence_order_label"):
         if name in shapes.takes:
             found[name] = torch.tensor(index % 2)
+    if "question_positions" in shapes.takes:
+        del found["labels"]
+        found["question_positions"] = torch.tensor([1])
+        for name in ("start_positions", "end_positions"):
+            found[name] = torch.randint(0, shapes.length // 2, (1,), generator=generator_of(index))
     if shapes.variant == "tags":
         found["labels"] = torch.randint(0, 2, found["input_ids"].shape, generator=generator_of(index))
     if "visual_embeds" in found:
         seen = torch.full((len(found["visual_embeds"]),), IGNORED)
         found["labels"] = torch.cat([found["labels"], seen])
     if "labels" not in shapes.takes:
-        del found["labels"]
+        found.pop("labels", None)
     return found
 
 
@@ -162,7 +167,7 @@ def _pair(shapes: Shapes, index: int) -> Sample:
 
 def _boxes(shapes: Shapes, index: int) -> Sample:
     """Centres and sizes, as shares of the picture."""
-    words = {"input_ids": shapes.tokens(index, shapes.length)} if "input_ids" in shapes.takes else {}
+    words = {"input_ids": _named(shapes, index)} if "input_ids" in shapes.takes else {}
     corners = torch.rand(_THINGS, 4, generator=generator_of(index))
     boxes = torch.cat([0.3 + 0.4 * corners[:, :2], 0.1 + 0.3 * corners[:, 2:]], dim=1)
     return {
@@ -171,6 +176,18 @@ def _boxes(shapes: Shapes, index: int) -> Sample:
         "class_labels": _drawn_class(index, _THINGS),
         "boxes": boxes,
     }
+
+
+def _named(shapes: Shapes, index: int) -> Tensor:
+    """Names of what to look for: between full stops where those are in the vocabulary, as BERT numbers them."""
+    if shapes.vocabulary <= _STOP:
+        return shapes.tokens(index, shapes.length)
+    names = shapes.tokens(index, CLASSES + 1) % 700 + 200
+    between = torch.stack([names, torch.full((CLASSES + 1,), _STOP)], dim=1).flatten()
+    return torch.cat([torch.tensor([_BEGIN]), between, torch.tensor([_END])])
+
+
+_BEGIN, _END, _STOP = 101, 102, 1012
 
 
 def _masks(shapes: Shapes, index: int) -> Sample:

@@ -50,3 +50,13 @@ def test_a_configuration_shrinks_with_its_parts() -> None:
 def test_a_head_takes_what_the_last_stages_of_its_backbone_give() -> None:
     config: Any = config_of("rt_detr", "RTDetrForObjectDetection", "boxes")
     assert config.encoder_in_channels == config.backbone_config.hidden_sizes[-3:]
+
+
+def test_a_backbone_gives_as_many_stages_as_before_and_widths_follow_what_feeds_them() -> None:
+    detector: Any = config_of("d_fine", "DFineForObjectDetection", "boxes")
+    assert detector.backbone_config.out_features == ["stage2", "stage3", "stage4"]
+    assert detector.decoder_in_channels == (detector.encoder_hidden_dim,) * 3
+    layered: Any = config_of("tipsv2_dpt", "Tipsv2DptForSemanticSegmentation", "pixels").backbone_config
+    assert layered.out_indices == [1, 2, 3, 4]
+    stem: Any = config_of("textnet", "TextNetForImageClassification", "image")
+    assert stem.stem_out_channels == stem.hidden_sizes[0]
