@@ -110,7 +110,8 @@ class Inbox:
         Raises:
             LinkError: as ``wait``.
         """
-        self.wait(lambda: key in self._arrived, awaited)
+        if key not in self._arrived:
+            self.wait(lambda: key in self._arrived, awaited)
         with self._changed:
             self.check()
             value = self._arrived.pop(key)

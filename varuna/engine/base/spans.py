@@ -4,7 +4,7 @@ When things happened is in the timeline (``engine.pipeline.timeline``). Without 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 
@@ -24,6 +24,7 @@ class Span:
 
 Listener = Callable[[Span], None]
 _listeners: list[Listener] = []
+_UNHEARD = nullcontext()
 
 
 def subscribe(listener: Listener) -> Callable[[], None]:
@@ -32,8 +33,7 @@ def subscribe(listener: Listener) -> Callable[[], None]:
     return lambda: _listeners.remove(listener)
 
 
-@contextmanager
-def span(name: str, *, rank: int, stage: int, step: int, index: int = -1) -> Iterator[None]:
+def span(name: str, *, rank: int, stage: int, step: int, index: int = -1) -> AbstractContextManager[None]:
     """Mark the beginning and the end of a piece of work; an exception leaves the end out.
 
     Args:
@@ -43,9 +43,11 @@ def span(name: str, *, rank: int, stage: int, step: int, index: int = -1) -> Ite
         step: the step that the work belongs to.
         index: see ``Span.index``.
     """
-    if not _listeners:
-        yield
-        return
+    return _heard(name, rank, stage, step, index) if _listeners else _UNHEARD
+
+
+@contextmanager
+def _heard(name: str, rank: int, stage: int, step: int, index: int) -> Iterator[None]:
     _emit(Span(name, "begin", rank, stage, step, index))
     yield
     _emit(Span(name, "end", rank, stage, step, index))

@@ -168,10 +168,13 @@ class ForwardPass:
 
     def has_input(self, step: int, micro_batch: int) -> bool:
         """Whether F can run, or must, to raise what was wrong with the samples."""
-        if self._inbox.failed((self._batch, step, micro_batch)):
-            return True  # the activation may never come, since its length follows from samples that could not be read
-        activation_here = self._stage.index == 0 or self._inbox.has((self._activation, step, micro_batch))
-        return activation_here and (self._loader is None or self._inbox.has((self._batch, step, micro_batch)))
+        if self._loader is not None:
+            samples = (self._batch, step, micro_batch)
+            if not self._inbox.has(samples):
+                return False
+            if self._inbox.failed(samples):
+                return True  # the activation may never come, since its length follows from samples
+        return self._stage.index == 0 or self._inbox.has((self._activation, step, micro_batch))
 
     def take(self, step: int, micro_batch: int) -> Arrived:
         """Wait for what F of a micro-batch begins with.

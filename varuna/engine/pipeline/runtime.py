@@ -85,7 +85,7 @@ class Runtime:
         self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
         self._copies, self.lookahead = job.traffic.links, lookahead_of(job.traffic.streams, inbox)
         self._open_gradient_links(groups)
-        self.activity = "starting"
+        self._acting: tuple[int, Action] | None = None  # step and action, set for each, read by heartbeats
         self.losses: list[tuple[int, list[float]]] = []
         """(global micro-batch, [weighted loss, weight, metric sums...]) of the step; last stage only"""
         self.times: StepTimes | None = None
@@ -161,7 +161,7 @@ class Runtime:
                 lookahead.waited(awaited)
                 continue
             lookahead.acting()
-            self.activity = f"step {step}: {action}"
+            self._acting = step, action
             name, micro_batch = action.kind.value, self._mine[action.micro_batch]
             with span(name, rank=self._rank, stage=self._stage.index, step=step, index=micro_batch):
                 self._act(step, action, policy, flights)
@@ -170,6 +170,12 @@ class Runtime:
         self._whole.settle(lambda: self._reducer.added_up(step))
         self.times = lookahead.finish()
         self._stage.truths.check(self._source, self._plan, step)
+
+    @property
+    def activity(self) -> str:
+        """What the stage does; for any thread."""
+        acting = self._acting
+        return "starting" if acting is None else f"step {acting[0]}: {acting[1]}"
 
     def take_sent(self) -> list[tuple[int, float]]:
         """Bytes and seconds of messages sent since the last call."""

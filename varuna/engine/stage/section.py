@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.fx import GraphModule
 
 from varuna.data.randomness import derive_key, generator_lock
@@ -31,8 +32,7 @@ class Tensors:
     """buffers, then constants"""
 
 
-@dataclass(frozen=True)
-class Examples:
+class Examples(NamedTuple):
     """One micro-batch as a section sees it."""
 
     inputs: Mapping[str, Tensor]
@@ -41,8 +41,7 @@ class Examples:
     """which of the model's graphs it is for: one for each declared length"""
 
 
-@dataclass(frozen=True)
-class Tape:
+class Tape(NamedTuple):
     """What B needs from the forward of one section."""
 
     section: SectionGraph
@@ -123,7 +122,7 @@ class SectionRunner:
             if (halved := self._halves[examples.size]) is not None:
                 pending = PendingWeights()
                 run, arguments = halved, [pending, *arguments]
-        with torch.enable_grad(), seeded():
+        with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
             made = self._noted(run(*arguments), micro_batch)
         return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending)
 
@@ -200,7 +199,8 @@ def crossing(made: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _dense(value: Tensor) -> Tensor:
-    return value.contiguous().resolve_conj().resolve_neg()
+    dense = value.contiguous()
+    return dense.resolve_conj().resolve_neg() if dense.is_conj() or dense.is_neg() else dense
 
 
 def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
@@ -215,9 +215,17 @@ def backward(tape: Tape, gradients: dict[str, Tensor]) -> None:
         if (gradient := gradients.pop(name, None)) is not None and made.requires_grad
     ]
     if pairs:
-        torch.autograd.backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
+        _run_backward([made for made, _ in pairs], [gradient for _, gradient in pairs])
     for name, taken in tape.taken.items():
         if taken.grad is not None:
             known = gradients.get(name)
             gradients[name] = _dense(taken.grad) if known is None else known + taken.grad
             taken.grad = None
+
+
+def _run_backward(made: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """``torch.autograd.backward`` without its preparations, which cost as much as a small graph.
+
+    They fill in what is not given, and compare shapes; the engine itself refuses gradients that do not fit.
+    """
+    _engine_run_backward(tuple(made), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
