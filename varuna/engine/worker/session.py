@@ -241,6 +241,8 @@ class Session:
         self._combines = formed.combines
         if assignment.fresh or assignment.checkpoint is not None:
             standing.forget_votes()
+        if self._saver is not None:
+            self._saver.inherit(assignment)
         if assignment.is_spare:
             standing.take(None)
             formed.groups.abandon()

@@ -72,16 +72,20 @@ class Snapshotter:
             self._asked = step, now_s
         return now_s + 1.5 * self._step_s - self._last_s >= self._every.total_seconds()
 
-    def begin(self, stage: Stage, assignment: Assignment) -> None:
-        """Begin a generation: write what lost ranks of the last one have not, and make room for its snapshots.
+    def inherit(self, assignment: Assignment) -> None:
+        """Write, in the background, what lost ranks of the last generation have not; a spare too may have copied it.
 
-        Both happen in the background. Only who lives through a morph has something to write for others.
+        Only who lives through a morph has something to write for others.
         """
         if self._snapshot is not None:
             forsaken = _forsaken(self._snapshot, assignment.lost_replicas)
             if forsaken:
                 self._writer.submit(self._snapshot.step, forsaken, self._snapshot.copied.wait)
-        self._snapshot, self._asked = None, (-2, 0.0)  # a morph is not a step
+        self._snapshot = None
+
+    def begin(self, stage: Stage, assignment: Assignment) -> None:
+        """Begin a generation with a seat, after ``inherit``: make room for its snapshots, in the background."""
+        self._asked = -2, 0.0  # a morph is not a step
         stage.copied = self._copied  # it has taken over storages that may still be copied
         expected = {section: _expected_state(stage, section) for section in stage.sharding.held}
         size_bytes = needed_bytes(self._parts(stage, assignment, expected))

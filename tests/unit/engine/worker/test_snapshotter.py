@@ -133,7 +133,9 @@ def test_what_all_ranks_save_is_the_whole_state_once_and_in_equal_shares(
     assert share or max(sizes) - min(sizes) <= 0.2 * sum(sizes) + 64
 
 
-def test_survivors_write_what_the_dead_have_not(store: Store, setup: Setup) -> None:
+@pytest.mark.parametrize("seats", [2, 1])
+def test_survivors_write_what_the_dead_have_not(store: Store, setup: Setup, seats: int) -> None:
+    """Also those that have become spares: a later generation would not tell them of this loss any more."""
     plan, saved = make_plan(setup, 1, 3), list[SavedShard]()
     savers = [small(store, saved) for _ in range(2)]  # replica 2 dies before it has written anything
     stages = [stage_of(setup, plan, replica=replica) for replica in range(2)]
@@ -145,9 +147,12 @@ def test_survivors_write_what_the_dead_have_not(store: Store, setup: Setup) -> N
                 parameter.fill_(7.0)  # training goes on
     with pytest.raises(ValueError, match="not enough values"):
         manifest_of(setup, store, plan, saved)
-    fewer = make_plan(setup, 1, 2)
+    fewer = make_plan(setup, 1, seats)
     for replica, (saver, stage) in enumerate(zip(savers, stages, strict=True)):
-        saver.begin(stage, assigned(fewer, replica, 1, lost_replicas=(2,)))
+        told = assigned(fewer, replica, 1, lost_replicas=(2,))
+        saver.inherit(told)
+        if not told.is_spare:
+            saver.begin(stage, told)
         saver.flush()
     manifest = manifest_of(setup, store, plan, saved)
     states = read_states(store, manifest, {0: everything})
@@ -162,7 +167,7 @@ def test_a_morph_without_deaths_makes_nobody_write_for_others(store: Store, setu
     saver.save(stage, assigned(plan))
     saver.flush()
     before = len(saved)
-    saver.begin(stage, assigned(plan, 1, 1))
+    saver.inherit(assigned(plan, 1, 1))
     saver.flush()
     assert len(saved) == before
 
