@@ -16,7 +16,7 @@ from varuna.cli import options
 from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.units import format_bytes, format_duration
-from varuna.planner.choose import explain, with_options
+from varuna.planner.choose import Flags, explain, with_options
 from varuna.planner.report import RankingReport, report
 from varuna.planner.request import Objective, PlanRequest
 from varuna.planner.sweep import Rejection, rank_plans
@@ -109,7 +109,7 @@ def plan(
     else:
         show(Console(), found)
     if not ranking.plans:
-        raise NoPlanError(explain(ranking, request))
+        raise NoPlanError(explain(ranking, request, Flags(memory="--memory-per-worker")))
 
 
 def calibration_of_run(run_dir: Path) -> Path:

@@ -7,7 +7,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.units import parse_bytes
 from varuna.membership.static import StaticMembership, world_from_environment
-from varuna.planner.choose import plan_run
+from varuna.planner.choose import Flags, plan_run
 
 
 def solo_from_environment() -> StaticMembership:
@@ -34,6 +34,7 @@ def solo_from_environment() -> StaticMembership:
             memory_bytes=memory_bytes,
             stages=int(stages) if stages else None,
             micro_batch=micro_batch,
+            flags=Flags(memory="VARUNA_MEMORY_PER_WORKER", stages="VARUNA_STAGES"),
         )
 
     return StaticMembership(world_from_environment(), plan, new=bool(new), overwrite=new == "overwrite")

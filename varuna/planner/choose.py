@@ -1,6 +1,7 @@
 """The decisions of a run: m once, then a plan for the workers of each generation."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
@@ -11,7 +12,18 @@ from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import Ranking, rank_plans
 
 
-def best_plan(request: PlanRequest) -> Plan:
+class Flags(NamedTuple):
+    """What people set limits with, for advice that they can follow."""
+
+    memory: str | None = None
+    """None: memory is that of the devices, or of a calibration"""
+    stages: str = "--stages"
+
+
+NO_FLAGS = Flags()
+
+
+def best_plan(request: PlanRequest, flags: Flags = NO_FLAGS) -> Plan:
     """The first of ``rank_plans``.
 
     Raises:
@@ -21,7 +33,7 @@ def best_plan(request: PlanRequest) -> Plan:
     ranking = rank_plans(request)
     if ranking.plans:
         return ranking.plans[0]
-    raise NoPlanError(explain(ranking, request))
+    raise NoPlanError(explain(ranking, request, flags))
 
 
 def plan_run(
@@ -33,6 +45,7 @@ def plan_run(
     micro_batch: int | None = None,
     calibration: Calibration | None = None,
     policy: str = "adaptive",
+    flags: Flags = NO_FLAGS,
 ) -> Plan:
     """The plan of a generation; the same m as in the generation before, unless it fits no more.
 
@@ -44,6 +57,7 @@ def plan_run(
         micro_batch: m of the generation before, halved where nothing fits; None on the first one.
         calibration: of the hardware; nominal if None. Compiled sections run B whole, whatever it says of halves.
         policy: schedule policy.
+        flags: for advice.
 
     Raises:
         UsageError: the job's m is out of range.
@@ -63,7 +77,7 @@ def plan_run(
         leaves_idle=calibration is not None,  # nominal figures are no reason to send workers away
         policy=policy,
     )
-    return best_plan(request)
+    return best_plan(request, flags)
 
 
 def with_options(known: Calibration, job: JobFacts) -> Calibration:
@@ -77,19 +91,19 @@ def with_options(known: Calibration, job: JobFacts) -> Calibration:
     return known.without_halves() if job.compiled else known
 
 
-def explain(ranking: Ranking, request: PlanRequest, *, memory_flag: str = "--memory-per-worker") -> str:
+def explain(ranking: Ranking, request: PlanRequest, flags: Flags) -> str:
     """The closest miss of a ranking without plans, and every way out that could help."""
     stages, sections = request.stages, request.calibration.section_count
     if not ranking.rejected:
         return "no plan fits: a pipeline needs at least 1 worker, but there are 0. Start a worker."
     closest = min(ranking.rejected, key=lambda rejection: (rejection.missing_bytes or 0, rejection.stages))
     if closest.missing_bytes is None and closest.stages > sections:
-        return f"{closest.reason}; pass cut=... or lower --stages."
+        return f"{closest.reason}; pass cut=... or lower {flags.stages}."
     if closest.missing_bytes is None:
-        return f"{closest.reason}; add workers or lower --stages."
-    advice = [f"raise {memory_flag}"]
+        return f"{closest.reason}; add workers or lower {flags.stages}."
+    advice = [f"raise {flags.memory}" if flags.memory else "use workers with more memory"]
     if stages is not None and stages < sections:
-        advice.insert(0, "raise or leave out --stages")
+        advice.insert(0, f"raise or leave out {flags.stages}")
     elif len(ranking.rejected) < sections:
         advice.insert(0, "add workers")
     if (closest.micro_batch or 1) > 1 and not request.calibration.model.batch_dependent:
@@ -111,6 +125,7 @@ def planner(
             stages=stages,
             micro_batch=micro_batch,
             calibration=calibration,
+            flags=Flags(memory="--memory-per-worker"),
         )
 
     return plan

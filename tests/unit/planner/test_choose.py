@@ -4,9 +4,10 @@ from tests.unit.planner.models import GB, MB, model, request, section
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.core.model import JobFacts, ModelFacts
-from varuna.planner.choose import best_plan, plan_run
+from varuna.planner.choose import NO_FLAGS, Flags, best_plan, plan_run, planner
 from varuna.planner.micro_batch import choose_micro_batch
 
+_FLAGS = Flags(memory="--memory")
 FACTS = model([section()] * 8)
 
 
@@ -53,23 +54,40 @@ def test_memory_is_what_the_user_says_else_the_calibration_else_the_devices() ->
     assert max(found.memory_bytes) > 2 * GB
 
 
-def refusal(memory_bytes: int | None = None, workers: int = 4, stages: int | None = None, micro_batch: int = 4) -> str:
+def refusal(
+    memory_bytes: int | None = None,
+    workers: int = 4,
+    stages: int | None = None,
+    micro_batch: int = 4,
+    flags: Flags = _FLAGS,
+) -> str:
+    asked = request(FACTS, workers, 64, micro_batch=micro_batch, memory_bytes=memory_bytes, stages=stages)
     with pytest.raises(NoPlanError) as caught:
-        best_plan(request(FACTS, workers, 64, micro_batch=micro_batch, memory_bytes=memory_bytes, stages=stages))
+        best_plan(asked, flags)
     return str(caught.value)
 
 
 def test_a_lack_of_memory_names_the_closest_stage_and_every_way_out() -> None:
     assert refusal(memory_bytes=GB) == (
         "no plan fits: stage 1 of P=4 needs 1.21 GiB but each worker has 954 MiB: 282 MiB too little. "
-        "Add workers, raise --memory-per-worker or pass a smaller micro_batch."
+        "Add workers, raise --memory or pass a smaller micro_batch."
     )
 
 
+def test_advice_names_only_what_the_user_can_set() -> None:
+    """``inspect`` and ``replay`` have no flag for memory; torchrun has environment variables."""
+    told = refusal(memory_bytes=GB, stages=2, micro_batch=1, flags=NO_FLAGS)
+    assert told.endswith(". Raise or leave out --stages or use workers with more memory.")
+    told = refusal(memory_bytes=GB, stages=2, micro_batch=1, flags=Flags("VARUNA_MEMORY", "VARUNA_STAGES"))
+    assert told.endswith(". Raise or leave out VARUNA_STAGES or raise VARUNA_MEMORY.")
+    with pytest.raises(NoPlanError, match=r"Raise --memory-per-worker\.$"):
+        planner(memory_bytes=GB // 4, stages=None)(job(micro_batch=1), 8, 1, None)
+
+
 def test_advice_that_cannot_help_is_left_out() -> None:
-    assert refusal(memory_bytes=GB // 4, workers=8, micro_batch=1).endswith(". Raise --memory-per-worker.")
+    assert refusal(memory_bytes=GB // 4, workers=8, micro_batch=1).endswith(". Raise --memory.")
     assert refusal(memory_bytes=GB, stages=2, micro_batch=1).endswith(
-        ". Raise or leave out --stages or raise --memory-per-worker."
+        ". Raise or leave out --stages or raise --memory."
     )
 
 
