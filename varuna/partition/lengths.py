@@ -17,7 +17,7 @@ from varuna.core.errors import DataError, ModelError, UsageError
 from varuna.partition.capture.capture import Batch, Recipe
 from varuna.partition.cut.match_cuts import UnlikeGraphsError, same_places
 from varuna.partition.model import CutChooser, PartitionedModel, partition
-from varuna.partition.optimizer_needs import OptimizerFactory
+from varuna.partition.optimizers import OptimizerFactory
 
 _DIMENSION = 1
 """The dimension of a collated tensor that has the declared lengths: the first one of a sample."""

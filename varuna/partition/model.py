@@ -27,7 +27,8 @@ from varuna.partition.loss.target_count import add_count
 from varuna.partition.loss.terms import Mixing, Terms, mixing_at, mixing_of, place_of, terms_of
 from varuna.partition.loss.unknown_operations import Trial, trial_of
 from varuna.partition.loss.whole_batch import PREFIX, Whole
-from varuna.partition.optimizer_needs import OptimizerFactory, OptimizerNeeds, try_update
+from varuna.partition.optimizer_needs import OptimizerNeeds, try_update
+from varuna.partition.optimizers import OptimizerFactory
 
 CutChooser = Callable[[Flow, Sequence[Cost]], list[int]]
 """Positions to cut after, ascending, where ``Flow.live_bytes`` allows it."""

@@ -1,6 +1,6 @@
 """Memory of the user's optimizer, tried on fake tensors: bytes of its state, and of a step while it runs."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,10 +8,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as _torch_optimizer
 
+from varuna.partition.optimizers import OptimizerFactory, SeveralOptimizers, build_optimizer, parts_of
 from varuna.partition.watching.live_bytes import Allocated
 
-NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
-OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _SUM, _MOST = 0.9, 1.2
 """A step that needs nearly what its sections need together, and plainly more than one of them, updates all at once."""
@@ -82,7 +81,7 @@ def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial |
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)
         try:
-            built = factory(named)
+            built = build_optimizer(factory, named)
             if not on_cpu:
                 _take_together(built)
             built.step()
@@ -113,10 +112,10 @@ def _take_together(built: torch.optim.Optimizer) -> None:
 
 def _is_torchs(built: torch.optim.Optimizer) -> bool:
     """Whether a step runs no code but torch's."""
-    hooks = (
-        _torch_optimizer._global_optimizer_pre_hooks,
-        _torch_optimizer._global_optimizer_post_hooks,
-        built._optimizer_step_pre_hooks,
-        built._optimizer_step_post_hooks,
+    everywhere = (_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks)
+    return not any(everywhere) and all(
+        (type(part).__module__.startswith("torch.optim.") or isinstance(part, SeveralOptimizers))
+        and "step" not in vars(part)
+        and not (part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks)
+        for part in parts_of(built)
     )
-    return type(built).__module__.startswith("torch.optim.") and "step" not in vars(built) and not any(hooks)

@@ -386,7 +386,9 @@ def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list
     torch.manual_seed(setup.seed)
     model = setup.build().train()
     named = list(model.named_parameters())
-    optimizer = setup.optimizer(named)
+    built = setup.optimizer(named)
+    optimizers = built if isinstance(built, list) else [built]
+    optimizer = optimizers[0]
     scheduler = setup.scheduler(optimizer) if setup.scheduler else None
     curve = []
     for step in range(steps):
@@ -396,13 +398,14 @@ def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list
             for p in range(first, first + setup.global_batch)
         ]
         batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        optimizer.zero_grad()
+        model.zero_grad()
         output = model(**batch)
         loss = getattr(output, "loss", output)
         loss.backward()
         limit = float("inf") if setup.clip is None else setup.clip
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
-        optimizer.step()
+        for each in optimizers:
+            each.step()
         if scheduler is not None:
             scheduler.step()
         curve.append((float(loss.detach()), float(norm)))

@@ -31,6 +31,7 @@ from varuna.partition.capture.capture import Recipe
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.optimizers import NamedParameters, build_optimizer
 from varuna.partition.watching.user_lines import UserLine, place_of
 
 _STEPS = 2
@@ -106,11 +107,11 @@ def _whole_stage(job: Job, initial: Initial, size: int, ledger: TagLedger) -> It
     """All sections in one stage, its optimizer built by the user's factory under the mode."""
     names = dict.fromkeys(name for section in job.model.sections for name in section.parameters)
 
-    def optimizer(named: Sequence[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
+    def optimizer(named: NamedParameters) -> torch.optim.Optimizer:
         for name, parameter in named:
             ledger.tag(parameter, _home(job, name), home=True)
         ledger.otherwise = place_of(job.optimizer)
-        return job.optimizer(named)
+        return build_optimizer(job.optimizer, named)
 
     with TagMode(ledger):
         stage = _stage(replace(job, optimizer=optimizer), initial, size)

@@ -6,7 +6,6 @@ undisturbed run has, and nothing of it needs to be stored.
 """
 
 import copy
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +16,9 @@ from torch import Tensor, nn
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
 from varuna.engine.stage.parameter_groups import ParameterGroup, complete
-from varuna.partition.optimizer_needs import NamedParameters as NamedParameters
-from varuna.partition.optimizer_needs import OptimizerFactory as OptimizerFactory
+from varuna.partition.optimizers import NamedParameters as NamedParameters
+from varuna.partition.optimizers import OptimizerFactory as OptimizerFactory
+from varuna.partition.optimizers import build_optimizer, parts_of
 
 SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
 Written = Callable[[Mapping[str, Tensor]], None]
@@ -58,7 +58,7 @@ class StageOptimizer:
         """
         self._named = dict(named)
         self._home = home
-        self._optimizer = _built(optimizer, named) if named else None
+        self._optimizer = build_optimizer(optimizer, named) if named else None
         self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
         if self._optimizer is None:
             return
@@ -73,8 +73,9 @@ class StageOptimizer:
 
     @property
     def lr(self) -> float | None:
-        """Learning rate of the first parameter group; None without an optimizer."""
-        return float(self._optimizer.param_groups[0]["lr"]) if self._optimizer is not None else None
+        """Learning rate of the first parameter group; None without an optimizer, or if it finds its own."""
+        lr = None if self._optimizer is None else self._optimizer.param_groups[0].get("lr")
+        return None if lr is None else float(lr)
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -125,7 +126,10 @@ class StageOptimizer:
         values = [(p, p.detach().to(self._home or p.device, copy=True)) for p in self._named.values()]
         state = {key: copy.deepcopy(entries) for key, entries in optimizer.state.items()}
         groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-        plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, _PLAIN)}
+        plain = [
+            (part, {name: value for name, value in vars(part).items() if isinstance(value, _PLAIN)})
+            for part in parts_of(optimizer)
+        ]
 
         def restore() -> None:
             with torch.no_grad():
@@ -135,7 +139,8 @@ class StageOptimizer:
             optimizer.state.update(state)
             for group, saved in zip(optimizer.param_groups, groups, strict=True):
                 group.update(saved)
-            vars(optimizer).update(plain)
+            for part, attributes in plain:
+                vars(part).update(attributes)
 
         return restore
 
@@ -148,30 +153,6 @@ class StageOptimizer:
         tensors = {key: value for key, value in entries.items() if isinstance(value, Tensor)}
         scalars = {key: value for key, value in entries.items() if not isinstance(value, Tensor)}
         return tensors, scalars
-
-
-def _built(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Optimizer:
-    optimizer = factory(named)
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(
-            f"optimizer= must return a torch optimizer, but returned {type(optimizer).__name__}. Write "
-            "optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)"
-        )
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is closure.empty:
-        raise UsageError(
-            f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model "
-            "again. Varuna runs the model once per step: use an optimizer that needs only the gradients, such as "
-            "AdamW."
-        )
-    given = {id(parameter) for _, parameter in named}
-    foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in given]
-    if foreign:
-        raise UsageError(
-            "optimizer= returned an optimizer over parameters that it was not given. It is called on every worker with "
-            "the parameters of that worker's stage: build it from its argument, not from a model of your own."
-        )
-    return optimizer
 
 
 def _replayed(

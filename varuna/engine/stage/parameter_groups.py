@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from varuna.partition.optimizer_needs import OptimizerFactory
+from varuna.partition.optimizers import OptimizerFactory, build_optimizer
 
 
 class ParameterGroup(NamedTuple):
@@ -32,7 +32,7 @@ def whole_groups(factory: OptimizerFactory, shapes: Mapping[str, Sequence[int]])
     named = [(name, nn.Parameter(torch.empty(tuple(shape), device="meta"))) for name, shape in shapes.items()]
     names = {id(parameter): name for name, parameter in named}
     try:
-        groups = factory(named).param_groups
+        groups = build_optimizer(factory, named).param_groups
         return tuple(
             ParameterGroup(
                 frozenset(names[id(parameter)] for parameter in group["params"]),

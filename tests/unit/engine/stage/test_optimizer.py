@@ -58,7 +58,23 @@ def moved(optimizer: StageOptimizer, named: NamedParameters) -> tuple[list[tuple
     return [(name, nn.Parameter(there.tensors[f"p/{name}"])) for name, _ in reversed(named)], state
 
 
-OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
+def muon_and_adamw(parameters: list[nn.Parameter]) -> list[Optimizer]:
+    matrices = [p for p in parameters if p.dim() == 2]
+    others = [p for p in parameters if p.dim() != 2]
+    return [torch.optim.Muon(matrices, lr=0.1), AdamW(others, lr=0.01)]
+
+
+def hugging_faces(parameters: list[nn.Parameter]) -> Optimizer:
+    from transformers import Adafactor
+
+    found: Optimizer = Adafactor(parameters)  # type: ignore[no-untyped-call]
+    return found
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]]] = {
+    "Muon and AdamW": muon_and_adamw,
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "Adafactor of transformers": hugging_faces,
     "AdamW": lambda p: AdamW(p, lr=0.1, weight_decay=0.1),
     "AMSGrad": lambda p: Adam(p, lr=0.1, amsgrad=True),
     "SGD with momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -70,8 +86,10 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 
 @pytest.mark.parametrize("build", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
-def test_state_by_name_survives_a_rebuild_bit_for_bit(build: Callable[[list[nn.Parameter]], Optimizer]) -> None:
-    def factory(named: NamedParameters) -> Optimizer:
+def test_state_by_name_survives_a_rebuild_bit_for_bit(
+    build: Callable[[list[nn.Parameter]], Optimizer | list[Optimizer]],
+) -> None:
+    def factory(named: NamedParameters) -> Optimizer | list[Optimizer]:
         return build([parameter for _, parameter in named])
 
     named = fresh()
@@ -90,6 +108,50 @@ def test_state_by_name_survives_a_rebuild_bit_for_bit(build: Callable[[list[nn.P
         assert one.keys() == other.keys()
         assert all(torch.equal(one[key], other[key]) for key in one)
         assert one_rest == other_rest
+
+
+def test_several_optimizers_do_what_each_does_alone() -> None:
+    def factory(named: NamedParameters) -> list[Optimizer]:
+        return muon_and_adamw([p for _, p in named])
+
+    def halving(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+
+    named, alone = fresh(), fresh()
+    optimizer = StageOptimizer(factory, halving, named, {}, 0)
+    parts = muon_and_adamw([p for _, p in alone])
+    schedulers = [halving(part) for part in parts]
+    for step in range(4):
+        train(optimizer, named, range(step, step + 1))
+        give_gradients(alone, step)
+        for part in parts:
+            part.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert all(torch.equal(mine, theirs) for (_, mine), (_, theirs) in zip(named, alone, strict=True))
+
+
+def test_a_tentative_step_of_several_optimizers_is_undone_bit_for_bit() -> None:
+    named = fresh()
+    optimizer = StageOptimizer(lambda n: muon_and_adamw([p for _, p in n]), None, named, {}, 0)
+    train(optimizer, named, range(2))
+    before = [p.detach().clone() for _, p in named], {name: str(optimizer.state_of(name)) for name, _ in named}
+    restore = optimizer.copies()
+    give_gradients(named, 2)
+    optimizer.update(unseen)
+    restore()
+    after = [p.detach().clone() for _, p in named], {name: str(optimizer.state_of(name)) for name, _ in named}
+    assert all(map(torch.equal, before[0], after[0]))
+    assert before[1] == after[1]
+    train(optimizer, named, range(2, 3))
+    assert str(optimizer.state_of("scale")) != before[1]["scale"]
+
+
+def test_two_optimizers_over_one_parameter_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"two optimizers over a\.bias"):
+        StageOptimizer(lambda n: [SGD([p for _, p in n]), SGD([n[1][1]])], None, fresh(), {}, 0)
+    with pytest.raises(UsageError, match="empty list"):
+        StageOptimizer(lambda n: [], None, fresh(), {}, 0)
 
 
 def test_adamw_counts_its_steps_across_a_rebuild() -> None:
@@ -171,7 +233,10 @@ def test_an_optimizer_over_a_model_of_the_users_own_is_refused() -> None:
 @pytest.mark.parametrize("wrong", [None, nn.Linear(2, 2), "AdamW"])
 def test_something_else_than_an_optimizer_is_refused_with_the_line_to_write(wrong: object) -> None:
     factory: Any = lambda named: wrong  # noqa: E731
-    with pytest.raises(UsageError, match=rf"but returned {type(wrong).__name__}\. Write optimizer=lambda named: torch"):
+    with pytest.raises(
+        UsageError,
+        match=rf"or a list of them, but returned {type(wrong).__name__}\. Write optimizer=lambda named: torch",
+    ):
         StageOptimizer(factory, None, fresh(), {}, 0)
 
 

@@ -1,0 +1,85 @@
+"""What the user's ``optimizer=`` returns, as one optimizer: several of them step together."""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from varuna.core.errors import UsageError
+
+NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
+
+
+class SeveralOptimizers(torch.optim.Optimizer):
+    """Steps several optimizers, each over parameters of its own; their groups and states are its own.
+
+    So a scheduler finds all groups, and state moves and is saved by parameter.
+    """
+
+    def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
+        """Join ``parts``, which hold no parameter twice."""
+        groups = [group for part in parts for group in part.param_groups]
+        super().__init__(groups, {})
+        self.parts = tuple(parts)
+        self.param_groups = groups  # the very groups that the parts read: torch's constructor would copy some
+        self.state = defaultdict(dict)
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # nothing needs what torch's returns
+        """Step each of them."""
+        for part in self.parts:
+            part.step()
+
+
+def build_optimizer(factory: OptimizerFactory, named: NamedParameters) -> torch.optim.Optimizer:
+    """What the user's function returns for some parameters, as one optimizer.
+
+    Raises:
+        UsageError: it returns something else than optimizers that need only gradients, over these parameters.
+    """
+    built: Any = factory(named)
+    parts = list(built) if isinstance(built, list | tuple) else [built]
+    if not parts:
+        raise UsageError(
+            "optimizer= returned an empty list: there must be an optimizer for the parameters it was given"
+        )
+    for part in parts:
+        _check(part)
+    given, held = {id(parameter) for _, parameter in named}, set[int]()
+    for part in parts:
+        mine = {id(parameter) for group in part.param_groups for parameter in group["params"]}
+        if not mine <= given:
+            raise UsageError(
+                "optimizer= returned an optimizer over parameters that it was not given. It is called on every worker "
+                "with the parameters of that worker's stage: build it from its argument, not from a model of your own."
+            )
+        if mine & held:
+            twice = [name for name, parameter in named if id(parameter) in mine & held]
+            raise UsageError(f"optimizer= returned two optimizers over {twice[0]}: each parameter may be in one only")
+        held |= mine
+    return parts[0] if len(parts) == 1 else SeveralOptimizers(parts)
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizer, and those that it steps."""
+    return (optimizer, *optimizer.parts) if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def _check(optimizer: Any) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer= must return a torch optimizer, or a list of them, but returned {type(optimizer).__name__}. "
+            "Write optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)"
+        )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise UsageError(
+            f"optimizer= returned {type(optimizer).__name__}, whose step() calls a closure that runs the model "
+            "again. Varuna runs the model once per step: use an optimizer that needs only the gradients, such as "
+            "AdamW."
+        )
