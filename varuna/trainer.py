@@ -19,6 +19,7 @@ from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, Sch
 from varuna.engine.worker.evaluate import EvaluationWork
 from varuna.engine.worker.export import export_model
 from varuna.engine.worker.session import Session
+from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_whole, choose_device, refuse_unknown
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
@@ -231,8 +232,11 @@ class Trainer:
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
 
+        Of a model of PEFT's only the adapter is written, as ``PeftModel.from_pretrained(base, path)`` reads it.
+
         Args:
             path: a ``.safetensors`` file, or a folder for ``model.safetensors`` and, if there is one, ``config.json``.
+                For an adapter, a folder.
 
         Raises:
             UsageError: nothing has been trained yet.
@@ -240,7 +244,11 @@ class Trainer:
         """
         if self._session is None:
             raise UsageError("trainer.export(path) writes what trainer.steps(n) trained: run the loop first")
-        export_model(self._session.current, self._spec.partitioned, Path(path), self._spec.built.json)
+        spec, generation = self._spec, self._session.current
+        if spec.built.has_adapters:
+            export_adapter(generation, spec, Path(path))
+        else:
+            export_model(generation, spec.partitioned, Path(path), spec.built.json)
 
     def _other(
         self, dataset: Any, examples: int | None, method: str, *, in_order: bool = False

@@ -13,13 +13,16 @@ class Configured:
     def __init__(self, build: Callable[[], nn.Module]) -> None:
         self.__wrapped__ = build  # where ``inspect.unwrap`` looks
         self.json: str | None = None
-        """content of a ``config.json``; None before the first model, or if it has no configuration"""
+        """content of a ``config.json``; None before the first model, or if it has no configuration, or adapters"""
+        self.has_adapters = False
+        """the model is one of PEFT's"""
 
     def __call__(self) -> nn.Module:
         """Build the model."""
         module = self.__wrapped__()
+        self.has_adapters = hasattr(module, "peft_config") and hasattr(module, "active_adapter")
         config: Any = getattr(module, "config", None)
-        if hasattr(config, "to_json_string"):
+        if hasattr(config, "to_json_string") and not self.has_adapters:  # that would be the base's
             found = {"architectures": [type(module).__name__], **json.loads(config.to_json_string())}
             found["architectures"] = found["architectures"] or [type(module).__name__]
             self.json = json.dumps(found, indent=2, sort_keys=True) + "\n"

@@ -29,6 +29,7 @@ class Checkpoints:
         every: steps (int) or time between checkpoints.
         keep_last: number of newest checkpoints to keep.
         keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
+        frozen: also save parameters that are not trained. False: they are read again from where the run began.
         upload_bytes_per_s: limit on what a worker sends to a bucket, to leave some of the network to training.
 
     Raises:
@@ -40,6 +41,7 @@ class Checkpoints:
     every: int | timedelta = timedelta(minutes=10)
     keep_last: int = 3
     keep_every: int | None = None
+    frozen: bool = True
     upload_bytes_per_s: float | None = None
 
     def __post_init__(self) -> None:

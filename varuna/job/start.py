@@ -7,6 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checks.mixing import check_mixing
 from varuna.core.errors import UsageError
 from varuna.core.membership import Membership
@@ -42,7 +43,8 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     if spec.checkpoints is not None:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
         check_writable(store)
-        saver = Snapshotter(store, spec.checkpoints.every, membership.saved, membership.unsaved)
+        left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.trainable)
+        saver = Snapshotter(store, spec.checkpoints.every, membership.saved, membership.unsaved, left_out=left_out)
     _check_normalisation(spec)
     check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
     spec.source.reading()  # now: processes that are forked once there is state keep copies of what it was

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from safetensors.torch import save_file
 from torch import Tensor
 
+from varuna.checkpoint.io.frozen import FROZEN
 from varuna.checkpoint.io.restore import read_states
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.manifest import Manifest
@@ -62,6 +63,7 @@ def export_checkpoint(
         DamagedCheckpoint: the checkpoint's bytes are not those that were written.
         StoreError: it cannot be read.
     """
+    _check_whole(manifest)
     sizes = _sizes(manifest)
     groups = _groups(sizes, file_bytes)
     names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
@@ -83,6 +85,22 @@ def export_checkpoint(
     except OSError as error:
         raise unwritable("write", folder, error) from error
     return ExportedFolder(len(groups), len(sizes), sum(sizes.values()), text is not None)
+
+
+def _check_whole(manifest: Manifest) -> None:
+    """Refuse what nobody could load: adapters without their base, under names that only the training script has.
+
+    Raises:
+        CheckpointError: says what to do instead.
+    """
+    left_out = any(FROZEN in shard.scalars for shard in manifest.shards)
+    names = [piece.name for shard in manifest.shards for piece in shard.pieces]
+    if left_out or any(name.startswith("parameters/base_model.model.") for name in names):
+        what = "leaves out frozen parameters" if left_out else "is of a model with adapters of PEFT"
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} {what}, which only the training script knows. "
+            "Run the script again: it resumes, and trainer.export(folder) after its loop writes what can be loaded."
+        )
 
 
 def _sizes(manifest: Manifest) -> dict[str, int]:

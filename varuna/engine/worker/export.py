@@ -1,12 +1,13 @@
 """The trained model as one safetensors file under its own names."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 from safetensors.torch import save_file
+from torch import Tensor
 
-from varuna.checkpoint.io.export import own_names
+from varuna.checkpoint.io.export import is_exported, own_names
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.names import CONFIG
 from varuna.core.errors import FleetError, LinkError
@@ -23,7 +24,7 @@ _BOUND_S, _LEAST_BYTES_PER_S = 600.0, 5e6
 
 
 def export_model(generation: Generation | None, model: PartitionedModel, path: Path, config: str | None = None) -> None:
-    """Gather all sections on the main rank and write them; other ranks send theirs, spares do nothing.
+    """Gather the model on the main rank and write it; other ranks send their part, spares do nothing.
 
     A tied parameter is written once, under its first name; the file's metadata maps its other names to it, as
     ``safetensors.torch.load_model`` expects.
@@ -32,19 +33,44 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
         generation: the newest one; None on a spare.
         model: for names.
         path: of the file, which is replaced as a whole.
-        config: the model's configuration, for the file's metadata.
+        config: the model's configuration, for a folder's ``config.json``.
 
     Raises:
         CheckpointError: the file cannot be written.
         FleetError: a worker vanished meanwhile.
     """
-    if generation is None:
+    tensors = gather_model(generation, model, wanted=is_exported)
+    if tensors is None:
         return
+    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+    write_tensors(tensors, file, {"format": "pt", **model.aliases})
+    if config is not None and file.parent == path:
+        try:
+            (path / CONFIG).write_text(config)
+        except OSError as error:
+            raise unwritable("write", path / CONFIG, error) from error
+
+
+def gather_model(
+    generation: Generation | None, model: PartitionedModel, *, wanted: Callable[[str], bool]
+) -> dict[str, Tensor] | None:
+    """Tensors of the model by its own names, on the main rank; None on all others.
+
+    Args:
+        generation: the newest one; None on a spare.
+        model: for names.
+        wanted: which entries of the sections' states, such as ``parameters/head.weight``.
+
+    Raises:
+        FleetError: a worker vanished meanwhile.
+    """
+    if generation is None:
+        return None
     plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
     speakers = enumerate(stage.sharding.holders)
     homes = {section: plan.rank_of(holders[0], plan.stage_of(section)) for section, holders in speakers}
     transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
-    states = {section: stage.state_of(section, owned_only=True) for section in stage.sections}
+    states = {section: _part(stage.state_of(section, owned_only=True), wanted) for section in stage.sections}
     if any(rank in (t.source_rank, t.target_rank) for t in transfers):
         # Not the generation's inbox: ranks that have nothing to export may be gone, and their links broken.
         facts = model.facts.sections
@@ -64,22 +90,28 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
             ) from error
         finally:
             courier.close()
-    if rank == 0:
-        _write(states.values(), model, path, config)
+    if rank != 0:
+        return None
+    return {name: value.contiguous() for state in states.values() for name, value in own_names(state).items()}
 
 
-def _write(states: Iterable[SectionState], model: PartitionedModel, path: Path, config: str | None) -> None:
-    tensors = {name: value.contiguous() for state in states for name, value in own_names(state).items()}
-    file = path if path.suffix == ".safetensors" else path / "model.safetensors"
+def _part(state: SectionState, wanted: Callable[[str], bool]) -> SectionState:
+    return SectionState(state.section, {name: value for name, value in state.tensors.items() if wanted(name)})
+
+
+def write_tensors(tensors: dict[str, Tensor], file: Path, metadata: dict[str, str]) -> None:
+    """Write a safetensors file, which is replaced as a whole.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(".partial")
-        save_file(tensors, str(partial), metadata={"format": "pt", **model.aliases})
+        save_file(tensors, str(partial), metadata=metadata)
         _sync(partial)
         partial.replace(file)
         _sync(file.parent)
-        if config is not None and file.parent == path:
-            (path / CONFIG).write_text(config)
     except OSError as error:
         raise unwritable("write", file, error) from error
 

@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from varuna.checkpoint.io.frozen import FROZEN, put_back
 from varuna.checkpoint.io.restore import Wanted, everything, read_states
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.manifest import read_manifest
@@ -32,6 +33,13 @@ from varuna.process.console import say
 from varuna.store.opening import open_store
 
 _POLL_S = 0.005
+
+
+class FirstValues(Protocol):
+    """First values of parameters."""
+
+    def __call__(self, names: Sequence[str], *, checks: bool) -> Mapping[str, Tensor]:
+        """Of those with these ``names``; ``checks``: rank 0 compares the job with plain PyTorch on the way."""
 
 
 class Formed(NamedTuple):
@@ -92,7 +100,7 @@ def form_generation(
     ended: Callable[[], bool],
     held: dict[int, SectionState],
     model: PartitionedModel,
-    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    initial: FirstValues,
     buffers: Mapping[str, Tensor],
     combines: bool | None,
     shard_optimizer: bool,
@@ -167,7 +175,7 @@ def _states(
     groups: Groups,
     held: dict[int, SectionState],
     model: PartitionedModel,
-    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    initial: FirstValues,
     buffers: Mapping[str, Tensor],
     *,
     shard_optimizer: bool,
@@ -186,12 +194,13 @@ def _states(
     at(Awaited(f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"))
     if assignment.fresh:
         try:
-            states = initial_states(model, wanted, initial, buffers) if wanted else {}
+            states = initial_states(model, wanted, partial(initial, checks=True), buffers) if wanted else {}
         except VarunaError as error:
             refusal = error
     elif assignment.checkpoint is not None:
         whole = held_by(holders_of(plan, model.facts.sections, shared=shard_optimizer), wanted, replica)
-        states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole))
+        frozen = partial(initial, checks=False)
+        states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole), initial=frozen)
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
     if assignment.members > 1 and assignment.fresh:
@@ -208,7 +217,7 @@ def _look_again(
     place: str,
     groups: Groups,
     model: PartitionedModel,
-    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    initial: FirstValues,
     *,
     at: Callable[[Awaited], None],
 ) -> None:
@@ -225,7 +234,7 @@ def _look_again(
             say(f"the checkpoint of step {step} was written by other code or versions: the model is checked anew")
             at(Awaited("the check of the model"))
             try:
-                initial(())
+                initial((), checks=True)
             except VarunaError as error:
                 refusal = error
     if members > 1:
@@ -255,7 +264,12 @@ def initial_states(
 
 
 def stored_states(
-    model: PartitionedModel, sections: Sequence[int], place: str, *, lent: Collection[int] = ()
+    model: PartitionedModel,
+    sections: Sequence[int],
+    place: str,
+    *,
+    initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
+    lent: Collection[int] = (),
 ) -> dict[int, SectionState]:
     """State of ``sections`` from a checkpoint; tied parameters come from their owner's shards.
 
@@ -265,9 +279,11 @@ def stored_states(
         model: the partitioned model.
         sections: those of this rank.
         place: folder of the checkpoint: store and step.
+        initial: first values of parameters, for frozen ones that the checkpoint leaves out.
         lent: sections that other replicas update.
 
     Raises:
+        CheckpointError: it was trained over other frozen parameters.
         DamagedCheckpoint: bytes are not those that were written; nobody will choose this checkpoint again.
         StoreError: the store cannot be read.
     """
@@ -287,6 +303,7 @@ def stored_states(
                 owner, names = read[tied.owner], (tied.name,)
                 read[section].tensors.update({k: v for k, v in owner.tensors.items() if _belongs(names, k)})
                 read[section].scalars.update({k: v for k, v in owner.scalars.items() if _belongs(names, k)})
+    put_back(read, {section: model.sections[section].parameters for section in sections}, initial, place)
     return {section: read[section] for section in sections}
 
 
@@ -296,4 +313,4 @@ def _either(one: Wanted | None, other: Wanted, name: str) -> bool:
 
 def _belongs(parameters: tuple[str, ...], name: str) -> bool:
     """Whether an entry of a section's state belongs to one of ``parameters``."""
-    return any(name == f"parameters/{p}" or name.startswith(f"optimizer/{p}/") for p in parameters)
+    return any(name in (f"parameters/{p}", f"{FROZEN}{p}") or name.startswith(f"optimizer/{p}/") for p in parameters)

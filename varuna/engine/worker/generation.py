@@ -134,7 +134,7 @@ def form(
             ended=lambda: inbox.ended,
             held=held,
             model=setting.job.model,
-            initial=lambda names: _first_values(setting, names, checks=assignment.rank == 0),
+            initial=lambda names, *, checks: _first_values(setting, names, checks=checks and assignment.rank == 0),
             buffers=setting.job.buffers,
             combines=combines,
             shard_optimizer=setting.job.memory.shard_optimizer,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import Copied, SectionPart, SnapshotBuffer, needed_bytes, parts_of
 from varuna.checkpoint.io.writer import BackgroundWriter
@@ -47,13 +48,14 @@ class Snapshotter:
         on_unsaved: Callable[[str], None] | None = None,
         *,
         smallest_part_bytes: int = SMALLEST_PART_BYTES,
+        left_out: LeftOut | None = None,
     ) -> None:
         self._every, self._warn = every, on_unsaved or warn
         self._last_s = time.monotonic()
         self._asked, self._step_s = (-2, 0.0), 0.0  # newest step whose end was asked for, when, and how long one takes
         self.newest = (-1, -1)
         """generation of the newest save, and the steps that it contains"""
-        self._smallest_bytes = smallest_part_bytes
+        self._smallest_bytes, self._left_out = smallest_part_bytes, left_out
         self._snapshot: _Snapshot | None = None
         self._copied: Ready = DONE  # of the newest snapshot
         self._buffer = SnapshotBuffer()
@@ -87,7 +89,7 @@ class Snapshotter:
         """Begin a generation with a seat, after ``inherit``: make room for its snapshots, in the background."""
         self._asked = -2, 0.0  # a morph is not a step
         stage.copied = self._copied  # it has taken over storages that may still be copied
-        expected = {section: _expected_state(stage, section) for section in stage.sharding.held}
+        expected = {section: self._kept(_expected_state(stage, section)) for section in stage.sharding.held}
         size_bytes = needed_bytes(self._parts(stage, assignment, expected))
         room = stage.job.traffic.saves.room
         self._writer.do(lambda: self._buffer.reserve(size_bytes, room))
@@ -101,7 +103,7 @@ class Snapshotter:
             )
             return
         self.flush()  # memory for it may still be made ready
-        states = {section: stage.state_of(section, owned_only=True) for section in stage.sharding.held}
+        states = {section: self._kept(stage.state_of(section, owned_only=True)) for section in stage.sharding.held}
         planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
         parts, pairs = self._buffer.place(planned, states, copies.room)
@@ -121,6 +123,9 @@ class Snapshotter:
     def close(self) -> None:
         """Let the writer finish what it can in a moment: the process ends."""
         self._writer.close()
+
+    def _kept(self, state: SectionState) -> SectionState:
+        return state if self._left_out is None else self._left_out.of(state)
 
     def _parts(self, stage: Stage, assignment: Assignment, states: Mapping[int, SectionState]) -> list[SectionPart]:
         return parts_of(

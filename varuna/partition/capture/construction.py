@@ -79,7 +79,8 @@ def construct(build: Callable[[], nn.Module], seed: int) -> Construction:
         ModelError: the model cannot be built so.
     """
     recorder = Recorder()
-    with seeded(seed), FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), drawing(recorder), recorder:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with seeded(seed), mode, drawing(recorder), idle_moves(), recorder:
         try:
             model = build()
         except Exception as error:
@@ -122,3 +123,24 @@ def drawing(recorder: Recorder | None = None) -> Iterator[None]:
         yield
     finally:
         _init._no_grad_trunc_normal_ = original
+
+
+@contextmanager
+def idle_moves() -> Iterator[None]:
+    """Let ``module.to(...)`` leave a module alone whose tensors are as they should become.
+
+    Otherwise torch swaps each tensor for a new one, which it cannot while something watches them.
+    """
+    original = nn.Module._apply
+
+    def apply(self: nn.Module, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        if all((moved := move(each)).dtype == each.dtype and moved.device == each.device for each in tensors):
+            return self
+        return original(self, move, recurse)  # type: ignore[no-untyped-call, no-any-return]
+
+    nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
 from varuna.partition.capture.branches import Comparing, general_sizes
+from varuna.partition.capture.construction import idle_moves
 from varuna.partition.capture.loops import EveryPlace
 from varuna.partition.capture.open_sizes import general_lengths, hashed_sizes
 from varuna.partition.capture.parameter_limits import Limits
@@ -79,7 +80,7 @@ def export(
         except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
             failure = error
     values = RealValues(Grade.SAMPLES, given(Grade.SAMPLES) or {})
-    helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), _idle_moves())
+    helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), idle_moves())
     try:
         with _as_eager(), _all(helped), _silent():
             found = pieces.find(lambda: _with_lists(module, fake), values.real)
@@ -146,7 +147,7 @@ class _Way(NamedTuple):
         self, module: nn.Module, fake: Mapping[str, Tensor], listed: AbstractContextManager[Any]
     ) -> torch.export.ExportedProgram:
         modes = (self.noticing.watch(), self.places, Alignments(), self.limits, listed, Comparing())
-        with _all((self.values.watch(), *modes, _idle_moves())), _silent():
+        with _all((self.values.watch(), *modes, idle_moves())), _silent():
             program = _attempt(module, fake)
             self.values.fill(program.constants)
             check_followed(program)
@@ -228,24 +229,6 @@ def _lines_of_functions() -> Iterator[None]:
         yield
     finally:
         TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
-
-
-@contextmanager
-def _idle_moves() -> Iterator[None]:
-    """Let ``module.to(dtype)`` within forward() leave a module alone whose tensors have that dtype."""
-    original = nn.Module._apply
-
-    def apply(self: nn.Module, move: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
-        if all((moved := move(each)).dtype == each.dtype and moved.device == each.device for each in tensors):
-            return self
-        return original(self, move, recurse)  # type: ignore[no-untyped-call, no-any-return]
-
-    nn.Module._apply = apply  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from torch import Tensor
 from varuna.core.errors import CheckpointError
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_WRAPPED = ".base_layer."
+"""Where PEFT keeps a layer that has adapters."""
 _NAMED = 5
 """Most names that a message lists."""
 
@@ -110,7 +112,7 @@ def fit(
     Raises:
         CheckpointError: parameters are missing or of another shape; names them.
     """
-    names = {name: [name, *(alias for alias, first in aliases.items() if first == name)] for name in shapes}
+    names = {name: _known(name, [alias for alias, first in aliases.items() if first == name]) for name in shapes}
     exact = {name: match for name, known in names.items() if (match := _first(known, entries))}
     prefix, added = _prefix([known for name, known in names.items() if name not in exact], entries)
     found = dict(exact)
@@ -177,6 +179,12 @@ def some(names: Iterable[str]) -> str:
     listed = list(names)
     more = f" and {len(listed) - _NAMED} more" if len(listed) > _NAMED else ""
     return ", ".join(listed[:_NAMED]) + more
+
+
+def _known(name: str, aliases: list[str]) -> list[str]:
+    """A parameter's names, and those that it had before PEFT wrapped its layer."""
+    names = [name, *aliases]
+    return [*names, *(each.replace(_WRAPPED, ".") for each in names if _WRAPPED in each)]
 
 
 def _first(names: Iterable[str], entries: Mapping[str, TensorEntry]) -> TensorEntry | None:

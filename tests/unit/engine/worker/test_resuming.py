@@ -8,6 +8,11 @@ import pytest
 import torch
 
 from tests.unit.engine.ranks import Dropping, Setup, run_all, single_threaded
+from tests.unit.engine.test_adapters import Adapted
+from varuna.checkpoint.io.export import export_checkpoint
+from varuna.checkpoint.io.frozen import LeftOut
+from varuna.checkpoint.manifest import read_manifest
+from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import local_store
@@ -27,7 +32,9 @@ def setup(directory: str | None = None) -> Setup:
     return Setup(build=Dropping, scheduler=decaying, directory=directory)
 
 
-def train(job: Setup, stages: int, replicas: int, steps: int, place: str | None = None) -> Losses:
+def train(
+    job: Setup, stages: int, replicas: int, steps: int, place: str | None = None, left_out: LeftOut | None = None
+) -> Losses:
     """Losses and norms of the steps that were run, on one thread per rank, with a checkpoint at the end."""
 
     def plan(facts: JobFacts, workers: int, micro_batch: int | None) -> Plan:
@@ -37,7 +44,10 @@ def train(job: Setup, stages: int, replicas: int, steps: int, place: str | None 
     sessions = []
     for rank in range(size):
         solo = StaticMembership(World(rank, size, meeting, "127.0.0.1", 0), plan)
-        saver = None if place is None else Snapshotter(open_store(place), 100, solo.saved, smallest_part_bytes=256)
+        if place is None:
+            saver = None
+        else:
+            saver = Snapshotter(open_store(place), 100, solo.saved, smallest_part_bytes=256, left_out=left_out)
         sessions.append(job.session(solo, meeting, steps, saver=saver, rank=rank))
     run_all([partial(_run, sessions[rank], found, rank) for rank in range(size)])
     job.finished = sessions
@@ -73,3 +83,46 @@ def test_another_plan_continues_within_rounding(undisturbed: Losses, tmp_path: P
     assert [each for step in last for each in step] == pytest.approx(
         [each for step in undisturbed[2:] for each in step], rel=1e-5
     )
+
+
+def test_frozen_parameters_are_left_out_and_come_from_where_the_run_began(tmp_path: Path) -> None:
+    """Embedding and head are tied, frozen and in bf16; the first section trains nothing."""
+    place = str(tmp_path / "saved")
+
+    def adapted(directory: str | None = None, seed: int = 0) -> Setup:
+        return Setup(build=Adapted, directory=directory, seed=seed)
+
+    job = adapted(place)
+    left_out = LeftOut(job.model.trainable)
+    with single_threaded():
+        undisturbed = train(adapted(), 2, 2, 4)
+        first = train(job, 2, 2, 2, place, left_out)
+        second = train(adapted(place), 2, 2, 3, place, left_out)
+        third = train(adapted(place), 1, 1, 4, place)
+    assert first + second == undisturbed[:3]
+    assert third[0] == pytest.approx(undisturbed[3], rel=1e-5)
+    saved = {name: _saved(place, step) for step, name in ((2, "adapters"), (4, "all"))}
+    assert saved["adapters"] & job.model.shapes.keys() == job.model.trainable
+    assert saved["all"] >= job.model.shapes.keys()
+    with pytest.raises(CheckpointError, match=r"leaves out frozen parameters, .* trainer\.export\(folder\)"):
+        export_checkpoint(open_store(place), read_manifest(open_store(place), 3), tmp_path / "exported")
+
+
+def _saved(place: str, step: int) -> set[str]:
+    manifest = read_manifest(open_store(place), step)
+    names = {piece.name for shard in manifest.shards for piece in shard.pieces}
+    return {name.removeprefix("parameters/") for name in names if name.startswith("parameters/")}
+
+
+def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
+    class Rescaled(Adapted):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed.weight.data *= 2
+
+    place = str(tmp_path)
+    job = Setup(build=Adapted, directory=place)
+    with single_threaded():
+        train(job, 1, 1, 1, place, LeftOut(job.model.trainable))
+        with pytest.raises(CheckpointError, match=r"the frozen ones .* are others .*: embed\.weight\. Begin from"):
+            train(Setup(build=Rescaled, directory=place), 1, 1, 2, place)

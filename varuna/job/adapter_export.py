@@ -1,0 +1,89 @@
+"""Adapters of PEFT, as ``PeftModel.from_pretrained`` reads them back: only them, and their configuration."""
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from varuna.core.errors import CheckpointError, UsageError
+from varuna.engine.worker.export import gather_model, write_tensors
+from varuna.engine.worker.generation import Generation
+from varuna.job.spec import JobSpec
+from varuna.partition.capture.building import build_without_data
+
+ADAPTER = "adapter_model.safetensors"
+"""PEFT's name of the file with the values."""
+
+
+def export_adapter(generation: Generation | None, spec: JobSpec, folder: Path) -> None:
+    """Gather what was trained on the main rank and write it as an adapter; other ranks send their part.
+
+    Args:
+        generation: the newest one; None on a spare.
+        spec: the job, whose model is one of PEFT's.
+        folder: receives the adapter and its configuration.
+
+    Raises:
+        UsageError: ``folder`` names a file.
+        CheckpointError: the folder cannot be written, or the adapter is of a kind that holds more than was trained.
+        FleetError: a worker vanished meanwhile.
+    """
+    if folder.suffix == ".safetensors":
+        raise UsageError(f"trainer.export({str(folder)!r}): an adapter needs its configuration. Name a folder.")
+    trained = {f"parameters/{name}" for name in spec.partitioned.trainable}
+    own = gather_model(generation, spec.partitioned, wanted=trained.__contains__)
+    if own is not None:
+        adapter = AdapterFolder(spec.built, None if spec.weights is None else Path(spec.weights.path))
+        write_tensors(adapter.tensors(own), folder / ADAPTER, {"format": "pt"})
+        adapter.write_config(folder)
+
+
+class AdapterFolder:
+    """What a folder with one adapter holds: tensors by PEFT's names, and ``adapter_config.json``."""
+
+    def __init__(self, build: Callable[[], nn.Module], base: Path | None) -> None:
+        """Build the model without data.
+
+        Args:
+            build: returns a model of PEFT's.
+            base: folder that the base's weights came from, unless the adapter's configuration names one.
+        """
+        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        model: Any = build_without_data(build, mode).module
+        self._model, self._adapter = model, str(model.active_adapter)
+        self._base = base
+
+    def tensors(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The adapter's tensors.
+
+        Args:
+            own: what was trained, by the model's own names.
+
+        Raises:
+            CheckpointError: this kind of adapter needs more than what was trained.
+        """
+        from peft import get_peft_model_state_dict
+
+        try:
+            found = get_peft_model_state_dict(
+                self._model, state_dict=dict(own), adapter_name=self._adapter, save_embedding_layers=False
+            )
+        except KeyError as error:
+            kind = self._model.peft_config[self._adapter].peft_type
+            raise CheckpointError(
+                f"an adapter of the kind {kind} cannot be exported: PEFT wants {error} beside what was trained. "
+                "Use LoRA."
+            ) from error
+        return {name: value.contiguous() for name, value in found.items()}
+
+    def write_config(self, folder: Path) -> None:
+        """Write ``adapter_config.json``, which names the base."""
+        config = copy.deepcopy(self._model.peft_config[self._adapter])
+        config.inference_mode = True
+        if not config.base_model_name_or_path and self._base is not None:
+            config.base_model_name_or_path = str(self._base)
+        config.save_pretrained(str(folder))
