@@ -29,11 +29,23 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "esm": {"vocab_size": 40, "pad_token_id": 1, "mask_token_id": 32},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}},
-    "dots1": {"num_key_value_heads": 2},
+    "dots1": {"n_shared_experts": 1, "n_routed_experts": 4},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 0},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "oneformer": {"conv_dim": 32},
+    "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 1], [1, 2]],
+        "spatial_target_layers": [0, 1, 2, 3],
+        "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
+    },
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "pp_doclayout_v2": {
         "class_thresholds": [0.5] * 20,
         "class_order": list(range(20)),
-        "reading_order_config": {"max_2d_position_embeddings": 1024},
+        "reading_order_config": {"max_2d_position_embeddings": 1024, "max_position_embeddings": 514},
     },
     "instructblip": {"image_token_index": 5},
     "qwen4_exp_text": {
@@ -51,7 +63,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "lilt": {"hidden_size": 48},
     # the width after all layers, by the same share as theirs
     "efficientnet": _EFFICIENT,
-    "align": {"vision_config": _EFFICIENT},
+    "align": {"vision_config": _EFFICIENT, "projection_dim": 80},
     # sizes that must be equal, or a product of others
     "depth_pro": {"patch_size": 32},
     "pix2struct": {"vision_config": {"patch_embed_hidden_size": 192, "patch_size": 8}},

@@ -14,8 +14,19 @@ from tests.field.shrink import LENGTH
 from tests.field.targets import sample
 
 _VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "tokens": ("", "decoder too", "bins last", "text only", "raw", "several", "codes", "codes too"),
-    "pretraining": ("", "tags", "decoder too", "bins last", "text only", "raw"),
+    "tokens": (
+        "",
+        "decoder too",
+        "bins last",
+        "text only",
+        "raw",
+        "several",
+        "codes",
+        "codes too",
+        "rows of codes",
+        "text only, typed",
+    ),
+    "pretraining": ("", "tags", "decoder too", "bins last", "text only", "raw", "several"),
     "class": ("", "bins last", "text only", "raw", "decoder too"),
     "image": ("", "large"),
     "pixels": ("", "large"),
@@ -58,7 +69,11 @@ def _may_be(variant: str, plain: Shapes) -> bool:
     """Whether a model knows what this variant of its samples is about."""
     if variant in ("codes", "codes too"):
         return find(plain.config, "num_codebooks") is not None
-    return variant != "several" or "image_attention_mask" in plain.takes
+    if variant == "text only, typed":
+        return "mm_token_type_ids" in plain.takes
+    if variant == "rows of codes":
+        return find(plain.config, "num_codebooks") is not None
+    return variant != "several" or bool({"image_attention_mask", "image_embeds_position_mask"} & plain.takes)
 
 
 def _with_places(build: Build, plain: Shapes) -> Iterator[Shapes]:

@@ -175,6 +175,10 @@ def _around(shapes: Shapes) -> Callable[[nn.Module], nn.Module] | None:
         return wrapped.Packed
     if shapes.kind == "pair":
         return wrapped.ReturnsLoss if "pixel_values" in takes else wrapped.ReturnsVideoLoss
+    if shapes.variant == "rows of codes":
+        return wrapped.Rows
+    if shapes.kind == "masks" and "task_inputs" in takes:
+        return wrapped.SegmentsForTask
     if shapes.kind == "masks":
         return wrapped.Segments if "mask_labels" in takes else wrapped.DetectsMasks
     if shapes.kind == "boxes":

@@ -102,6 +102,8 @@ class Shapes:
         found = {"input_ids": ids}
         if self.places and self.form != "sound" and "mm_token_type_ids" in self.takes:
             found["mm_token_type_ids"] = (ids == self.token).long()
+        if self.variant == "text only, typed":
+            found["mm_token_type_ids"] = torch.zeros_like(ids)
         if self.places and "token_type_ids" in self.takes:
             found["token_type_ids"] = (ids == self.token).long()
         if "attention_mask" in self.takes and not self.even:
@@ -117,6 +119,11 @@ class Shapes:
             several = int(find(self.config, "num_codebooks", default=1)) + (self.variant == "codes too")
             size = (len(ids), several)
             found["input_ids"] = torch.randint(_FIRST, self.codes, size, generator=generator_of(index + 300))
+        if "image_embeds_position_mask" in self.takes and self.variant == "several":
+            pictures = int(find(self.config, "latent_query_num", default=4))
+            found["input_ids"] = torch.cat([torch.full((pictures,), _FIRST), found["input_ids"]])
+            found["attention_mask"] = torch.cat([torch.ones(pictures, dtype=torch.long), mask])
+            found["image_embeds_position_mask"] = torch.arange(pictures + len(mask)) < pictures
         return {**found, **self.features(index)}
 
     @property
@@ -231,7 +238,7 @@ class Shapes:
             return {**self.text(index), **(self.heard(index) if self.form == "sound" else self.seen(index))}
         found: dict[str, Tensor] = {}
         for name in ("input_values", "input_features"):
-            if name in takes and self.variant != "text only":
+            if name in takes and "text only" not in self.variant:
                 found[name] = self.sound(index, name)
         if found:
             if self.variant == "bins last" and "attention_mask" in takes:
@@ -240,7 +247,7 @@ class Shapes:
         if "input_ids" in takes and not (self.kind in _SEEN and "pixel_values" in takes):
             found.update(self.text(index))
         for name in ("pixel_values", "pixel_values_videos"):
-            if name in takes and self.variant != "text only":
+            if name in takes and "text only" not in self.variant:
                 found.update(self.seen(index) if name == "pixel_values" else {name: self.picture(index)})
         if "flattened_patches" in takes:
             across, values = 4, int(find(self.config, "patch_embed_hidden_size", default=768))

@@ -164,8 +164,14 @@ _NOT_GIVEN = {
 """Lists with an entry per layer that the class makes anew; and what only saves memory."""
 
 
+_FEW_WORDS = 8
+"""A vocabulary below is one of special tokens."""
+
+
 def special_tokens(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Small, distinct numbers for the special tokens that a configuration names, those of text first."""
+    if isinstance(words := fields.get("vocab_size"), int) and words < _FEW_WORDS:
+        return {}
     names = [
         name
         for name, value in fields.items()
@@ -183,28 +189,31 @@ def special_tokens(fields: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def tiny(config: Any, exceptions: Mapping[str, Any], kept: Container[str] = ()) -> Any:
+def tiny(config: Any, exceptions: Mapping[str, Any], kept: Container[str] = (), *, is_part: bool = False) -> Any:
     """A tiny configuration of the same class.
 
     Args:
         config: as its class makes it by default.
         exceptions: fields that rules get wrong in this family; those of its parts in mappings under their names.
         kept: fields that are left as they are, in all parts.
+        is_part: of another, which may have given it other values than its class does.
     """
     fields = fields_of(config)
+    usual = {field.name: field.default for field in dataclasses.fields(config)} if is_part else fields
     depth = next((value for name, value in fields.items() if _DEEP.search(name) and isinstance(value, int)), 0)
     given: dict[str, Any] = {}
     for name, value in fields.items():
         if hasattr(value, "to_dict") and hasattr(value, "model_type"):
             is_timms = value.model_type == "timm_backbone"
-            given[name] = _residual(value) if is_timms else tiny(value, exceptions.get(name, {}), kept)
+            given[name] = _residual(value) if is_timms else tiny(value, exceptions.get(name, {}), kept, is_part=True)
             continue
         if name in kept:
+            given |= {name: value} if _differs(value, usual[name]) else {}
             continue
         new = value if value is None or name == "rope_parameters" else shrunk(name, value)
         if isinstance(new, list) and depth > DEPTH and len(new) == depth:
             new = new[:DEPTH]
-        if new != value or name in _NEEDED:
+        if new != value or name in _NEEDED or _differs(value, usual[name]):
             given[name] = new
     heads, shared = (fields.get(name) for name in ("num_attention_heads", "num_key_value_heads"))
     if shared is not None and heads == shared and "num_attention_heads" not in kept:
@@ -221,6 +230,13 @@ def tiny(config: Any, exceptions: Mapping[str, Any], kept: Container[str] = ()) 
     if hasattr(config, "stage_names") and "out_indices" not in given:
         _take_stages(config, made)
     return made
+
+
+def _differs(value: Any, usual: Any) -> bool:
+    """Whether a part's value is not that of its class."""
+    return (
+        isinstance(value, bool | int | float | str) and isinstance(usual, bool | int | float | str) and value != usual
+    )
 
 
 def _followers(fields: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,10 @@ def _drawn_class(index: int, *size: int) -> Tensor:
 
 
 def _tokens(shapes: Shapes, index: int) -> Sample:
+    if shapes.variant == "rows of codes":
+        size = (int(find(shapes.config, "num_codebooks", default=1)), shapes.length)
+        codes = torch.randint(0, shapes.codes, size, generator=generator_of(index))
+        return {"input_ids": codes, "labels": codes.T.clone()}
     found = shapes.sources(index)
     if "input_ids" in found and "input_values" not in found and ("input_features" not in found or shapes.places):
         labels = shapes.labels_of(found)
@@ -197,6 +201,8 @@ def _masks(shapes: Shapes, index: int) -> Sample:
     found = {**_boxes(shapes, index), "masks": masks}
     if "mask_labels" in shapes.takes:
         del found["boxes"]
+    if "task_inputs" in shapes.takes:
+        found["task_inputs"] = shapes.tokens(index, int(find(shapes.config, "task_seq_len", default=77)))
     return found
 
 

@@ -71,6 +71,25 @@ class Segments(_Around):
         ).loss
 
 
+class SegmentsForTask(_Around):
+    """The same with the task, in words."""
+
+    def forward(self, pixel_values: Tensor, task_inputs: Tensor, class_labels: Tensor, masks: Tensor) -> Any:
+        return self.model(
+            pixel_values=pixel_values,
+            task_inputs=task_inputs,
+            mask_labels=list(masks.unbind()),
+            class_labels=list(class_labels.unbind()),
+        ).loss
+
+
+class Rows(_Around):
+    """Codes of sound, of which each codebook has a row of its own in the batch."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        return self.model(input_ids=input_ids.flatten(0, 1), labels=labels).loss
+
+
 class Packed(_Around):
     """Patches of all pictures of a batch in one row after another, with the grid that each picture is."""
 

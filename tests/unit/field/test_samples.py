@@ -29,7 +29,7 @@ def test_codes_are_tried_only_where_the_configuration_has_codebooks() -> None:
         found: Any = candidates(Model, Model, SimpleNamespace(**config), "tokens", even=True)
         return {each.variant for each in found}
 
-    assert "codes" not in variants()
+    assert not {"codes", "rows of codes", "text only, typed", "several"} & variants()
     assert {"codes", "codes too"} <= variants(num_codebooks=4)
 
 
@@ -44,3 +44,14 @@ def test_a_question_stands_where_it_is_asked_for() -> None:
     drawn = sample(shapes("pretraining", "input_ids question_positions", question_token_id=7), 0)
     assert drawn["input_ids"][drawn["question_positions"]] == 7
     assert drawn["start_positions"].shape == (1,)
+
+
+def test_each_codebook_may_have_a_row_of_its_own() -> None:
+    drawn = sample(shapes("tokens", "input_ids", "rows of codes", num_codebooks=4), 0)
+    assert (drawn["input_ids"].shape, drawn["labels"].shape) == ((4, 16), (16, 4))
+
+
+def test_a_second_reader_and_a_task_have_words_of_their_own() -> None:
+    assert "qformer_input_ids" in sample(shapes("tokens", "input_ids qformer_input_ids"), 0)
+    drawn = sample(shapes("masks", "pixel_values mask_labels task_inputs", task_seq_len=7, image_size=32), 0)
+    assert drawn["task_inputs"].shape == (7,)

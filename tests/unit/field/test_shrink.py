@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import BertConfig
 
-from tests.field.huggingface import config_of
+from tests.field.huggingface import _default, config_of
 from tests.field.shrink import DEPTH, HEADS, WIDTH, changed, shrunk
 
 
@@ -60,3 +60,10 @@ def test_a_backbone_gives_as_many_stages_as_before_and_widths_follow_what_feeds_
     assert layered.out_indices == [1, 2, 3, 4]
     stem: Any = config_of("textnet", "TextNetForImageClassification", "image")
     assert stem.stem_out_channels == stem.hidden_sizes[0]
+
+
+def test_a_part_keeps_what_the_whole_has_given_it() -> None:
+    default: Any = _default("tipsv2_dpt", "Tipsv2DptForSemanticSegmentation").backbone_config
+    config: Any = config_of("tipsv2_dpt", "Tipsv2DptForSemanticSegmentation", "pixels")
+    assert config.backbone_config.reshape_hidden_states is default.reshape_hidden_states is False
+    assert type(default)().reshape_hidden_states is True
