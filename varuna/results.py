@@ -22,6 +22,8 @@ class Step:
     """Loss of the global batch: the weighted mean over its targets (or examples)."""
     examples: int
     """Number of examples in the global batch, M."""
+    epoch: float | None
+    """Passes over the dataset that the run has made, this step included; None for a dataset without length."""
     targets: float
     """What the loss is a mean over: the number of target tokens if the model's loss averages over those (ignored ones
     do not count), else the number of examples, or the sum of the user's ``weight``."""
@@ -76,13 +78,14 @@ def evaluation_of(found: EvaluationSums | None, examples: int) -> Evaluation:
     return Evaluation(found.loss, found.weight, examples, found.metrics, complete=True)
 
 
-def step_of(committed: Committed, examples: int, dtype: torch.dtype) -> Step:
+def step_of(committed: Committed, examples: int, dtype: torch.dtype, dataset_size: int | None = None) -> Step:
     """The ``Step`` of a job with ``examples`` examples per step that computes in ``dtype``."""
     totals = committed.totals
     return Step(
         index=committed.step,
         loss=totals.loss,
         examples=examples,
+        epoch=None if dataset_size is None else (committed.step + 1) * examples / dataset_size,
         targets=totals.weight,
         grad_norm=totals.grad_norm,
         lr=totals.lr,

@@ -1,8 +1,10 @@
 """The public interface: ``Trainer`` runs a script for one GPU on whatever devices there are."""
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Never
 
@@ -20,7 +22,7 @@ from varuna.engine.worker.evaluate import EvaluationWork
 from varuna.engine.worker.export import export_model
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
-from varuna.job.arguments import check_whole, choose_device, refuse_unknown
+from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
@@ -147,19 +149,24 @@ class Trainer:
         self._predicting: dict[object, tuple[PartitionedModel, dict[str, Tensor]]] = {}  # by outputs and form of batch
         self._evaluations = 0
 
-    def steps(self, n: int) -> Iterator[Step]:
+    def steps(self, n: int | None = None, *, epochs: float | None = None) -> Iterator[Step]:
         """Train until the whole run has ``n`` steps, and yield each; a resumed run yields the steps that are left.
 
         Any rank may break out of the loop; all ranks then stop together after the next step.
 
+        Args:
+            n: steps of the whole run.
+            epochs: instead, passes over the dataset. The last step is completed with samples of the next pass.
+
         Raises:
+            UsageError: not one of the two, or ``epochs`` for a dataset without length.
             ModelError: the model cannot be captured or weighed.
             NoPlanError: no plan fits.
             CheckpointError: the directory cannot be used, or no checkpoint in it can be trusted.
             FleetError: the manager refused this worker or ended the run.
             LinkError: a peer is gone and nothing replaces it (torchrun).
         """
-        check_whole(n=n)
+        n = self._whole_steps(n, epochs)
         if n < 0:
             raise UsageError(f"steps(n): n is the total number of steps of the run and must be >= 0 (got {n})")
         if self._session is not None:
@@ -171,13 +178,25 @@ class Trainer:
         committed = self._session.steps()
         try:
             for step in committed:
-                yield step_of(step, self._spec.global_batch, self._spec.dtype)
+                yield step_of(step, self._spec.global_batch, self._spec.dtype, self._spec.source.size)
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
                 self._session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass
             raise
+
+    def checkpoint(self) -> None:
+        """Save after the next step, beside what ``every`` says. One rank is enough to ask.
+
+        Raises:
+            UsageError: there is no ``checkpoints=``, or nothing has been trained yet.
+        """
+        if self._spec.checkpoints is None:
+            raise UsageError('trainer.checkpoint() needs a place: Trainer(..., checkpoints="runs/a")')
+        if self._session is None:
+            raise UsageError("trainer.checkpoint() works inside the loop over trainer.steps(n)")
+        self._session.checkpoint()
 
     def evaluate(self, dataset: Any, *, examples: int | None = None) -> Evaluation:
         """Compute the loss of another dataset, in evaluation mode, over all workers, without touching training.
@@ -249,6 +268,21 @@ class Trainer:
             export_adapter(generation, spec, Path(path))
         else:
             export_model(generation, spec.partitioned, Path(path), spec.built.json)
+
+    def _whole_steps(self, n: int | None, epochs: float | None) -> int:
+        """Steps of the whole run."""
+        if (n is None) == (epochs is None):
+            raise UsageError("say one of the two: trainer.steps(1000) or trainer.steps(epochs=3)")
+        if n is not None:
+            check_whole(n=n)
+            return n
+        check_number(epochs=epochs)
+        if self._spec.source.size is None:
+            raise UsageError(
+                f"trainer.steps(epochs={epochs}) needs a dataset with a length. Say how many steps instead."
+            )
+        assert epochs is not None
+        return math.ceil(Fraction(epochs) * self._spec.source.size / self._spec.global_batch)
 
     def _other(
         self, dataset: Any, examples: int | None, method: str, *, in_order: bool = False

@@ -35,7 +35,7 @@ class VoteLayout(Value):
         return self.sections + index * (2 + len(self.metrics))
 
     def flag(self, name: str) -> int:
-        """Slot of a flag: a positive value raises it (``stop``: any rank; the others, and ``lr``: one rank)."""
+        """Slot of a flag: positive raises it (``stop``, ``checkpoint``: any rank; the others, and ``lr``: one rank)."""
         return self.size - len(FLAGS) + FLAGS.index(name)
 
     def read(self, vector: Sequence[float]) -> "StepTotals":

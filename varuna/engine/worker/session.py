@@ -90,7 +90,7 @@ class Session:
         self._setting = Setting(job, source, weight, facts.steps, initial, connect, interface_host)
         self._facts, self._membership, self._saver = facts, membership, saver
         self.standing = WorkerState(membership)
-        self._stopping = False
+        self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
         self._reporter = Reporter()
         self._what, self._thread = "starting", threading.get_ident()
@@ -106,6 +106,10 @@ class Session:
     def stop(self) -> None:
         """Ask all ranks to leave the loop: the flag goes into the next vote."""
         self._stopping = True
+
+    def checkpoint(self) -> None:
+        """Save after the next step that is committed; any rank may ask."""
+        self._saves_next = True
 
     def close(self) -> None:
         """Leave, and wait for all threads: none may outlive the process's main thread."""
@@ -273,6 +277,7 @@ class Session:
             generation.inbox.expect_step(plan.step_s, median(recent_s))
             is_over = totals.stop or stage.next_step == self._facts.steps
             if totals.checkpoint or is_over:
+                self._saves_next = False
                 self._save(generation, is_last=is_over)
             self._what = f"runs the code of the training loop after step {step}"
             with self.standing.resting(regroup=totals.regroup and not is_over):
@@ -310,12 +315,12 @@ class Session:
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
         """What this rank says in the vote besides norms and losses."""
-        flags = {"stop": float(self._stopping)}
+        flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
         if generation.assignment.rank == 0:
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
             due = self._saver is not None and self._saver.is_due(step)
-            flags["checkpoint"] = float(self.standing.asked("checkpoint") or due)
+            flags["checkpoint"] = float(self.standing.asked("checkpoint") or due or self._saves_next)
         if generation.reports_lr:
             flags["lr"] = generation.stage.optimizer.lr or 0.0
         return flags

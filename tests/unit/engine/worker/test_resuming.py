@@ -1,5 +1,6 @@
 """A run that stops and resumes gives the losses of one that never stopped, bit for bit, whatever it resumes with."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -7,19 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.engine.ranks import Dropping, Setup, run_all, single_threaded
+from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, adamw, run_all, single_threaded
 from tests.unit.engine.test_adapters import Adapted
 from varuna.checkpoint.io.export import export_checkpoint
 from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.manifest import read_manifest
-from varuna.core.errors import CheckpointError
+from varuna.core.errors import CheckpointError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.engine.base.transport import local_store
 from varuna.engine.worker.snapshotter import Snapshotter
+from varuna.job.options import Checkpoints
 from varuna.membership.static import StaticMembership, World
 from varuna.planner.choose import plan_run
 from varuna.store.opening import open_store
+from varuna.trainer import Trainer
 
 Losses = list[tuple[float, float]]
 
@@ -126,3 +129,26 @@ def test_another_base_is_refused_by_name(tmp_path: Path) -> None:
         train(job, 1, 1, 1, place, LeftOut(job.model.trainable))
         with pytest.raises(CheckpointError, match=r"the frozen ones .* are others .*: embed\.weight\. Begin from"):
             train(Setup(build=Rescaled, directory=place), 1, 1, 2, place)
+
+
+def test_a_script_asks_for_a_checkpoint_and_for_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def trainer(**more: Any) -> Trainer:
+        return Trainer(SmallLanguage, Tokens(size=10), adamw, 4, device="cpu", **more)
+
+    with pytest.raises(UsageError, match="needs a place"):
+        trainer().checkpoint()
+    job = trainer(checkpoints=Checkpoints(tmp_path, every=100, keep_last=10))
+    with pytest.raises(UsageError, match="inside the loop"):
+        job.checkpoint()
+    for wrong in ({}, {"n": 1, "epochs": 1}):
+        with pytest.raises(UsageError, match=r"one of the two: trainer\.steps\(1000\) or"):
+            next(job.steps(**wrong))
+    epochs = []
+    for step in job.steps(epochs=1.5):
+        epochs.append(step.epoch)
+        if step.index == 0:
+            job.checkpoint()
+    assert epochs == [0.4, 0.8, 1.2, 1.6]
+    assert sorted(folder.name for folder in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
