@@ -32,6 +32,9 @@ from varuna.fleet.state.run_events import RunEvent
 T = TypeVar("T")
 E = TypeVar("E", bound=RunEvent)
 
+Machine = Callable[[Fleet, Event, float], tuple[Fleet, list[Instruction]]]
+"""What ``advance`` is."""
+
 
 @cache
 def make_job(*, sections: int = 4, steps: int = 100, seed: int = 0, micro_batch: int | None = None) -> JobFacts:
@@ -95,6 +98,7 @@ class Driver:
     answers: Callable[[], bool] = lambda: True
     """Whether a question is answered now; if not, a later tick asks again, in the order of the questions."""
     open: list[Ask] = field(default_factory=list)
+    machine: Machine = advance
 
     def __post_init__(self) -> None:
         self.fleet = Fleet.empty(self.config, self.now_s)
@@ -102,7 +106,7 @@ class Driver:
 
     def feed(self, event: Event) -> list[Instruction]:
         """Apply one event; returns the instructions of this event alone."""
-        self.fleet, instructions = advance(self.fleet, event, self.now_s)
+        self.fleet, instructions = self.machine(self.fleet, event, self.now_s)
         asks = [instruction for instruction in instructions if isinstance(instruction, Ask)]
         instructions = [instruction for instruction in instructions if not isinstance(instruction, Ask)]
         self.done.extend(instructions)

@@ -2,6 +2,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests.unit.fleet.machine.rollbacks import abandoned_timeline, spare_of_a_rollback
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
@@ -9,7 +10,6 @@ from varuna.core.messages import (
     Assign,
     Failed,
     Finish,
-    Held,
     Hold,
     RaiseFlag,
     Recorded,
@@ -19,6 +19,7 @@ from varuna.core.messages import (
 )
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.fleet.machine.advance import advance
 from varuna.fleet.manager.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Running
@@ -343,36 +344,11 @@ def test_without_a_checkpoint_a_rollback_starts_afresh() -> None:
 
 
 def test_state_and_votes_of_an_abandoned_timeline_do_not_count() -> None:
-    driver = running(3, steps=(0, 1, 2, 3), replace=False)
-    driver.checkpoint = Checkpoint("ck/step-2", 2, 2)
-    old = driver.vote(3)
-    driver.kill("w1")  # the only holder of the second stage: w2 is a spare
-    driver.held("w0", 4)
-    driver.held("w2", None)
-    assert driver.fleet.record.first_step == 2
-    driver.say("w0", Suspect(generation=1, reason="?"))
-    driver.wait(1.2)
-    driver.say("w2", Held(generation=1, next_step=2, sections=(2, 3)))
-    driver.say("w0", Held(generation=1, next_step=4, sections=(0, 1), votes=(old,)))  # had not reloaded yet
-    assert (driver.fleet.generation, driver.fleet.record.first_step, driver.fleet.record.rollback) == (2, 2, True)
-    assert len(driver.told(StepRecorded)) == 4
+    abandoned_timeline(advance)
 
 
 def test_a_spare_of_a_rollback_is_no_source_whatever_it_says() -> None:
-    driver = running(5, replace=False)
-    driver.checkpoint = Checkpoint("ck/step-2", 2, 2)
-    driver.kill("w1")
-    driver.kill("w3")  # both holders of the second stage
-    driver.held("w0", 2)
-    driver.held("w2", 2)
-    driver.held("w4", None)
-    assert driver.fleet.record.rollback
-    [spare] = set(driver.fleet.members) - set(driver.fleet.record.grid)
-    first, second = driver.fleet.record.grid
-    driver.kill(second)
-    driver.held(first, 2)
-    driver.say(spare, Held(generation=1, next_step=2, sections=(2, 3)))  # had not dropped its old state yet
-    assert (driver.fleet.generation, driver.fleet.record.rollback) == (2, True)
+    spare_of_a_rollback(advance)
 
 
 # -- gain --------------------------------------------------------------------------------------------
