@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from varuna.partition.opaque.each_sample import number_listed
+from varuna.partition.opaque.each_sample import AllSamples, number_listed
 from varuna.partition.watching.own_code import OWN, TORCH
 
 _len = builtins.len
@@ -74,13 +74,13 @@ def hashed_sizes() -> Any:
 
 
 def _length(value: Any, /) -> Any:
-    if _lengths.attempt is not None:
-        if isinstance(value, Tensor) and type(value).__len__ is Tensor.__len__ and value.dim() > 0:
-            return value.shape[0]
-        number = number_listed(value) if type(value) in (list, tuple) else None
-        if number is not None and not sys._getframe(1).f_code.co_filename.startswith(OWN):
-            return number
-    return _len(value)
+    kind = type(value)
+    if kind is list or kind is tuple:  # first of all, and briefly: export itself asks ten thousand times
+        number = number_listed(value) if value and isinstance(value[0], (AllSamples, dict)) else None
+        is_wanted = number is not None and _lengths.attempt is not None
+        return number if is_wanted and not sys._getframe(1).f_code.co_filename.startswith(OWN) else _len(value)
+    is_open = isinstance(value, Tensor) and kind.__len__ is Tensor.__len__ and _lengths.attempt is not None
+    return value.shape[0] if is_open and value.dim() > 0 else _len(value)
 
 
 def _hashed(size: torch.SymInt) -> int:
