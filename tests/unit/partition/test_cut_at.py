@@ -1,7 +1,6 @@
 """The user names the modules at which sections begin."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.checks.verified import verify
-from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, tiny_gpt2
+from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
 from tests.unit.partition.families import NAMED, Samples
 from varuna.core.errors import ModelError, UsageError
 from varuna.data.samples import SampleSource
@@ -32,9 +31,43 @@ def choose_at(*names: str) -> CutChooser:
     return chooser(names)
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = x + torch.tanh(self.inner(x))
+        return made
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(64, 8)
+        self.h = nn.ModuleList(Layer() for _ in range(3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x: Tensor = self.wte(input_ids)
+        for layer in self.h:
+            x = layer(x)
+        return x
+
+
+class Named(nn.Module):
+    """With the names of GPT-2's modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transformer, self.lm_head = Stack(), nn.Linear(8, 64)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.lm_head(self.transformer(input_ids)).flatten(0, 1), labels.flatten())
+
+
 @pytest.fixture(scope="module")
-def gpt2() -> tuple[PartitionedModel, Flow]:
-    """GPT-2 cut in front of its second and third layer, and as it is when the cuts are chosen."""
+def named() -> tuple[PartitionedModel, Flow]:
+    """Cut in front of its second and third layer, and as it is when the cuts are chosen."""
     seen: list[Flow] = []
 
     def look(flow: Flow, costs: Sequence[Cost]) -> list[int]:
@@ -43,15 +76,15 @@ def gpt2() -> tuple[PartitionedModel, Flow]:
 
     choose = choose_at("transformer.h.2", "transformer.h.1")
     batch = SampleSource(Tokens(), seed=0).micro_batch([0, 1]).tensors
-    return partition(Recipe(partial(tiny_gpt2, layers=3)), batch, choose=look), seen[0]
+    return partition(Recipe(Named), batch, choose=look), seen[0]
 
 
-def test_sections_begin_where_the_named_modules_do(gpt2: tuple[PartitionedModel, Flow]) -> None:
-    model, _ = gpt2
+def test_sections_begin_where_the_named_modules_do(named: tuple[PartitionedModel, Flow]) -> None:
+    model, _ = named
     assert [section.label for section in model.sections] == ["transformer.h.0", "transformer.h.1", "output"]
     first = [{name.split(".")[2] for name in section.parameters if ".h." in name} for section in model.sections]
     assert first == [{"0"}, {"1"}, {"2"}]
-    assert [[c.shape(3) for c in into] for into in model.split.crossings] == [[], [(3, 16, 32)], [(3, 16, 32)]]
+    assert [[c.shape(3) for c in into] for into in model.split.crossings] == [[], [(3, 16, 8)], [(3, 16, 8)]]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +118,9 @@ def test_models_of_many_kinds_still_compute_the_same(family: str, cut_at: list[s
         ("model.transformer.h.1", r"a module of this name\. Similar names .*: transformer\.h\.1"),
     ],
 )
-def test_wrong_names_are_refused_with_near_ones(gpt2: tuple[PartitionedModel, Flow], path: str, message: str) -> None:
+def test_wrong_names_are_refused_with_near_ones(named: tuple[PartitionedModel, Flow], path: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
-        choose_at("transformer.h.1", path)(gpt2[1], [])
+        choose_at("transformer.h.1", path)(named[1], [])
 
 
 class Written(nn.Module):

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.unit.engine.late import LateStream, LateStreams
-from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded, tiny_gpt2
+from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
 from varuna.calibration.measure.compute import _rounds, measure_window
 from varuna.calibration.measure.equal_sections import section_kinds
 from varuna.calibration.measure.network import _LEAST_ROUNDS, _WARM_ROUNDS, Peers
@@ -34,14 +35,25 @@ def _one_thread() -> Iterator[None]:
         yield
 
 
+class TwoHalves(SmallLanguage):
+    """Layers of two different halves, as a transformer's."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer in self.layers[:3]:
+            x = x + torch.tanh(layer(x))
+            x = x + torch.sigmoid(layer(x))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
 def test_sections_with_the_same_graph_are_one_kind() -> None:
-    model = Setup(partial(tiny_gpt2, layers=3)).model
+    model = Setup(TwoHalves).model
     kinds = section_kinds(model)
     assert len(kinds) == len(model.sections)
     assert kinds[0] == 0
-    assert len(set(kinds)) == 4, "an embedding with half a layer, two halves of a layer, the head"
+    assert len(set(kinds)) == 5, "an embedding, two halves of a layer, the head, the loss"
     assert kinds[1] == kinds[3] == kinds[5]
-    assert kinds[2] == kinds[4]
+    assert kinds[2] == kinds[4] == kinds[6]
 
 
 def test_every_section_of_a_window_is_measured_at_every_size() -> None:

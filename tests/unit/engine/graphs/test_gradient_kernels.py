@@ -24,8 +24,8 @@ def product(block: "Block", x: Tensor) -> Tensor:
 
 
 def recurrent(block: "Block", x: Tensor) -> Tensor:
-    found: Tensor = block.lstm(x)[0]
-    return found
+    """Over four tokens: a graph has each step."""
+    return torch.cat([block.lstm(x[:, :4])[0], x[:, 4:]], 1)
 
 
 class Block(nn.Module):

@@ -84,5 +84,6 @@ def _is_verdict(instruction: Instruction) -> bool:
 
 
 def _sent_home(instruction: Instruction) -> Instruction:
-    is_apply = isinstance(instruction, Send) and isinstance(instruction.message, Apply)
-    return replace(instruction, message=Finish()) if is_apply else instruction
+    if isinstance(instruction, Send) and isinstance(instruction.message, Apply):
+        return replace(instruction, message=Finish())
+    return instruction

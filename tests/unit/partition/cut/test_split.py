@@ -62,7 +62,7 @@ def compare(
 
 
 def test_rotary_positions_at_any_batch_size() -> None:
-    compare(tiny_llama, Tokens())
+    compare(partial(tiny_llama, layers=1), Tokens())
 
 
 class Skips(nn.Module):
