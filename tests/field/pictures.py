@@ -1,11 +1,12 @@
 """Jobs of timm and torchvision: one small model of each family, on small images or short videos."""
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -89,11 +90,21 @@ def ways(attempt: Attempt) -> Iterator[Prepared]:
     """Narrow and shallow first, then shallow, then with narrow layers, then as it is; on small images first."""
     job = attempt.job
     kind, own, parameters = _looked_at(job)
-    takes = inspect.signature(kind.__init__).parameters
+    takes = _arguments_of(kind)
     sizes = [(64, _FRAMES), (own, _FRAMES), (own, 2 * _FRAMES) if job.kind == "video" else (_LARGE, _FRAMES)]
     for side, frames in dict.fromkeys(sizes):
         for build in _builders(job, kind, takes, parameters, side, frames):
             yield Prepared(build, Drawn(partial(_sample, job.kind, side, frames, _input_of(kind))), _loss_of)
+
+
+def _arguments_of(kind: type[nn.Module]) -> dict[str, inspect.Parameter]:
+    """Of its constructor, with the fields of a configuration that it takes, which a builder takes by their names."""
+    found = dict(inspect.signature(kind.__init__).parameters)
+    hints = get_type_hints(kind.__init__) if "cfg" in found else {}
+    for each in (hints.get("cfg"), *get_args(hints.get("cfg"))):
+        for field in dataclasses.fields(each) if isinstance(each, type) and dataclasses.is_dataclass(each) else ():
+            found[field.name] = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+    return found
 
 
 _FRAMES = 8

@@ -84,11 +84,13 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
 
 def _why_not(reason: str) -> str:
     """Which of the causes of ``_WHY_NOT`` kept plain PyTorch from training."""
-    no_loss, library, large, gap = _WHY_NOT
+    no_loss, library, device, large, gap = _WHY_NOT
     if UNTRAINABLE.search(reason):
         return no_loss
     if "ImportError" in reason:
         return library
+    if "not support backward on CPU" in reason:
+        return device
     return large if re.search(r"too large for a sweep|not done after", reason) and "Error" not in reason else gap
 
 
@@ -174,6 +176,7 @@ is nothing to compare with. They count neither as right nor as refused."""
 _WHY_NOT = {
     "No loss of their own": "The class takes no targets, or says itself that it cannot be trained.",
     "Another library is missing": "Named in the message.",
+    "Not on a CPU": "An operation of the model has no gradient there, and the sweep runs on CPUs.",
     "Too large": "There is no variant small enough for a sweep, or it takes too long.",
     "Gaps of this harness": "Inputs in a form of the family's own, or fields that contradict each other once they are "
     "small.",
