@@ -253,3 +253,18 @@ def test_losing_both_holders_of_shared_out_state_falls_back_to_the_checkpoint(
     log = check(tmp_path, undisturbed)
     assert "ROLLBACK" in done.err
     assert len([line for line in log if line["step"] == 12]) == 2
+
+
+def test_without_checkpoints_the_only_holder_of_a_section_takes_few_steps_with_it(tmp_path: Path) -> None:
+    """One micro-batch per step, so that the second worker idles; it goes on from a copy that is some seconds old."""
+    steps, whole = 40, ("--micro-batch", "12")
+    expected = python("--steps", str(steps), "--dropout", "0.1", *whole)
+    more = ("--steps", str(steps), *whole)
+    done = disturbed(tmp_path, "F:begin:25:0", workers=2, flags=("--stages", "1"), more=more, slow="0.4")
+    assert done.code == 0, done.err
+    log = check(tmp_path, expected.losses, steps=steps)
+    assert "1 of them idle" in done.err
+    assert "a copy of its state that is some seconds old" in done.err
+    assert next(line["step"] for line in log if line["generation"] == 1) > 0
+    assert len(log) < steps + 20
+    assert "no checkpoint" in done.err.splitlines()[-1]

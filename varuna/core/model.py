@@ -140,6 +140,7 @@ class JobFacts(Value):
     steps: int = Field(ge=0, description="length of the whole run")
     metrics: tuple[str, ...] = Field(default=(), description="names that join the vote")
     checkpoint_dir: str | None = Field(default=None, description="path or URL, as all workers know it")
+    rescues: bool = Field(default=False, description="checkpoints serve this run alone, and go with it")
     config: str | None = Field(default=None, description="the model's config.json, if it has one")
     keep_last: int = Field(default=3, ge=1, description="newest checkpoints to keep")
     keep_every: int | None = Field(default=None, ge=1, description="also keep those of steps divisible by this")

@@ -14,6 +14,8 @@ from varuna.partition.capture.capture import LossFunction
 from varuna.partition.lengths import check_lengths
 from varuna.store.opening import location
 
+CHECKPOINTED_EVERY = timedelta(minutes=10)
+
 OnNan = Literal["stop", "continue"]
 """What a run does when the loss or the gradients of a step are not finite."""
 Missing = Literal["refuse", "initialise"]
@@ -26,7 +28,8 @@ class Checkpoints:
 
     Attributes:
         path: folder that all machines share, or URL (``s3://``, ``gs://``, ``az://``).
-        every: steps (int) or time between checkpoints.
+        every: steps (int) or time between checkpoints. Default: 10 minutes, or about one while a manager's run holds
+            every section once, since a lost worker then costs the steps since the newest checkpoint.
         keep_last: number of newest checkpoints to keep.
         keep_every: also keep, for good, the checkpoints whose step is a multiple of this.
         frozen: also save parameters that are not trained. False: they are read again from where the run began.
@@ -38,7 +41,7 @@ class Checkpoints:
 
     path: str | os.PathLike[str]
     _: KW_ONLY
-    every: int | timedelta = timedelta(minutes=10)
+    every: int | timedelta = CHECKPOINTED_EVERY
     keep_last: int = 3
     keep_every: int | None = None
     frozen: bool = True

@@ -1,8 +1,10 @@
 """From a job's spec to a worker's life: what the engine, the planner and the manager are told of it."""
 
 import os
+import shutil
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
+from varuna.job.options import CHECKPOINTED_EVERY
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.membership.launched import at_end
 from varuna.partition.batch_weight import weight_of
@@ -27,6 +30,13 @@ from varuna.partition.initial.initial_values import InitialParameters
 from varuna.partition.model import PartitionedModel
 from varuna.partition.on_device import on_device
 from varuna.store.opening import open_store
+
+RESCUE_VARIABLE = "VARUNA_RESCUE"
+"""Folder of ``varuna run`` for the state of a script that gives no ``checkpoints=``."""
+_RESCUED_S, _ALONE_S = 2.0, 60.0
+"""Least time between checkpoints while every section is held once: of a script without ``checkpoints=``, and with."""
+_RESCUED_BYTES, _DISK_SHARE = 4 * 2**30, 8
+"""Of state that is kept for a script that did not ask for it, and the share of the free disk that it may take."""
 
 
 def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
@@ -44,13 +54,27 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
         check_writable(store)
         left_out = None if spec.checkpoints.frozen else LeftOut(spec.partitioned.trainable)
-        saver = Snapshotter(store, spec.checkpoints.every, membership.saved, membership.unsaved, left_out=left_out)
+        every = spec.checkpoints.every
+        alone_s = _ALONE_S if every == CHECKPOINTED_EVERY else float("inf")
+        saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
     _check_normalisation(spec)
     check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+    if spec.checkpoints is None and (place := _rescue_place(spec)):
+        saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
     spec.source.reading()  # now: processes that are forked once there is state keep copies of what it was
     session = open_session(spec, n, membership, saver=saver)
     at_end(session.leave, session.close)
     return session
+
+
+def _rescue_place(spec: JobSpec) -> str:
+    """Where ``varuna run`` keeps the state of a run without checkpoints; empty if nowhere, or if there is too much."""
+    place = os.environ.get(RESCUE_VARIABLE, "")
+    if not place:
+        return ""
+    state_bytes = sum(each.parameter_bytes + each.optimizer_bytes for each in spec.partitioned.facts.sections)
+    free_bytes = shutil.disk_usage(Path(place).parent).free
+    return place if state_bytes <= min(_RESCUED_BYTES, free_bytes // _DISK_SHARE) else ""
 
 
 def open_session(
@@ -88,7 +112,9 @@ def open_session(
 def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", saves: bool = False) -> JobFacts:
     """What planner, manager and the other workers are told."""
     model, kept = spec.partitioned, {}
-    if saves and spec.checkpoints is not None:
+    if saves and spec.checkpoints is None:
+        kept = {"checkpoint_dir": os.environ[RESCUE_VARIABLE], "keep_last": 1, "rescues": True}
+    elif saves and spec.checkpoints is not None:
         checkpoints = spec.checkpoints
         kept = {
             "checkpoint_dir": checkpoints.place,

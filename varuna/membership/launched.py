@@ -3,11 +3,13 @@
 import atexit
 import os
 import sys
+import sysconfig
 import threading
 import traceback
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,13 @@ from varuna.core.errors import VarunaError
 if TYPE_CHECKING:
     from varuna.membership.managed import ManagedMembership
 
+_LIBRARIES = (
+    f"{Path(__file__).parents[1]}{os.sep}",
+    "site-packages",
+    "dist-packages",
+    sysconfig.get_path("stdlib"),
+    "<",
+)
 failed = threading.Event()
 """The script is about to end with an exception."""
 
@@ -68,7 +77,7 @@ def _manager_of_process() -> "ManagedMembership | None":
 
 
 def watch_exceptions() -> None:
-    """Tell the manager of an exception that ends this script, before Python prints it."""
+    """Tell the manager of an exception that ends this script; without one, print Varuna's errors without its frames."""
     if here.get() is None:  # an exception that ends a thread is the business of who started it
         _hook_exceptions()
 
@@ -84,6 +93,19 @@ def _hook_exceptions() -> None:
             summary = str(error) if expected else f"{kind.__name__}: {error}"
             text = "" if expected else "".join(traceback.format_exception(kind, error, trace))
             told.failed(summary, text, error.exit_code if isinstance(error, VarunaError) else 1)
-        previous(kind, error, trace)
+        if told is None and isinstance(error, VarunaError):
+            print(explained(error), file=sys.stderr, flush=True)
+        else:
+            previous(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def explained(error: VarunaError) -> str:
+    """The message of an error, and the lines of the user's files that it came by: frames of libraries tell no more."""
+    cause, frames = error.__cause__, traceback.extract_tb(error.__traceback__)
+    if cause is not None and not isinstance(cause, VarunaError):
+        frames = traceback.StackSummary.from_list([*frames, *traceback.extract_tb(cause.__traceback__)])
+    own = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
+    lines = dict.fromkeys(f"  {frame.filename}:{frame.lineno}: {frame.line}" for frame in own if frame.line)
+    return "\n".join([f"varuna: {error}", *lines])

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from varuna.core.model import JobFacts
 from varuna.core.units import format_duration
 from varuna.observe.report import GenerationRow, Morph, RunHistory
 
@@ -45,20 +46,21 @@ def plan_line(row: GenerationRow) -> str:
     """One line for the plan that a run starts with."""
     plan = row.plan
     spares = row.workers - plan.stages * plan.replicas
-    return (
-        f"plan   {plan} (stages x replicas) on {counted(row.workers, 'worker')}"
-        f"{f', {spares} of them idle' if spares else ''}   {plan.micro_batches} micro-batches of {plan.micro_batch} "
-        f"(m={plan.micro_batch})"
-    )
+    idle = f", {spares} of them idle" if spares else ""
+    parts = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch} (m={plan.micro_batch})"
+    return f"plan   {plan} (stages x replicas) on {counted(row.workers, 'worker')}{idle}   {parts}"
 
 
-def risk_line(row: GenerationRow, checkpoint_dir: str | None) -> str:
+def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
     """What losing a worker would cost under this plan, if it costs more than the step in flight; else empty."""
-    if row.plan.replicas > 1:
+    if row.plan.replicas > 1 or job is None:
         return ""
-    back = "step 0, because the script gives no checkpoints="
-    if checkpoint_dir is not None:
-        back = f"the newest checkpoint in {checkpoint_dir}"
+    if job.rescues:
+        back = "a copy of its state that is some seconds old (give the script checkpoints= to keep one)"
+    elif job.checkpoint_dir is not None:
+        back = f"the newest checkpoint in {job.checkpoint_dir}"
+    else:
+        back = "step 0, because the script gives no checkpoints="
     return f"one copy of each section: if a worker is lost, the run goes back to {back}"
 
 
@@ -82,7 +84,8 @@ def _roughly(duration_s: float) -> str:
 
 def counted(number: int, noun: str) -> str:
     """``"1 worker"``, ``"1,200 steps"``."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def morph_line(morph: Morph, arrow: str = "→") -> str:

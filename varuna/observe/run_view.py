@@ -101,10 +101,10 @@ class RunView:
         self._steps.clear()
         if not before:
             self._progress.tell(plan_line(row))
-        if self._fleet is not None and (not before or before[0].plan.replicas > 1):
-            job = self._fleet().job
-            if risk := risk_line(row, job.checkpoint_dir if job is not None else None):
-                self._progress.tell(risk, style="yellow")
+        job = self._fleet().job if self._fleet is not None else None
+        is_new = not before or before[0].plan.replicas > 1
+        if is_new and (risk := risk_line(row, job)):
+            self._progress.tell(risk, style="yellow")
 
     def _steps_in_all(self) -> int:
         job = self._fleet().job if self._fleet is not None else None

@@ -11,6 +11,9 @@ from varuna.core.plan import Plan
 from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import Ranking, rank_plans
 
+INSURANCE = 0.1
+"""So much longer a step may take if every section is held twice, where workers would idle otherwise."""
+
 
 class Flags(NamedTuple):
     """What people set limits with, for advice that they can follow."""
@@ -77,7 +80,28 @@ def plan_run(
         leaves_idle=calibration is not None,  # nominal figures are no reason to send workers away
         policy=policy,
     )
-    return best_plan(request, flags)
+    return _safer(best_plan(request, flags), request)
+
+
+def _safer(best: Plan, request: PlanRequest) -> Plan:
+    """The best plan with two copies of every section, if that costs little: workers that would idle make them.
+
+    With one copy, a lost worker costs all steps since the newest checkpoint.
+    """
+    if best.replicas > 1 or not request.leaves_idle or request.workers < 2 * best.stages:
+        return best
+    fixed = {
+        "workers": 2 * best.stages,
+        "stages": best.stages,
+        "micro_batch": best.micro_batch,
+        "lowers_micro_batch": False,
+        "leaves_idle": False,
+    }
+    try:
+        double = best_plan(request.model_copy(update=fixed))
+    except NoPlanError:
+        return best
+    return double if double.replicas > 1 and double.step_s <= best.step_s * (1 + INSURANCE) else best
 
 
 def with_options(known: Calibration, job: JobFacts) -> Calibration:

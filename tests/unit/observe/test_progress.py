@@ -4,6 +4,8 @@ import pytest
 from rich.console import Console
 
 from tests.unit.observe.recorded_events import generation, plan, recorded
+from tests.unit.planner.models import model, section
+from varuna.core.model import JobFacts
 from varuna.fleet.state.run_events import WorkerLost
 from varuna.observe.progress import (
     closing_line,
@@ -69,9 +71,12 @@ def test_the_plan_line_counts_spares_and_names_m() -> None:
 
 
 def test_a_plan_with_one_copy_says_what_a_loss_would_cost() -> None:
-    assert risk_line(row(0, (2, 2)), None) == ""
-    assert risk_line(row(0, (2, 1)), "/saved").endswith("goes back to the newest checkpoint in /saved")
-    assert "step 0, because the script gives no checkpoints=" in risk_line(row(0, (2, 1)), None)
+    facts = JobFacts(model=model([section()]), global_batch=8, seed=0, steps=1)
+    saved, rescued = {"checkpoint_dir": "/saved"}, {"checkpoint_dir": "/tmp/run/rescue", "rescues": True}
+    assert risk_line(row(0, (2, 2)), facts) == ""
+    assert risk_line(row(0, (2, 1)), facts.model_copy(update=saved)).endswith("to the newest checkpoint in /saved")
+    assert "a copy of its state that is some seconds old" in risk_line(row(0, (2, 1)), facts.model_copy(update=rescued))
+    assert "step 0, because the script gives no checkpoints=" in risk_line(row(0, (2, 1)), facts)
 
 
 def test_the_closing_line_counts_steps_and_losses_survived() -> None:

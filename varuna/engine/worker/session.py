@@ -202,6 +202,8 @@ class Session:
         stage, assignment = self.standing.stage, self._assignment
         if stage is None or assignment is None or self._saver is None or not self.standing.is_over(self._facts.steps):
             return
+        if self._saver.is_rescue:
+            return
         if self._saver.newest != (assignment.generation, stage.next_step):
             self._what = "saves the last checkpoint"
             self._saver.flush()
@@ -319,7 +321,8 @@ class Session:
         if generation.assignment.rank == 0:
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
-            due = self._saver is not None and self._saver.is_due(step)
+            alone = generation.plan.replicas == 1 and self._membership.survives
+            due = self._saver is not None and self._saver.is_due(step, alone=alone)
             flags["checkpoint"] = float(self.standing.asked("checkpoint") or due or self._saves_next)
         if generation.reports_lr:
             flags["lr"] = generation.stage.optimizer.lr or 0.0
@@ -330,6 +333,8 @@ class Session:
         stage, assignment = generation.stage, generation.assignment
         trained = stage.next_step > assignment.next_step or not (assignment.fresh or assignment.checkpoint is not None)
         if self._saver is None or not trained or self._saver.newest == (assignment.generation, stage.next_step):
+            return
+        if is_last and self._saver.is_rescue:
             return
         if is_last:
             self._saver.flush()

@@ -23,6 +23,8 @@ from varuna.store.retry import writer_id
 
 FLUSH_BOUND_S = 600.0
 """How long the end of a run waits for the last checkpoint to be durable."""
+_STALLS, _WRITES = 20, 10
+"""A state that nobody else holds is saved so often that copying takes 1/20 of the time, and writing 1/10, at most."""
 
 
 class _Snapshot(NamedTuple):
@@ -43,14 +45,29 @@ class Snapshotter:
     def __init__(
         self,
         store: Store,
-        every: int | timedelta,
+        every: int | timedelta | None,
         on_saved: Callable[[SavedShard], None],
         on_unsaved: Callable[[str], None] | None = None,
         *,
+        alone_s: float = float("inf"),
         smallest_part_bytes: int = SMALLEST_PART_BYTES,
         left_out: LeftOut | None = None,
     ) -> None:
-        self._every, self._warn = every, on_unsaved or warn
+        """Begin without a snapshot.
+
+        Args:
+            store: gets the checkpoints.
+            every: steps or time between them; None: they serve this run alone, and are made by ``alone_s`` only.
+            on_saved: hears of every durable part.
+            on_unsaved: hears of failures. Default: a warning.
+            alone_s: least time between checkpoints while every section is held once, so that a loss costs little.
+            smallest_part_bytes: of a section; smaller ones are not divided.
+            left_out: what is not saved; None: everything is.
+        """
+        self._every, self._warn, self._alone_s = every, on_unsaved or warn, alone_s
+        self._stall_s = self._write_s = 0.0  # of the newest save
+        self.is_rescue = every is None
+        """Its checkpoints end with the run, so that the last step needs none."""
         self._last_s = time.monotonic()
         self._asked, self._step_s = (-2, 0.0), 0.0  # newest step whose end was asked for, when, and how long one takes
         self.newest = (-1, -1)
@@ -59,20 +76,25 @@ class Snapshotter:
         self._snapshot: _Snapshot | None = None
         self._copied: Ready = DONE  # of the newest snapshot
         self._buffer = SnapshotBuffer()
-        self._writer = BackgroundWriter(store, on_saved=on_saved, on_error=lambda error: self._warn(str(error)))
+        self._on_saved = on_saved
+        self._writer = BackgroundWriter(store, on_saved=self._saved, on_error=lambda error: self._warn(str(error)))
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, alone: bool = False) -> bool:
         """Whether the state after ``step`` should be saved; asked on rank 0 before it runs, told to all by the vote.
 
-        The end of a step that is nearest to the due moment is taken.
+        The end of a step that is nearest to the due moment is taken. ``alone``: every section is held once, and the
+        run outlives the loss of its holder.
         """
         if isinstance(self._every, int):
             return (step + 1) % self._every == 0
+        every_s = float("inf") if self._every is None else self._every.total_seconds()
+        if alone and not self._writer.is_saving:
+            every_s = min(every_s, max(self._alone_s, _STALLS * self._stall_s, _WRITES * self._write_s))
         now_s, (asked_step, asked_s) = time.monotonic(), self._asked
         if step != asked_step:
             self._step_s = now_s - asked_s if step == asked_step + 1 else 0.0
             self._asked = step, now_s
-        return now_s + 1.5 * self._step_s - self._last_s >= self._every.total_seconds()
+        return now_s + 1.5 * self._step_s - self._last_s >= every_s
 
     def inherit(self, assignment: Assignment) -> None:
         """Write, in the background, what lost ranks of the last generation have not; a spare too may have copied it.
@@ -110,8 +132,13 @@ class Snapshotter:
         self._copied = stage.copied = copied = copies.down(pairs)
         self._snapshot = _Snapshot(assignment, stage.next_step, parts, copied)
         mine = [copied for copied in parts if copied.part.writer == stage.sharding.replica]
+        self._stall_s = time.monotonic() - self._last_s
         if mine:
             self._writer.submit(stage.next_step, mine, copied.wait)
+
+    def _saved(self, shard: SavedShard) -> None:
+        self._write_s = time.monotonic() - self._last_s
+        self._on_saved(shard)
 
     def flush(self) -> None:
         """Wait for the last save; says so if it does not end."""

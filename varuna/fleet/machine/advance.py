@@ -97,11 +97,11 @@ def _note_wish(turn: Transition, event: SpawnRequested | MorphRequested | Finish
     match event:
         case SpawnRequested(count=count):
             turn.update(wanted=turn.fleet.wanted + count)
-        case MorphRequested():
+        case MorphRequested(why=why):
             if not turn.fleet.morph_asked:
                 turn.publish(Asked(what="morph"))
                 turn.ask_anew()  # whoever asks may know that something has changed
-            turn.update(morph_asked=True)
+            turn.update(morph_asked=True, morph_reason=why)
         case FinishRequested(reason=reason):
             if turn.fleet.finish is None:
                 turn.publish(Asked(what="stop", reason=reason))

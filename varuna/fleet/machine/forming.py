@@ -116,7 +116,8 @@ def _end_as_asked(turn: Transition, wish: FinishWish, blocked: Blocked) -> None:
     """End the run as requested, because the current step, after which it would end, cannot be finished."""
     fleet = turn.fleet
     text = f"{wish.reason}; no step is running, because {blocked.text}"
-    unsaved = fleet.recorded_step + 1 - fleet.saved_step if fleet.history else 0
+    saved_step = 0 if _job(turn).rescues else fleet.saved_step
+    unsaved = fleet.recorded_step + 1 - saved_step if fleet.history else 0
     if unsaved > 0:
         text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
     turn.end(int(unsaved > 0), text)
@@ -250,7 +251,11 @@ def _restore(turn: Transition) -> _Origin:
 def _tell_origin(turn: Transition, origin: _Origin) -> None:
     """Say where the run goes on, if not where it stopped."""
     fleet, checkpoint, next_step = turn.fleet, origin.checkpoint, origin.next_step
-    where = f"the checkpoint of step {next_step} in {checkpoint.folder}" if checkpoint else "the beginning"
+    where = "the beginning"
+    if checkpoint is not None:
+        where = f"the checkpoint of step {next_step} in {checkpoint.folder}"
+        if _job(turn).rescues:
+            where = f"the copy of its state after {next_step} steps"
     if fleet.history and fleet.recorded_step >= next_step:
         turn.notice(
             f"ROLLBACK: the last holder of some state was lost; going back from step {fleet.recorded_step + 1} to "

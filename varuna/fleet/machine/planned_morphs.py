@@ -137,13 +137,13 @@ def _answer_request(turn: Transition) -> None:
     turn.update(morph_asked=False)
     if plan is None:
         turn.publish(Answered(what="morph"))
-        turn.notice("a morph was requested, but no plan fits the current workers", warning=True)
+        turn.notice(f"{fleet.morph_reason}, but no plan fits the current workers", warning=True)
     elif plan.same_work(fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
         turn.publish(Answered(what="morph"))
-        turn.notice(f"a morph was requested, but {plan.shape} is the best plan for {len(fleet.available)} workers")
+        turn.notice(f"{fleet.morph_reason}, but {plan.shape} is the best plan for {len(fleet.available)} workers")
     else:
         turn.update(replan=True)
-        _regroup(turn, "a morph was requested")
+        _regroup(turn, fleet.morph_reason)
 
 
 def _consider_slow(turn: Transition) -> None:

@@ -170,7 +170,10 @@ class Calibrator:
         if not weighing.is_worth(fleet.config.min_measured_gain):
             return []
         favoured = f"{_named(best, plan)} over {_named(plan, best)}"
-        return [Notice(text=f"measured times favour {favoured}: {weighing}"), MorphRequested()]
+        return [
+            Notice(text=f"measured times favour {favoured}: {weighing}"),
+            MorphRequested("measured times favour another plan"),
+        ]
 
 
 def _named(plan: Plan, other: Plan) -> str:

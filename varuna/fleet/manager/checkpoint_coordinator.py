@@ -22,6 +22,7 @@ class CheckpointCoordinator:
     def __init__(self, *, new: bool, overwrite: bool, warn: Callable[[str], None], allowed: str = "") -> None:
         self._new, self._overwrite, self._warn, self._allowed = new, overwrite, warn, allowed
         self._keeper: CheckpointCommitter | None = None
+        self._is_rescue = False
         self._complained_at = -2  # newest complete step when a worker complained
 
     def newest(self, job: JobFacts) -> Checkpoint | None:
@@ -34,6 +35,7 @@ class CheckpointCoordinator:
         """
         if job.checkpoint_dir is None:
             return None
+        self._is_rescue = job.rescues
         if self._allowed and not is_within(job.checkpoint_dir, self._allowed):
             raise CheckpointError(
                 f"the job saves its checkpoints in {job.checkpoint_dir}, but this manager only allows "
@@ -53,8 +55,8 @@ class CheckpointCoordinator:
 
     @property
     def standing(self) -> str | None:
-        """Place of the newest complete checkpoint, if there is one."""
-        return None if self._keeper is None else self._keeper.committed_place
+        """Place of the newest complete checkpoint that outlives the run, if there is one."""
+        return None if self._keeper is None or self._is_rescue else self._keeper.committed_place
 
     def begin(self, record: GenerationRecord) -> None:
         """A generation starts, which its manifests will name."""
@@ -87,7 +89,7 @@ class CheckpointCoordinator:
 
     def account(self, steps: int) -> str | None:
         """The run is over after ``steps`` steps, and ``close`` is done: what no checkpoint has, if anything."""
-        if self._keeper is None or max(0, self._keeper.committed_step) >= steps:
+        if self._keeper is None or self._is_rescue or max(0, self._keeper.committed_step) >= steps:
             return None
         return (
             f"the last steps were not checkpointed: the run ended after step {steps - 1}. {self._standing()} Look "

@@ -1,6 +1,7 @@
 """Workers that are processes of this machine, each with a connection over loopback: ``varuna run``."""
 
 import secrets
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,12 +65,18 @@ class LocalWorkers:
 
     def __init__(self, launch: LocalLaunch, place: ServiceConfig, parts: Parts) -> None:
         token = secrets.token_urlsafe(24)
-        self._launch, self._run_dir = launch, place.run_dir
+        self._launch, self._run_dir, self._rescue = launch, place.run_dir, place.run_dir.absolute() / "rescue"
+        shutil.rmtree(self._rescue, ignore_errors=True)  # of a manager that was killed
         self._server = WorkerServer(host=place.host, port=place.port, token=token, on_event=parts.mailbox.post)
         self.access_host, self.port = self._server.host, self._server.port
         self._launcher = Launcher(
             [str(launch.script), *launch.args],
-            environment={**launch.environment, "VARUNA_MANAGER": self._server.worker_url, "VARUNA_TOKEN": token},
+            environment={
+                **launch.environment,
+                "VARUNA_MANAGER": self._server.worker_url,
+                "VARUNA_TOKEN": token,
+                "VARUNA_RESCUE": str(self._rescue),
+            },
             run_dir=place.run_dir,
             on_exit=parts.mailbox.post,
             write=parts.write,
@@ -119,5 +126,6 @@ class LocalWorkers:
         return self._launcher.stop_all(_STOP_GRACE_S)
 
     def close(self) -> None:
-        """Give back the port."""
+        """Give back the port, and drop what was kept for this run alone."""
         self._server.stop()
+        shutil.rmtree(self._rescue, ignore_errors=True)

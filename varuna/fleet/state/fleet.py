@@ -203,6 +203,8 @@ class Fleet:
     strikes: Mapping[str, int] = field(default_factory=dict)
     """By worker: how often it was found slow."""
     morph_asked: bool = False
+    morph_reason: str = "a morph was requested"
+    """Why it was asked for."""
     questions: int = 0
     """Asked so far."""
     asked: Mapping[Question, OpenQuestion] = field(default_factory=dict)

@@ -89,7 +89,9 @@ class DrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class MorphRequested:
-    """An operator wants the best plan for the current workers now, whatever the switch costs."""
+    """An operator, or what steps take, asks for the best plan for the current workers, whatever the switch costs."""
+
+    why: str = "a morph was requested"
 
 
 @dataclass(frozen=True, slots=True)

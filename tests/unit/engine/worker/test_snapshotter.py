@@ -6,6 +6,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,35 @@ def test_a_checkpoint_is_due_at_the_end_of_a_step_that_is_nearest_to_the_wished_
     now_s[0] += 1
     assert saver.is_due(40)  # whatever a step takes, the time has come
     saver.flush()
+
+
+def test_a_state_that_nobody_else_holds_is_saved_as_often_as_that_costs_little(
+    store: Store, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, plan = [100.0], make_plan(setup)
+    monkeypatch.setattr(snapshotter, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    saver = Snapshotter(store, None, lambda shard: None, alone_s=2.0)
+    assert saver.is_rescue
+    now_s[0] += 3600.0
+    assert not saver.is_due(0)  # somebody else holds it, too
+    assert saver.is_due(0, alone=True)
+    stage = stage_of(setup, plan)
+    state_of = stage.state_of
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        now_s[0] += 0.5 / len(stage.sharding.held)
+        return state_of(*arguments, **more)
+
+    monkeypatch.setattr(stage, "state_of", slow)
+    saver.save(stage, assigned(plan))  # the copy takes half a second
+    saver.flush()
+    now_s[0] += 9.0
+    assert not saver.is_due(5, alone=True)
+    now_s[0] += 1.0
+    assert saver.is_due(5, alone=True)
+    often = Snapshotter(store, timedelta(seconds=1), lambda shard: None, alone_s=60.0)
+    now_s[0] += 1.0
+    assert often.is_due(0, alone=True)  # as its user wants, not rarer
 
 
 @pytest.mark.parametrize("share", [False, True])
