@@ -60,6 +60,7 @@ class Trainer:
         init: Init = "constructor",
         lr_scheduler: SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
+        ema: float | None = None,
         on_nan: OnNan = "stop",
         before_step: Callable[[NamedParameters], None] | None = None,
         cut: int | Sequence[str] | None = None,
@@ -95,6 +96,8 @@ class Trainer:
                 ``"per_parameter"`` draws every parameter separately, so that no worker ever holds the whole model.
             lr_scheduler: builds a torch scheduler from the optimizer; it advances once per committed step.
             clip_grad_norm: largest global L2 norm of the gradients.
+            ema: decay of an exponential moving average of the trained parameters, such as 0.999, which ``evaluate``,
+                ``predict`` and ``export`` use with ``ema=True``.
             on_nan: ``"stop"`` ends the run before a loss or gradient that is not finite is applied; ``"continue"`` does
                 not look.
             before_step: receives the (name, parameter) list with reduced, clipped gradients before the optimizer.
@@ -134,6 +137,7 @@ class Trainer:
             init=init,
             lr_scheduler=lr_scheduler,
             clip_grad_norm=clip_grad_norm,
+            ema=ema,
             on_nan=on_nan,
             before_step=before_step,
             cut=cut,
@@ -198,7 +202,7 @@ class Trainer:
             raise UsageError("trainer.checkpoint() works inside the loop over trainer.steps(n)")
         self._session.checkpoint()
 
-    def evaluate(self, dataset: Any, *, examples: int | None = None) -> Evaluation:
+    def evaluate(self, dataset: Any, *, examples: int | None = None, ema: bool = False) -> Evaluation:
         """Compute the loss of another dataset, in evaluation mode, over all workers, without touching training.
 
         Call it on every rank at the same steps, inside the loop or after it. Losses are weighed as in training.
@@ -206,21 +210,23 @@ class Trainer:
         Args:
             dataset: as for ``Trainer``: ``dataset[i]`` is a dict of tensors of the same shapes.
             examples: how many to evaluate. Default: all of them. Required for a dataset without ``__len__``.
+            ema: with averages of the parameters in their place.
 
         Raises:
             UsageError: nothing has been trained yet, or ``examples`` is out of range.
             ModelError: the model computes differently in evaluation mode, so it cannot be cut at the same places.
             DataError: a sample does not match the samples that the model was captured with.
         """
+        self._check_average(ema)
         session, source, count = self._other(dataset, examples, "evaluate")
         if self._evaluated is None:
             self._evaluated = self._in_evaluation()
         self._evaluations += 1
-        work = EvaluationWork(self._evaluations, *self._evaluated, source, count, self._spec.loss.weight)
+        work = EvaluationWork(self._evaluations, *self._evaluated, source, count, self._spec.loss.weight, ema)
         return evaluation_of(session.evaluate(work), count)
 
     def predict(
-        self, dataset: Any, output: OutputsFunction = outputs_of, *, examples: int | None = None
+        self, dataset: Any, output: OutputsFunction = outputs_of, *, examples: int | None = None, ema: bool = False
     ) -> dict[str, Tensor] | None:
         """Compute the model's outputs for another dataset, in evaluation mode, over all workers.
 
@@ -231,6 +237,7 @@ class Trainer:
             output: ``fn(output, batch)`` that returns a tensor, or a dict of tensors, with a row for each example.
                 Default: the output's ``logits``, else the tensor that ``forward`` returns.
             examples: as for ``evaluate``.
+            ema: as for ``evaluate``.
 
         Returns:
             Rows by name (``"logits"``, else ``"output"``), in the order of the dataset, in host memory, on every rank.
@@ -239,6 +246,7 @@ class Trainer:
         Raises:
             UsageError, ModelError, DataError: as for ``evaluate``.
         """
+        self._check_average(ema)
         session, source, count = self._other(dataset, examples, "predict", in_order=True)
         batch = source.micro_batch(range(min(CAPTURED_SAMPLES, count)))
         key = (output, tuple((name, value.dtype, value.shape[1:]) for name, value in sorted(batch.tensors.items())))
@@ -246,9 +254,9 @@ class Trainer:
             spec = self._spec
             self._predicting[key] = self._beside(for_prediction(spec.partitioned, spec.recipe, batch.tensors, output))
         self._evaluations += 1
-        return session.predict(EvaluationWork(self._evaluations, *self._predicting[key], source, count, None))
+        return session.predict(EvaluationWork(self._evaluations, *self._predicting[key], source, count, None, ema))
 
-    def export(self, path: str | os.PathLike[str]) -> None:
+    def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
 
         Of a model of PEFT's only the adapter is written, as ``PeftModel.from_pretrained(base, path)`` reads it.
@@ -256,6 +264,7 @@ class Trainer:
         Args:
             path: a ``.safetensors`` file, or a folder for ``model.safetensors`` and, if there is one, ``config.json``.
                 For an adapter, a folder.
+            ema: averages of the parameters in their place.
 
         Raises:
             UsageError: nothing has been trained yet.
@@ -263,11 +272,16 @@ class Trainer:
         """
         if self._session is None:
             raise UsageError("trainer.export(path) writes what trainer.steps(n) trained: run the loop first")
+        self._check_average(ema)
         spec, generation = self._spec, self._session.current
         if spec.built.has_adapters:
-            export_adapter(generation, spec, Path(path))
+            export_adapter(generation, spec, Path(path), average=ema)
         else:
-            export_model(generation, spec.partitioned, Path(path), spec.built.json)
+            export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
+
+    def _check_average(self, ema: bool) -> None:
+        if ema and self._spec.ema is None:
+            raise UsageError("ema=True needs an average: Trainer(..., ema=0.999)")
 
     def _whole_steps(self, n: int | None, epochs: float | None) -> int:
         """Steps of the whole run."""

@@ -19,13 +19,14 @@ ADAPTER = "adapter_model.safetensors"
 """PEFT's name of the file with the values."""
 
 
-def export_adapter(generation: Generation | None, spec: JobSpec, folder: Path) -> None:
+def export_adapter(generation: Generation | None, spec: JobSpec, folder: Path, *, average: bool) -> None:
     """Gather what was trained on the main rank and write it as an adapter; other ranks send their part.
 
     Args:
         generation: the newest one; None on a spare.
         spec: the job, whose model is one of PEFT's.
         folder: receives the adapter and its configuration.
+        average: write averages of the parameters in their place.
 
     Raises:
         UsageError: ``folder`` names a file.
@@ -35,7 +36,7 @@ def export_adapter(generation: Generation | None, spec: JobSpec, folder: Path) -
     if folder.suffix == ".safetensors":
         raise UsageError(f"trainer.export({str(folder)!r}): an adapter needs its configuration. Name a folder.")
     trained = {f"parameters/{name}" for name in spec.partitioned.trainable}
-    own = gather_model(generation, spec.partitioned, wanted=trained.__contains__)
+    own = gather_model(generation, spec.partitioned, wanted=trained.__contains__, average=average)
     if own is not None:
         adapter = AdapterFolder(spec.built, None if spec.weights is None else Path(spec.weights.path))
         write_tensors(adapter.tensors(own), folder / ADAPTER, {"format": "pt"})

@@ -27,6 +27,7 @@ from varuna.partition.initial.constructor import Initial
 from varuna.partition.initial.initial_values import Init, InitialParameters, begin_with, check_beginning
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
+from varuna.partition.optimizers import averaging
 
 CAPTURED_SAMPLES = 2
 
@@ -55,6 +56,7 @@ class JobSpec:
     init: Init = "constructor"
     lr_scheduler: SchedulerFactory | None = None
     clip_grad_norm: float | None = None
+    ema: float | None = None
     on_nan: OnNan = "stop"
     before_step: Callable[[NamedParameters], None] | None = None
     cut: int | Sequence[str] | None = None
@@ -107,6 +109,11 @@ class JobSpec:
         return Recipe(self.built, self.loss.function, self.metrics, self.dtype)
 
     @cached_property
+    def update(self) -> OptimizerFactory:
+        """Builds the optimizer, with averages if they are wanted."""
+        return self.optimizer if self.ema is None else averaging(self.optimizer, self.ema)
+
+    @cached_property
     def source(self) -> SampleSource:
         """Reads the samples."""
         return self.reader_of(self.dataset)
@@ -134,7 +141,7 @@ class JobSpec:
             self.recipe,
             self.batch(CAPTURED_SAMPLES),
             check_lengths(self.collate.lengths),
-            optimizer=self.optimizer,
+            optimizer=self.update,
             cut_points=None if self.cut is None or isinstance(self.cut, Sequence) else self.cut,
             count_targets=self.loss.weight is None,
             on_cpu=not self.memory_apart,
@@ -193,7 +200,15 @@ class JobSpec:
         check_whole(num_workers=self.num_workers)
         if self.num_workers < 0:
             raise UsageError(f"num_workers={self.num_workers} must be 0 or more processes that read samples")
-        check_number(clip_grad_norm=self.clip_grad_norm)
+        check_number(clip_grad_norm=self.clip_grad_norm, ema=self.ema)
+        if self.ema is not None and not 0 <= self.ema < 1:
+            raise UsageError(
+                f"ema={self.ema} must be at least 0 and below 1, such as 0.999; leave it out for no average"
+            )
+        if self.ema is not None and self.memory.shard_optimizer:
+            raise UsageError(
+                "ema= keeps averages with the optimizer's state, which shard_optimizer=True divides: leave one out"
+            )
         if self.global_batch < 1:
             raise UsageError(f"global_batch={self.global_batch}: the number of examples per step must be at least 1")
         if self.micro_batch is not None and not 1 <= self.micro_batch <= self.global_batch:

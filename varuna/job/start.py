@@ -151,7 +151,7 @@ def engine_job(spec: JobSpec, model: PartitionedModel, buffers: Mapping[str, Ten
     """
     return Job(
         model=model,
-        optimizer=spec.optimizer,
+        optimizer=spec.update,
         scheduler=spec.lr_scheduler,
         seed=spec.seed,
         clip_grad_norm=spec.clip_grad_norm,

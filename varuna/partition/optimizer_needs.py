@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as _torch_optimizer
 
-from varuna.partition.optimizers import OptimizerFactory, SeveralOptimizers, build_optimizer, parts_of
+from varuna.partition.optimizers import Averaging, OptimizerFactory, SeveralOptimizers, build_optimizer, parts_of
 from varuna.partition.watching.live_bytes import Allocated
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -116,6 +116,7 @@ def _is_torchs(built: torch.optim.Optimizer) -> bool:
     return not any(everywhere) and all(
         (type(part).__module__.startswith("torch.optim.") or isinstance(part, SeveralOptimizers))
         and "step" not in vars(part)
-        and not (part._optimizer_step_pre_hooks or part._optimizer_step_post_hooks)
+        and not part._optimizer_step_pre_hooks
+        and all(isinstance(hook, Averaging) for hook in part._optimizer_step_post_hooks.values())
         for part in parts_of(built)
     )

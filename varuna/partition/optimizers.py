@@ -3,6 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ import torch
 from varuna.core.errors import UsageError
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
+AVERAGE = "ema"
+"""Key of a parameter's average in the optimizer's state."""
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 
 
@@ -63,6 +66,39 @@ def build_optimizer(factory: OptimizerFactory, named: NamedParameters) -> torch.
             raise UsageError(f"optimizer= returned two optimizers over {twice[0]}: each parameter may be in one only")
         held |= mine
     return parts[0] if len(parts) == 1 else SeveralOptimizers(parts)
+
+
+class Averaging:
+    """After each step, moves the average of every parameter a little towards its value; at first it is that value.
+
+    It is part of the optimizer's state, so it moves and is saved with it.
+    """
+
+    def __init__(self, decay: float) -> None:
+        """Keep ``decay`` of the average, in [0, 1)."""
+        self._decay = decay
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """The optimizer has stepped."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            state = optimizer.state[parameter]
+            if AVERAGE in state:
+                state[AVERAGE].lerp_(parameter.detach(), 1 - self._decay)
+            else:
+                state[AVERAGE] = parameter.detach().clone()
+
+
+def averaging(factory: OptimizerFactory, decay: float) -> OptimizerFactory:
+    """Builds the user's optimizer, which also averages what it updates."""
+
+    @wraps(factory)
+    def build(named: NamedParameters) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(factory, named)
+        optimizer.register_step_post_hook(Averaging(decay))
+        return optimizer
+
+    return build
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

@@ -1,14 +1,22 @@
-"""Optimizers that people use, exact against a plain loop in every plan and across a change of plan."""
+"""Optimizers and averages that people use, exact against a plain loop in every plan and across a change of plan."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from tests.unit.engine.ranks import Setup, reference, single_threaded, worst
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, reference, single_threaded, worst
 from tests.unit.engine.worker.test_resuming import train
+from varuna.core.errors import UsageError
+from varuna.core.model import Memory
+from varuna.data import sample_index
+from varuna.partition.optimizers import AVERAGE, averaging
+from varuna.trainer import Trainer
 
 
 def split(named: Any) -> tuple[list[Any], list[Any]]:
@@ -49,3 +57,72 @@ def test_every_plan_trains_as_a_plain_loop(optimizer: Callable[[Any], Any], tmp_
             assert worst(Setup(optimizer=optimizer).losses(stages, replicas, 4), expected) < 1e-5
         first = train(Setup(optimizer=optimizer, directory=place), 2, 2, 2, place)
         assert worst([*first, *train(Setup(optimizer=optimizer, directory=place), 3, 1, 4, place)], expected) < 1e-5
+
+
+def plain_average(steps: int, decay: float) -> torch.optim.swa_utils.AveragedModel:
+    """torch's own, in a plain loop."""
+    setup = Setup()
+    torch.manual_seed(setup.seed)
+    model = SmallLanguage()
+    optimizer = adamw(list(model.named_parameters()))
+    multiply = torch.optim.swa_utils.get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multiply)
+    for step in range(steps):
+        places = range(step * setup.global_batch, (step + 1) * setup.global_batch)
+        samples = [setup.dataset[sample_index(place, size=len(setup.dataset), seed=setup.seed)] for place in places]
+        model.zero_grad()
+        model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        average.update_parameters(model)
+    return average
+
+
+def averages_of(setup: Setup) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for session in setup.finished:
+        assert session.current is not None
+        stage = session.current.stage
+        found.update({name: stage.optimizer.state_of(name)[0][AVERAGE] for name in stage.parameters})
+    return found
+
+
+def test_averages_are_torchs_own_in_every_plan_and_after_another_one(tmp_path: Path) -> None:
+    place, optimizer = str(tmp_path), averaging(adamw, 0.8)
+    with single_threaded():
+        expected = dict(plain_average(4, 0.8).module.named_parameters())
+        for stages, replicas in ((1, 1), (2, 2)):
+            setup = Setup(optimizer=optimizer)
+            setup.run(stages, replicas, 4)
+            torch.testing.assert_close(averages_of(setup), {name: value.detach() for name, value in expected.items()})
+        train(Setup(optimizer=optimizer, directory=place), 2, 2, 2, place)
+        setup = Setup(optimizer=optimizer, directory=place)
+        train(setup, 3, 1, 4, place)
+        torch.testing.assert_close(averages_of(setup), {name: value.detach() for name, value in expected.items()})
+
+
+def test_a_script_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+
+    def trainer(**more: Any) -> Trainer:
+        return Trainer(SmallLanguage, Tokens(), adamw, 8, clip_grad_norm=1.0, micro_batch=2, device="cpu", **more)
+
+    for wrong in (1.0, -0.1):
+        with pytest.raises(UsageError, match=f"ema={wrong} must be at least 0 and below 1"):
+            trainer(ema=wrong)
+    with pytest.raises(UsageError, match="leave one out"):
+        trainer(ema=0.8, memory=Memory(shard_optimizer=True))
+    with pytest.raises(UsageError, match="ema=True needs an average"):
+        trainer().evaluate(Tokens(), ema=True)
+    job, data = trainer(ema=0.8), Tokens(size=6)
+    for _ in job.steps(4):
+        pass
+    job.export(tmp_path / "average.safetensors", ema=True)
+    average = plain_average(4, 0.8).module.eval()
+    found = load_file(tmp_path / "average.safetensors")
+    torch.testing.assert_close(found, {name: value.detach() for name, value in average.named_parameters()})
+    samples = [data[index] for index in range(6)]
+    with torch.no_grad():
+        loss = float(average(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}))
+    assert job.evaluate(data, ema=True).loss == pytest.approx(loss, rel=1e-6)
+    assert job.evaluate(data).loss != pytest.approx(loss, rel=1e-4)

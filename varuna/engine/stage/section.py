@@ -20,6 +20,7 @@ from varuna.engine.graphs.gradient_kernels import without_graph
 from varuna.engine.graphs.run_once import Run, Seeded
 from varuna.partition.cut.split import Crossing, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
+from varuna.partition.model import PartitionedModel
 
 
 @dataclass(frozen=True)
@@ -229,3 +230,14 @@ def _run_backward(made: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     They fill in what is not given, and compare shapes; the engine itself refuses gradients that do not fit.
     """
     _engine_run_backward(tuple(made), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def flow_on(
+    model: PartitionedModel, flowing: Mapping[str, Tensor], runner: SectionRunner, made: Sequence[Tensor]
+) -> dict[str, Tensor]:
+    """Return the values that cross the cut after a section; the rest is freed."""
+    next_section = runner.section.index + 1
+    if next_section == len(model.sections):
+        return {}
+    known = {**flowing, **dict(zip(runner.section.makes, made, strict=True))}
+    return {crossing.name: known[crossing.name] for crossing in model.split.crossings[next_section]}

@@ -12,6 +12,7 @@ from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
+from varuna.engine.stage import averages
 from varuna.engine.stage.buffer_statistics import Statistics
 from varuna.engine.stage.cross_stage import Exchange, LateExchange, LocalExchange, StageExchange, installed
 from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
@@ -22,7 +23,7 @@ from varuna.engine.stage.offload import OffloadedOptimizer
 from varuna.engine.stage.optimizer import StageOptimizer
 from varuna.engine.stage.parameter_groups import ParameterGroup, whole_groups
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
-from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
+from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.partition.cut.split import SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights
@@ -130,15 +131,19 @@ class Stage:
             gradients=self._gradients if job.masters_away else None,
         )
 
-    def evaluation_runners(self, model: PartitionedModel, buffers: Mapping[str, Tensor]) -> list[SectionRunner]:
+    def evaluation_runners(
+        self, model: PartitionedModel, buffers: Mapping[str, Tensor], *, averaged: bool
+    ) -> list[SectionRunner]:
         """The sections of the same model in evaluation mode, over this stage's parameters and newest buffers.
 
         Args:
             model: cut as the job's model.
             buffers: those that training has no use for, or that other stages update.
+            averaged: over averages of the parameters, where the optimizer keeps any.
         """
         known = {**self.job.buffers, **buffers, **self.buffers}
         held = {name: self._compute[name] for name in self.parameters}
+        held = averages.averaged(held, self.optimizer) if averaged else held
         return [self._runner(model, section, held, known, None) for section in self.sections]
 
     def _runner(
@@ -386,14 +391,3 @@ class Stage:
             scalars[LOSS_SCALE] = list(self.loss_scale)
         tensors.update({f"buffers/{name}": self.buffers[name] for name in self.job.model.sections[section].updated})
         return SectionState(section, tensors, scalars)
-
-
-def flow_on(
-    model: PartitionedModel, flowing: Mapping[str, Tensor], runner: SectionRunner, made: Sequence[Tensor]
-) -> dict[str, Tensor]:
-    """Return the values that cross the cut after a section; the rest is freed."""
-    next_section = runner.section.index + 1
-    if next_section == len(model.sections):
-        return {}
-    known = {**flowing, **dict(zip(runner.section.makes, made, strict=True))}
-    return {crossing.name: known[crossing.name] for crossing in model.split.crossings[next_section]}

@@ -16,7 +16,7 @@ from varuna.data.loader import Loader
 from varuna.data.samples import MicroBatch, SampleSource
 from varuna.engine.links.message import Layout
 from varuna.engine.pipeline.forward_pass import EVALUATION, Arrived, ForwardPass
-from varuna.engine.stage.stage import flow_on
+from varuna.engine.stage.section import flow_on
 from varuna.engine.worker.generation import Generation
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.cut.split import Crossing
@@ -47,6 +47,8 @@ class EvaluationWork(NamedTuple):
     source: SampleSource
     examples: int
     weigh: WeightFunction | None
+    averaged: bool = False
+    """with averages of the parameters in their place"""
 
 
 def evaluate(generation: Generation, work: EvaluationWork) -> EvaluationSums:
@@ -75,7 +77,9 @@ class EvaluationRun:
         self.chunk = _AHEAD * plan.stages
         self._longest = max(len(self.plan.micro_batches_of(replica)) for replica in range(plan.replicas))
         buffers = {**work.buffers, **self._foreign_buffers()}
-        self._runners = [self.stage.evaluation_runners(graph, buffers) for graph in work.model.graphs]
+        self._runners = [
+            self.stage.evaluation_runners(graph, buffers, averaged=work.averaged) for graph in work.model.graphs
+        ]
         known = {**self.stage.job.buffers, **buffers}
         self._forward_pass = ForwardPass(
             self.stage,

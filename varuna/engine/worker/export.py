@@ -15,6 +15,7 @@ from varuna.core.messages import Transfer
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links.links import Courier
+from varuna.engine.stage.averages import averaged_names, is_average
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.state_transfer import exchange
 from varuna.partition.model import PartitionedModel
@@ -23,7 +24,14 @@ from varuna.store.folder import unwritable
 _BOUND_S, _LEAST_BYTES_PER_S = 600.0, 5e6
 
 
-def export_model(generation: Generation | None, model: PartitionedModel, path: Path, config: str | None = None) -> None:
+def export_model(
+    generation: Generation | None,
+    model: PartitionedModel,
+    path: Path,
+    config: str | None = None,
+    *,
+    average: bool = False,
+) -> None:
     """Gather the model on the main rank and write it; other ranks send their part, spares do nothing.
 
     A tied parameter is written once, under its first name; the file's metadata maps its other names to it, as
@@ -34,12 +42,13 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
         model: for names.
         path: of the file, which is replaced as a whole.
         config: the model's configuration, for a folder's ``config.json``.
+        average: write averages of the parameters in their place.
 
     Raises:
         CheckpointError: the file cannot be written.
         FleetError: a worker vanished meanwhile.
     """
-    tensors = gather_model(generation, model, wanted=is_exported)
+    tensors = gather_model(generation, model, wanted=is_exported, average=average)
     if tensors is None:
         return
     file = path if path.suffix == ".safetensors" else path / "model.safetensors"
@@ -52,7 +61,7 @@ def export_model(generation: Generation | None, model: PartitionedModel, path: P
 
 
 def gather_model(
-    generation: Generation | None, model: PartitionedModel, *, wanted: Callable[[str], bool]
+    generation: Generation | None, model: PartitionedModel, *, wanted: Callable[[str], bool], average: bool = False
 ) -> dict[str, Tensor] | None:
     """Tensors of the model by its own names, on the main rank; None on all others.
 
@@ -60,6 +69,7 @@ def gather_model(
         generation: the newest one; None on a spare.
         model: for names.
         wanted: which entries of the sections' states, such as ``parameters/head.weight``.
+        average: averages of the parameters in their place.
 
     Raises:
         FleetError: a worker vanished meanwhile.
@@ -70,7 +80,13 @@ def gather_model(
     speakers = enumerate(stage.sharding.holders)
     homes = {section: plan.rank_of(holders[0], plan.stage_of(section)) for section, holders in speakers}
     transfers = [Transfer(section=s, source_rank=home, target_rank=0) for s, home in homes.items() if home != 0]
-    states = {section: _part(stage.state_of(section, owned_only=True), wanted) for section in stage.sections}
+    named = averaged_names if average else own_names
+    states = {
+        section: _part(
+            stage.state_of(section, owned_only=True), lambda path: wanted(path) or (average and is_average(path))
+        )
+        for section in stage.sections
+    }
     if any(rank in (t.source_rank, t.target_rank) for t in transfers):
         # Not the generation's inbox: ranks that have nothing to export may be gone, and their links broken.
         facts = model.facts.sections
@@ -92,7 +108,7 @@ def gather_model(
             courier.close()
     if rank != 0:
         return None
-    return {name: value.contiguous() for state in states.values() for name, value in own_names(state).items()}
+    return {name: value.contiguous() for state in states.values() for name, value in named(state).items()}
 
 
 def _part(state: SectionState, wanted: Callable[[str], bool]) -> SectionState:

@@ -268,7 +268,7 @@ def test_an_evaluation_that_a_morph_interrupts_says_so(monkeypatch: pytest.Monke
 
 
 def test_an_evaluation_that_never_begins_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(*_: object) -> None:
+    def ended(*_: object, **__: object) -> None:
         raise GenerationEnded(0)
 
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
