@@ -1,0 +1,141 @@
+"""What Hugging Face's Trainer does with the whole model, on the one rank that has it: evaluate, predict, save."""
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import transformers
+from transformers.trainer_utils import PredictionOutput
+
+import varuna
+from varuna.checkpoint.io.export import is_exported
+from varuna.core.errors import FleetError, LinkError
+from varuna.engine.worker.export import gather_model
+from varuna.engine.worker.generation import Generation
+from varuna.engine.worker.session import Session
+from varuna.engine.worker.tell import tell_all
+from varuna.integrations.transformers.model import load
+from varuna.integrations.transformers.packing import pack, unpack
+from varuna.partition.model import PartitionedModel
+
+Found = TypeVar("Found")
+
+IS_LAUNCHED = "VARUNA_MANAGER" in os.environ
+"""Whether this is one of a run's workers: which one prints and writes is known after its first step."""
+
+_Base: Any = transformers.Trainer if TYPE_CHECKING else object
+
+
+class OnMainRank(_Base):
+    """Gathers the model on the main rank, works with it there, and tells the others what came of it."""
+
+    model: Any
+    state: Any
+    control: Any
+    data_collator: Any
+    _is_main = not IS_LAUNCHED
+    _session: Session | None = None
+    _job: varuna.Trainer | None = None
+    _generation = 0
+    _told = 0
+    """what was told is numbered"""
+    _at: tuple[int, int] | None = None
+    """the generation and step whose values the model has"""
+    _is_alone = False
+    """the main rank works by itself"""
+
+    def evaluate(self, *args: Any, **named: Any) -> dict[str, float]:
+        """As Hugging Face's Trainer does, on the main rank with the whole model; call it on every rank.
+
+        Returns:
+            The metrics, on every rank; nothing if a morph interrupted it during training.
+        """
+        found: dict[str, float] = self._on_main(lambda: super(OnMainRank, self).evaluate(*args, **named)) or {}
+        return found
+
+    def predict(self, *args: Any, **named: Any) -> Any:
+        """As Hugging Face's Trainer does, on the main rank with the whole model; call it on every rank."""
+        found: Any = self._on_main(lambda: tuple(super(OnMainRank, self).predict(*args, **named)))
+        return PredictionOutput(*found)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the whole model from the main rank; call it on every rank."""
+        self._gather()
+        if self._is_main:
+            super().save_model(output_dir, _internal_call)
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the worker that prints and writes; that may become another one."""
+        return self._is_main
+
+    def is_local_process_zero(self) -> bool:
+        """As ``is_world_process_zero``."""
+        return self._is_main
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        """The model stays in host memory: devices hold stages."""
+
+    def _on_main(self, work: Callable[[], Found]) -> Found | None:
+        """What ``work`` returns with the trained model on the main rank, told to all."""
+        if self._is_alone:
+            return work()
+        self._gather()
+        if self._session is None:
+            return self._on_device(work)
+        before = len(self.state.log_history)
+        found = self._on_device(work) if self._is_main else None
+        logged = self.state.log_history[before:]
+        told: Any = self._tell((found, logged) if self._is_main else None, "an evaluation on the main rank")
+        if told is None:
+            return None
+        result, history = told
+        if not self._is_main:
+            self.state.log_history += history
+        return result  # type: ignore[no-any-return]
+
+    def _on_device(self, work: Callable[[], Found]) -> Found:
+        self._is_alone = True
+        try:
+            self.model.to(self.args.device)
+            return work()
+        finally:
+            self._is_alone = False
+            self.model.to("cpu").train()
+
+    def _gather(self) -> None:
+        """Give the main rank's model the run's values, unless it has them."""
+        session, job = self._session, self._job
+        if session is None or job is None or session.current is None:
+            return
+        now = (self._generation, self.state.global_step)
+        if self._at == now:
+            return
+        found = session.aside(partial(_gathered, model=job._spec.partitioned), "gathers the model")
+        if found is not None:
+            load(self.model, found)
+        self._at = now
+
+    def _tell(self, value: Any, what: str) -> Any:
+        """The main rank's value, on all; None if a morph interrupted that."""
+        session = self._session
+        if session is None:
+            return value
+        self._told += 1
+        key = ("transformers", self._told)
+
+        def tell(generation: Generation) -> bytes:
+            if generation.plan.workers == 1:
+                return pack(value)
+            return tell_all(generation, key, pack(value) if self._is_main else None, what)
+
+        told = session.aside(tell, what)
+        return None if told is None else unpack(told)
+
+
+def _gathered(generation: Generation, model: PartitionedModel) -> dict[str, torch.Tensor] | None:
+    try:
+        return gather_model(generation, model, wanted=is_exported)
+    except FleetError as error:  # a loss that the run survives
+        raise LinkError(str(error)) from error

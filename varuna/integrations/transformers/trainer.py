@@ -1,0 +1,361 @@
+"""Hugging Face's Trainer with its training loop over Varuna; what is around the loop is the library's own code."""
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import (
+    TrainOutput,
+    align_special_tokens,
+    get_last_checkpoint,
+    has_length,
+    rotate_checkpoints,
+    speed_metrics,
+)
+
+import varuna
+from varuna.core.errors import UsageError
+from varuna.integrations.transformers.arguments import (
+    check_arguments,
+    check_callbacks,
+    compiler_of,
+    precision_of,
+)
+from varuna.integrations.transformers.data import Ordered, one_length
+from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
+from varuna.integrations.transformers.model import BuiltAlready, check_optimizer, factory_of, load
+from varuna.process.console import say_once
+from varuna.results import Step
+
+_STORE = "varuna"
+"""Folder in ``output_dir`` with the run's own checkpoints, from which it resumes."""
+_STATE = "trainer_state.json"
+_WEIGHTS = "model.safetensors"
+_PLACE = int(os.environ.pop("LOCAL_RANK", "0")) if IS_LAUNCHED else 0
+"""This worker's among those of its machine. Accelerate would take the variable for torchrun's."""
+
+
+@dataclass(frozen=True)
+class _Schedule:
+    """What is read, and for how long."""
+
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    steps: int
+    steps_per_epoch: int
+
+    @property
+    def epochs(self) -> int:
+        return -(-self.steps // self.steps_per_epoch)
+
+
+class _OverVaruna(OnMainRank):
+    """The training loop; see docs/transformers.md."""
+
+    def __init__(self, model: Any = None, args: Any = None, *rest: Any, **named: Any) -> None:
+        """As for Hugging Face's Trainer.
+
+        Args:
+            model: as there.
+            args: as there.
+            rest: as there.
+            named: as there, and ``varuna={...}``: further arguments of ``varuna.Trainer``, such as ``micro_batch``.
+
+        Raises:
+            UsageError: an argument cannot be honoured.
+        """
+        if args is not None:
+            check_arguments(args)
+            args._n_gpu = min(1, args.n_gpu)  # a process has one device: batches are not multiplied
+        self._options: dict[str, Any] = dict(named.pop("varuna", None) or {})
+        super().__init__(model, args, *rest, **named)
+
+    # -- training -------------------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> TrainOutput:
+        """Train, as Hugging Face's Trainer does; a run that has checkpoints in ``output_dir`` resumes from them.
+
+        Raises:
+            UsageError: an argument cannot be honoured.
+            VarunaError: see ``varuna.Trainer.steps``.
+        """
+        if trial is not None:
+            raise UsageError("hyperparameter_search is not supported: start one run for each set of hyper-parameters")
+        check_callbacks(self.callback_handler.callbacks)
+        if self.model_init is not None:
+            transformers.set_seed(self.args.seed)
+            self.model = self.call_model_init()
+            self.optimizer = self.lr_scheduler = None
+        if self.processing_class is not None and hasattr(self.model, "config"):
+            align_special_tokens(self.model, self.processing_class)
+        self._check_resuming(resume_from_checkpoint)
+        schedule = self._schedule()
+        self._job = self._over_varuna(schedule)
+        steps = self._job.steps(schedule.steps)
+        self.is_in_train, losses, began_s, first = True, dict[int, float](), time.time(), None
+        for step in steps:
+            self._session = self._job._session
+            if first is None:
+                first = step.index
+                self._begin(step, schedule)
+            self._agree(step, losses)
+            losses[step.index] = step.loss
+            self._after(step, schedule, losses, ignore_keys_for_eval)
+            if self.control.should_training_stop and self._session is not None:
+                self._session.stop()  # all ranks leave together, after one more step if there are several
+        return self._end(losses, first, schedule, began_s)
+
+    def _schedule(self) -> _Schedule:
+        args = self.args
+        whole = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        given: Any = self.data_collator
+        if self.train_dataset is not None and has_length(self.train_dataset):
+            self.data_collator = one_length(given, self.train_dataset)
+        try:
+            loader = self.get_train_dataloader()
+        finally:
+            self.data_collator = given
+        if not has_length(loader.dataset):
+            return _Schedule(loader.dataset, loader.collate_fn, args.max_steps, args.max_steps)
+        size = len(loader.dataset)
+        kept = size - size % args.per_device_train_batch_size if args.dataloader_drop_last else size
+        if not kept:
+            raise UsageError(f"dataloader_drop_last=True leaves no batch: the dataset has {size} samples")
+        per_epoch = -(-kept // whole)
+        if per_epoch * whole != kept:
+            say_once(
+                f"every step has {whole} samples: the last one of an epoch takes {per_epoch * whole - kept} from the "
+                f"beginning of the epoch's order, where Hugging Face's Trainer makes a step of {kept % whole}"
+            )
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+        order = Ordered(
+            loader.dataset,
+            loader.batch_sampler.sampler,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            kept=kept,
+            per_epoch=per_epoch * whole,
+        )
+        return _Schedule(order, loader.collate_fn, steps, per_epoch)
+
+    def _over_varuna(self, schedule: _Schedule) -> varuna.Trainer:
+        args = self.args
+        own = type(self).compute_loss is not transformers.Trainer.compute_loss
+        told = self.compute_loss_func is not None or self.label_smoother is not None
+        computes = own or told or self.model_accepts_loss_kwargs  # it is told how many targets the batch has
+        self.create_optimizer()
+        whole = check_optimizer(self.optimizer)
+        device = torch.device("cuda", _PLACE % torch.cuda.device_count()) if args.device.type == "cuda" else args.device
+        options = {
+            "collate": schedule.collate,
+            "num_workers": args.dataloader_num_workers,
+            "seed": args.seed,
+            "lr_scheduler": self._scheduler(schedule.steps),
+            "clip_grad_norm": args.max_grad_norm or None,
+            "precision": precision_of(args),
+            "compile": compiler_of(args),
+            "device": device,
+            "checkpoints": self._checkpoints(schedule),
+            **self._options,
+        }
+        return varuna.Trainer(
+            BuiltAlready(self.model, self._loss if computes else None),
+            schedule.dataset,
+            factory_of(whole, list(self.model.named_parameters())),
+            args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            **options,
+        )
+
+    def _loss(self, module: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        """What ``compute_loss`` returns for a micro-batch, whose targets are counted from its own labels."""
+        counted = self._get_num_items_in_batch([inputs], torch.device("cpu"))
+        found: torch.Tensor = self.compute_loss(module, inputs, num_items_in_batch=counted)
+        return found
+
+    def _scheduler(self, steps: int) -> Callable[[torch.optim.Optimizer], Any]:
+        given = self.lr_scheduler
+        if given is None:
+            return lambda optimizer: self._fresh_scheduler(steps, optimizer)
+        if type(given) is not torch.optim.lr_scheduler.LambdaLR:
+            raise UsageError(
+                f"the scheduler of optimizers= is a {type(given).__name__}, which cannot be built again for a stage. "
+                "Pass a LambdaLR, or set lr_scheduler_type= and lr_scheduler_kwargs= of TrainingArguments."
+            )
+        return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, given.lr_lambdas)
+
+    def _fresh_scheduler(self, steps: int, optimizer: torch.optim.Optimizer) -> Any:
+        made = self.create_scheduler(steps, optimizer)
+        self.lr_scheduler = None  # the next stage gets one of its own
+        return made
+
+    def _checkpoints(self, schedule: _Schedule) -> varuna.Checkpoints | None:
+        args = self.args
+        if args.save_strategy == "no" or args.save_only_model:
+            return None
+        self.state.compute_steps(args, schedule.steps)
+        every: dict[str, dict[str, Any]] = {
+            "steps": {"every": int(self.state.save_steps)},
+            "epoch": {"every": schedule.steps_per_epoch},
+        }
+        kept: dict[str, Any] = {} if args.save_total_limit is None else {"keep_last": max(1, args.save_total_limit)}
+        return varuna.Checkpoints(
+            Path(args.output_dir) / _STORE, **every.get(str(args.save_strategy.value), {}), **kept
+        )
+
+    def _check_resuming(self, asked: str | bool | None) -> None:
+        """A run resumes from its newest checkpoint, and from nothing else."""
+        newest = get_last_checkpoint(self.args.output_dir) if os.path.isdir(self.args.output_dir) else None
+        if asked is True and newest is None:
+            raise UsageError(f"resume_from_checkpoint=True: there is no checkpoint in {self.args.output_dir}")
+        if isinstance(asked, str) and (newest is None or not Path(newest).samefile(asked)):
+            raise UsageError(
+                f"resume_from_checkpoint={asked!r}: a run resumes from the newest checkpoint of its output_dir, "
+                f"{newest or 'and there is none'}. To start from other weights, load them into the model."
+            )
+        if not asked and newest is not None:
+            say_once(f"{self.args.output_dir} has checkpoints: the run resumes. To begin anew, empty the folder.")
+
+    # -- between steps --------------------------------------------------------------------------------------
+
+    def _begin(self, step: Step, schedule: _Schedule) -> None:
+        self._is_main = step.is_main
+        stateful: list[Any] = [each for each in self.callback_handler.callbacks if isinstance(each, ExportableState)]
+        self.state = transformers.TrainerState(stateful_callbacks=[*stateful, self.control])
+        saved = Path(self.args.output_dir) / f"checkpoint-{step.index}" / _STATE
+        if step.index and saved.exists():
+            self.state = transformers.TrainerState.load_from_json(str(saved))
+        self.state.compute_steps(self.args, schedule.steps)
+        self.state.train_batch_size = self.args.per_device_train_batch_size
+        self.state.max_steps, self.state.num_train_epochs = schedule.steps, schedule.epochs
+        self._say_who(step)
+        self.state.global_step = step.index
+        self._call("on_train_begin")
+
+    def _agree(self, step: Step, losses: dict[int, float]) -> None:
+        """In a new generation, ranks that came later learn what happened; a step that is redone is forgotten."""
+        for redone in [index for index in losses if index >= step.index]:
+            del losses[redone]
+        self.state.log_history = [each for each in self.state.log_history if each["step"] <= step.index]
+        if step.generation != self._generation and step.plan.workers > 1:
+            told = ("log_history", "best_metric", "best_global_step", "best_model_checkpoint")
+            mine = {name: getattr(self.state, name) for name in told} if step.is_main else None
+            for name, value in (self._tell(mine, "the history of the run") or {}).items():
+                setattr(self.state, name, value)
+        self._generation = step.generation
+        self._say_who(step)
+
+    def _say_who(self, step: Step) -> None:
+        self._is_main = step.is_main
+        self.state.is_world_process_zero = self.state.is_local_process_zero = step.is_main
+
+    def _after(self, step: Step, schedule: _Schedule, losses: dict[int, float], ignore_keys: Any) -> None:
+        if step.index % schedule.steps_per_epoch == 0:
+            self._call("on_epoch_begin")
+        self._call("on_step_begin")
+        self.state.global_step = step.index + 1
+        self.state.epoch = self.state.global_step / schedule.steps_per_epoch
+        self._call("on_step_end")
+        self._do_what_is_due(step, losses, ignore_keys)
+        if self.control.should_epoch_stop:
+            raise UsageError(
+                "a callback set should_epoch_stop: an epoch cannot be cut short. Set should_training_stop."
+            )
+        if self.state.global_step % schedule.steps_per_epoch == 0 or self.state.global_step == schedule.steps:
+            self._call("on_epoch_end")
+            self._do_what_is_due(step, losses, ignore_keys)
+
+    def _do_what_is_due(self, step: Step, losses: dict[int, float], ignore_keys: Any) -> None:
+        """Log, evaluate and save, as callbacks ask for it."""
+        before = max((each["step"] for each in self.state.log_history if "loss" in each), default=0)
+        if self.control.should_log and self.state.global_step > before:
+            newest = [loss for index, loss in losses.items() if index >= before]
+            logs = {"loss": sum(newest) / len(newest), "grad_norm": step.grad_norm, "learning_rate": step.lr}
+            self.log(logs)
+        if self.control.should_evaluate:
+            is_best = self._is_best(self.evaluate(ignore_keys=ignore_keys))
+            if self.args.save_strategy == "best":
+                self.control.should_save = is_best
+            self.control.should_evaluate = False
+        if self.control.should_save:
+            self._save_folder()
+            self._call("on_save")
+            self.control.should_save = False
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        name, state = self.args.metric_for_best_model, self.state
+        if name is None or not metrics:
+            return False
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise UsageError(f"metric_for_best_model={name!r} is not among the metrics: {', '.join(metrics)}")
+        found, best = metrics[name], state.best_metric
+        if best is not None and not (found > best if self.args.greater_is_better else found < best):
+            return False
+        state.best_metric, state.best_global_step = found, state.global_step
+        return True
+
+    def _save_folder(self) -> None:
+        """``checkpoint-N`` as Hugging Face's Trainer names it: the model, what reads its inputs, and the log."""
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        self.save_model(str(folder))
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(folder)
+        if self._is_main:
+            self.state.save_to_json(str(folder / _STATE))
+            rotate_checkpoints(
+                output_dir=self.args.output_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _end(self, losses: dict[int, float], first: int | None, schedule: _Schedule, began_s: float) -> TrainOutput:
+        if first is None:
+            self._take_the_end(schedule)
+        done = len(losses)
+        metrics = speed_metrics(
+            "train", began_s, num_samples=done * self.args.train_batch_size * self.args.gradient_accumulation_steps
+        )
+        metrics["train_loss"] = sum(losses.values()) / max(1, len(losses))
+        self.is_in_train = False
+        self.log(metrics)
+        self._gather()
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None and self._is_main:
+            load(self.model, load_file(Path(best) / _WEIGHTS))
+        self._call("on_train_end")
+        return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
+
+    def _take_the_end(self, schedule: _Schedule) -> None:
+        """There was no step to make: the run has ended already."""
+        if IS_LAUNCHED:
+            sys.exit(0)  # a spare, or a worker that came after the last step: the others have all results
+        folder = Path(self.args.output_dir) / f"checkpoint-{schedule.steps}"
+        if (folder / _WEIGHTS).exists():
+            load(self.model, load_file(folder / _WEIGHTS))
+            self.state = transformers.TrainerState.load_from_json(str(folder / _STATE))
+
+    def _call(self, event: str) -> None:
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control)
+
+
+_Theirs: Any = transformers.Trainer
+_TheirSeq2Seq: Any = transformers.Seq2SeqTrainer
+
+
+class Trainer(_OverVaruna, _Theirs):
+    """Hugging Face's Trainer, training on one device or on any number of workers that come and go."""
+
+
+class Seq2SeqTrainer(_OverVaruna, _TheirSeq2Seq):
+    """Hugging Face's Seq2SeqTrainer, training on one device or on any number of workers that come and go."""
