@@ -28,7 +28,7 @@ def check_finite(
     Raises:
         DivergedError: the loss or the norm of the gradients is NaN or infinite.
     """
-    if math.isfinite(totals.loss) and math.isfinite(totals.grad_norm):
+    if is_finite(totals):
         return
     losses = (vector[layout.micro_batch(i)] for i in range(plan.micro_batches))
     odd = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
@@ -41,3 +41,8 @@ def check_finite(
         "not applied, so the newest checkpoint is a good one. Look at these samples, lower the learning rate, or pass "
         'clip_grad_norm=. To train on regardless, pass on_nan="continue".'
     )
+
+
+def is_finite(totals: StepTotals) -> bool:
+    """Whether a step's loss and the norm of its gradients are numbers."""
+    return math.isfinite(totals.loss) and math.isfinite(totals.grad_norm)

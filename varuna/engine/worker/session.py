@@ -24,7 +24,7 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Doing, Patience, Waiting, doing_of
 from varuna.engine.pipeline.timeline import StepTimes
 from varuna.engine.stage.job import Job
-from varuna.engine.worker.divergence import check_finite
+from varuna.engine.worker.divergence import check_finite, is_finite
 from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.worker.predict import predict
@@ -34,7 +34,7 @@ from varuna.engine.worker.step import layout_of, overflowed, run_step
 from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
 from varuna.engine.worker.worker_state import WorkerState
 from varuna.partition.batch_weight import WeightFunction
-from varuna.process.console import warn
+from varuna.process.console import say_once, warn
 from varuna.process.threads import join_all
 
 Found = TypeVar("Found")
@@ -92,10 +92,9 @@ class Session:
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
-        self._reporter = Reporter()
-        self._what, self._thread = "starting", threading.get_ident()
+        self._reporter, self._what, self._thread = Reporter(), "starting", threading.get_ident()
         self._forming = ""  # what it says it does while it gets ready for a generation
-        self._is_settled = False  # a whole round of the loop was made: what is slow once only is over
+        self._is_sound, self._is_settled = True, False  # the newest step was finite; a whole round of the loop was made
         self._told_times: StepTimes | None = None  # of the newest beat that carried any
         self._patience, self._inbox = patience, Inbox()  # of the newest generation
         self.current: Generation | None = None
@@ -199,15 +198,13 @@ class Session:
 
     def _save_the_end(self) -> None:
         """Write this rank's part of the last checkpoint, also if it got the last step by a verdict."""
-        stage, assignment = self.standing.stage, self._assignment
-        if stage is None or assignment is None or self._saver is None or not self.standing.is_over(self._facts.steps):
+        stage, assignment, saver = self.standing.stage, self._assignment, self._saver
+        if stage is None or assignment is None or saver is None or not self.standing.is_over(self._facts.steps):
             return
-        if self._saver.is_rescue:
-            return
-        if self._saver.newest != (assignment.generation, stage.next_step):
+        if not saver.is_rescue and self._is_sound and saver.newest != (assignment.generation, stage.next_step):
             self._what = "saves the last checkpoint"
-            self._saver.flush()
-            self._saver.save(stage, assignment)
+            saver.flush()
+            saver.save(stage, assignment)
 
     # -- one generation ------------------------------------------------------------------------------------
 
@@ -305,6 +302,7 @@ class Session:
         )
         if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so nobody was asked
             self._combines = self._combines or generation.stage.local_exchange.used
+            self._is_sound = is_finite(totals)
         if generation.assignment.rank == 0:
             self._membership.voted(vote)
         return totals
@@ -334,7 +332,9 @@ class Session:
         trained = stage.next_step > assignment.next_step or not (assignment.fresh or assignment.checkpoint is not None)
         if self._saver is None or not trained or self._saver.newest == (assignment.generation, stage.next_step):
             return
-        if is_last and self._saver.is_rescue:
+        if not self._is_sound:
+            say_once("no checkpoints are written while the loss or the gradients are not finite: the newest stays good")
+        if not self._is_sound or (is_last and self._saver.is_rescue):
             return
         if is_last:
             self._saver.flush()

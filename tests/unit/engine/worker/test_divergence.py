@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import varuna
-from varuna.core.errors import DivergedError
+from varuna.core.errors import DivergedError, VarunaError
 from varuna.job.options import OnNan
 from varuna.testing import FailingStore, run
 
@@ -47,6 +47,14 @@ def test_the_samples_are_named_and_the_newest_checkpoint_is_a_good_one() -> None
         run(lambda: script(store), workers=4, stages=2)
     folders = sorted({name.split("/")[0] for verb, name in store.seen if verb == "create" and name.startswith("step-")})
     assert "step-00000001" <= folders[-1] <= "step-00000005"
+
+
+def test_a_run_that_goes_on_keeps_its_good_checkpoints() -> None:
+    store = FailingStore()
+    with pytest.raises(VarunaError, match=r"newest complete checkpoint is that of step [1-5]\."):
+        run(lambda: script(store, "continue"), workers=2, stages=2)
+    saved = {name.split("/")[0] for verb, name in store.seen if verb == "create" and name.startswith("step-")}
+    assert "step-00000001" <= max(saved) <= "step-00000005"
 
 
 def test_a_run_goes_on_where_that_is_asked_for() -> None:
