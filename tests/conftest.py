@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 # its bits.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Nor does a test spend seconds on measuring, and plan from what a busy machine took: those that want to unset it.
+os.environ["VARUNA_CALIBRATION"] = "none"
+
 # No test is timed: the machine may be busy. What lands is judged by examples that anyone can run again; elsewhere
 # hypothesis goes on looking for new ones.
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -35,7 +35,7 @@ class Done:
 
 def environment(**more: str) -> dict[str, str]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith("VARUNA_")}
-    return {**kept, "OMP_NUM_THREADS": "1", **more}
+    return {**kept, "OMP_NUM_THREADS": "1", "VARUNA_CALIBRATION": "none", **more}
 
 
 def run(command: list[str], **more: str) -> Done:

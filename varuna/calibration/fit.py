@@ -54,14 +54,15 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         notes.append("messages and all-reduces begin and end in the memory of the GPU")
     action_s = _action_s(measured)
     if action_s is None:
-        notes.append("the cost of an action is assumed: the whole model does not fit the workers that measured")
+        notes.append("the cost of an action is assumed: no real steps were run")
     order = [kinds[key] for key in _keys(facts, measured[0].kinds)]
     samples_s = _samples_s(measured, order, action_s or 0.0)
     return Calibration(
         created=created,
         notes=tuple(notes),
         hardware=_hardware(measured[0]),
-        model=ModelIdentity(name=name, digest=facts.digest),
+        model=ModelIdentity(name=name, digest=facts.digest, batch_dependent=facts.batch_dependent),
+        sized_for=min(each.sized_for for each in measured),
         kinds={names[key]: kind for key, kind in kinds.items()},
         sections=runs,
         tied=facts.tied,
@@ -70,7 +71,7 @@ def assemble(measured: Sequence[Measured], *, name: str, created: str = "") -> C
         hand_over_s=_hand_over_s(measured, order, action_s or 0.0, samples_s),
         samples_s=samples_s,
         optimizer=_optimizer(measured).model_copy(update={"together": facts.updates_together}),
-        snapshot_bytes_per_s=_rate(fit_line(sample for each in measured for sample in each.snapshots)),
+        snapshot_bytes_per_s=_snapshot_bytes_per_s(measured),
     )
 
 
@@ -271,7 +272,10 @@ def _beyond(
 
 def _optimizer(measured: Sequence[Measured]) -> OptimizerCosts:
     """Costs per byte from updates of two sizes; fixed costs from real steps of one worker alone, if there were any."""
-    line = fit_line(sample for each in measured for sample in each.updates)
+    updates = [sample for each in measured for sample in each.updates]
+    if not updates:
+        return OptimizerCosts()
+    line = fit_line(updates)
     alone = [
         seconds - line.per_unit * pilot.state_bytes
         for each in measured
@@ -280,6 +284,11 @@ def _optimizer(measured: Sequence[Measured]) -> OptimizerCosts:
         for seconds in pilot.step_s
     ]
     return OptimizerCosts(fixed_s=max(0.0, median(alone)) if alone else line.fixed, bytes_per_s=_rate(line))
+
+
+def _snapshot_bytes_per_s(measured: Sequence[Measured]) -> float | None:
+    snapshots = [sample for each in measured for sample in each.snapshots]
+    return _rate(fit_line(snapshots)) if snapshots else None
 
 
 def _rate(line: FittedLine) -> float | None:

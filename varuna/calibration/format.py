@@ -196,6 +196,7 @@ class Calibration(Finite):
     notes: tuple[str, ...] = Field(default=(), description="where the numbers come from")
     hardware: Hardware
     model: ModelIdentity
+    sized_for: int = Field(default=0, ge=0, description="global batch for which micro-batch sizes were tried")
     kinds: dict[str, SectionKind] = Field(min_length=1)
     sections: tuple[SectionRun, ...] = Field(min_length=1, description="of the model, first to last")
     tied: tuple[TiedParameter, ...] = ()
@@ -243,6 +244,11 @@ class Calibration(Finite):
     def section_count(self) -> int:
         """Sections of the model."""
         return sum(len(run.kinds) * run.count for run in self.sections)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Micro-batch sizes m at which some section was measured, ascending."""
+        return tuple(sorted({m for kind in self.kinds.values() for m in kind.micro_batches}))
 
     def rounded(self) -> "Calibration":
         """This calibration for a job whose fp32 gradients are all-reduced as bf16."""

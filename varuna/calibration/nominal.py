@@ -54,13 +54,20 @@ def nominal_calibration(facts: ModelFacts) -> Calibration:
     )
 
 
+def with_nominal_halves(calibration: Calibration) -> Calibration:
+    """A calibration in which B can be split, by the usual share of each half."""
+    return calibration.model_copy(update={"kinds": {name: _halved(kind) for name, kind in calibration.kinds.items()}})
+
+
 def _kind(section: SectionFacts) -> SectionKind:
     backward_s = section.forward_s * BACKWARD_FACTOR
-    return SectionKind(
-        micro_batches=(1,),
-        forward_s=(section.forward_s,),
-        backward_s=(backward_s,),
-        input_s=(backward_s * INPUT_SHARE,),
-        weight_s=(backward_s * (1 - INPUT_SHARE),),
-        **section.untimed(),
+    return _halved(
+        SectionKind(micro_batches=(1,), forward_s=(section.forward_s,), backward_s=(backward_s,), **section.untimed())
+    )
+
+
+def _halved(kind: SectionKind) -> SectionKind:
+    shares = {"input_s": INPUT_SHARE, "weight_s": 1 - INPUT_SHARE}
+    return kind.model_copy(
+        update={name: tuple(share * seconds for seconds in kind.backward_s) for name, share in shares.items()}
     )

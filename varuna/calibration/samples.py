@@ -59,8 +59,10 @@ class Measured(Value):
     facts: ModelFacts
     kinds: tuple[int, ...] = Field(description="by section: the lowest section with the same graph")
     sections: tuple[SectionSamples, ...]
-    updates: tuple[Sized, ...] = Field(description="optimizer step, by bytes of parameters, gradients and state")
-    snapshots: tuple[Sized, ...] = Field(description="copying state out, by its bytes")
+    cache: str = Field(default="", description="file in which runs of the job on this machine look for a calibration")
+    sized_for: int = Field(default=0, description="global batch for which sizes were tried")
+    updates: tuple[Sized, ...] = Field(default=(), description="optimizer step, by bytes of parameters, sums, state")
+    snapshots: tuple[Sized, ...] = Field(default=(), description="copying state out, by its bytes")
     messages: tuple[Sized, ...] = Field(default=(), description="between neighbours' host memories, both ways at once")
     staged: tuple[Sized, ...] = Field(default=(), description="the same from one GPU's memory to the other's")
     rings: tuple[RingSamples, ...] = ()

@@ -8,12 +8,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from varuna.calibration.cache import remember
 from varuna.calibration.file import write_calibration
 from varuna.calibration.fit import assemble
 from varuna.calibration.format import Calibration, NetworkCosts
 from varuna.cli import options
 from varuna.core.errors import UsageError
 from varuna.core.units import format_bytes
+from varuna.process.console import say
 from varuna.process.gpus import default_workers
 from varuna.process.scripts import check_script
 
@@ -38,7 +40,8 @@ def calibrate(
     """Measure the job of SCRIPT on this hardware, once, for plans of any size.
 
     Times the model's sections, links, all-reduces and a few real steps. Take as
-    many workers as will share this machine.
+    many workers as will share this machine. Later runs of the job on this machine
+    plan from it; give the file to others with --calibration.
     """
     check_script(script)
     options.check_misplaced(context, script, args or [])
@@ -49,11 +52,20 @@ def calibrate(
 
     store = StoreHost()
     begin_s = time.monotonic()
-    measured = collect(script, args or [], workers=workers or default_workers(2), store=store.address())
+    count = workers or default_workers(2)
+    say(f"starting {count} worker{'s' * (count > 1)}; a large model takes longer to capture")
+    measured = collect(
+        script,
+        args or [],
+        workers=count,
+        store=store.address(),
+        on_phase=lambda phase: say(f"{time.monotonic() - begin_s:.0f} s: {phase}"),
+    )
     calibration = assemble(measured, name=script.stem, created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
     write_calibration(calibration, output)
+    remember(calibration, Path(measured[0].cache))
     show(Console(), calibration)
-    print(f"{output}: written after {time.monotonic() - begin_s:.0f} s")
+    print(f"{output}: written after {time.monotonic() - begin_s:.0f} s; runs of this job on this machine use it")
 
 
 def _check_writable(output: Path) -> None:

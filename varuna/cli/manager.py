@@ -15,6 +15,9 @@ from varuna.process.console import say
 if TYPE_CHECKING:
     from varuna.fleet.clouds.grower import Grower
 
+_EXPECTED_WORKERS = 8
+"""Micro-batches, which keep their size, are small enough for so many workers, however few begin."""
+
 EXAMPLES = """Examples:
 
 \b
@@ -44,6 +47,7 @@ def manager(
     ] = 1,
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
+    calibration: options.PlannedFrom = None,
     asg: Annotated[
         str,
         typer.Option(metavar="GROUP", help="AWS Auto Scaling group to ask for machines; its VMs must start agents."),
@@ -64,6 +68,7 @@ def manager(
     """
     options.check_replacing(new, overwrite)
     memory_bytes = options.memory_bytes_of(memory_per_worker)
+    given = options.calibration_of(calibration)
 
     grow = _grower(asg, nodes, run_dir)
 
@@ -82,7 +87,11 @@ def manager(
         view = RunView(progress)
         # Other machines than this one compute: what a run knows of them stays with it, over managers' restarts too.
         calibrator = Calibrator(
-            planner(memory_bytes=memory_bytes, stages=stages), run_dir=run_dir, cache=lambda job: run_dir / RUN_FILE
+            planner(memory_bytes=memory_bytes, stages=stages),
+            run_dir=run_dir,
+            cache=lambda job: run_dir / RUN_FILE,
+            given=given,
+            most_workers=max(workers, _EXPECTED_WORKERS),
         )
         service = ManagerService(
             ServiceConfig(

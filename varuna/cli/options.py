@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -10,6 +10,9 @@ from varuna.core.errors import UsageError
 from varuna.core.units import parse_bytes
 from varuna.process.console import warn
 from varuna.process.scripts import may_read_arguments
+
+if TYPE_CHECKING:
+    from varuna.calibration.format import Calibration
 
 Stages = Annotated[
     int | None,
@@ -19,6 +22,16 @@ MemoryPerWorker = Annotated[
     str | None,
     typer.Option(
         metavar="SIZE", envvar="VARUNA_MEMORY_PER_WORKER", help="Memory that plans must fit into, such as 2GiB."
+    ),
+]
+PlannedFrom = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        envvar="VARUNA_CALIBRATION",
+        help="Plan from this calibration of the job. Default: what this machine remembers of it, else some seconds of "
+        "measuring; `none` measures nothing.",
     ),
 ]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")]
@@ -47,6 +60,17 @@ def memory_bytes_of(memory_per_worker: str | None) -> int | None:
         UsageError: not a size.
     """
     return parse_bytes(memory_per_worker, "--memory-per-worker") if memory_per_worker else None
+
+
+def calibration_of(file: Path | None) -> "Calibration | None":
+    """What ``--calibration`` of a run names; None without it, and for ``none``.
+
+    Raises:
+        UsageError: it is no calibration.
+    """
+    from varuna.calibration.file import read_calibration
+
+    return None if file is None or str(file) == "none" else read_calibration(file)
 
 
 def check_replacing(new: bool, overwrite: bool) -> None:

@@ -31,6 +31,7 @@ def run(
     ] = None,
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
+    calibration: options.PlannedFrom = None,
     json_log: options.JsonLog = None,
     run_dir: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep logs and journal here. Default: only if the run fails.")
@@ -50,6 +51,9 @@ def run(
     options.check_misplaced(context, script, args or [])
     options.check_replacing(new, overwrite)
     memory_bytes = options.memory_bytes_of(memory_per_worker)
+    given, count = options.calibration_of(calibration), workers or default_workers()
+    # Workers plan nothing, but need not measure either.
+    environment = {"VARUNA_CALIBRATION": str(calibration.absolute())} if given is not None and calibration else {}
 
     from varuna.calibration.cache import cache_file
     from varuna.fleet.manager.calibrator import Calibrator
@@ -66,13 +70,19 @@ def run(
         closing.enter_context(progress)
         view = RunView(progress)
         folder = run_dir or Path(tempfile.mkdtemp(prefix="varuna-run-"))
-        calibrator = Calibrator(planner(memory_bytes=memory_bytes, stages=stages), run_dir=folder, cache=cache_file)
+        calibrator = Calibrator(
+            planner(memory_bytes=memory_bytes, stages=stages),
+            run_dir=folder,
+            cache=cache_file,
+            given=given,
+            most_workers=count,
+        )
         is_over = True  # a folder of the run's own is kept only if the run fails
         try:
             service = ManagerService(
                 ServiceConfig(run_dir=folder, port=port, json_log=json_log, new=new, overwrite=overwrite),
-                LocalLaunch(script, args or [], is_kept=run_dir is not None),
-                config=FleetConfig(workers=workers or default_workers()),
+                LocalLaunch(script, args or [], environment=environment, is_kept=run_dir is not None),
+                config=FleetConfig(workers=count),
                 planner=calibrator.plan,
                 calibrator=calibrator,
                 on_event=view,

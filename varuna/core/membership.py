@@ -33,6 +33,15 @@ class Membership(Protocol):
         """Newest step whose vote the other side has on disk; -1 before any."""
         ...
 
+    @property
+    def measures(self) -> bool:
+        """Whether plans want to know what this worker's sections take, before it joins."""
+        ...
+
+    def offer(self, calibration: str) -> None:
+        """What plans may be made from (JSON of a ``calibration.format.Calibration``); before ``join``."""
+        ...
+
     def join(
         self,
         job: JobFacts,

@@ -21,6 +21,7 @@ from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
+from varuna.job.first_calibration import first_calibration
 from varuna.job.options import CHECKPOINTED_EVERY
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.membership.launched import at_end
@@ -62,7 +63,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
     spec.source.reading()  # now: processes that are forked once there is state keep copies of what it was
-    session = open_session(spec, n, membership, saver=saver)
+    session = open_session(spec, n, membership, saver=saver, measures=membership.measures)
     at_end(session.leave, session.close)
     return session
 
@@ -85,18 +86,23 @@ def open_session(
     beginning: InitialParameters | None = None,
     saver: Snapshotter | None = None,
     global_batch: int | None = None,
+    measures: bool = False,
 ) -> Session:
     """A worker's life, to be run: of this job, or of a rehearsal with another batch and beginning.
 
-    Without ``saver`` no checkpoint is read or written.
+    Without ``saver`` no checkpoint is read or written. With ``measures``, what the planner should know of this
+    hardware is offered to the membership.
     """
     model, first = spec.partitioned, beginning or spec.beginning()
     facts = job_facts(spec, n, initialisation=first.name, saves=saver is not None)
     if global_batch is not None:
         facts = facts.model_copy(update={"global_batch": global_batch})
     buffers = first.buffers(needed) if (needed := needed_buffers(model)) else {}
+    job = engine_job(spec, on_device(model, spec.device), buffers)
+    if measures and (calibration := first_calibration(spec, facts, job, first)) is not None:
+        membership.offer(calibration.model_dump_json())
     return Session(
-        engine_job(spec, on_device(model, spec.device), buffers),
+        job,
         facts,
         membership,
         spec.source,

@@ -3,11 +3,9 @@
 import os
 
 from varuna.core.errors import UsageError
-from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
 from varuna.core.units import parse_bytes
 from varuna.membership.static import StaticMembership, world_from_environment
-from varuna.planner.choose import Flags, plan_run
+from varuna.planner.choose import Flags, planner
 
 
 def solo_from_environment() -> StaticMembership:
@@ -26,15 +24,12 @@ def solo_from_environment() -> StaticMembership:
             "resume."
         )
     memory_bytes = parse_bytes(memory, "VARUNA_MEMORY_PER_WORKER") if memory else None
-
-    def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        return plan_run(
-            job,
-            workers=workers,
-            memory_bytes=memory_bytes,
-            stages=int(stages) if stages else None,
-            micro_batch=micro_batch,
-            flags=Flags(memory="VARUNA_MEMORY_PER_WORKER", stages="VARUNA_STAGES"),
-        )
-
-    return StaticMembership(world_from_environment(), plan, new=bool(new), overwrite=new == "overwrite")
+    flags = Flags(memory="VARUNA_MEMORY_PER_WORKER", stages="VARUNA_STAGES")
+    plan = planner(memory_bytes=memory_bytes, stages=int(stages) if stages else None, flags=flags)
+    return StaticMembership(
+        world_from_environment(),
+        lambda job, workers, micro_batch: plan(job, workers, micro_batch, None),
+        plans_from=lambda calibration: lambda job, workers, micro_batch: plan(job, workers, micro_batch, calibration),
+        new=bool(new),
+        overwrite=new == "overwrite",
+    )

@@ -78,7 +78,7 @@ class ManagedMembership:
 
     survives = True
 
-    def __init__(self, url: str, token: str, worker: str, *, dial: Dial | None = None) -> None:
+    def __init__(self, url: str, token: str, worker: str, *, dial: Dial | None = None, measures: bool = True) -> None:
         """Prepare; nothing is sent before ``join``.
 
         Args:
@@ -86,7 +86,9 @@ class ManagedMembership:
             token: what it knows its workers by.
             worker: this worker's name.
             dial: opens the connection. Default: a WebSocket to ``url``.
+            measures: whether the manager plans from what its workers measure.
         """
+        self.measures, self._calibration = measures, ""
         self._dial = dial or self._web_socket
         self._url, self._token, self._worker = url, token, worker
         self._outbox: queue.SimpleQueue[tuple[FromWorker, threading.Event] | None] = queue.SimpleQueue()
@@ -109,6 +111,10 @@ class ManagedMembership:
         """Newest step whose vote the manager has."""
         return self._recorded_step
 
+    def offer(self, calibration: str) -> None:
+        """Keep it for the Hello."""
+        self._calibration = calibration
+
     def join(
         self,
         job: JobFacts,
@@ -130,7 +136,16 @@ class ManagedMembership:
             )
         self._on_hold, self._on_flag = on_hold, on_flag
         self._connect()
-        self._post(Hello(worker=self._worker, pid=os.getpid(), version=__version__, job=job, device=device))
+        self._post(
+            Hello(
+                worker=self._worker,
+                pid=os.getpid(),
+                version=__version__,
+                job=job,
+                device=device,
+                calibration=self._calibration,
+            )
+        )
         start("beat", lambda: self._beat(beat))
 
     def _connect(self) -> None:

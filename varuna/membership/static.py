@@ -1,6 +1,6 @@
 """Membership without a manager: one process, or torchrun's fixed world.
 
-Every rank plans by itself from equal facts, so nothing needs to be agreed on but the checkpoint to resume.
+Rank 0 chooses the checkpoint to resume and makes the plan, and tells the others.
 A lost peer ends the run (torchrun restarts it, and it resumes).
 """
 
@@ -12,17 +12,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from varuna.calibration.format import Calibration
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import checkpoint_place
 from varuna.core.devices import DeviceFacts, worker_bytes
-from varuna.core.errors import CheckpointError, FleetError, VarunaError
+from varuna.core.errors import CheckpointError, FleetError, NoPlanError, VarunaError
 from varuna.core.membership import Directive
 from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
 from varuna.engine.base.transport import connect_store, local_store, prefixed
+from varuna.planner.micro_batch import describe_sizes
 from varuna.process.console import say, warn
 from varuna.process.threads import start
 
@@ -75,7 +77,7 @@ def world_from_environment() -> World:
 
 
 class StaticMembership:
-    """One generation, planned by each rank; implements ``Membership``.
+    """One generation, planned by rank 0; implements ``Membership``.
 
     Another one follows only if a checkpoint turns out to be damaged while it is read: from an older one.
     """
@@ -87,6 +89,7 @@ class StaticMembership:
         world: World,
         plan_run: PlanRun,
         *,
+        plans_from: Callable[[Calibration], PlanRun] | None = None,
         new: bool = False,
         overwrite: bool = False,
         join_bound_s: float = 1800.0,
@@ -96,7 +99,8 @@ class StaticMembership:
 
         Args:
             world: this rank, and where it meets the others.
-            plan_run: makes the plan, equal on all ranks.
+            plan_run: makes the plan.
+            plans_from: makes another ``plan_run``, from what rank 0 knows of the hardware. Default: nobody measures.
             new: start afresh.
             overwrite: with ``new``: move old checkpoints aside.
             join_bound_s: between ranks that join, each of which captures the model for itself.
@@ -106,7 +110,8 @@ class StaticMembership:
         self.world = world
         self.worker = f"rank{world.rank}"
         self.recorded_step = -1
-        self._plan_run = plan_run
+        self._plan_run, self._plans_from = plan_run, plans_from
+        self._calibration: Calibration | None = None  # on rank 0
         self._new, self._overwrite = new, overwrite
         self._job: JobFacts | None = None
         self._assigned = False
@@ -114,6 +119,17 @@ class StaticMembership:
         self._restored_step = 0
         self._keeper: CheckpointCommitter | None = None  # on rank 0
         self._closing = threading.Event()
+
+    @property
+    def measures(self) -> bool:
+        """Rank 0 plans for all."""
+        return self.world.rank == 0 and self._plans_from is not None
+
+    def offer(self, calibration: str) -> None:
+        """Plan from it."""
+        if self._plans_from is not None:
+            self._calibration = Calibration.model_validate_json(calibration)
+            self._plan_run = self._plans_from(self._calibration)
 
     def join(
         self,
@@ -147,11 +163,9 @@ class StaticMembership:
         self._generation = max(self._generation, manifest.generation if manifest else -1) + 1
         micro_batch = self._job.micro_batch or (manifest.micro_batch if manifest else None)
         self._gather()
-        plan = self._plan_run(self._with_memory(self._job), self.world.size, micro_batch)
+        plan = self._planned(self._job, micro_batch)
         if self._keeper is not None:
             self._keeper.begin(self._generation, plan, first_step=self._restored_step, rollback=True)
-        if self.world.rank == 0 and self.world.size > 1:
-            say(f"plan {plan.shape} (stages x replicas), micro-batch {plan.micro_batch} x {plan.micro_batches}")
         directory = self._job.checkpoint_dir
         return Assign(
             assignment=Assignment(
@@ -205,6 +219,33 @@ class StaticMembership:
         if choice.startswith("!"):
             raise CheckpointError(choice[1:])
         return Manifest.model_validate_json(choice) if choice else None
+
+    def _planned(self, job: JobFacts, micro_batch: int | None) -> Plan:
+        """Rank 0 makes the plan, the others read it.
+
+        Raises:
+            NoPlanError: nothing fits.
+        """
+        key = f"plan/{self._generation}"
+        if self.world.rank:
+            told = self._told(key, "has made the plan", _CHOICE_BOUND_S)
+            if told.startswith("!"):
+                raise NoPlanError(told[1:])
+            return Plan.model_validate_json(told)
+        try:
+            plan = self._plan_run(self._with_memory(job), self.world.size, micro_batch)
+        except VarunaError as error:
+            self.world.store.set(key, f"!{error}")
+            raise
+        self.world.store.set(key, plan.model_dump_json())
+        workers = f"{self.world.size} worker{'s' * (self.world.size > 1)}"
+        say(
+            f"plan {plan.shape} (stages x replicas) on {workers}: {plan.micro_batches} micro-batches of "
+            f"{plan.micro_batch}"
+        )
+        if micro_batch is None and self._calibration is not None and len(self._calibration.sizes) > 1:
+            say(describe_sizes(self._calibration, plan.micro_batch))
+        return plan
 
     def _told(self, key: str, what: str, bound_s: float) -> str:
         """A value that rank 0 sets; the store's own wait would last a minute, and its error would name the key."""

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
-from varuna.calibration.nominal import nominal_calibration
+from varuna.calibration.nominal import ETHERNET, nominal_calibration
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -77,7 +77,7 @@ def plan_run(
         stages=stages,
         tentative=job.combines,
         stash_moves=job.memory_apart,
-        leaves_idle=calibration is not None,  # nominal figures are no reason to send workers away
+        leaves_idle=known.across_vms != ETHERNET,  # nominal figures are no reason to send workers away
         policy=policy,
     )
     return _safer(best_plan(request, flags), request)
@@ -137,7 +137,7 @@ def explain(ranking: Ranking, request: PlanRequest, flags: Flags) -> str:
 
 
 def planner(
-    *, memory_bytes: int | None, stages: int | None
+    *, memory_bytes: int | None, stages: int | None, flags: Flags = Flags(memory="--memory-per-worker")
 ) -> Callable[[JobFacts, int, int | None, Calibration | None], Plan]:
     """``plan_run`` under a user's constraints, as a manager asks it: (job, workers, micro-batch, calibration)."""
 
@@ -149,7 +149,7 @@ def planner(
             stages=stages,
             micro_batch=micro_batch,
             calibration=calibration,
-            flags=Flags(memory="--memory-per-worker"),
+            flags=flags,
         )
 
     return plan

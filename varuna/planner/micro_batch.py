@@ -8,7 +8,8 @@ from varuna.planner.pricing.profile import compute_s
 from varuna.planner.request import PlanRequest
 
 _MICRO_BATCHES = 32  # wanted per step: fills pipelines of up to about 8 stages, and feeds 32 replicas
-_BETTER = 0.97  # a larger m must lower F(m) / m at least to this share
+_WORTH = 0.99  # the lowest m is chosen whose examples take no longer than the best m's over this
+_STALE = 0.97  # an m twice as large that takes more than this share per example is not much better
 
 
 def check_micro_batch(global_batch: int, requested: int) -> int:
@@ -40,20 +41,21 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
     """Sets of sizes, each to be tried only if nothing fits with those before.
 
     First the requested m; or those measured, up to where F(m) / m stops improving (paper §"Parametrized
-    Simulation"); or the nominal choice where only one was, or where
-    another m would be another training run. Then ever smaller ones, if they may be.
+    Simulation"), with a micro-batch for each worker where none may idle; or the nominal choice where only one was, or
+    where another m would be another training run. Then ever smaller ones, if they may be.
 
     Raises:
         UsageError: a requested m is not within the global batch.
     """
     model = request.calibration.model
-    measured = sorted({m for kind in request.calibration.kinds.values() for m in kind.micro_batches})
+    measured = request.calibration.sizes
     if request.micro_batch is not None:
         sizes: tuple[int, ...] = (check_micro_batch(request.global_batch, request.micro_batch),)
-    elif len(measured) == 1 or model.batch_dependent:
+    elif len(measured) == 1 or model.batch_dependent or _is_cut_short(request.calibration, request.global_batch):
         sizes = (choose_micro_batch(request.global_batch, None),)
     else:
-        within = [m for m in measured if m <= request.global_batch] or [1]
+        most = request.global_batch if request.leaves_idle else max(1, request.global_batch // request.workers)
+        within = [m for m in measured if m <= most] or [1]
         sizes = tuple(within[: _where_it_stops_improving(request.calibration, within) + 1])
     yield sizes
     is_fixed = model.batch_dependent or (request.micro_batch is not None and not request.lowers_micro_batch)
@@ -64,10 +66,36 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
 
 
 def _where_it_stops_improving(calibration: Calibration, sizes: list[int]) -> int:
-    """Index of the lowest m from which no larger one is much better per example."""
-    per_example = [(compute_s(calibration, m) + 3 * calibration.action_s) / m for m in sizes]
-    best = 0
-    for i, seconds in enumerate(per_example):
-        if seconds < per_example[best] * _BETTER:
-            best = i
-    return best
+    """Index of the lowest m than which no larger one is better per example by 1 %."""
+    per_example = [_per_example_s(calibration, m) for m in sizes]
+    return next(i for i, seconds in enumerate(per_example) if seconds * _WORTH <= min(per_example))
+
+
+def _per_example_s(calibration: Calibration, micro_batch: int) -> float:
+    return (compute_s(calibration, micro_batch) + 2 * calibration.action_s) / micro_batch
+
+
+def knows_sizes(calibration: Calibration, global_batch: int) -> bool:
+    """Whether enough sizes were tried: all within the batch, or up to where larger ones stopped being better."""
+    sizes = calibration.sizes
+    if global_batch <= max(calibration.sized_for, *(size if len(sizes) > 1 else 0 for size in sizes)):
+        return True
+    return _stops_improving(calibration)
+
+
+def _stops_improving(calibration: Calibration) -> bool:
+    """Whether the last two of the sizes were hardly better than the one before."""
+    last = [_per_example_s(calibration, m) for m in calibration.sizes[-3:]]
+    return len(last) == 3 and min(last[1:]) > _STALE * last[0]
+
+
+def _is_cut_short(calibration: Calibration, global_batch: int) -> bool:
+    """Whether time or memory ended before sizes as large as the nominal choice were tried."""
+    return calibration.sizes[-1] < choose_micro_batch(global_batch, None) and not _stops_improving(calibration)
+
+
+def describe_sizes(calibration: Calibration, micro_batch: int) -> str:
+    """One line that says why m is what it is: ``"micro-batches of 8: 1,129 examples/s; 1: 246, 2: 480"``."""
+    rates = {m: f"{1 / _per_example_s(calibration, m):,.0f}" for m in {*calibration.sizes, micro_batch}}
+    others = ", ".join(f"{m}: {rates[m]}" for m in calibration.sizes if m != micro_batch)
+    return f"micro-batches of {micro_batch}: {rates[micro_batch]} examples/s on one worker; {others}"

@@ -221,7 +221,7 @@ class _Workers:
             turn.end()  # captured; the run begins once all are here
             return line
 
-        self._places[name] = WorkerThread(ManagedMembership("this process", "", name, dial=dial))
+        self._places[name] = WorkerThread(ManagedMembership("this process", "", name, dial=dial, measures=False))
         self._threads[name] = threading.Thread(target=self._live, args=(name,), name=f"worker {name}", daemon=True)
         self._threads[name].start()
         return name

@@ -23,7 +23,7 @@ from tests.unit.engine.device.test_staging import away
 from tests.unit.engine.ranks import Setup, Tokens, adamw, dropping, reference, run_all, tiny_gpt2, tiny_llama, worst
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.calibration.measure.network import Peers
-from varuna.calibration.measure.window import Window
+from varuna.calibration.timing.window import Window
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.io.snapshot import SnapshotBuffer, parts_of
 from varuna.core.devices import worker_bytes

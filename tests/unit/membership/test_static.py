@@ -14,10 +14,12 @@ from tests.unit.checkpoint.saves import make_plan as make_small_plan
 from tests.unit.checkpoint.saves import save_parts
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all
 from tests.unit.fleet.support import make_job, make_plan
+from varuna.calibration.format import Calibration
+from varuna.calibration.nominal import nominal_calibration
 from varuna.checkpoint.manifest import survey
 from varuna.checkpoint.names import checkpoint_place, step_folder
 from varuna.core.devices import DeviceFacts, reserved_bytes
-from varuna.core.errors import CheckpointError, FleetError, UsageError
+from varuna.core.errors import CheckpointError, FleetError, NoPlanError, UsageError
 from varuna.core.messages import Assign, Assignment, Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -144,7 +146,7 @@ def test_each_rank_gets_the_same_assignment_but_for_its_rank_and_then_the_end() 
 
 
 @pytest.mark.parametrize("apart", [True, False])
-def test_ranks_plan_for_the_memory_that_their_devices_have_for_each(apart: bool) -> None:
+def test_rank_0_plans_for_the_memory_that_all_devices_have_for_each(apart: bool) -> None:
     """Three of them on two GPUs; what one of them has does not make their jobs differ."""
     store, seen = local_store(), list[JobFacts]()
 
@@ -160,7 +162,40 @@ def test_ranks_plan_for_the_memory_that_their_devices_have_for_each(apart: bool)
 
     run_all([partial(work, rank) for rank in range(3)])
     expected = 32 * 2**30 - reserved_bytes(32 * 2**30) if apart else None
-    assert [job.memory_bytes for job in seen] == [expected] * 3
+    assert [job.memory_bytes for job in seen] == [expected]
+
+
+def test_rank_0_plans_from_what_it_measured_and_the_others_follow() -> None:
+    store, job = local_store(), make_job()
+    known = nominal_calibration(job.model)
+
+    def from_known(calibration: Calibration) -> Any:
+        assert calibration == known
+        return lambda job, workers, micro_batch: make_plan(job, workers, 4)
+
+    def alone(*_: object) -> Plan:
+        pytest.fail("rank 0 knows better")
+
+    solos = [StaticMembership(World(rank, 2, store, "127.0.0.1", 1), alone, plans_from=from_known) for rank in range(2)]
+    assert [solo.measures for solo in solos] == [True, False]
+    solos[0].offer(known.model_dump_json())
+    assert [assignment.plan.micro_batch for assignment in assignments(solos, job)] == [4, 4]
+
+
+def test_a_plan_that_rank_0_cannot_make_is_refused_on_all_ranks() -> None:
+    store = local_store()
+
+    def refused(*_: object) -> Plan:
+        raise NoPlanError("no plan fits: the reason")
+
+    solos = [StaticMembership(World(rank, 2, store, "127.0.0.1", 1), refused) for rank in range(2)]
+
+    def work(solo: StaticMembership) -> None:
+        join(solo, make_job())
+        with pytest.raises(NoPlanError, match="no plan fits: the reason"):
+            solo.next_directive()
+
+    run_all([partial(work, solo) for solo in solos])
 
 
 def test_a_rank_that_never_joins_is_waited_for_aloud_and_with_a_bound(capsys: pytest.CaptureFixture[str]) -> None:

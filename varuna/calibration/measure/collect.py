@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from varuna.calibration.samples import Measured
@@ -18,9 +18,18 @@ from varuna.core.errors import VarunaError, WorkerError
 _BOUND_S = 1800.0
 _POLL_S = 0.05
 _TAIL = 2000
+PHASE = ".phase"
+"""Suffix of the file in which a worker says what it does now."""
 
 
-def collect(script: Path, args: Sequence[str], *, workers: int, store: tuple[str, int]) -> list[Measured]:
+def collect(
+    script: Path,
+    args: Sequence[str],
+    *,
+    workers: int,
+    store: tuple[str, int],
+    on_phase: Callable[[str], None] = lambda phase: None,
+) -> list[Measured]:
     """Measure with ``workers`` processes at once; if one fails, all end.
 
     Args:
@@ -28,6 +37,7 @@ def collect(script: Path, args: Sequence[str], *, workers: int, store: tuple[str
         args: its arguments.
         workers: processes to start.
         store: host and port of a store that this process keeps.
+        on_phase: hears what the first worker does next.
 
     Raises:
         VarunaError: a worker raised it.
@@ -40,7 +50,7 @@ def collect(script: Path, args: Sequence[str], *, workers: int, store: tuple[str
         try:
             for rank, (output, log) in enumerate(zip(outputs, logs, strict=True)):
                 processes.append(_start([str(output), str(script), *args], rank, workers, store, log))
-            _await(processes, outputs, logs)
+            _await(processes, outputs, logs, on_phase)
         finally:
             for process in processes:
                 _kill(process)
@@ -70,9 +80,17 @@ def _start(
         )
 
 
-def _await(processes: Sequence[subprocess.Popen[bytes]], outputs: Sequence[Path], logs: Sequence[Path]) -> None:
-    deadline_s = time.monotonic() + _BOUND_S
+def _await(
+    processes: Sequence[subprocess.Popen[bytes]],
+    outputs: Sequence[Path],
+    logs: Sequence[Path],
+    on_phase: Callable[[str], None],
+) -> None:
+    deadline_s, told = time.monotonic() + _BOUND_S, ""
     while True:
+        with contextlib.suppress(OSError):
+            if (phase := outputs[0].with_suffix(PHASE).read_text()) != told:
+                on_phase(told := phase)
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
             if code:

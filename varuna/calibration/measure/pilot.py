@@ -71,9 +71,7 @@ def run_pilot(
         facts: of the model.
     """
     steps: list[StepTimes] = []
-    with closing(
-        open_session(WARM_STEPS + STEPS, StaticMembership(world, lambda job, workers, micro_batch: plan))
-    ) as session:
+    with closing(open_session(WARM_STEPS + STEPS, StaticMembership(world, lambda *_: plan))) as session:
         for committed in session.steps():
             assert session.current is not None
             runtime = session.current.runtime

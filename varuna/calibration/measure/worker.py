@@ -6,18 +6,21 @@ Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from varuna.calibration.measure.compute import measure_window
-from varuna.calibration.measure.equal_sections import section_kinds
+from varuna.calibration.cache import cache_file
+from varuna.calibration.measure.collect import PHASE
 from varuna.calibration.measure.network import Peers
-from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, run_pilot
-from varuna.calibration.measure.stand_ins import StandIns
+from varuna.calibration.measure.pilot import STEPS, WARM_STEPS, PilotTimes, pilot_plan, run_pilot
 from varuna.calibration.samples import Measured, PilotSamples, SectionSamples
+from varuna.calibration.timing.compute import Thoroughness, measure_window
+from varuna.calibration.timing.equal_sections import section_kinds
+from varuna.calibration.timing.stand_ins import StandIns
 from varuna.calibration.windows import choose_windows, sizes_to_measure, window_bytes
 from varuna.core.errors import VarunaError
 from varuna.core.model import ModelFacts
@@ -29,7 +32,7 @@ from varuna.engine.links.traffic import Traffic
 from varuna.engine.worker.session import Session
 from varuna.job.script_runner import take_job
 from varuna.job.spec import JobSpec
-from varuna.job.start import engine_job, open_session
+from varuna.job.start import engine_job, job_facts, open_session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.on_device import on_device
@@ -39,15 +42,18 @@ _HOST = "127.0.0.1"
 _MOST_MESSAGE_BYTES = 64 * 2**20
 _SMALL_BYTES = 64
 _EXIT_BOUND_S = 5.0
+_SIZE_S, _SIZES_S = 0.5, 10.0
+"""Seconds for the rounds of one micro-batch size, and after which no further size is begun."""
 
 
-def measure(spec: JobSpec, peers: Peers, store: Any) -> Measured:
-    """Measure everything that this worker can.
+def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None] = lambda phase: None) -> Measured:
+    """Measure everything that this worker can, and ``tell`` what comes next.
 
     Raises:
         VarunaError: the model cannot be captured, or a section does not fit.
     """
     settle(spec.device)
+    tell("capturing the model")
     model = spec.partitioned
     facts, kinds = model.facts, section_kinds(model)
     beginning = StandIns(model.shapes, spec.beginning())
@@ -60,6 +66,8 @@ def measure(spec: JobSpec, peers: Peers, store: Any) -> Measured:
     whole = len(windows) == 1
     sizes = sizes_to_measure(spec.global_batch, spec.micro_batch)
     peers.meet()
+    tell(f"timing {len(facts.sections)} sections, at micro-batches of {sizes[0]} to at most {sizes[-1]}")
+    effort = Thoroughness(_SIZE_S, deadline_s=time.monotonic() + _SIZES_S)
     computed = [
         measure_window(
             job,
@@ -69,6 +77,7 @@ def measure(spec: JobSpec, peers: Peers, store: Any) -> Measured:
             batch=spec.batch,
             memory_bytes=memory_bytes,
             agree=peers.agree if whole else float,
+            effort=effort,
         )
         for window in (windows if whole else windows[peers.rank :: peers.size])
     ]
@@ -76,11 +85,14 @@ def measure(spec: JobSpec, peers: Peers, store: Any) -> Measured:
     peers.meet()
     micro_batch = int(peers.agree(max((sample.micro_batch for sample in sections), default=0)))
     sent_bytes = _message_bytes(facts, micro_batch)
+    if peers.size > 1:
+        tell("timing messages and all-reduces")
     messages = peers.messages(sent_bytes, Traffic())
     staged = peers.messages(sent_bytes, job.traffic) if job.traffic.streams is not None else ()
     rings = peers.rings(_gradient_bytes(facts), job.traffic.sums)
     pilots: list[PilotSamples] = []
     if whole:
+        tell(f"running {WARM_STEPS + STEPS} real steps{' alone, and as a pipeline' if peers.size > 1 else ''}")
         times = _agreed_times(sections, micro_batch, peers)
 
         def rehearse(world: World, plan: Plan) -> PilotSamples | None:
@@ -96,6 +108,8 @@ def measure(spec: JobSpec, peers: Peers, store: Any) -> Measured:
         device_bytes=device_bytes(spec.device, peers.size),
         facts=facts,
         kinds=kinds,
+        cache=str(cache_file(job_facts(spec, 1))),
+        sized_for=spec.global_batch if spec.micro_batch is None else 0,
         sections=tuple(sections),
         updates=tuple(sample for each in computed for sample in each.updates),
         snapshots=tuple(sample for each in computed for sample in each.snapshots),
@@ -169,7 +183,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         spec = take_job(script, args).spec
         store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
-        measured = measure(spec, Peers(store, rank, size, _HOST), store)
+
+        def tell(phase: str) -> None:
+            output.with_suffix(PHASE).write_text(phase)
+
+        measured = measure(spec, Peers(store, rank, size, _HOST), store, tell)
     except VarunaError as error:
         output.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
         return error.exit_code

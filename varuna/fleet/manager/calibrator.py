@@ -1,16 +1,20 @@
 """A run measures itself: plans come from what was seen, and what was predicted is compared with what was.
 
-The first plan of a job's first run is made from operation counts. Once its ranks have told of some seconds of
-training, their times refine that calibration, which later plans, later runs and ``varuna plan --run`` use.
+The first plan is made from a file, from what an earlier run has left, or from what a worker measured before it joined;
+without these from operation counts. Once ranks have told of some seconds of training, their times refine that
+calibration, which later plans, later runs and ``varuna plan --run`` use.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+
+from pydantic import ValidationError
 
 from varuna.calibration.cache import remember, remembered
 from varuna.calibration.feedback.gap import explain_gap
 from varuna.calibration.feedback.refine import costs_of, refine
-from varuna.calibration.file import RUN_FILE
+from varuna.calibration.file import RUN_FILE, check_matches
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.errors import NoPlanError
@@ -22,6 +26,7 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import weigh
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
+from varuna.planner.micro_batch import describe_sizes, knows_sizes
 from varuna.planner.pricing.predict import predict
 
 LEAST_S = 10.0
@@ -49,7 +54,14 @@ class Calibrator:
     """Hears what ranks' steps took; for one thread, on which plans are made too."""
 
     def __init__(
-        self, plan: PlanWith, *, run_dir: Path, cache: Callable[[JobFacts], Path] | None, least_s: float = LEAST_S
+        self,
+        plan: PlanWith,
+        *,
+        run_dir: Path,
+        cache: Callable[[JobFacts], Path] | None,
+        given: Calibration | None = None,
+        most_workers: int = 1,
+        least_s: float = LEAST_S,
     ) -> None:
         """Begin without any measurement.
 
@@ -57,9 +69,13 @@ class Calibrator:
             plan: plans from a calibration, or from operation counts without one.
             run_dir: gets the refined calibration.
             cache: where later runs of a job look for it; None: nowhere.
+            given: the user's calibration, instead of one in the cache.
+            most_workers: that the run may grow to. m holds for the whole run, so it must be small enough for them.
             least_s: of training in a generation before it is believed.
         """
         self._plan, self._run_dir, self._cache, self._least_s = plan, run_dir, cache, least_s
+        self._given, self._most_workers = given, most_workers
+        self._offered: Calibration | None = None
         self._job: JobFacts | None = None
         self.calibration: Calibration | None = None
         """None: nothing was measured yet"""
@@ -67,21 +83,52 @@ class Calibrator:
         self._heard: dict[int, RankTimes] = {}
         self._due_steps = LEAST_STEPS
         self._due_beats = 0
-        self._explained = False
+        self._explained = self._described = False
 
     def plan(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         """The best plan that is known; a ``Planner``."""
         if self._job is None:
             self._job = job
-            self.calibration = remembered(job, self._cache(job)) if self._cache is not None else None
+            self.calibration = self._first(job)
+        if micro_batch is None and job.micro_batch is None and workers < self._most_workers:
+            with suppress(NoPlanError):  # it may take fewer
+                micro_batch = self._plan(job, self._most_workers, None, self.calibration).micro_batch
         return self._plan(job, workers, micro_batch, self.calibration)
 
-    def begin(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated]:
+    def take(self, offered: str) -> None:
+        """A worker that joins tells what it plans from, or has measured; counts before the first plan only.
+
+        What is no calibration is passed over: a worker of another version may have sent it.
+        """
+        if offered and self._offered is None:
+            with suppress(ValidationError):
+                self._offered = Calibration.model_validate_json(offered)
+
+    def _first(self, job: JobFacts) -> Calibration | None:
+        """What to begin with.
+
+        Raises:
+            UsageError: the user's calibration is of another model.
+        """
+        if self._given is not None:
+            check_matches(self._given, job.model)
+            return self._given
+        known = remembered(job, self._cache(job)) if self._cache is not None else None
+        if known is not None and (self._offered is None or knows_sizes(known, job.global_batch)):
+            return known
+        offered = self._offered
+        return offered if offered is not None and offered.section_count == len(job.model.sections) else known
+
+    def begin(self, job: JobFacts, record: GenerationRecord) -> list[Recalibrated | Notice]:
         """A generation begins, or more was learned: what its stages should take, if that is known."""
         if self.calibration is None:
             return []
         expected_s = self.compute_s(job, record.plan)
-        return [Recalibrated(record.generation, None if expected_s is None else tuple(expected_s))]
+        told: list[Recalibrated | Notice] = []
+        if not self._described and job.micro_batch is None and len(self.calibration.sizes) > 1:
+            told.append(Notice(text=describe_sizes(self.calibration, record.plan.micro_batch)))
+        self._described = True
+        return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s))]
 
     def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
         """Calibrated compute of a micro-batch, by stage; None if nothing was measured."""

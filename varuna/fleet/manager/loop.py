@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from varuna.core.messages import Assign, Beat, Offered, Recorded, Sought, ToWorker
+from varuna.core.messages import Assign, Beat, Hello, Offered, Recorded, Sought, ToWorker
 from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.manager.background_work import BackgroundWork
@@ -214,6 +214,10 @@ class Manager:
                 self._distrust(name, found.text)
             case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:
                 pass  # said twice: before and after a manager's restart
+            case MessageReceived(message=Hello(calibration=calibration)) if calibration:
+                if (calibrator := self._calibrator) is not None:
+                    self._planning.do(lambda: calibrator.take(calibration))  # before the plan is asked for
+                self._handle(event)
             case MessageReceived(worker=name, message=Beat() as beat):
                 self._handle(event)
                 self._learn(name, beat)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
-from varuna.calibration.measure.compute import _rounds, measure_window
-from varuna.calibration.measure.equal_sections import section_kinds
 from varuna.calibration.measure.network import _LEAST_ROUNDS, _WARM_ROUNDS, Peers
-from varuna.calibration.measure.stand_ins import StandIns
-from varuna.calibration.measure.window import Pass
 from varuna.calibration.measure.worker import _agreed_times, _smallest
 from varuna.calibration.samples import RingSamples, SectionSamples, Sized
+from varuna.calibration.timing.compute import Thoroughness, _rounds, measure_window
+from varuna.calibration.timing.equal_sections import section_kinds
+from varuna.calibration.timing.stand_ins import StandIns
+from varuna.calibration.timing.window import Pass
 from varuna.core.errors import NoPlanError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import local_store
@@ -68,7 +68,7 @@ def test_every_section_of_a_window_is_measured_at_every_size() -> None:
             beginning=beginning,
             batch=lambda m: setup.source.micro_batch(range(m)).tensors,
             memory_bytes=None,
-            budget_s=0.0,
+            effort=Thoroughness(0.0),
         )
         assert [(each.section, each.micro_batch) for each in found.sections] == [(s, m) for m in (1, 2) for s in span]
         for each in found.sections:
@@ -89,6 +89,7 @@ def test_a_section_that_does_not_fit_is_refused_with_its_bytes() -> None:
             beginning=StandIns(setup.model.shapes, setup.beginning),
             batch=lambda m: setup.source.micro_batch(range(m)).tensors,
             memory_bytes=10,
+            effort=Thoroughness(0.0),
         )
 
 
@@ -163,7 +164,7 @@ class Rounds:
     def __init__(self, *, fails: bool) -> None:
         self.fails = fails
 
-    def round(self, batch: dict[str, torch.Tensor], size: int) -> Pass:
+    def round(self, batch: dict[str, torch.Tensor], size: int, *, halves: bool) -> Pass:
         if self.fails:
             raise torch.OutOfMemoryError
         return Pass({0: 0.1}, {}, {}, {}, {})
@@ -178,9 +179,9 @@ def test_workers_ask_each_other_equally_often_whichever_runs_out_of_memory(fails
         return 1.0  # some worker has run out of memory
 
     window: Any = Rounds(fails=fails)
-    assert _rounds(window, {}, 4, agree, 1.0) is None
+    assert _rounds(window, {}, 4, agree, Thoroughness(1.0)) is None
     assert asked == [float(fails)]
-    passes = _rounds(window, {}, 4, lambda value: value, 1.0)
+    passes = _rounds(window, {}, 4, lambda value: value, Thoroughness(1.0))
     assert passes is None if fails else len(passes or ()) > 1
 
 

@@ -9,6 +9,7 @@ from varuna.calibration.file import RUN_FILE, read_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
 from varuna.core.devices import DeviceFacts, worker_bytes
+from varuna.core.errors import UsageError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
@@ -98,6 +99,72 @@ def test_a_damaged_or_foreign_file_in_the_cache_is_as_good_as_none(tmp_path: Pat
     assert remembered(make_job(sections=3), path) is None
     path.write_text("{")
     assert remembered(JOB, path) is None
+
+
+def test_what_a_worker_measured_counts_where_nothing_better_is_known(tmp_path: Path) -> None:
+    job = JOB.model_copy(update={"micro_batch": None})
+    measured = nominal_calibration(JOB.model).model_copy(update={"sized_for": JOB.global_batch, "created": "today"})
+    plans: list[Calibration | None] = []
+
+    def first_plan(*offers: str, given: Calibration | None = None) -> Calibration | None:
+        heard = Calibrator(
+            lambda job, workers, m, known: plans.append(known) or PLAN,  # type: ignore[func-returns-value]
+            run_dir=tmp_path,
+            cache=cache_file,
+            given=given,
+        )
+        for offer in offers:
+            heard.take(offer)
+        heard.plan(job, 2, None)
+        heard.take(nominal_calibration(JOB.model).model_dump_json())
+        heard.plan(job, 2, 2)
+        assert plans[-1] == plans[-2], "later offers change nothing"
+        return plans[-1]
+
+    assert first_plan() is None
+    assert first_plan("of another version", measured.model_dump_json(), "{}") == measured
+    assert first_plan(nominal_calibration(make_job(sections=3).model).model_dump_json()) is None, "of another model"
+    remember(nominal_calibration(JOB.model), cache_file(job))
+    assert first_plan(measured.model_dump_json()) == measured, "the cache knows one size only"
+    remember(measured, cache_file(job))
+    assert first_plan(nominal_calibration(JOB.model).model_dump_json()) == measured
+    given = measured.model_copy(update={"created": "by hand"})
+    assert first_plan(measured.model_dump_json(), given=given) == given
+    with pytest.raises(UsageError, match=r"Calibrate again: varuna calibrate SCRIPT"):
+        first_plan(given=nominal_calibration(make_job(sections=3).model))
+
+
+def test_micro_batches_are_small_enough_for_the_workers_that_may_come(tmp_path: Path) -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        asked.append((workers, micro_batch))
+        return PLAN
+
+    grows = Calibrator(plan, run_dir=tmp_path, cache=None, most_workers=8)
+    grows.plan(JOB.model_copy(update={"micro_batch": None}), 2, None)
+    grows.plan(JOB.model_copy(update={"micro_batch": None}), 4, 1)
+    assert asked == [(8, None), (2, PLAN.micro_batch), (4, 1)]
+
+
+def test_the_sizes_that_were_tried_are_told_once(tmp_path: Path) -> None:
+    job = JOB.model_copy(update={"micro_batch": None})
+    known = nominal_calibration(JOB.model)
+    kinds = {
+        name: kind.model_copy(
+            update={
+                "micro_batches": (1, 2),
+                **dict.fromkeys(("forward_s", "backward_s", "input_s", "weight_s"), (1.0, 1.0)),
+            }
+        )
+        for name, kind in known.kinds.items()
+    }
+    remember(known.model_copy(update={"kinds": kinds, "action_s": 0.0}), cache_file(job))
+    heard = Calibrator(lambda *_: PLAN, run_dir=tmp_path, cache=cache_file)
+    heard.plan(job, 2, None)
+    told = [event for event in heard.begin(job, fleet().record) if isinstance(event, Notice)]
+    assert [event.text for event in told] == ["micro-batches of 2: 0 examples/s on one worker; 1: 0"]
+    assert not [event for event in heard.begin(job, fleet().record) if isinstance(event, Notice)]
 
 
 def test_a_gap_is_reported_once(tmp_path: Path) -> None:

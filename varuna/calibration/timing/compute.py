@@ -1,5 +1,7 @@
 """Measures F, R, B and the optimizer step on this worker's device, over a sweep of micro-batch sizes."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple, TypeVar
@@ -7,9 +9,9 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from varuna.calibration.measure.window import Pass, Window
 from varuna.calibration.samples import SectionSamples, Sized
 from varuna.calibration.statistics import best_size
+from varuna.calibration.timing.window import Pass, Window
 from varuna.calibration.windows import window_bytes
 from varuna.core.errors import NoPlanError
 from varuna.core.units import format_bytes
@@ -20,8 +22,22 @@ from varuna.partition.lengths import at_longest
 _Made = TypeVar("_Made")
 _LEAST_ROUNDS = 5
 _MOST_ROUNDS = 30
-BUDGET_S = 2.0
-"""Time for the rounds of one size, beyond the fewest rounds."""
+
+
+class Thoroughness(NamedTuple):
+    """How long to measure."""
+
+    budget_s: float
+    """for the rounds of one size, beyond the fewest rounds"""
+    least_rounds: int = _LEAST_ROUNDS
+    undisturbed: bool = False
+    """only the fastest round counts, without what other programs take: for few rounds on a busy machine"""
+    halves: bool = True
+    """also time I and W, the halves of B"""
+    updates: bool = True
+    """also time the user's optimizer, and copies of the state"""
+    deadline_s: float = math.inf
+    """``time.monotonic()`` by which sizes are over: one that would take longer is not begun"""
 
 
 class Computed(NamedTuple):
@@ -41,7 +57,7 @@ def measure_window(
     batch: Callable[[int], dict[str, Tensor]],
     memory_bytes: int | None,
     agree: Callable[[float], float] = lambda value: value,
-    budget_s: float = BUDGET_S,
+    effort: Thoroughness,
 ) -> Computed:
     """Sweep m over whole passes through the sections ``span``.
 
@@ -53,7 +69,7 @@ def measure_window(
         batch: collates that many samples.
         memory_bytes: sizes that need more are not tried.
         agree: the largest of all workers' values, so that all go through the same rounds at the same time.
-        budget_s: time for the rounds of one size, beyond the fewest rounds.
+        effort: how long to measure.
 
     Raises:
         NoPlanError: memory does not hold the first size.
@@ -65,24 +81,30 @@ def measure_window(
             f"{format_bytes(memory_bytes)}. Pass a larger cut= to Trainer, so that sections are smaller, or use "
             "devices with more memory."
         )
-    window = Window(job, span.start, span.stop, beginning)
+    window = Window(job, span.start, span.stop, beginning, undisturbed=effort.undisturbed)
     samples: list[SectionSamples] = []
+    per_example_s = 0.0  # that measuring the size before took
 
     def seconds(size: int) -> float | None:
+        nonlocal per_example_s
         if memory_bytes is not None and window_bytes(job.model.facts, span, size) > memory_bytes:
             return None
-        passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, budget_s)
+        begin_s = time.monotonic()
+        if agree(float(bool(samples) and begin_s + per_example_s * size > effort.deadline_s)):
+            return None
+        passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, effort)
         if passes is None:
             return None
-        samples.extend(_samples(passes, span, size))
-        return agree(median(sum(each.forward_s.values()) for each in passes))
+        per_example_s = (time.monotonic() - begin_s) / size
+        samples.extend(_samples([min(passes, key=_length)] if effort.undisturbed else passes, span, size))
+        return agree((min if effort.undisturbed else median)(_length(each) for each in passes))
 
     best_size(sizes, seconds)
-    return Computed(tuple(samples), *_updates(window, span, beginning))
+    return Computed(tuple(samples), *(_updates(window, span, beginning) if effort.updates else ((), ())))
 
 
 def _rounds(
-    window: Window, batch: dict[str, Tensor], size: int, agree: Callable[[float], float], budget_s: float
+    window: Window, batch: dict[str, Tensor], size: int, agree: Callable[[float], float], effort: Thoroughness
 ) -> list[Pass] | None:
     """Rounds at one size; the first, which fills allocators, does not count. None if some worker ran out of memory.
 
@@ -92,19 +114,26 @@ def _rounds(
     def everywhere(work: Callable[[], _Made]) -> _Made | None:
         try:
             made = work()
-        except torch.OutOfMemoryError:
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             made = None
         return None if agree(float(made is None)) else made
 
     def warm() -> float:
-        window.round(batch, size)
-        return _length(window.round(batch, size))
+        window.round(batch, size, halves=effort.halves)
+        return _length(window.round(batch, size, halves=effort.halves))
 
     taken_s = everywhere(warm)
     if taken_s is None:
         return None
-    count = max(_LEAST_ROUNDS, min(_MOST_ROUNDS, int(budget_s / max(agree(taken_s), 1e-6))))
-    return everywhere(lambda: [window.round(batch, size) for _ in range(count)])
+    count = max(effort.least_rounds, min(_MOST_ROUNDS, int(effort.budget_s / max(agree(taken_s), 1e-6))))
+    return everywhere(lambda: [window.round(batch, size, halves=effort.halves) for _ in range(count)])
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """Of a device or, which has no class of its own, of the host."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def _length(each: Pass) -> float:

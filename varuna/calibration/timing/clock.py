@@ -3,6 +3,8 @@
 import time
 from typing import Any, Protocol
 
+import torch
+
 from varuna.engine.device.streams import Event, Streams
 
 
@@ -28,6 +30,14 @@ class HostClock:
         return end - begin
 
 
+class ThreadClock(HostClock):
+    """Clock of a CPU that stands still while this thread does not run; for computation by this thread alone."""
+
+    def mark(self) -> float:
+        """Processor time of this thread so far."""
+        return time.thread_time()
+
+
 class DeviceClock:
     """Clock of a GPU, by events of its streams."""
 
@@ -44,6 +54,13 @@ class DeviceClock:
         return end.seconds_since(begin)
 
 
-def clock_over(streams: Streams | None) -> ActionClock:
-    """The clock of a device with these streams; of a CPU without."""
-    return HostClock() if streams is None else DeviceClock(streams)
+def clock_over(streams: Streams | None, *, undisturbed: bool = False) -> ActionClock:
+    """The clock of a device with these streams; of a CPU without.
+
+    Args:
+        streams: of the device.
+        undisturbed: leave out, where that is known, what other programs of the machine take.
+    """
+    if streams is not None:
+        return DeviceClock(streams)
+    return ThreadClock() if undisturbed and torch.get_num_threads() == 1 else HostClock()

@@ -9,6 +9,9 @@ from torch import Tensor
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.initial.initial_values import Check, InitialParameters
 
+_DRAWN = 2**20
+"""Numbers drawn for a parameter, at most: drawing those of a large model would take longer than timing it."""
+
 
 class StandIns:
     """An ``InitialParameters`` of made-up parameters; buffers (masks, rotary tables) are the model's own."""
@@ -20,11 +23,13 @@ class StandIns:
         self._shapes, self._real = shapes, real
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
-        """Small random numbers; around 1 where there is one dimension, as in norms."""
+        """Small random numbers, repeated in large ones; around 1 where there is one dimension, as in norms."""
         found = {}
         for name in names:
+            shape = torch.Size(self._shapes[name])
             generator = torch.Generator().manual_seed(crc32(name.encode()))  # the same on all workers
-            value = torch.randn(self._shapes[name], generator=generator).mul_(0.02)
+            drawn = torch.randn(min(shape.numel(), _DRAWN), generator=generator).mul_(0.02)
+            value = drawn.repeat(-(-shape.numel() // max(1, len(drawn))))[: shape.numel()].view(shape)
             found[name] = value.add_(1.0) if value.dim() == 1 else value
         return found
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from varuna.calibration.measure.clock import clock_over
+from varuna.calibration.timing.clock import clock_over
 from varuna.core.plan import Plan
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.section import Examples, SectionRunner, Tape
@@ -40,7 +40,9 @@ class Pass(NamedTuple):
 class Window:
     """Sections ``first`` to ``stop`` - 1 of the model, as one stage."""
 
-    def __init__(self, job: Job, first: int, stop: int, beginning: InitialParameters) -> None:
+    def __init__(
+        self, job: Job, first: int, stop: int, beginning: InitialParameters, *, undisturbed: bool = False
+    ) -> None:
         """Build the stage.
 
         Args:
@@ -48,6 +50,7 @@ class Window:
             first: its lowest section.
             stop: one past its highest section.
             beginning: gives parameters.
+            undisturbed: leave out what other programs take.
         """
         count = len(job.model.sections)
         starts = tuple(sorted({0, first, stop} - {count}))
@@ -63,14 +66,14 @@ class Window:
         states = initial_states(job.model, range(first, stop), beginning.parameters, job.buffers)
         self.job = job
         self.first, self.stop = first, stop
-        self._clock = clock_over(job.traffic.streams)
+        self._clock = clock_over(job.traffic.streams, undisturbed=undisturbed)
         self._marks: list[tuple[int, Any]] = []
         self.stage = Stage(job, plan, starts.index(first), states, 0)
         timed = [_Timed(runner, self._mark) for runner in self.stage.variants[0]]
         self.stage.variants[0] = cast(list[SectionRunner], timed)
 
-    def round(self, batch: Mapping[str, Tensor], examples: int) -> Pass:
-        """F, then R and B, then R, I and W, of one micro-batch, as a stage in the middle of a run does them."""
+    def round(self, batch: Mapping[str, Tensor], examples: int, *, halves: bool = True) -> Pass:
+        """F, then R and B, then (for ``halves``) R, I and W, of one micro-batch, as a stage within a run does them."""
         split, device = self.job.model.split, self.job.device
         inputs = Examples(self.job.traffic.links.up(completed(self.job.model, batch, self.job.buffers)), examples)
         out = () if self.stage.is_last else split.crossings[self.stop]
@@ -80,6 +83,8 @@ class Window:
         tapes, recompute = self._recomputed(values, inputs, split=False)
         gradients = _made_up(leaving, examples, device) if out else self._loss_gradient()
         backward = self._timed(lambda: self.stage.backward(tapes, gradients, self._mark))
+        if not halves:
+            return Pass(forward, recompute, backward, {}, {})
         tapes, _ = self._recomputed(values, inputs, split=True)
         splits = {tape.section.index for tape in tapes if tape.pending is not None}
         left: list[Left] = []

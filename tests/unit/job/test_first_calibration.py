@@ -1,0 +1,70 @@
+"""What the first plan is made from: given, remembered, or measured."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, single_threaded
+from varuna.calibration.cache import cache_file, remember
+from varuna.calibration.file import write_calibration
+from varuna.calibration.format import Calibration
+from varuna.calibration.nominal import nominal_calibration
+from varuna.core.errors import UsageError
+from varuna.job.first_calibration import first_calibration
+from varuna.job.spec import JobSpec
+from varuna.job.start import engine_job, job_facts
+
+
+def job_of(micro_batch: int | None = None) -> JobSpec:
+    return JobSpec(SmallLanguage, Tokens(), adamw, 8, micro_batch=micro_batch)
+
+
+def first(spec: JobSpec) -> Calibration | None:
+    with single_threaded():
+        job = engine_job(spec, spec.partitioned, {})
+        return first_calibration(spec, job_facts(spec, 1), job, spec.beginning())
+
+
+def test_a_job_is_measured_once_on_a_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = job_of()
+    assert first(spec) is None, "VARUNA_CALIBRATION=none"
+    monkeypatch.delenv("VARUNA_CALIBRATION")
+    measured = first(spec)
+    assert measured is not None
+    assert measured.sizes[:3] == (1, 2, 4)
+    assert "measuring micro-batch sizes" in capsys.readouterr().err
+    assert first(spec) == measured
+    assert first(job_of(micro_batch=2)) == measured
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_is_measured_where_m_is_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VARUNA_CALIBRATION")
+    assert first(job_of(micro_batch=2)) is None
+
+
+def test_one_size_of_an_earlier_run_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = job_of()
+    with single_threaded():
+        remember(nominal_calibration(spec.partitioned.facts), cache_file(job_facts(spec, 1)))
+    monkeypatch.delenv("VARUNA_CALIBRATION")
+    measured = first(spec)
+    assert measured is not None
+    assert len(measured.sizes) > 1
+
+
+def test_the_users_calibration_counts_before_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    spec = job_of()
+    nominal = nominal_calibration(spec.partitioned.facts)
+    write_calibration(nominal, tmp_path / "own.json")
+    monkeypatch.setenv("VARUNA_CALIBRATION", str(tmp_path / "own.json"))
+    assert first(spec) == nominal
+    foreign = nominal.model_copy(update={"model": nominal.model.model_copy(update={"digest": "other" * 8})})
+    write_calibration(foreign, tmp_path / "own.json")
+    with pytest.raises(UsageError, match="digest otherothe"):
+        first(spec)
+    monkeypatch.setenv("VARUNA_CALIBRATION", str(tmp_path / "missing.json"))
+    with pytest.raises(UsageError, match="cannot read a calibration"):
+        first(spec)

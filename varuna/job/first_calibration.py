@@ -1,0 +1,65 @@
+"""What the first plan is made from: a calibration that is given, remembered, or measured within seconds."""
+
+import os
+from hashlib import sha256
+from pathlib import Path
+
+from varuna.calibration.cache import cache_file, remember, remembered
+from varuna.calibration.file import check_matches, read_calibration
+from varuna.calibration.format import Calibration
+from varuna.calibration.timing.quick import quick_calibration
+from varuna.core.errors import VarunaError
+from varuna.core.model import JobFacts
+from varuna.engine.stage.job import Job
+from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
+from varuna.partition.initial.initial_values import InitialParameters
+from varuna.planner.micro_batch import knows_sizes
+from varuna.process.console import say, warn
+from varuna.process.host_lock import turn
+
+_NONE = "none"
+"""In place of a file: plan from operation counts, and measure nothing at the start."""
+
+
+def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: InitialParameters) -> Calibration | None:
+    """The calibration to begin with; None: operation counts have to do.
+
+    The workers of a host take turns, so that one of them measures and the others find what it has remembered.
+
+    Args:
+        spec: the job.
+        facts: the same for the planner.
+        job: the same for the engine.
+        beginning: gives the model's buffers.
+
+    Raises:
+        UsageError: ``VARUNA_CALIBRATION`` cannot be read, or is of another model.
+    """
+    given = os.environ.get("VARUNA_CALIBRATION", "")
+    if given == _NONE:
+        return None
+    if given:
+        calibration = read_calibration(Path(given))
+        check_matches(calibration, facts.model)
+        return calibration
+    file = cache_file(facts)
+    if spec.micro_batch is not None or facts.global_batch == 1:
+        return remembered(facts, file)
+    with turn(sha256(f"times of {facts.model.digest}".encode()).hexdigest()):
+        known = remembered(facts, file)
+        if known is None or not knows_sizes(known, facts.global_batch):
+            known = _measured(spec, job, beginning, facts) or known
+            if known is not None:
+                remember(known, file)
+        return known
+
+
+def _measured(spec: JobSpec, job: Job, beginning: InitialParameters, facts: JobFacts) -> Calibration | None:
+    """Measure; a job that cannot be measured can be trained all the same, or says itself what is wrong with it."""
+    say("measuring micro-batch sizes for some seconds: this job is new on this machine")
+    try:
+        return quick_calibration(job, beginning, spec.batch(CAPTURED_SAMPLES), global_batch=facts.global_batch)
+    except (VarunaError, RuntimeError, ValueError, TypeError, ArithmeticError, LookupError) as error:
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
+        warn(f"micro-batch sizes cannot be measured ({why}). The plan is made from operation counts.")
+        return None
