@@ -24,6 +24,7 @@ class Flags(NamedTuple):
 
 
 NO_FLAGS = Flags()
+_OF_COMMANDS = Flags(memory="--memory-per-worker")
 
 
 def best_plan(request: PlanRequest, flags: Flags = NO_FLAGS) -> Plan:
@@ -137,7 +138,7 @@ def explain(ranking: Ranking, request: PlanRequest, flags: Flags) -> str:
 
 
 def planner(
-    *, memory_bytes: int | None, stages: int | None, flags: Flags = Flags(memory="--memory-per-worker")
+    *, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS
 ) -> Callable[[JobFacts, int, int | None, Calibration | None], Plan]:
     """``plan_run`` under a user's constraints, as a manager asks it: (job, workers, micro-batch, calibration)."""
 
