@@ -149,8 +149,8 @@ torchvision's models of images, segmentation and videos, and the denoisers of di
 configuration of each from the library's own configuration classes, and its samples from the signature of `forward` and
 from a trial of the model: sentences of unequal length with a mask and with labels that are ignored, pictures, patches
 in grids, sound, boxes, outlines. The modules are the libraries' own, unmodified. What their `forward` wants in another
-form than a tensor for each name (a list of dicts for a detector) is made by a module around it, in
-`tests/field/wrapped.py`, as a user would write it.
+form than a tensor for each name (a list of dicts for a detector, positions of patches for a denoiser) is made by a
+module around it, in `tests/field/wrapped.py` and `tests/field/placed.py`, as a user would write it.
 
 Each job runs three steps of SGD with clipping on 8 samples a step: in plain PyTorch, in a process that has not imported
 Varuna; then with Varuna in 1x1, 3x1 and 2x2 (stages x replicas), each rank a process. A model of two sections is judged
