@@ -52,8 +52,3 @@ def parse_action(text: str) -> Action:
     if match is None:
         raise ValueError(f"{text!r} is not an action; write stage, F, R, B, I or W, and micro-batch, such as 2F0")
     return Action(int(match[1]), Kind(match[2]), int(match[3]))
-
-
-def parse_row(text: str) -> Row:
-    """Parse the actions of a stage, such as ``"1F0 1B0"``."""
-    return tuple(map(parse_action, text.split()))

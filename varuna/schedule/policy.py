@@ -13,7 +13,7 @@ from varuna.core.errors import UsageError
 from varuna.schedule.actions import Action, Kind, Orders, Row
 from varuna.schedule.adaptive import AdaptivePolicy
 from varuna.schedule.orders import gpipe, one_f_one_b, varuna
-from varuna.schedule.validate import kept, usage
+from varuna.schedule.usage import kept, usage
 
 
 class Policy(Protocol):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from varuna.schedule.actions import Action, Kind, Orders
-from varuna.schedule.validate import Usage, usage
+from varuna.schedule.usage import Usage, usage
 from varuna.simulator.costs import PipelineCosts
 
 _FORWARD, _WEIGHT = Kind.FORWARD, Kind.WEIGHT  # enum members are looked up slowly
@@ -91,11 +91,6 @@ class StepTrace:
     costs: PipelineCosts
     rows: tuple[Row, ...]
     """Executed actions, by stage."""
-
-    @property
-    def timeline(self) -> tuple[tuple[Executed, ...], ...]:
-        """The rows as tuples."""
-        return tuple(map(tuple, self.rows))
 
     @property
     def ends_s(self) -> tuple[float, ...]:

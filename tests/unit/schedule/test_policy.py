@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.schedule.validator import validate
 from varuna.core.errors import UsageError
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import POLICIES, Policy, make_policy, split_last, stash_limit
-from varuna.schedule.validate import validate
 from varuna.simulator.costs import uniform
 from varuna.simulator.step import simulate
 

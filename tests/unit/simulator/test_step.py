@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.schedule.validator import validate
 from varuna.calibration.format import Jitter
 from varuna.schedule.policy import POLICIES, stash_limit
-from varuna.schedule.validate import validate
 from varuna.simulator.bounds import lower_bound_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts, travel_times_s, uniform
 from varuna.simulator.step import simulate
@@ -135,7 +135,7 @@ def test_varuna_keeps_any_stash_limits_and_its_bound(
 
 
 def check_times(trace: StepTrace) -> None:
-    for row in trace.timeline:
+    for row in trace.rows:
         assert all(before.end_s <= after.start_s for before, after in pairwise(row))
     assert 0 <= trace.bubble_fraction < 1
     for times in trace.stage_times:
@@ -150,7 +150,7 @@ def test_serialisation_queues_messages_while_latency_does_not() -> None:
     def arrivals(link: LinkCosts) -> list[float]:
         costs = PipelineCosts(stages=(two, free), links=(link,))
         trace = simulate(costs, micro_batches=3, policy="gpipe")
-        return [entry.start_s for entry in trace.timeline[1][:3]]
+        return [entry.start_s for entry in tuple(trace.rows[1])[:3]]
 
     assert arrivals(LinkCosts(latency_s=5)) == [6, 7, 8]
     assert arrivals(LinkCosts(activation_s=5)) == [6, 11, 16]

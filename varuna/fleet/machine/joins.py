@@ -18,7 +18,7 @@ def note_spawned(turn: Transition, name: str, node: str) -> None:
     """Note that a process was started."""
     fleet = turn.fleet
     replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
-    worker = Worker(name=name, node=node, spawned_s=turn.now_s, seen_s=fleet.listened_s, replacement=replacement)
+    worker = Worker(name=name, node=node, seen_s=fleet.listened_s, replacement=replacement)
     turn.update(
         workers=fleet.workers.with_worker(worker),
         spawned=fleet.spawned + 1,

@@ -102,7 +102,6 @@ def _member(name: str, now_s: float, record: GenerationRecord) -> Worker:
     return Worker(
         name=name,
         node=node_of(name),
-        spawned_s=now_s,
         replacement=False,
         standing=Standing.JOINED,
         joined_s=now_s,

@@ -25,14 +25,6 @@ class SampleLedger(Value):
     weights: tuple[float, ...] = Field(description="weight of each step: equal in an undisturbed run")
     faults: tuple[str, ...] = Field(description="why the log proves nothing; empty if all is well")
 
-    def against(self, undisturbed: "SampleLedger") -> tuple[str, ...]:
-        """Differences from a run that nothing happened to: a doubled or missing sample changes a step's weight."""
-        pairs = zip(self.weights, undisturbed.weights, strict=False)
-        found = [f"step {step}: weight {a!r}, undisturbed {b!r}" for step, (a, b) in enumerate(pairs) if a != b]
-        if (self.first_step, self.steps) != (undisturbed.first_step, undisturbed.steps):
-            found.append(f"{self.steps} steps, undisturbed {undisturbed.steps}")
-        return tuple(found)
-
 
 def audit(events: Iterable[RunEvent]) -> SampleLedger:
     """Go through the log in order."""

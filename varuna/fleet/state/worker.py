@@ -70,7 +70,6 @@ class Worker:
     """One process, from its start until it is lost or gone."""
 
     name: str
-    spawned_s: float
     replacement: bool
     device: DeviceFacts | None = None
     """That it computes on, if it has memory of its own."""

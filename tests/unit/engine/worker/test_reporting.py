@@ -1,8 +1,8 @@
 from tests.unit.engine.ranks import Setup, SmallLanguage
+from tests.unit.schedule.validator import parse_row
 from varuna.core.times import Carried, Typical
 from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
 from varuna.engine.worker.reporting import _STEPS_KEPT, WARM_STEPS, Reporter
-from varuna.schedule.actions import parse_row
 
 
 def step(*seconds: float) -> StepTimes:

@@ -29,9 +29,7 @@ PLAN = make_plan(JOB, 2, 2).model_copy(update={"step_s": 1e6})  # never better t
 def fleet() -> Fleet:
     """Two workers in the middle of generation 0."""
     record = GenerationRecord(generation=0, plan=PLAN, members=("w0", "w1"), cause="start", first_step=0)
-    workers = Workers(
-        Worker(name=name, spawned_s=0, replacement=False, standing=Standing.JOINED) for name in ("w0", "w1")
-    )
+    workers = Workers(Worker(name=name, replacement=False, standing=Standing.JOINED) for name in ("w0", "w1"))
     made = Fleet.empty(FleetConfig(workers=2), 0.0)
     return replace(made, job=JOB, history=(record,), workers=workers, recorded_step=10, step_wall_s=100.0)
 

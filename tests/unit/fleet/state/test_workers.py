@@ -17,7 +17,7 @@ def test_what_rules_ask_for_is_what_counting_all_workers_says(seed: int) -> None
             workers = workers.without(name)
             del known[name]
         else:
-            worker = known.get(name, Worker(name=name, spawned_s=0, replacement=False, node=f"n{number % 5}"))
+            worker = known.get(name, Worker(name=name, replacement=False, node=f"n{number % 5}"))
             worker = replace(
                 worker,
                 standing=choose.choice(list(Standing)),

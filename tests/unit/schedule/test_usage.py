@@ -1,7 +1,8 @@
 import pytest
 
-from varuna.schedule.actions import Orders, parse_row
-from varuna.schedule.validate import kept, usage, validate
+from tests.unit.schedule.validator import parse_row, validate
+from varuna.schedule.actions import Orders
+from varuna.schedule.usage import kept, usage
 
 
 def orders(*rows: str) -> Orders:
