@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import varuna
-from tests.scenarios.job import Language, Sentences
+from tests.scenarios.job import LAYERS, Language, Sentences
 from tests.waiting import wait_for
 
 FAULT_STEP, SAVE_EVERY = 2, 2
@@ -62,7 +62,7 @@ def diverge(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
-    "branch": {"model": lambda: Branching(4, 0.0)},
+    "branch": {"model": lambda: Branching(LAYERS, 0.0)},
     "dataset": {"dataset": Broken(unstable=False)},
     "unstable": {"dataset": Sentences(unstable=True)},
     "collate": {"collate": collate, "micro_batch": 3},
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--global-batch", type=int, default=12)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--patient", action="store_true", help="wait for each checkpoint, so that none is skipped")
     parser.add_argument("--mark", help="nothing but a text by which this run's processes are found")
     parser.add_argument("--checkpoint-dir")
@@ -95,6 +95,7 @@ def main() -> None:
         "optimizer": adam,
         "global_batch": args.global_batch,
         "micro_batch": 2,
+        "cut": args.layers + 1,
         **ARGUMENTS[args.fault],
     }
     trainer = varuna.Trainer(

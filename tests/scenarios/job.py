@@ -20,7 +20,7 @@ import varuna
 from varuna.engine.base.spans import Span, subscribe
 from varuna.engine.links.traffic import traffic_over
 
-VOCABULARY, LENGTH, WIDTH = 32, 12, 16
+VOCABULARY, LENGTH, WIDTH, LAYERS = 32, 12, 16, 2
 
 
 class Block(nn.Module):
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--global-batch", type=int, default=12)
     parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--checkpoint-dir")
     parser.add_argument("--checkpoint-every", type=int, default=timedelta(minutes=10))
@@ -187,6 +187,7 @@ def main() -> None:
         optimizer=optimizer,
         global_batch=args.global_batch,
         micro_batch=args.micro_batch,
+        cut=args.layers + 1,  # more would cost each step more than the small model itself
         clip_grad_norm=1.0,
         checkpoints=args.checkpoint_dir and varuna.Checkpoints(args.checkpoint_dir, every=args.checkpoint_every),
         init=args.init,

@@ -154,7 +154,7 @@ CASES = {
     "again alone": Case(alone("none", *SAVING), before=keep),
     "seed": Case(elastic("none", *SAVING, "--seed", "1"), before=keep),
     "batch alone": Case(alone("none", *SAVING, "--global-batch", "8"), before=keep),
-    "model": Case(elastic("none", *SAVING, "--layers", "3"), before=keep),
+    "model": Case(elastic("none", *SAVING, "--layers", "1"), before=keep),
     "new": Case(elastic("none", *SAVING, flags=("--new",)), before=keep),
     "new alone": Case(alone("none", *SAVING), {"VARUNA_NEW": "1"}, before=keep),
     "overwrite": Case(elastic("none", *SAVING, flags=("--new", "--overwrite")), before=keep),

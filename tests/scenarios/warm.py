@@ -2,8 +2,9 @@
 
 Python's start with torch and its export costs three seconds of a core, and scenarios start hundreds of workers. What a
 nursery forks is a process like any other: a child of who asked for it, with its own session, environment and command
-line (``ps`` shows it), and no thread before its script. Two things are not real: the start of Python itself, and that
-every process has another hash seed. Tests of the start itself ask for the fixture ``cold_start``.
+line (``ps`` shows it), and no thread before its script. Three things are not real: the start of Python itself, that
+every process has another hash seed, and that it has to find out how many bytes each kind of section needs. Tests of the
+start itself ask for the fixture ``cold_start``.
 """
 
 import ctypes
@@ -128,7 +129,7 @@ def close() -> None:
 
 
 def import_everything() -> None:
-    """What workers and the command line import, and a first capture, which imports more."""
+    """What workers and the command line import, and a first capture of their model, which imports more."""
     for name in (
         "cli.main",
         "fleet.agent.agent",
@@ -140,22 +141,18 @@ def import_everything() -> None:
         importlib.import_module(f"varuna.{name}")
 
     import torch
-    from torch import nn
 
+    from tests.scenarios import job
+    from varuna.data.samples import SampleSource
     from varuna.partition.capture.capture import Recipe
     from varuna.partition.model import partition
 
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(
-                nn.Embedding(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.cross_entropy(self.layers(x).flatten(0, 1), x.flatten())
-
-    partition(Recipe(Small), {"x": torch.zeros(2, 4, dtype=torch.int64)})
+    partition(
+        Recipe(lambda: job.Language(job.LAYERS, 0.1)),
+        SampleSource(job.Sentences(unstable=False), seed=0).micro_batch([0, 1]).tensors,
+        optimizer=lambda named: torch.optim.AdamW([parameter for _, parameter in named]),
+        cut_points=job.LAYERS + 1,
+    )
 
 
 def _serve(orders: socket.socket) -> Order | None:

@@ -35,7 +35,8 @@ def test_json_tells_cuts_stages_ties_and_errors() -> None:
     assert report["verify"]["gradient_error"] < 1e-6
     cut = report["cut_points"][0]
     assert cut["crosses"][0]["shape"] == ["B", 12, 16]
-    assert cut["bytes_per_example"] == cut["crosses"][0]["bytes_per_example"] == 12 * 16 * 4
+    assert cut["crosses"][0]["bytes_per_example"] == 12 * 16 * 4
+    assert cut["bytes_per_example"] == sum(each["bytes_per_example"] for each in cut["crosses"])
     assert sum(stage["share"] for stage in report["stages"]) == pytest.approx(1.0)
 
 
