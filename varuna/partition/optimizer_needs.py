@@ -8,12 +8,27 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as _torch_optimizer
 
+from varuna.core.errors import ModelError, VarunaError
 from varuna.partition.optimizers import Averaging, OptimizerFactory, SeveralOptimizers, build_optimizer, parts_of
 from varuna.partition.watching.live_bytes import Allocated
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 _SUM, _MOST = 0.9, 1.2
 """A step that needs nearly what its sections need together, and plainly more than one of them, updates all at once."""
+
+
+_CANNOT_BE_TRIED = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StopIteration,
+    TypeError,
+    ValueError,
+    VarunaError,
+)
+"""What code raises that reads values, or wants parameters that are not there: the same on every worker."""
 
 
 class OptimizerNeeds(NamedTuple):
@@ -72,7 +87,11 @@ def try_update(
 
 
 def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial | None:
-    """Run two steps, of which the second finds state; None if the optimizer refuses fake tensors."""
+    """Run two steps, of which the second finds state; None if the optimizer refuses fake tensors, or some of them.
+
+    Raises:
+        ModelError: it fails for a reason that may be this machine's own: another worker would find other facts.
+    """
     if not shapes:
         return _Trial({}, 0, is_torchs=True)
     counted = Allocated()
@@ -93,14 +112,26 @@ def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial |
             before_bytes = counted.now_bytes
             with counted.watch():
                 built.step()
-        except Exception:  # noqa: BLE001 - any optimizer may refuse fake tensors; only an estimate is at stake
-            return None
+        except _CANNOT_BE_TRIED as error:
+            if "allocate memory" not in str(error):  # which torch says in a RuntimeError
+                return None
+            raise _not_here(error) from error
+        except Exception as error:
+            raise _not_here(error) from error
         state_bytes = {
             name: sum(v.numel() * v.element_size() for v in built.state[p].values() if isinstance(v, Tensor))
             for name, p in named
             if p in built.state
         }
     return _Trial(state_bytes, counted.peak_bytes - before_bytes, _is_torchs(built))
+
+
+def _not_here(error: Exception) -> ModelError:
+    return ModelError(
+        f"optimizer= failed on this machine when it was tried on parameters without data: {type(error).__name__}: "
+        f"{error}. All workers must build the same optimizer: make available here what it needs (memory, files, "
+        "packages), and start again."
+    )
 
 
 def _take_together(built: torch.optim.Optimizer) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from varuna.core.errors import ModelError
 from varuna.partition.optimizer_needs import try_update
 
 SHAPES = {"a": (100, 10), "b": (300, 10), "c": (10,)}
@@ -71,3 +72,15 @@ def test_what_cannot_run_on_fake_tensors_is_assumed() -> None:
     assert found.state_bytes == {"a": 2 * A, "b": 2 * B, "c": 2 * C}
     assert found.step_bytes == (2 * A, 2 * B, 0)
     assert found.combines
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), OSError("no such file"), RuntimeError("can't allocate memory"), ImportError("bitsandbytes")],
+)
+def test_what_only_this_machine_lacks_is_refused_and_never_estimated(error: Exception) -> None:
+    def lacking(named: Any) -> torch.optim.Optimizer:
+        raise error
+
+    with pytest.raises(ModelError, match=f"optimizer= failed on this machine .* {type(error).__name__}: .*start again"):
+        try_update(lacking, SHAPES, SECTIONS, on_cpu=True)
