@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from varuna.checks.draws import SameDraws
+from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing
 from varuna.partition.capture.capture import LossModule
+from varuna.partition.cut.split import SectionGraph
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
@@ -192,7 +194,8 @@ def run_sections(
         }
         fixed = [buffers[name] for name in section.buffers] + [model.constants[name] for name in section.constants]
         tensors = Tensors(tuple(mine[name] for name in section.parameters), tuple(fixed))
-        tape = SectionRunner(section, tensors, crossings, 0, note=note).record(values, examples, 0, 0)
+        with unwritten(section, {**{name: values[name] for name in section.takes}, **examples.inputs}):
+            tape = SectionRunner(section, tensors, crossings, 0, note=note).record(values, examples, 0, 0)
         values.update(zip(section.makes, crossing(tape.made), strict=True))
         tapes.append(tape)
         leaves.append(mine)
@@ -206,6 +209,24 @@ def run_sections(
             if leaf.grad is not None:
                 sums[name] = sums[name] + leaf.grad if name in sums else _dense(leaf.grad)
     return tuple(value.detach() for value in tapes[-1].made), statistics
+
+
+@contextmanager
+def unwritten(section: SectionGraph, given: Mapping[str, Tensor]) -> Iterator[None]:
+    """In this block, a section runs that must leave what it is given as it is: it runs again, on the same tensors.
+
+    Raises:
+        ModelError: it wrote to some of it in place.
+    """
+    before = {name: value._version for name, value in given.items()}
+    yield
+    written = sorted(name for name, value in given.items() if value._version != before[name])
+    if written:
+        raise ModelError(
+            f"section {section.index} ({section.label}) writes in place to {', '.join(written)}, which it is given. It "
+            "runs more than once (forward, recompute), and would find other values the second time. Write to a clone "
+            "there (x = x * 2 instead of x *= 2), and please report this: capture should have noticed."
+        )
 
 
 def _update(model: PartitionedModel, buffers: dict[str, Tensor], statistics: Mapping[str, Tensor]) -> None:

@@ -58,8 +58,9 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
         every = spec.checkpoints.every
         alone_s = _ALONE_S if every == CHECKPOINTED_EVERY else float("inf")
         saver = Snapshotter(store, every, membership.saved, membership.unsaved, alone_s=alone_s, left_out=left_out)
-    _check_normalisation(spec)
+    # first, since it may ask for more than the next
     check_mixing(spec.partitioned, spec.micro_batch, accepted=spec.loss.per_micro_batch)
+    _check_normalisation(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
     spec.source.reading()  # now: processes that are forked once there is state keep copies of what it was

@@ -115,6 +115,12 @@ def with_parameter_hook(which: str) -> Callable[[], nn.Module]:
     return build
 
 
+class Masking(Net):
+    def changed(self, x: Tensor) -> Tensor:
+        mask = x > 0
+        return self.layer(2, self.layer(1, x)) * mask
+
+
 class Skipping(Net):
     def __init__(self, chance: float = 0.5) -> None:
         super().__init__()
@@ -157,6 +163,16 @@ def other_forward(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
         node.target = torch.ops.aten.sin.default
         return True
     return False
+
+
+def writing(graph: torch.fx.Graph, node: torch.fx.Node) -> bool:
+    """Let the section write to the sample or the mask that it is given."""
+    if node.op != "placeholder" or not (node.name == "gt" or node.name.endswith("_y")):
+        return False
+    first = next(each for each in graph.nodes if each.op != "placeholder")
+    with graph.inserting_before(first):
+        graph.call_function(torch.ops.aten.copy_.default, (node, node))
+    return True
 
 
 def detached(graph: torch.fx.Graph, node: torch.fx.Node, which: Any = torch.ops.aten.tanh.default) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.unit.checks.jobs import Net, Normed, Reentrant, checked, detached, edited, other_forward
+from tests.unit.checks.jobs import Masking, Net, Normed, Reentrant, checked, detached, edited, other_forward, writing
 from varuna.core.errors import ModelError
 from varuna.partition.model import PartitionedModel
 
@@ -26,6 +26,13 @@ def test_a_wrong_forward_a_wrong_gradient_and_a_wrong_buffer_are_refused() -> No
 
     with pytest.raises(ModelError, match=r"the buffer norm\.running_\w+ .*after the step"):
         checked(Normed, micro_batch=4, mutate=other_momentum)
+
+
+def test_a_section_that_writes_to_what_it_is_given_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"section \d \(.*\) writes in place to (y|gt), which it is given"):
+        checked(Net, mutate=lambda model: edited(model, writing))
+    with pytest.raises(ModelError, match=r"writes in place to gt, which it is given"):
+        checked(Masking, mutate=lambda model: edited(model, writing), cut_points=6)
 
 
 def test_a_reentrant_checkpoint_that_slipped_through_is_named() -> None:

@@ -18,11 +18,11 @@ from varuna.partition.model import CutChooser, PartitionedModel, partition
 def run_in_turn(
     model: PartitionedModel, initial: Initial, buffers: dict[str, Tensor], tensors: dict[str, Tensor], size: int
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss and gradients of one micro-batch; ``buffers`` are updated as at a commit."""
+    """Loss and gradients of one micro-batch, F of all sections, then R and B; ``buffers`` change as at a commit."""
     crossings = {c.name: c for into in model.split.crossings for c in into}
     values: dict[str, Tensor] = {}
     statistics: dict[str, Tensor] = {}
-    tapes, leaves = [], []
+    runners, leaves = [], []
 
     def noted(section: int, micro_batch: int, found: Sequence[Tensor]) -> None:
         statistics.update(zip((each.name for each in model.sections[section].statistics), found, strict=True))
@@ -35,9 +35,12 @@ def run_in_turn(
         leaves.append(mine)
         fixed = [buffers[name] for name in section.buffers] + [model.constants[n] for n in section.constants]
         runner = SectionRunner(section, Tensors(tuple(mine.values()), tuple(fixed)), crossings, 0, note=noted)
-        tape = runner.record(values, Examples(tensors, size), 0, 0)
-        tapes.append(tape)
-        values.update(zip(section.makes, crossing(tape.made), strict=True))
+        runners.append(runner)
+        values.update(zip(section.makes, runner.forward(values, Examples(tensors, size), 0, 0), strict=True))
+    tapes = [runner.record(values, Examples(tensors, size), 0, 0) for runner in runners]
+    for tape in tapes:
+        for name, again in zip(tape.section.makes, crossing(tape.made), strict=True):
+            assert torch.equal(again, values[name]) or again.isnan().any(), f"{name} differs when it is recomputed"
     gradients = {model.sections[-1].makes[0]: torch.ones(())}
     for tape in reversed(tapes):
         backward(tape, gradients)

@@ -17,9 +17,10 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.partition.capture.parameter_limits import LIMITED
 from varuna.partition.graph.captured import Truth
-from varuna.partition.graph.flow import is_random, views_of, written_storage
+from varuna.partition.graph.flow import is_random
+from varuna.partition.graph.operations import op_name
 from varuna.partition.graph.sample_guards import Conditions
-from varuna.partition.graph.simplify import op_name, written_arguments
+from varuna.partition.graph.shared_memory import SharedMemory
 from varuna.partition.watching.explaining import line_of
 
 aten = torch.ops.aten
@@ -56,10 +57,7 @@ class _Past:
     """What values of a graph are computed from, including earlier writes into the memory that they read."""
 
     def __init__(self, graph: Graph) -> None:
-        self._writers: dict[Node, list[Node]] = {}  # op or placeholder that made some memory -> ops that write to it
-        for node in graph.nodes:
-            for written in written_arguments(node):
-                self._writers.setdefault(_memory(written), []).append(node)
+        self.memory = SharedMemory(graph)
 
     def of(self, values: Sequence[Any]) -> set[Node]:
         """Everything that ``values`` are computed from, and the values themselves."""
@@ -70,18 +68,8 @@ class _Past:
             if node not in found:
                 found.add(node)
                 stack.extend(node.all_input_nodes)
-                stack.extend(each for each in self._writers.get(_memory(node), ()) if each < max(values))
+                stack.extend(each for each in self.memory.writers(node) if each < max(values))
         return found
-
-
-def _memory(node: Node) -> Node:
-    """The op or placeholder that made the memory of ``node``: views and writes hand it on."""
-    while True:
-        written = written_arguments(node)
-        source = views_of(written[0] if written else node)[-1]
-        if source is node:
-            return node
-        node = source
 
 
 def taken_for_granted(
@@ -120,12 +108,13 @@ def taken_for_granted(
     if not all(any(numbers <= words for words in said) for numbers in decided):
         return None  # export writes nothing down of decisions on Python's floats
     known, past = {*inputs, *buffers, *constants}, _Past(graph)
-    changed = written_storage(graph)
 
     def follows_from_samples(node: Node) -> bool:
         order = past.of([node.args[0]])
         given = {each for each in order if each.op == "placeholder"}
-        return all(each.name in known and each not in changed for each in given) and not any(map(is_random, order))
+        return all(each.name in known and not past.memory.is_written(each) for each in given) and not any(
+            map(is_random, order)
+        )
 
     asserted = [node for node in graph.nodes if node in branches or _is_own(node)]
     of_samples = [node for node in asserted if follows_from_samples(node)]

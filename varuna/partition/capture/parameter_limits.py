@@ -13,7 +13,7 @@ from torch.fx import Graph
 from torch.overrides import TorchFunctionMode
 
 from varuna.partition.graph.captured import Truth
-from varuna.partition.graph.simplify import op_name
+from varuna.partition.graph.operations import op_name
 from varuna.partition.watching.explaining import user_line
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

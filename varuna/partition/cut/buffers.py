@@ -14,8 +14,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from varuna.core.errors import ModelError
 from varuna.partition.graph.captured import Capture
-from varuna.partition.graph.flow import written_storage
-from varuna.partition.graph.simplify import NORMS_WITH_STATISTICS, op_name, written_arguments
+from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.shared_memory import NORMS_WITH_STATISTICS, SharedMemory, bodies_of, written_arguments
 from varuna.partition.watching.explaining import line_of
 
 aten = torch.ops.aten
@@ -41,23 +41,42 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferW
     """
     _take_statistics(capture)
     _copy_written_inputs(capture)
-    storage = written_storage(capture.graph)
-    placeholders = [node for node in capture.graph.nodes if node.op == "placeholder" and node in storage]
+    memory = SharedMemory(capture.graph)
+    placeholders = [node for node in capture.graph.find_nodes(op="placeholder") if memory.is_written(node)]
     for node in placeholders:
-        if node.name not in capture.buffers:
-            writer = next(each for each in capture.graph.nodes if storage.intersection(written_arguments(each)))
-            place = f" at {line}" if (line := line_of(writer)) else ""
-            what = capture.parameters.get(node.name, "a tensor that the model keeps as a plain attribute")
-            raise ModelError(
-                f"forward() writes {what} in place{place}. Register what a step changes as a buffer "
-                "(register_buffer), or write to a clone."
-            )
+        _check_writers(capture, node, memory.writers(node))
     dependent = _dependent(capture, placeholders)
     _check_apart(capture, dependent, placeholders, results)
     updates = tuple(_update(capture, part, placeholders) for part in _components(dependent, placeholders))
     for node in reversed(dependent):
         capture.graph.erase_node(node)
     return updates
+
+
+def _check_writers(capture: Capture, node: Node, writers: Sequence[Node]) -> None:
+    place = f" at {line}" if (line := _line_of_write(writers[0])) else ""
+    if node.name in capture.parameters:
+        raise ModelError(
+            f"forward() writes the parameter {capture.parameters[node.name]} in place{place}. Let the optimizer's step "
+            "or before_step= write it, as for the moving average of a teacher, or write to a clone."
+        )
+    if node.name not in capture.buffers:
+        raise ModelError(
+            f"forward() writes a tensor that the model keeps as a plain attribute in place{place}. Register what a "
+            "step changes as a buffer (register_buffer), or write to a clone."
+        )
+    if any(map(bodies_of, writers)):
+        raise ModelError(
+            f"forward() updates {capture.buffers[node.name]} within torch.autocast{place}. Varuna cannot take such an "
+            "update out of there, and each micro-batch runs more than once. Pass precision= to Trainer in place of "
+            "torch.autocast in forward(), or leave it before the layer that does this."
+        )
+
+
+def _line_of_write(node: Node) -> str | None:
+    """The user's line that writes: that of the op, or of the first such op in the region that it runs."""
+    inner = (each for body in bodies_of(node) for each in body.graph.nodes if written_arguments(each))
+    return line_of(next(inner, node))
 
 
 def batch_statistics(graph: Graph) -> list[Node]:
@@ -77,7 +96,7 @@ def _take_statistics(capture: Capture) -> None:
                 fresh = graph.call_function(
                     aten.new_zeros.default, (node.args[0], list(value.shape)), {"dtype": value.dtype}
                 )
-            fresh.meta = {**node.meta, "val": value}
+            fresh.meta = {**node.meta, "val": torch.zeros_like(value)}
             node.update_arg(position, fresh)
             with graph.inserting_after(node):
                 kept = graph.call_function(aten.mul_.Tensor, (buffer, 1 - momentum))
@@ -89,14 +108,28 @@ def _take_statistics(capture: Capture) -> None:
 
 
 def _copy_written_inputs(capture: Capture) -> None:
-    """Let forward() write to copies of samples, which belong to all sections, and of what it makes of numbers."""
-    storage = written_storage(capture.graph)
-    for node in list(capture.graph.nodes):
-        if node.op == "placeholder" and node in storage and _is_fresh(capture, node):
-            with capture.graph.inserting_after(node):
+    """Let forward() write to copies of samples, which belong to all sections, and of what it makes of numbers.
+
+    A copy is made where its memory is first viewed or written: until then, the sample itself is read.
+    """
+    memory = SharedMemory(capture.graph)
+    for node in capture.graph.find_nodes(op="placeholder"):
+        if memory.is_written(node) and _is_fresh(capture, node):
+            place = min(_in_memory(node, memory))
+            with capture.graph.inserting_before(place):
                 copy = capture.graph.call_function(aten.clone.default, (node,))
-            copy.meta = dict(node.meta)
-            node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+            copy.meta = dict(node.meta)  # what shared the sample's memory shares the copy's
+            node.meta["val"] = torch.clone(node.meta["val"])
+            for user in list(node.users):
+                if user >= place:
+                    user.replace_input_with(node, copy)
+
+
+def _in_memory(placeholder: Node, memory: SharedMemory) -> list[Node]:
+    """Ops whose values share the placeholder's memory, and those that write to it."""
+    mine = memory.of(placeholder)
+    sharing = (node for node in placeholder.graph.nodes if node.op not in ("placeholder", "output"))
+    return [*memory.writers(placeholder), *(node for node in sharing if not mine.isdisjoint(memory.of(node)))]
 
 
 def _is_fresh(capture: Capture, node: Node) -> bool:

@@ -150,7 +150,7 @@ def _closure(own: Sequence[Node], results: Sequence[Node], flow: Flow) -> set[No
         if node not in needed and (node in flow.rebuilt or node.op == "get_attr"):
             needed.add(node)
             if flow.size_of(node) is None:
-                stack.extend(node.all_input_nodes)
+                stack.extend((*node.all_input_nodes, *flow.memory.writers(node)))
     return needed
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from varuna.partition.graph.captured import Capture
-from varuna.partition.graph.flow import views_of, written_storage
-from varuna.partition.graph.simplify import op_name
+from varuna.partition.graph.costs import is_view
+from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.shared_memory import SharedMemory
 
 aten = torch.ops.aten
 
@@ -24,18 +25,25 @@ def settle_strides(capture: Capture) -> None:
 
 
 def _settle(graph: Graph) -> None:
-    written = written_storage(graph)
+    memory = SharedMemory(graph)
     laid: set[Node] = set()
     for node in list(graph.nodes):
         if op_name(node) not in ("aten::view", "aten::as_strided") or not isinstance(node.args[0], Node):
             continue
-        root = views_of(node.args[0])[-1]
-        if root in written:
+        root = _root(node.args[0])
+        if memory.is_written(root) or memory.is_written(node):
             continue  # a copy would miss the write; nothing is cut between the two
         if node.target is aten.view.default:
             node.target = aten.reshape.default
         elif op_name(node) == "aten::as_strided" and root not in laid:
             laid |= {root, _lay_out(graph, root)}
+
+
+def _root(node: Node) -> Node:
+    """The op or placeholder whose memory ``node`` is a view of."""
+    while is_view(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _lay_out(graph: Graph, root: Node) -> Node:

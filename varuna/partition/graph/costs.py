@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from varuna.partition.graph.simplify import op_name
+from varuna.partition.graph.operations import op_name
 from varuna.partition.opaque.calls import call_of
 
 ROOFLINE_FLOPS_PER_S = 15e12

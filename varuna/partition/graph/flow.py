@@ -1,15 +1,16 @@
 """What depends on what in a flat graph: which ops are rebuilt anywhere, and where it can be cut."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Node
 
 from varuna.partition.graph.captured import Capture
-from varuna.partition.graph.costs import Sizes, is_view, tensors_of
-from varuna.partition.graph.simplify import op_name, written_arguments
+from varuna.partition.graph.costs import Sizes, tensors_of
+from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.shared_memory import SharedMemory, bodies_of, written_arguments
 from varuna.partition.opaque.autograd_functions import NAMESPACE as FUNCTIONS
 from varuna.partition.opaque.calls import NAMESPACE as MODULES
 
@@ -27,30 +28,43 @@ class Flow:
     differentiable: set[Node] = field(default_factory=set)
     """values through which a gradient can reach a trainable parameter"""
 
+    memory: SharedMemory = field(init=False)
+
     def __post_init__(self) -> None:
-        written = written_storage(self.capture.graph)
+        self.memory = SharedMemory(self.capture.graph)
+        self.rebuilt = self._find_rebuilt()
         for node in self.capture.graph.nodes:
             if node.op in ("placeholder", "output"):
                 if self.capture.parameters.get(node.name) in self.capture.trainable:
                     self.differentiable.add(node)
                 continue
-            if node not in written and self._is_rebuilt(node):
-                self.rebuilt.add(node)
+            if node in self.rebuilt:
                 continue
             self.ops.append(node)
             carries = any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
             if carries and any(source in self.differentiable for source in node.all_input_nodes):
                 self.differentiable.add(node)
 
-    def _is_rebuilt(self, node: Node) -> bool:
+    def _find_rebuilt(self) -> set[Node]:
+        """Ops that depend on inputs and constants only, in memory to which nothing else writes."""
+        nodes = [node for node in self.capture.graph.nodes if node.op not in ("placeholder", "output")]
+        found, before = set(nodes), len(nodes) + 1
+        while len(found) < before:
+            before = len(found)
+            mixed = {each for node in nodes if node not in found for each in written_arguments(node)}
+            spoilt = {memory for node in mixed for memory in self.memory.of(node)}
+            for node in nodes:
+                if node in found and not (self._follows(node, found) and spoilt.isdisjoint(self.memory.of(node))):
+                    found.remove(node)
+        return found
+
+    def _follows(self, node: Node, rebuilt: set[Node]) -> bool:
         if self.size_of(node) is not None:
             return True
-        if is_random(node) or written_arguments(node):
-            return False
         sources = node.all_input_nodes
-        if any(source.name in self.capture.parameters for source in sources):
+        if is_random(node) or any(source.name in self.capture.parameters for source in sources):
             return False
-        return all(source.op in ("placeholder", "get_attr") or source in self.rebuilt for source in sources)
+        return all(source.op in ("placeholder", "get_attr") or source in rebuilt for source in sources)
 
     def size_of(self, node: Node) -> tuple[int, int] | None:
         """``(fixed, per_example)`` of a size that follows from the number of examples, whatever it is read from."""
@@ -73,8 +87,8 @@ class Flow:
     def live_bytes(self) -> list[float | None]:
         """Bytes per example that cross a cut after each op; None where cutting is impossible.
 
-        Not possible: between a tensor and a later in-place write to it or a view of it, or a view with strides of
-        its own (``as_strided``); where something other than a tensor crosses; where a shape is not a linear function of
+        Not possible: between a tensor and a later in-place write to its memory, or a view with strides of its own
+        (``as_strided``); where something other than a tensor crosses; where a shape is not a linear function of
         the batch.
         """
         last = self.last_use()
@@ -97,33 +111,13 @@ class Flow:
 
     def _spans_in_memory(self) -> Iterable[tuple[int, int]]:
         """Spans of ops within which a tensor's memory itself is used: written in place, or viewed by its strides."""
-        position = {node: i for i, node in enumerate(self.ops)}
+        first: dict[Hashable, int] = {}
         for i, node in enumerate(self.ops):
             viewed = node.all_input_nodes[:1] if op_name(node) == "aten::as_strided" else []
-            for used in (*written_arguments(node), *viewed):
-                if used in position:
-                    yield min(position[each] for each in views_of(used) if each in position), i
-
-
-def views_of(node: Node) -> list[Node]:
-    """``node``, what it is a view of, and so on to the op or placeholder that made its memory."""
-    found = [node]
-    while is_view(found[-1]) and found[-1].all_input_nodes:
-        found.append(found[-1].all_input_nodes[0])
-    return found
-
-
-def written_storage(graph: Graph) -> set[Node]:
-    """Nodes whose storage is written in place later: rebuilding them elsewhere would miss the write."""
-    written: set[Node] = set()
-    for node in graph.nodes:
-        stack = written_arguments(node)
-        while stack:
-            target = stack.pop()
-            written.add(target)
-            if is_view(target):  # of its tensor; sizes that it is given share nothing with it
-                stack.extend(s for s in target.all_input_nodes if not isinstance(s.meta.get("val"), torch.SymInt))
-    return written
+            used = {memory for each in (*written_arguments(node), *viewed) for memory in self.memory.of(each)}
+            yield from ((first[memory], i) for memory in used if memory in first)
+            for memory in self.memory.of(node):
+                first.setdefault(memory, i)
 
 
 def _curve(change: Sequence[float], forbidden: Sequence[int]) -> list[float | None]:
@@ -136,17 +130,10 @@ def _curve(change: Sequence[float], forbidden: Sequence[int]) -> list[float | No
     return curve
 
 
-def _bodies(node: Node) -> list[GraphModule]:
-    """Sub-graphs that a higher-order op is given."""
-    owner = node.graph.owning_module
-    found = [getattr(owner, str(source.target), None) for source in node.all_input_nodes if source.op == "get_attr"]
-    return [body for body in found if isinstance(body, GraphModule)]
-
-
 def is_random(node: Node) -> bool:
     """Whether the op, or a sub-graph that it runs, draws from the default generator."""
     if isinstance(node.target, torch._ops.HigherOrderOperator):
-        return any(is_random(inner) for body in _bodies(node) for inner in body.graph.nodes)
+        return any(is_random(inner) for body in bodies_of(node) for inner in body.graph.nodes)
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if op_name(node) == "aten::scaled_dot_product_attention":

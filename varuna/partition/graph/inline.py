@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from varuna.partition.graph.flow import written_storage
+from varuna.partition.graph.shared_memory import SharedMemory
 
 _REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 
@@ -39,11 +39,11 @@ def _can_inline(graph: Graph, node: Node, buffers: Collection[str]) -> bool:
     """Whether a region can: results are read by position, no graph within, writes to buffers or own tensors only."""
     if any(inner.op in ("get_attr", "call_module") for inner in graph.nodes):
         return False
-    written = written_storage(graph)
+    memory = SharedMemory(graph)
     inner = [each for each in graph.nodes if each.op == "placeholder"]
     outer = node.args[2:]
     foreign = any(
-        each in written and not (isinstance(given, Node) and given.name in buffers)
+        memory.is_written(each) and not (isinstance(given, Node) and given.name in buffers)
         for each, given in zip(inner, outer, strict=True)
     )
     return not foreign and all(user.target is operator.getitem for user in node.users)

@@ -1,5 +1,8 @@
-"""Identifies an operation of a graph, so that it can be found in another graph of the same model."""
+"""What the operations of a graph are called, and what they are given."""
 
+from collections.abc import Iterable
+
+import torch
 from torch.fx import Node
 
 from varuna.partition.opaque.calls import call_of
@@ -8,8 +11,24 @@ Operation = tuple[str, ...]
 """What an operation is, and the modules that it is in."""
 
 
+def op_name(node: Node) -> str:
+    """``"aten::linear"`` for an ATen call, else ``""``."""
+    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def flat(arguments: Iterable[object]) -> list[Node]:
+    """Nodes among arguments, those in lists too."""
+    found: list[Node] = []
+    for argument in arguments:
+        if isinstance(argument, Node):
+            found.append(argument)
+        elif isinstance(argument, list | tuple):
+            found.extend(flat(argument))
+    return found
+
+
 def operation(node: Node) -> Operation:
-    """The operation of one node."""
+    """The operation of one node, by which it is found in another graph of the same model."""
     stack = node.meta.get("nn_module_stack") or {}
     what = str(node.target)
     if call_of(node.target) is not None:  # the rest of the name tells how it is configured, and for which shapes

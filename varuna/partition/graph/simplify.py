@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from varuna.partition.graph.captured import Capture
+from varuna.partition.graph.operations import op_name
+from varuna.partition.graph.shared_memory import SharedMemory, written_arguments
 
 aten = torch.ops.aten
 _ASSERTS = {
@@ -22,21 +24,21 @@ _ASSERTS = {
     "aten::sym_constrain_range_for_size",
 }
 
-NORMS_WITH_STATISTICS = ("aten::batch_norm", "aten::instance_norm")
-"""Write their running statistics (arguments 3 and 4) where argument 5 is true: no schema says so."""
-
 
 def simplify(capture: Capture) -> None:
     """Rewrite ``capture.graph`` in place; afterwards every node is needed by the outputs or a truth."""
     graph = capture.graph
     _complete_users(graph)
     constants = {*capture.constants, *capture.buffers, *capture.inputs}
+    memory = SharedMemory(graph)
     for node in list(graph.nodes):
         if op_name(node) in _ASSERTS:
             graph.erase_node(node)
             continue
         same = _same_value(node)
-        if same is None or _is_written(node) or _is_written(same):
+        if same is None:
+            continue
+        if not _is_argument(node, same, memory) and (memory.is_written(node) or memory.is_written(same)):
             continue
         if op_name(node) == "aten::detach_" and same.name not in constants:
             continue
@@ -54,27 +56,9 @@ def _complete_users(graph: Graph) -> None:
             source.users.setdefault(node)
 
 
-def op_name(node: Node) -> str:
-    """``"aten::linear"`` for an ATen call, else ``""``."""
-    return node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
-
-
-def written_arguments(node: Node) -> list[Node]:
-    """Arguments that the op writes in place: by its schema, or as normalisations write running statistics."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return []
-    if op_name(node) in NORMS_WITH_STATISTICS:
-        return [source for source in node.args[3:5] if isinstance(source, Node)] if node.args[5] is True else []
-    written = []
-    for position, argument in enumerate(node.target._schema.arguments):
-        value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Node):
-            written.append(value)
-    return written
-
-
-def _is_written(node: Node) -> bool:
-    return any(node in written_arguments(user) for user in node.users if op_name(user) != "aten::detach_")
+def _is_argument(node: Node, same: Node, memory: SharedMemory) -> bool:
+    """Whether the two are one tensor, or lie in the same memory, so that whatever writes to one writes to both."""
+    return op_name(node) not in _COPIES and (op_name(node) == "aten::dropout" or memory.same(node, same))
 
 
 def _same_value(node: Node) -> Node | None:
@@ -160,6 +144,10 @@ _RULES: dict[str, Callable[[Node], object]] = {
     "aten::slice": _full_slice,
     "aten::cat": _cat_with_empty,
 }
+
+
+_COPIES = ("aten::lift_fresh_copy", "aten::cat")
+"""Have memory of their own."""
 
 
 def _drop_dead(graph: Graph, kept: set[Node]) -> None:

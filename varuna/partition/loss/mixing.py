@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from varuna.partition.graph.captured import Capture
-from varuna.partition.graph.costs import is_view
-from varuna.partition.graph.flow import is_random, written_storage
-from varuna.partition.graph.simplify import op_name, written_arguments
+from varuna.partition.graph.flow import is_random
+from varuna.partition.graph.operations import flat, op_name
+from varuna.partition.graph.shared_memory import SharedMemory, written_arguments
 from varuna.partition.loss.batch_dimension import (
     EXAMPLES,
     IN_TURN,
@@ -56,7 +56,7 @@ class Tracking:
     def __init__(self, capture: Capture, result: Node, rules: dict[str, Rule]) -> None:
         self.batch = capture.batch_symbol
         self._capture, self._rules = capture, rules
-        self._written = written_storage(capture.graph)
+        self._memory = SharedMemory(capture.graph)
         self.states: dict[Node, Found] = {}
         self.fact_users: set[Node] = set()
         """operations that have one value for each example, and use a fact of the batch for it"""
@@ -99,7 +99,7 @@ class Tracking:
         found = self._rule(node)(self, node)
         if isinstance(found, Rows) and isinstance(value, Tensor) and found.dim not in carriers(value):
             found = Level(self.blame(node, UNKNOWN, found, certain=False))  # the examples lie nowhere any more
-        if is_random(node) or node in self._written:
+        if is_random(node) or self._memory.is_written(node):
             found = _ungiven(found)
         return found
 
@@ -114,7 +114,7 @@ class Tracking:
     def _placeholder(self, node: Node) -> State:
         if node.name in self._capture.inputs:
             return Rows(-node.meta["val"].dim(), IN_TURN, given=True)
-        return Fixed(given=node.name not in self._capture.parameters and node not in self._written)
+        return Fixed(given=node.name not in self._capture.parameters and not self._memory.is_written(node))
 
     def _write(self, node: Node) -> None:
         """What an operation writes in place has its state from then on, and so has what that is a view of."""
@@ -123,12 +123,10 @@ class Tracking:
             state = found[0] if isinstance(found, tuple) else found
             if target.op == "placeholder":
                 continue  # running statistics
-            if not is_view(target) and all(user is node or user in self.states for user in target.users):
-                continue  # whoever comes later uses what the operation returns
-            self.states[target] = state
-            while is_view(target) and target.all_input_nodes:
-                target = target.all_input_nodes[0]
-                self.states[target] = self._partly(target, state)
+            earlier = [each for each in self.states if not self._memory.of(each).isdisjoint(self._memory.of(target))]
+            for each in earlier:
+                if each is not node and any(user not in self.states for user in each.users):  # else nobody reads it
+                    self.states[each] = state if each is target else self._partly(each, state)
 
     def _partly(self, base: Node, state: State) -> State:
         """State of a value, a part of which has become ``state``."""
@@ -147,13 +145,7 @@ class Tracking:
 
 def needed_by(graph: Graph, results: Iterable[Node]) -> set[Node]:
     """Nodes that the results follow from, and those that write into them."""
-    writers: dict[Node, list[Node]] = {}
-    for node in graph.nodes:
-        for target in written_arguments(node):
-            writers.setdefault(target, []).append(node)
-            while is_view(target) and target.all_input_nodes:
-                target = target.all_input_nodes[0]
-                writers.setdefault(target, []).append(node)
+    memory = SharedMemory(graph)
     needed: set[Node] = set()
     stack = list(results)
     while stack:
@@ -161,7 +153,7 @@ def needed_by(graph: Graph, results: Iterable[Node]) -> set[Node]:
         if node not in needed:
             needed.add(node)
             stack.extend(node.all_input_nodes)
-            stack.extend(writers.get(node, ()))
+            stack.extend(memory.writers(node))
     return needed
 
 
@@ -173,17 +165,6 @@ def _ungiven(found: Found) -> Found:
     if isinstance(found, Fixed):
         return Fixed(given=False)
     return Total(frozenset({ONE})) if isinstance(found, Fact) else found
-
-
-def flat(arguments: Iterable[object]) -> list[Node]:
-    """Nodes among arguments, those in lists too."""
-    found: list[Node] = []
-    for argument in arguments:
-        if isinstance(argument, Node):
-            found.append(argument)
-        elif isinstance(argument, list | tuple):
-            found.extend(flat(argument))
-    return found
 
 
 def operands(node: Node) -> list[Node]:

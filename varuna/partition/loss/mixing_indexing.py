@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from varuna.partition.graph.simplify import op_name, written_arguments
+from varuna.partition.graph.operations import flat, op_name
+from varuna.partition.graph.shared_memory import written_arguments
 from varuna.partition.loss.batch_dimension import IN_TURN, ONE, Fact, Fixed, Order, Rows, carriers
 from varuna.partition.loss.mixing import (
     COMPARES,
@@ -15,7 +16,6 @@ from varuna.partition.loss.mixing import (
     Tracking,
     argument,
     doubted,
-    flat,
     meet,
     negative,
     operands,
@@ -96,8 +96,8 @@ def _along_picks(t: Tracking, node: Node, mask: Node, moving: list[Rows], dim: i
 def put(t: Tracking, node: Node) -> Found:
     """``x[mask] = y``, where ``y`` is the same for all or what the mask picks.
 
-    Labels that are written in place are left alone: a count would be read from them, and what counts must be computed
-    again from the inputs, as values that are written in place never are.
+    Labels that are written in place are left alone: a count would be read from them, and values that are written do
+    not count as given.
     """
     source, places, given = node.args[:3]
     if written_arguments(node) and not value_of(source).is_floating_point():

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from varuna.partition.graph.operations import flat
 from varuna.partition.loss.batch_dimension import (
     IN_TURN,
     Blame,
@@ -28,7 +29,6 @@ from varuna.partition.loss.mixing import (
     Tracking,
     argument,
     doubted,
-    flat,
     meet,
     negative,
     operands,

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch.fx import Node
 
-from varuna.partition.graph.simplify import op_name
+from varuna.partition.graph.operations import op_name
 from varuna.partition.loss.batch_dimension import (
     EXAMPLES,
     ONE,

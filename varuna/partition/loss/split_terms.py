@@ -10,9 +10,9 @@ from torch.fx import Graph, GraphModule, Node
 from varuna.partition.cut.split import section_graph
 from varuna.partition.graph.captured import Capture
 from varuna.partition.graph.flow import Flow
-from varuna.partition.graph.simplify import op_name
+from varuna.partition.graph.operations import flat, op_name
 from varuna.partition.loss.batch_dimension import Count, Fact, Fixed, Rows, Total, carriers, multiple_of
-from varuna.partition.loss.mixing import ADDITIONS, QUOTIENTS, argument, flat
+from varuna.partition.loss.mixing import ADDITIONS, QUOTIENTS, argument
 from varuna.partition.loss.mixing_indexing import ADDING
 from varuna.partition.loss.mixing_sums import FOUND, LOSSES, MEAN, NONE, TARGETS, over_examples
 from varuna.partition.loss.target_count import call, count_targets

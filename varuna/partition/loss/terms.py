@@ -6,7 +6,7 @@ from textwrap import shorten
 from torch.fx import Node
 
 from varuna.partition.graph.captured import Capture
-from varuna.partition.graph.simplify import op_name
+from varuna.partition.graph.operations import op_name
 from varuna.partition.loss.batch_dimension import EXAMPLES, Blames, Count, Level, Rows, Total
 from varuna.partition.loss.mixing import Rule, Tracking
 from varuna.partition.loss.mixing_indexing import INDEXING

@@ -13,7 +13,7 @@ from tests.unit.partition.in_turn import differences, everywhere
 from varuna.engine.stage.section import crossing
 from varuna.partition.graph.costs import Cost
 from varuna.partition.graph.flow import Flow
-from varuna.partition.graph.simplify import op_name
+from varuna.partition.graph.operations import op_name
 from varuna.partition.model import CutChooser
 
 functional = nn.functional
