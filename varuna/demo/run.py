@@ -106,7 +106,7 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
     args = ("--steps", str(steps), "--global-batch", str(GLOBAL_BATCH), *checkpoints, *MODEL_FLAGS)
     director.run = ManagerService(
         ServiceConfig(run_dir=work),
-        LocalLaunch(example / "train.py", args),
+        LocalLaunch(example / "train.py", args, environment={"VARUNA_CALIBRATION": "none"}),
         config=FleetConfig(workers=WORKERS, replace=False),
         planner=plan,
         on_event=director,
