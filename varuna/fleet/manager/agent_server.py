@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 
 from pydantic import ValidationError
 from starlette.requests import Request
@@ -46,7 +45,6 @@ from varuna.fleet.net.protocol import (
     up_frame,
 )
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body
-from varuna.fleet.net.short_cut import receive_all
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import RefusedError, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
@@ -291,21 +289,26 @@ class AgentServer:
 
     async def _receive_all(self, websocket: WebSocket, link: AgentLink, connection: Outgoing[DownBody]) -> None:
         try:
-            code = await receive_all(websocket, partial(self._take, link, connection))
-            link.ended_abruptly = code in _NO_GOODBYE and not connection.cut
+            while not connection.cut:
+                frame = await websocket.receive()
+                if frame["type"] == "websocket.disconnect":
+                    link.ended_abruptly = frame.get("code") in _NO_GOODBYE and not connection.cut
+                    return
+                now_s = time.monotonic()
+                text = frame.get("text") or ""
+                self._take(link, connection, text, now_s)
+                if pause_s := link.pause_s(now_s, len(text)):
+                    await asyncio.sleep(pause_s)
         except ValueError as error:  # a ValidationError is one
             self._give_up(link, "its agent sent a malformed message")
             await self._reject(websocket, link.node, error)
 
-    def _take(self, link: AgentLink, connection: Outgoing[DownBody], text: str) -> float:
-        """Handle one frame of an agent; returns for how long to read nothing from it.
+    def _take(self, link: AgentLink, connection: Outgoing[DownBody], text: str, now_s: float) -> None:
+        """Handle one frame of an agent.
 
         Raises:
             ValueError: it cannot be.
         """
-        if connection.cut:
-            return 0.0
-        now_s = time.monotonic()
         frame = up_frame.validate_json(text)
         link.heard_s = now_s
         link.confirm(frame.received, now_s)
@@ -321,7 +324,6 @@ class AgentServer:
             case UpItem(number=number, body=body):
                 if link.channel.accept(number):
                     self._note(link, body)
-        return link.pause_s(now_s, len(text))
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
         """Pass on what an agent says."""

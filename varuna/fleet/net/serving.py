@@ -19,7 +19,6 @@ from websockets.server import ServerProtocol
 from varuna.core.errors import FleetError
 from varuna.fleet.net.connection_limits import ConnectionLimits, GuardedProtocol, Quiet, StrangerLimits
 from varuna.fleet.net.handshake import Handshake
-from varuna.fleet.net.short_cut import ShortCut
 from varuna.fleet.net.watchdog import Watchdog
 
 BACKLOG = 4096
@@ -161,7 +160,7 @@ def _uvicorn(app: ASGIApp, max_frame_bytes: int, tls: ssl.SSLContext | None, bou
     config = uvicorn.Config(
         app,
         http=partial(GuardedProtocol, limits=limits),  # type: ignore[arg-type]  # it is called as a class is
-        ws=ShortCut,
+        ws="websockets-sansio",
         ws_max_size=max_frame_bytes,
         ws_ping_interval=None,  # leases decide who is alive
         ws_per_message_deflate=False,

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -413,7 +413,6 @@ class Stuck:
     """A connection whose other end takes nothing in and says nothing."""
 
     application_state = WebSocketState.DISCONNECTED
-    scope: ClassVar[dict[str, object]] = {}
 
     def __init__(self) -> None:
         self.closed: list[int] = []
