@@ -39,18 +39,29 @@ def separate_updates(capture: Capture, results: Sequence[Node]) -> tuple[BufferW
     Raises:
         ModelError: forward() writes a parameter or a constant, or its result depends on a buffer that it writes.
     """
+    _name_once(capture)
     _take_statistics(capture)
     _copy_written_inputs(capture)
     memory = SharedMemory(capture.graph)
     placeholders = [node for node in capture.graph.find_nodes(op="placeholder") if memory.is_written(node)]
     for node in placeholders:
         _check_writers(capture, node, memory.writers(node))
+    placeholders = [node for node in placeholders if node.users]
     dependent = _dependent(capture, placeholders)
     _check_apart(capture, dependent, placeholders, results)
     updates = tuple(_update(capture, part, placeholders) for part in _components(dependent, placeholders))
     for node in reversed(dependent):
         capture.graph.erase_node(node)
     return updates
+
+
+def _name_once(capture: Capture) -> None:
+    """Let a buffer that several modules share be one placeholder, so that its updates are one, in their order."""
+    first: dict[str, Node] = {}
+    for node in capture.graph.find_nodes(op="placeholder"):
+        name = capture.buffers.get(node.name)
+        if name is not None and (same := first.setdefault(name, node)) is not node:
+            node.replace_all_uses_with(same)
 
 
 def _check_writers(capture: Capture, node: Node, writers: Sequence[Node]) -> None:
