@@ -93,7 +93,7 @@ class Hello(Value):
     version: str
     job: JobFacts
     device: DeviceFacts | None = Field(default=None, description="if it has memory of its own")
-    calibration: str = Field(default="", description="JSON of what its sections take, for plans; empty: not measured")
+    measured: str = Field(default="", description="JSON of what its sections take, for plans; empty: not measured")
 
 
 class Beat(Value):

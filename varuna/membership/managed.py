@@ -143,7 +143,7 @@ class ManagedMembership:
                 version=__version__,
                 job=job,
                 device=device,
-                calibration=self._calibration,
+                measured=self._calibration,
             )
         )
         start("beat", lambda: self._beat(beat))

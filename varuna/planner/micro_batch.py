@@ -41,8 +41,9 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
     """Sets of sizes, each to be tried only if nothing fits with those before.
 
     First the requested m; or those measured, up to where F(m) / m stops improving (paper §"Parametrized
-    Simulation"), with a micro-batch for each worker where none may idle; or the nominal choice where only one was, or
-    where another m would be another training run. Then ever smaller ones, if they may be.
+    Simulation"), with a micro-batch for each worker where none may idle, and the nominal choice where measuring ended
+    before; or that alone where only one was measured, or where another m would be another training run. Then ever
+    smaller ones, if they may be.
 
     Raises:
         UsageError: a requested m is not within the global batch.
@@ -51,12 +52,15 @@ def candidate_sizes(request: PlanRequest) -> Iterator[tuple[int, ...]]:
     measured = request.calibration.sizes
     if request.micro_batch is not None:
         sizes: tuple[int, ...] = (check_micro_batch(request.global_batch, request.micro_batch),)
-    elif len(measured) == 1 or model.batch_dependent or _is_cut_short(request.calibration, request.global_batch):
+    elif len(measured) == 1 or model.batch_dependent:
         sizes = (choose_micro_batch(request.global_batch, None),)
     else:
         most = request.global_batch if request.leaves_idle else max(1, request.global_batch // request.workers)
         within = [m for m in measured if m <= most] or [1]
         sizes = tuple(within[: _where_it_stops_improving(request.calibration, within) + 1])
+        nominal = choose_micro_batch(request.global_batch, None)
+        if sizes[-1] < nominal <= most and _is_cut_short(request.calibration, nominal):
+            sizes = (*sizes, nominal)
     yield sizes
     is_fixed = model.batch_dependent or (request.micro_batch is not None and not request.lowers_micro_batch)
     size = sizes[0]
@@ -89,9 +93,9 @@ def _stops_improving(calibration: Calibration) -> bool:
     return len(last) == 3 and min(last[1:]) > _STALE * last[0]
 
 
-def _is_cut_short(calibration: Calibration, global_batch: int) -> bool:
+def _is_cut_short(calibration: Calibration, nominal: int) -> bool:
     """Whether time or memory ended before sizes as large as the nominal choice were tried."""
-    return calibration.sizes[-1] < choose_micro_batch(global_batch, None) and not _stops_improving(calibration)
+    return calibration.sizes[-1] < nominal and not _stops_improving(calibration)
 
 
 def describe_sizes(calibration: Calibration, micro_batch: int) -> str:

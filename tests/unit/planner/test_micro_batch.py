@@ -48,9 +48,9 @@ def test_sizes_are_tried_up_to_the_lowest_than_which_none_is_better(
     assert first_sizes(calibration(per_example_ms), 64) == sizes
 
 
-def test_where_time_ended_the_sizes_before_they_said_much_operation_counts_decide() -> None:
+def test_where_time_ended_the_sizes_early_a_larger_one_is_tried_too() -> None:
     known = calibration({1: 4.0, 2: 2.0})
-    assert first_sizes(known, 1024) == (32,)
+    assert first_sizes(known, 1024) == (1, 2, 32)
     assert first_sizes(known, 64) == (1, 2)
 
 

@@ -214,7 +214,7 @@ class Manager:
                 self._distrust(name, found.text)
             case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:
                 pass  # said twice: before and after a manager's restart
-            case MessageReceived(message=Hello(calibration=calibration)) if calibration:
+            case MessageReceived(message=Hello(measured=calibration)) if calibration:
                 if (calibrator := self._calibrator) is not None:
                     self._planning.do(lambda: calibrator.take(calibration))  # before the plan is asked for
                 self._handle(event)
