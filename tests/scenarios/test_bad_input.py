@@ -58,12 +58,13 @@ class End:
         for part in parts:
             assert self.done.err.count(part) == 1, f"{part!r} in\n{self.done.err}"
 
-    def raises(self, error: str, *parts: str, times: int = 1) -> None:
-        """An ordinary Python exception, which ends in ``error``; its cause may come before it."""
+    def tells(self, *parts: str) -> None:
+        """The same without a manager, with the user's line; torchrun adds a traceback of its own."""
         assert self.done.code == 1, self.done.err
-        assert len(self.done.err.split(f"varuna.core.errors.{error}: ")) == 1 + times, self.done.err
+        assert "varuna.core.errors" not in self.done.err
+        assert f"  {FAULTY}:" in self.done.err
         for part in parts:
-            assert part in self.done.err
+            assert self.done.err.count(part) == 1, f"{part!r} in\n{self.done.err}"
 
     def saved(self) -> set[int]:
         return saved_in(self.folder)
@@ -204,13 +205,13 @@ Ends = Callable[[str], End]
 def test_a_micro_batch_above_the_global_batch_names_both(end: Ends) -> None:
     expected = "micro_batch=13 must be between 1 and global_batch=12. Lower it, or leave it out."
     end("micro-batch").says(2, expected, "worker w0 failed")
-    end("micro-batch alone").raises("UsageError", expected)
+    end("micro-batch alone").tells(expected)
 
 
 def test_more_stages_than_sections_names_the_number_and_the_remedy(end: Ends) -> None:
     expected = "P=99 was requested, but the model has 4 sections; pass cut=... or lower --stages."
     end("stages").says(3, expected)
-    end("stages alone").raises("NoPlanError", expected)
+    end("stages alone").tells(expected.replace("--stages", "VARUNA_STAGES"))
 
 
 def test_too_little_memory_for_any_plan_names_the_bytes_that_are_missing(end: Ends) -> None:
@@ -222,7 +223,7 @@ def test_a_model_that_cannot_be_captured_names_its_file_and_line(end: Ends) -> N
     line = 1 + Path(FAULTY).read_text().splitlines().index("        if torch.rand([]) > 0.5:")
     expected = f"the model cannot be captured at {FAULTY}:{line}: a decision there follows from data."
     end("branch").says(1, expected, "replace the branch by tensor operations (torch.where, torch.cond)")
-    end("branch alone").raises("ModelError", expected)
+    end("branch alone").tells(expected)
 
 
 def test_an_exception_on_one_worker_is_shown_once_with_rank_and_traceback(end: Ends) -> None:
@@ -312,7 +313,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_a_dataset_that_is_no_function_of_its_index_is_caught(end: Ends) -> None:
     end("unstable").says(1, "worker w1 (rank 1, generation 0) failed: dataset[", "is not the same here and on")
-    end("unstable torchrun").raises("DataError", "is not the same here and on")
+    end("unstable torchrun").tells("is not the same here and on")
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_it_is_applied(end: Ends) -> None:
@@ -333,7 +334,7 @@ def test_an_unwritable_checkpoint_directory_is_found_before_the_first_step(end: 
     managed, plain = end("unwritable"), end("unwritable alone")
     expected = "cannot write {}/file/checkpoints: Not a directory. Check the free space and the permissions there, or"
     managed.says(1, expected.format(managed.folder))
-    plain.raises("CheckpointError", expected.format(plain.folder))
+    plain.tells(expected.format(plain.folder))
     assert managed.done.out == plain.done.out == ""
 
 
@@ -347,9 +348,7 @@ def test_a_finished_job_ends_at_once_and_says_so(end: Ends) -> None:
 
 def test_a_checkpoint_of_another_job_is_refused(end: Ends) -> None:
     end("seed").says(1, "belongs to another job: seed was 0, is now 1.", "--new --overwrite")
-    end("batch alone").raises(
-        "CheckpointError", "belongs to another job: global batch was 12, is now 8.", "VARUNA_NEW=overwrite"
-    )
+    end("batch alone").tells("belongs to another job: global batch was 12, is now 8.", "VARUNA_NEW=overwrite")
     end("model").says(
         1,
         "belongs to another job: sections was 4, is now 3; hash of parameters ",
@@ -362,7 +361,7 @@ def test_a_checkpoint_of_another_job_is_refused(end: Ends) -> None:
 def test_a_new_run_touches_old_checkpoints_only_when_told(end: Ends) -> None:
     expected = "has 3 checkpoints, the newest after 6 steps. Use --new --overwrite"
     end("new").says(1, expected)
-    end("new alone").raises("CheckpointError", expected)
+    end("new alone").tells(expected)
     assert end("new").saved() == end("new alone").saved() == set(SAVED_STEPS)
     replaced = end("overwrite")
     replaced.says(0)
