@@ -189,6 +189,7 @@ def _together(folder: Path, size: int, ends: dict[int, int]) -> dict[str, Any]:
 
 def _be_rank(spec: JobSpec, rank: int, size: int, stages: int, port: int, folder: Path) -> None:
     os.environ["VARUNA_STAGES"] = str(stages)
+    os.environ["VARUNA_CALIBRATION"] = "none"  # every plan has the same micro-batches, whatever is fastest today
     if size > 1:
         os.environ.update(
             RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
