@@ -61,7 +61,9 @@ def page(jobs: tuple[Job, ...], verdicts: Mapping[str, Verdict], found_with: str
     """The whole of ``docs/field.md``."""
     swept = [verdicts[job.name] for job in jobs if job.name in verdicts]
     found = counts(swept)
-    asked = sum(bool(verdict["asked"]) for verdict in swept if verdict["column"] == RIGHT)
+    right = [verdict for verdict in swept if verdict["column"] == RIGHT]
+    least = "at least " if any(verdict["asked"] is None for verdict in right) else ""  # verdicts read off an older page
+    asked = f"{least}{sum(bool(verdict['asked']) for verdict in right)}"
     parts = [
         _BEGINNING,
         f"Written by `make field-table` ({found_with}). {_ages(swept)}\n",
