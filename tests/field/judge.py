@@ -40,6 +40,9 @@ _WAY_OUT = re.compile(
 )
 _SHORT = 40
 
+_HERE = re.compile(r"/\S*/(?=site-packages/|tests/field/|varuna/)|/\S*/\.field/")
+"""Folders of the machine of a sweep."""
+
 Curve = Sequence[Sequence[float]]
 
 
@@ -68,6 +71,11 @@ def asks_for(argument: str, found: Mapping[str, Any]) -> str:
         return ""
     message: str = failures[0]["message"]
     return message if re.search(rf"\b{argument}=(?!\[)", message) else ""
+
+
+def placed(message: str) -> str:
+    """The message, with places below the libraries' folders and ours, wherever those lie."""
+    return _HERE.sub("", message)
 
 
 def number_named(argument: str, message: str) -> int | None:

@@ -14,8 +14,6 @@ from tests.field.judge import BAD, COLUMNS, CRASH, HANG, NOTHING, POOR, REFUSED,
 Verdict = Mapping[str, Any]
 _SHOWN = 320
 _ALIKE = 60
-_HERE = re.compile(r"/\S*/(?=site-packages/|tests/field/|varuna/)|/\S*/\.field/")
-"""Folders of the machine of a sweep."""
 _WORST_FIRST = (WRONG, HANG, CRASH, POOR, REFUSED)
 
 
@@ -139,7 +137,7 @@ def _likeness(reason: str) -> str:
 
 
 def _brief(text: str, most: int) -> str:
-    text = _HERE.sub("", " ".join(text.split())).replace("<", "&lt;").replace("|", "/")
+    text = " ".join(text.split()).replace("<", "&lt;").replace("|", "/")
     return text if len(text) <= most else f"{text[:most].rstrip()} …"
 
 

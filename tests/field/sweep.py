@@ -225,8 +225,8 @@ def judged(nursery: Nursery, job: Job, *, loud: bool = False) -> dict[str, Any]:
     return {
         "job": job.name,
         "column": column,
-        "reason": reason[:_REASON],
-        "asked": asked,
+        "reason": judge.placed(reason)[:_REASON],
+        "asked": judge.placed(asked),
         "seconds": round(time.monotonic() - began_s, 1),
         "sections": found.get("capture", {}).get("sections"),
         "noise": expected.get("noise"),
