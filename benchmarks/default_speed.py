@@ -47,26 +47,14 @@ def bert() -> Any:
     """4 layers of width 256."""
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 1024,
-    }
-    return BertForMaskedLM(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes))
+    return BertForMaskedLM(BertConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **transformer(256, 4, 1024)))
 
 
 def vit() -> Any:
     """4 layers of width 192, images of 32 x 32."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 3,
-        "intermediate_size": 768,
-    }
-    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=4, **sizes))
+    return ViTForImageClassification(ViTConfig(image_size=32, patch_size=4, **transformer(192, 3, 768)))
 
 
 def resnet() -> Any:
@@ -100,13 +88,7 @@ def lora_llama() -> Any:
             added: Tensor = self.base(x) + self.up(self.down(x))
             return added
 
-    sizes: dict[str, Any] = {
-        "hidden_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "intermediate_size": 688,
-    }
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **sizes))
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=WORDS, max_position_embeddings=LENGTH, **transformer(256, 4, 688)))
     model.requires_grad_(False)
     for layer in model.model.layers:
         layer.self_attn.q_proj, layer.self_attn.v_proj = map(Lora, (layer.self_attn.q_proj, layer.self_attn.v_proj))

@@ -39,6 +39,9 @@ from varuna.partition.model import PartitionedModel
 from varuna.partition.on_device import on_device
 from varuna.results import Evaluation, Step, evaluation_of, step_of
 
+_KEPT = 4
+"""Graphs for predictions that are kept: one for each ``output`` and form of batch."""
+
 
 class Trainer:
     """Trains an unmodified model on one device, or on any number of workers that come and go."""
@@ -252,6 +255,7 @@ class Trainer:
         key = (output, tuple((name, value.dtype, value.shape[1:]) for name, value in sorted(batch.tensors.items())))
         if key not in self._predicting:
             spec = self._spec
+            self._predicting = dict(list(self._predicting.items())[1 - _KEPT :])  # ``output`` may be new in every call
             self._predicting[key] = self._beside(for_prediction(spec.partitioned, spec.recipe, batch.tensors, output))
         self._evaluations += 1
         return session.predict(EvaluationWork(self._evaluations, *self._predicting[key], source, count, None, ema))

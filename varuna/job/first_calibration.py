@@ -7,7 +7,7 @@ from pathlib import Path
 from varuna.calibration.cache import cache_file, remember, remembered
 from varuna.calibration.file import check_matches, read_calibration
 from varuna.calibration.format import Calibration
-from varuna.calibration.timing.quick import quick_calibration
+from varuna.calibration.timing.quick import LIMIT_S, quick_calibration
 from varuna.core.errors import VarunaError
 from varuna.core.model import JobFacts
 from varuna.engine.stage.job import Job
@@ -19,6 +19,8 @@ from varuna.process.host_lock import turn
 
 _NONE = "none"
 """In place of a file: plan from operation counts, and measure nothing at the start."""
+_TURN_BOUND_S = 10 * LIMIT_S
+"""For the worker of a host that measures; one that waits longer measures for itself."""
 
 
 def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: InitialParameters) -> Calibration | None:
@@ -45,7 +47,8 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
     file = cache_file(facts)
     if spec.micro_batch is not None or facts.global_batch == 1:
         return remembered(facts, file)
-    with turn(sha256(f"times of {facts.model.digest}".encode()).hexdigest()):
+    key = sha256(f"times of {facts.model.digest}".encode()).hexdigest()
+    with turn(key, _TURN_BOUND_S, "measuring micro-batch sizes"):
         known = remembered(facts, file)
         if known is None or not knows_sizes(known, facts.global_batch):
             known = _measured(spec, job, beginning, facts) or known

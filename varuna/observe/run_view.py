@@ -11,6 +11,7 @@ from varuna.fleet.state.worker import Standing
 from varuna.observe.progress import closing_line, counted, morph_line, plan_line, progress_line, risk_line
 from varuna.observe.report import RunHistory
 from varuna.observe.terminal import Progress
+from varuna.process.threads import start
 
 _LOOK_S = 0.25
 _RECENT_STEPS = 32
@@ -67,7 +68,7 @@ class RunView:
     def watch(self, fleet: Callable[[], Fleet]) -> None:
         """Look at the fleet from time to time, on a thread of this view's own, until ``close``."""
         self._fleet = fleet
-        threading.Thread(target=self._look, name="varuna-view", daemon=True).start()
+        start("view", self._look)
 
     def close(self, ended: Ended | None, checkpoint: str | None) -> None:
         """The run is over, or goes on without its manager (None): say how it went, unless it never began."""

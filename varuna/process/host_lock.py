@@ -16,8 +16,8 @@ _POLL_S = 0.02
 
 
 @contextmanager
-def turn(key: str, bound_s: float = TURN_BOUND_S) -> Iterator[None]:
-    """Hold the host's lock of ``key`` during the block; it is freed when the process dies, too.
+def turn(key: str, bound_s: float = TURN_BOUND_S, doing: str = "building the model") -> Iterator[None]:
+    """Hold the host's lock of ``key`` during the block, ``doing`` something; it is freed when the process dies, too.
 
     The lock belongs to an open file, so threads of one process take turns as well. Its holder removes the file.
     """
@@ -25,7 +25,7 @@ def turn(key: str, bound_s: float = TURN_BOUND_S) -> Iterator[None]:
     try:
         descriptor = _taken(path, time.monotonic() + bound_s)
         if descriptor is None:
-            say(f"another worker has been building the model for {bound_s:.0f} s; continuing at the same time")
+            say(f"another worker has been {doing} for {bound_s:.0f} s; continuing at the same time")
     except OSError:  # the temporary folder cannot be written: nobody waits
         descriptor = None
     try:

@@ -6,6 +6,7 @@ before every use anyway. All ranks take part, between two steps; if the generati
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import NamedTuple
 
 import torch
@@ -59,11 +60,8 @@ def evaluate(generation: Generation, work: EvaluationWork) -> EvaluationSums:
         LinkError: a link broke, or nothing came within the bound.
         DataError: a sample is not what the model was captured with, or differs between stages.
     """
-    evaluation = EvaluationRun(generation, work)
-    try:
+    with closing(EvaluationRun(generation, work)) as evaluation:
         return evaluation.run()
-    finally:
-        evaluation.close()
 
 
 class EvaluationRun:

@@ -1,5 +1,7 @@
 """What the model predicts for another dataset, in the dataset's order: forward only, as an evaluation."""
 
+from contextlib import closing
+
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
@@ -26,11 +28,8 @@ def predict(generation: Generation, work: EvaluationWork) -> dict[str, Tensor]:
         LinkError: a link broke, or nothing came within the bound.
         DataError: a sample is not what the model was captured with, or differs between stages.
     """
-    prediction = _Prediction(generation, work)
-    try:
+    with closing(_Prediction(generation, work)) as prediction:
         return prediction.rows()
-    finally:
-        prediction.close()
 
 
 class _Prediction(EvaluationRun):

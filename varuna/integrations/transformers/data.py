@@ -2,12 +2,15 @@
 
 import copy
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 from varuna.data.randomness import seeded
 from varuna.process.console import say_once
+
+_OF_TOKENS = ("input_ids", "labels")
 
 
 class Ordered:
@@ -64,13 +67,11 @@ def one_length(collator: Callable[[list[Any]], Any], dataset: Any) -> Callable[[
 
 def _lengths(dataset: Any) -> tuple[int, int]:
     """The largest and the smallest number of tokens in any sample; 0 if samples are not dicts of lists."""
-    found = [0]
-    for key in ("input_ids", "labels"):
-        values: Sequence[Any]
-        if key in (getattr(dataset, "column_names", None) or ()):
-            values = dataset[key]
-        else:
-            rows = (dataset[index] for index in range(len(dataset)))
-            values = [row[key] for row in rows if isinstance(row, Mapping) and key in row]
-        found += [len(value) for value in values if hasattr(value, "__len__")]
-    return max(found), min(found[1:], default=0)
+    columns = getattr(dataset, "column_names", None) or ()
+    if columns:
+        values: Iterable[Any] = chain.from_iterable(dataset[key] for key in _OF_TOKENS if key in columns)
+    else:
+        rows = (dataset[index] for index in range(len(dataset)))  # each is read once: it may be made on the way
+        values = (row[key] for row in rows if isinstance(row, Mapping) for key in _OF_TOKENS if key in row)
+    found = [len(value) for value in values if hasattr(value, "__len__")]
+    return max(found, default=0), min(found, default=0)
