@@ -54,7 +54,7 @@ def run(
     script: Callable[[], Any],
     *,
     workers: int = 1,
-    stages: int | None = None,
+    stages: int | Mapping[int, int] | None = None,
     faults: Sequence[Fault] = (),
     bound_s: float = 100.0,
 ) -> RunResult:
@@ -66,7 +66,7 @@ def run(
     Args:
         script: what each worker runs: makes a ``Trainer`` and loops over its steps.
         workers: P x D, or more: those that fit no plan wait as spares. A killed worker is not replaced.
-        stages: P. Default: the planner's choice.
+        stages: P, or P by the number of workers that are left, such as ``{4: 2, 3: 3}``. Default: the planner's choice.
         faults: what goes wrong, see ``fail_at``.
         bound_s: how long the run may take.
 
@@ -135,7 +135,12 @@ class _Workers:
     """All workers, as the manager's ``Executor``: it starts them, speaks to them, and ends them."""
 
     def __init__(
-        self, script: Callable[[], Any], folder: Path, workers: int, stages: int | None, bound_s: float
+        self,
+        script: Callable[[], Any],
+        folder: Path,
+        workers: int,
+        stages: int | Mapping[int, int] | None,
+        bound_s: float,
     ) -> None:
         self._script, self._bound_s = script, bound_s
         self._capturing = threading.Lock()
@@ -159,7 +164,12 @@ class _Workers:
                 lease_s=bound_s,  # a thread that ends is always heard of, and silence is a busy machine's
                 suspect_lease_s=bound_s,
             ),
-            lambda job, count, micro_batch: plan_run(job, workers=count, stages=stages, micro_batch=micro_batch),
+            lambda job, count, micro_batch: plan_run(
+                job,
+                workers=count,
+                stages=stages.get(count) if isinstance(stages, Mapping) else stages,
+                micro_batch=micro_batch,
+            ),
             hands=self,
             mailbox=self._mailbox,
             journal=self._journal,

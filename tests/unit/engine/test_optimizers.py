@@ -16,6 +16,7 @@ from varuna.core.errors import UsageError
 from varuna.core.model import Memory
 from varuna.data import sample_index
 from varuna.partition.optimizers import AVERAGE, averaging
+from varuna.testing import fail_at, run
 from varuna.trainer import Trainer
 
 
@@ -59,12 +60,13 @@ def test_every_plan_trains_as_a_plain_loop(optimizer: Callable[[Any], Any], tmp_
         assert worst([*first, *train(Setup(optimizer=optimizer, directory=place), 3, 1, 4, place)], expected) < 1e-5
 
 
-def plain_average(steps: int, decay: float) -> torch.optim.swa_utils.AveragedModel:
+def plain_average(steps: int, decay: float, factory: Any = adamw) -> torch.optim.swa_utils.AveragedModel:
     """torch's own, in a plain loop."""
     setup = Setup()
     torch.manual_seed(setup.seed)
     model = SmallLanguage()
-    optimizer = adamw(list(model.named_parameters()))
+    built = factory(list(model.named_parameters()))
+    optimizers = built if isinstance(built, list) else [built]
     multiply = torch.optim.swa_utils.get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
     average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=multiply)
     for step in range(steps):
@@ -73,7 +75,8 @@ def plain_average(steps: int, decay: float) -> torch.optim.swa_utils.AveragedMod
         model.zero_grad()
         model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        for optimizer in optimizers:
+            optimizer.step()
         average.update_parameters(model)
     return average
 
@@ -126,3 +129,26 @@ def test_a_script_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch:
         loss = float(average(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}))
     assert job.evaluate(data, ema=True).loss == pytest.approx(loss, rel=1e-6)
     assert job.evaluate(data).loss != pytest.approx(loss, rel=1e-4)
+
+
+def test_two_optimizers_and_averages_survive_morphs_that_change_p_and_d(tmp_path: Path) -> None:
+    """2x2 loses a worker in a backward and one in its update: 3x1, then 1x2, with the state of those who live."""
+
+    def script() -> None:
+        job = Trainer(SmallLanguage, Tokens(), muon_and_adamw, 8, clip_grad_norm=1.0, micro_batch=2, ema=0.8)
+        for _ in job.steps(6):
+            pass
+        job.export(tmp_path / "average.safetensors", ema=True)
+        job.export(tmp_path / "newest.safetensors")
+
+    faults = [fail_at(rank=1, step=2, phase="B"), fail_at(rank=2, step=4, phase="apply")]
+    lived = run(script, workers=4, stages={4: 2, 3: 3, 2: 1}, faults=faults)
+    assert lived.plans == ("2x2", "3x1", "1x2")
+    with single_threaded():
+        expected = [loss for loss, _ in reference(Setup(optimizer=muon_and_adamw), 6)]
+        average = plain_average(6, 0.8, muon_and_adamw).module
+    assert lived.losses == pytest.approx(expected, rel=1e-5)
+    found = load_file(tmp_path / "average.safetensors")
+    torch.testing.assert_close(found, {name: value.detach() for name, value in average.named_parameters()})
+    newest = load_file(tmp_path / "newest.safetensors")
+    assert (newest["layers.0.weight"] - found["layers.0.weight"]).abs().max() > 1e-3  # the average lags behind
