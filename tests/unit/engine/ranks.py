@@ -380,7 +380,13 @@ def _one_core() -> Iterator[None]:
 
 
 def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list[tuple[float, float]]:
-    """The same job as a plain eager loop: nothing of the engine; (loss, gradient norm) of each step."""
+    """The same job as a plain eager loop: nothing of the engine; (loss, gradient norm) of each step.
+
+    Args:
+        setup: the job.
+        steps: how many.
+        whole_batch: the loss is that of the whole batch; else the mean of those of its micro-batches.
+    """
     from varuna.data import sample_index
 
     torch.manual_seed(setup.seed)
@@ -390,25 +396,28 @@ def reference(setup: Setup, steps: int = 4, *, whole_batch: bool = True) -> list
     optimizers = built if isinstance(built, list) else [built]
     optimizer = optimizers[0]
     scheduler = setup.scheduler(optimizer) if setup.scheduler else None
+    at_once = setup.global_batch if whole_batch else setup.micro_batch
     curve = []
     for step in range(steps):
-        first = step * setup.global_batch
-        samples = [
-            setup.dataset[sample_index(p, size=len(setup.dataset), seed=setup.seed)]
-            for p in range(first, first + setup.global_batch)
-        ]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
         model.zero_grad()
-        output = model(**batch)
-        loss = getattr(output, "loss", output)
-        loss.backward()
+        total = 0.0
+        for first in range(step * setup.global_batch, (step + 1) * setup.global_batch, at_once):
+            samples = [
+                setup.dataset[sample_index(p, size=len(setup.dataset), seed=setup.seed)]
+                for p in range(first, first + at_once)
+            ]
+            batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+            output = model(**batch)
+            loss = getattr(output, "loss", output) * (at_once / setup.global_batch)
+            loss.backward()
+            total += float(loss.detach())
         limit = float("inf") if setup.clip is None else setup.clip
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
         for each in optimizers:
             each.step()
         if scheduler is not None:
             scheduler.step()
-        curve.append((float(loss.detach()), float(norm)))
+        curve.append((total, float(norm)))
     return curve
 
 

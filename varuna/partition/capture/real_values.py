@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
 from varuna.data.randomness import generator_lock
+from varuna.partition.graph.detached_copies import follow_copy
 from varuna.partition.watching.explaining import user_line
 
 MOST_BYTES = 2**28
@@ -153,6 +154,7 @@ class RealValues:
                 self._known[fixed] = _Value(found, _Memory(grade))
                 return fixed
         made = run(args, kwargs)
+        follow_copy(func, args, made)
         if torch.Tag.data_dependent_output in func.tags and isinstance(made, _SYMBOLS):
             self.places |= dict.fromkeys(map(str, made.node.expr.free_symbols), user_line() or "an unknown line")
         real = None
