@@ -16,11 +16,10 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from varuna.core.errors import FleetError
 from varuna.core.messages import MAX_FRAME_BYTES, Beat
+from varuna.fleet.net.agent_session import AgentSession, ChannelFullError, Outgoing
 from varuna.fleet.net.ca import SERVER_NAME, client_context
-from varuna.fleet.net.channel import Channel, ChannelFullError
 from varuna.fleet.net.client import explain, reason
 from varuna.fleet.net.host_facts import HostFacts
-from varuna.fleet.net.outgoing import Outgoing
 from varuna.fleet.net.protocol import (
     BAD_JOB,
     BAD_MESSAGE,
@@ -143,10 +142,8 @@ class ManagerClient:
         self._snapshots, self._beats, self._host = snapshots, beats, host
         self._on_event, self._on_body, self._on_confirmed = on_event, on_body, on_confirmed
         self._tls = client_context(place.certificate_pem)
-        self._session = secrets.token_hex(8)
+        self._session = _new_session()
         self._manager = self._run = ""
-        self._channel: Channel[UpBody] = Channel(_ITEMS_WAITING)
-        self._outgoing: Outgoing[UpBody] | None = None
         self._connections = self._epoch = self._rejections = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[None] | None = None
@@ -264,16 +261,16 @@ class ManagerClient:
                 self._begin_anew()
                 return f"the manager sent a message that this version does not understand: {error}"
             finally:
-                self._outgoing = None
+                self._session.connection = None
 
     async def _talk(self, websocket: ClientConnection) -> str:
-        mark = self._channel.sent  # what is queued from here on is not in the snapshots
+        session, mark = self._session, self._session.sent  # what is queued from here on is not in the snapshots
         greet = Greet(
-            session=self._session,
+            session=session.name,
             manager=self._manager,
             run=self._run,
             job=self._job,
-            received=self._channel.received,
+            received=self._session.received,
             snapshots=self._snapshots(),
         )
         async with asyncio.timeout(
@@ -283,12 +280,14 @@ class ManagerClient:
             welcome = down_frame.validate_json(await websocket.recv())
         if not isinstance(welcome, Welcome):
             raise ValueError("no welcome")
-        self._meet(websocket, welcome, mark)
+        if self._session is not session:
+            return "too many messages came before the manager's answer"
+        outgoing = self._meet(websocket, welcome, mark)
         heard = [asyncio.get_running_loop().time()]
         tasks = [
-            asyncio.create_task(self._send_all(websocket)),
+            asyncio.create_task(outgoing.send_all(websocket.send)),
             asyncio.create_task(self._receive_all(websocket, heard)),
-            asyncio.create_task(self._beat(heard)),
+            asyncio.create_task(self._beat(outgoing, heard)),
         ]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -298,78 +297,66 @@ class ManagerClient:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _meet(self, websocket: ClientConnection, welcome: Welcome, mark: int) -> None:
-        """Go on where the last connection ended, or begin a new channel with what the greeting did not say."""
+    def _meet(self, websocket: ClientConnection, welcome: Welcome, mark: int) -> Outgoing[UpBody]:
+        """Go on where the last connection ended, or begin to count anew with what the greeting did not say."""
         if welcome.resumed:
             self._confirm(welcome.received)
-            cursor = welcome.received
         else:
-            later = [body for number, body in self._channel.waiting if number > mark and not isinstance(body, Output)]
-            self._channel, cursor = Channel(_ITEMS_WAITING), 0
+            later = [body for number, body in self._session.waiting if number > mark and not isinstance(body, Output)]
+            self._session = _new_session(self._session.name)
             self._epoch += 1
             for body in later:
-                self._channel.send(body)
+                self._session.send(body)
         self._manager, self._run = welcome.manager, welcome.run
-        self._outgoing = Outgoing(self._channel, cursor, _frame)
+        outgoing = self._session.connect(welcome.received if welcome.resumed else 0)
         self._connections += 1
         local = websocket.transport.get_extra_info("sockname")
         self._on_event(Welcomed(welcome, self._epoch, local[0]))
-
-    async def _send_all(self, websocket: ClientConnection) -> str:
-        outgoing = self._outgoing
-        assert outgoing is not None
-        while (frame := await outgoing.next_frame()) is not None:
-            await websocket.send(frame)
-        return outgoing.cut
+        return outgoing
 
     async def _receive_all(self, websocket: ClientConnection, heard: list[float]) -> str:
         async for text in websocket:
             heard[0] = asyncio.get_running_loop().time()
             frame = down_frame.validate_json(text)
             self._confirm(frame.received)
-            if isinstance(frame, DownItem) and self._channel.accept(frame.number):
+            if isinstance(frame, DownItem) and self._session.accept(frame.number):
                 self._on_body(frame.body)
         return "the manager closed the connection"
 
-    async def _beat(self, heard: list[float]) -> str:
+    async def _beat(self, outgoing: Outgoing[UpBody], heard: list[float]) -> str:
         """A pulse a second, at a phase of its own; a manager that answers none is out of reach."""
         await asyncio.sleep(random.uniform(0.0, self._bounds.pulse_s))
         told: HostFacts | None = None  # on this connection
         while (silent_s := asyncio.get_running_loop().time() - heard[0]) < _SILENCE_S:
-            if self._outgoing is not None:
-                host = self._host()
-                news, told = host if host is not told else None, host
-                asks = bool(self._channel.waiting) or silent_s >= _ASK_S
-                pulse = Pulse(
-                    received=self._channel.received, asks=asks, beats=self._beats(), clock_s=time.time(), host=news
-                )
-                self._outgoing.say(pulse.model_dump_json())
+            host = self._host()
+            news, told = host if host is not told else None, host
+            asks = bool(self._session.waiting) or silent_s >= _ASK_S
+            outgoing.say(
+                Pulse(received=self._session.received, asks=asks, beats=self._beats(), clock_s=time.time(), host=news)
+            )
             await asyncio.sleep(self._bounds.pulse_s)
         return f"the manager was silent for {_SILENCE_S:.0f} s"
 
     def _confirm(self, number: int) -> None:
-        done = [body for body in self._channel.confirm(number) if isinstance(body, Output)]
+        done = [body for body in self._session.confirm(number) if isinstance(body, Output)]
         if done:
             self._on_confirmed(done)
 
     def _enqueue(self, body: UpBody, epoch: int | None) -> None:
         if epoch is not None and epoch != self._epoch:
             return
-        if isinstance(body, Printed) and len(self._channel.waiting) > _PRINTED_WAITING:
+        if isinstance(body, Printed) and len(self._session.waiting) > _PRINTED_WAITING:
             return  # nobody listens; the log has it
         try:
-            self._channel.send(body)
+            self._session.send(body)
         except ChannelFullError:
             self._begin_anew()  # the next greeting says everything that counts
-        if self._outgoing is not None:
-            self._outgoing.wake()
 
     def _begin_anew(self) -> None:
-        """Forget the channel; the manager will be told everything."""
-        self._session = secrets.token_hex(8)
-        self._channel = Channel(_ITEMS_WAITING)
-        if self._outgoing is not None:
-            self._outgoing.end("too many messages were not acknowledged")
+        """Forget what was said; the manager will be told everything."""
+        before, self._session = self._session, _new_session()
+        if before.connection is not None:
+            before.connection.end("too many messages were not acknowledged")
 
     def _finish(self, flush_s: float) -> None:
         task = self._task
@@ -379,15 +366,15 @@ class ManagerClient:
         async def finish() -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(flush_s):
-                    while self._channel.waiting:
+                    while self._session.waiting:
                         await asyncio.sleep(0.02)
             task.cancel()
 
         self._finishing = asyncio.create_task(finish())
 
 
-def _frame(number: int, received: int, body: UpBody) -> str:
-    return UpItem(number=number, received=received, body=body).model_dump_json()
+def _new_session(name: str = "") -> AgentSession[UpBody]:
+    return AgentSession(name or secrets.token_hex(8), UpItem, _ITEMS_WAITING)
 
 
 def _bracketed(host: str) -> str:

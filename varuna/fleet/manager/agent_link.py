@@ -1,8 +1,7 @@
-"""The manager's side of one agent: its channel, the connection that it has at the moment, and how it behaves."""
+"""The manager's side of one agent: its session, its workers, and how it behaves."""
 
-from varuna.fleet.net.channel import Channel
+from varuna.fleet.net.agent_session import AgentSession, Outgoing
 from varuna.fleet.net.host_facts import HostView
-from varuna.fleet.net.outgoing import Outgoing
 from varuna.fleet.net.protocol import DownBody, DownItem
 
 ITEMS_WAITING = 4096
@@ -15,9 +14,8 @@ class AgentLink:
     """One life of one agent; used on the server's event loop only."""
 
     def __init__(self, node: str, session: str, now_s: float) -> None:
-        self.node, self.session = node, session
-        self.channel: Channel[DownBody] = Channel(ITEMS_WAITING)
-        self.connection: Outgoing[DownBody] | None = None
+        self.node = node
+        self.session: AgentSession[DownBody] = AgentSession(session, DownItem, ITEMS_WAITING)
         self.workers: set[str] = set()
         self.heard_s = now_s
         self.host = HostView()
@@ -28,9 +26,8 @@ class AgentLink:
 
     def connect(self, cursor: int) -> Outgoing[DownBody]:
         """A new connection; the other side has everything up to ``cursor``."""
-        self.connection = Outgoing(self.channel, cursor, _frame)
         self.ended_abruptly = False
-        return self.connection
+        return self.session.connect(cursor)
 
     def send(self, body: DownBody, now_s: float) -> None:
         """Queue a message, for this connection or the next one.
@@ -38,11 +35,9 @@ class AgentLink:
         Raises:
             ChannelFullError: nothing was confirmed for too long.
         """
-        if not self.channel.waiting:
+        if not self.session.waiting:
             self._progress_s = now_s
-        self.channel.send(body)
-        if self.connection is not None:
-            self.connection.wake()
+        self.session.send(body)
 
     def confirm(self, number: int, now_s: float) -> None:
         """The agent has everything up to ``number``.
@@ -50,12 +45,12 @@ class AgentLink:
         Raises:
             ValueError: it was never sent.
         """
-        if self.channel.confirm(number) or not self.channel.waiting:
+        if self.session.confirm(number) or not self.session.waiting:
             self._progress_s = now_s
 
     def is_stalled(self, now_s: float, patience_s: float) -> bool:
         """Whether it is silent, or takes in nothing of what it is sent."""
-        deaf = bool(self.channel.waiting) and now_s - self._progress_s > patience_s
+        deaf = bool(self.session.waiting) and now_s - self._progress_s > patience_s
         return deaf or now_s - self.heard_s > patience_s
 
     def pause_s(self, now_s: float, frame_bytes: int = 0) -> float:
@@ -64,7 +59,3 @@ class AgentLink:
         self._budget = min(_BURST_FRAMES, self._budget + passed_s * _FRAMES_PER_S) - 1
         self._budget_bytes = min(_BURST_BYTES, self._budget_bytes + passed_s * _BYTES_PER_S) - frame_bytes
         return max(0.0, -self._budget / _FRAMES_PER_S, -self._budget_bytes / _BYTES_PER_S)
-
-
-def _frame(number: int, received: int, body: DownBody) -> str:
-    return DownItem(number=number, received=received, body=body).model_dump_json()

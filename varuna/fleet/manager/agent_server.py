@@ -16,8 +16,7 @@ from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.pulse_gatherer import PulseGatherer
 from varuna.fleet.manager.reconcile import Reconciliation, check_belongs, check_speaker
-from varuna.fleet.net.channel import ChannelFullError
-from varuna.fleet.net.outgoing import Outgoing
+from varuna.fleet.net.agent_session import ChannelFullError, Outgoing
 from varuna.fleet.net.protocol import (
     BAD_JOB,
     BAD_MESSAGE,
@@ -146,11 +145,15 @@ class AgentServer:
     @property
     def connected(self) -> list[str]:
         """Nodes whose agents are there right now; any thread may ask."""
-        return [name for name, link in list(self._links.items()) if link.connection is not None]
+        return [name for name, link in list(self._links.items()) if link.session.connection is not None]
 
     def hosts(self) -> dict[str, object]:
         """What connected machines have told of themselves; any thread may ask."""
-        return {name: link.host.describe() for name, link in list(self._links.items()) if link.connection is not None}
+        return {
+            name: link.host.describe()
+            for name, link in list(self._links.items())
+            if link.session.connection is not None
+        }
 
     # -- joining -----------------------------------------------------------------------------------------
 
@@ -205,8 +208,8 @@ class AgentServer:
             await websocket.close(BAD_JOB, difference[:120])
             return
         before = self._links.get(node)
-        if before is not None and before.connection is not None:
-            if before.session != greet.session and time.monotonic() - before.heard_s < 3.0:
+        if before is not None and before.session.connection is not None:
+            if before.session.name != greet.session and time.monotonic() - before.heard_s < 3.0:
                 self._audit.refused(
                     f"connect agent {node}", address, "another agent with this identity is already connected"
                 )
@@ -214,7 +217,7 @@ class AgentServer:
                     BAD_TWIN, "an agent with this identity is already connected: give each agent its own --state-dir."
                 )
                 return
-            before.connection.end("the agent has a new connection")
+            before.session.connection.end("the agent has a new connection")
         await self._converse(websocket, *self._meet(node, greet))
 
     async def _read_greet(self, websocket: WebSocket, node: str) -> Greet | None:
@@ -237,11 +240,11 @@ class AgentServer:
         """Go on where the last connection ended, or begin anew."""
         now_s = time.monotonic()
         link = self._links.get(node)
-        resumed = link is not None and link.session == greet.session and greet.manager == self._manager
+        resumed = link is not None and link.session.name == greet.session and greet.manager == self._manager
         if link is None or not resumed:
             link = self._links[node] = AgentLink(node, greet.session, now_s)
         else:
-            link.confirm(min(greet.received, link.channel.sent), now_s)
+            link.confirm(min(greet.received, link.session.sent), now_s)
         connection = link.connect(greet.received if resumed else 0)
         link.heard_s = now_s
         connection.say(
@@ -249,9 +252,9 @@ class AgentServer:
                 manager=self._manager,
                 run=self._run,
                 resumed=resumed,
-                received=link.channel.received,
+                received=link.session.received,
                 kept=self._logs.sizes(node),
-            ).model_dump_json()
+            )
         )
         if not resumed:
             # Workers of another run are killed by their agent as soon as it hears which run this is.
@@ -278,13 +281,13 @@ class AgentServer:
         finally:
             for task in (sending, receiving, ending):
                 task.cancel()
-            if link.connection is connection:
-                link.connection = None
+            if link.session.connection is connection:
+                link.session.connection = None
                 asyncio.get_running_loop().call_later(_RETURN_S, self._conclude, link)
 
     def _conclude(self, link: AgentLink) -> None:
         """An agent that has not come back by now is gone, or cannot reach us: others have to say which."""
-        if self._links.get(link.node) is link and link.connection is None:
+        if self._links.get(link.node) is link and link.session.connection is None:
             self._pulses.post(NodeParted(link.node, "its agent is gone", abruptly=link.ended_abruptly))
 
     async def _receive_all(self, websocket: WebSocket, link: AgentLink, connection: Outgoing[DownBody]) -> None:
@@ -317,12 +320,12 @@ class AgentServer:
                 if clock_s is not None:
                     link.host.take(clock_s - time.time(), host)
                 if asks:
-                    connection.say(PulseAnswer(received=link.channel.received).model_dump_json())
+                    connection.say(PulseAnswer(received=link.session.received))
                 for worker in beats:
                     check_belongs(link.node, worker)
                 self._pulses.hear(link.node, beats)
             case UpItem(number=number, body=body):
-                if link.channel.accept(number):
+                if link.session.accept(number):
                     self._note(link, body)
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
@@ -365,8 +368,8 @@ class AgentServer:
         """Forget this life of an agent: its workers are lost, and killed if it comes back."""
         if self._links.get(link.node) is link:
             del self._links[link.node]
-        if link.connection is not None:
-            link.connection.end(why)
+        if link.session.connection is not None:
+            link.session.connection.end(why)
         for worker in link.workers:
             self._pulses.post(ConnectionLost(worker, why))
 
@@ -376,15 +379,13 @@ class AgentServer:
             await asyncio.sleep(1.0)
             now_s = time.monotonic()
             for link in list(self._links.values()):
-                if link.connection is not None and link.is_stalled(now_s, PATIENCE_S):
-                    link.connection.end("it is silent, or does not read its messages")
+                if link.session.connection is not None and link.is_stalled(now_s, PATIENCE_S):
+                    link.session.connection.end("it is silent, or does not read its messages")
 
 
 async def _send_all(websocket: WebSocket, connection: Outgoing[DownBody]) -> None:
-    """Send until the connection has to end; the transport's flow control holds back a slow receiver's frames here."""
     with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # RuntimeError: the receiving side has closed it
-        while (frame := await connection.next_frame()) is not None:
-            await websocket.send_text(frame)
+        await connection.send_all(websocket.send_text)
 
 
 def _error(status: int, text: str) -> Response:

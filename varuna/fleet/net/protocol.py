@@ -1,6 +1,6 @@
 """What an agent and the manager say to each other: JSON, one frame per WebSocket message.
 
-The first frame each way is ``Greet`` and ``Welcome``. Then come items, numbered and confirmed (see ``channel``),
+The first frame each way is ``Greet`` and ``Welcome``. Then come items, numbered and confirmed (see ``agent_session``),
 and once a second a pulse, which the manager answers if it is asked to: so both sides notice a dead connection.
 """
 

@@ -29,7 +29,7 @@ from varuna.fleet.agent.manager_client import (
 from varuna.fleet.manager.agent_server import AgentServer
 from varuna.fleet.net.ca import SERVER_NAME, CertificateAuthority, client_context, open_authority
 from varuna.fleet.net.host_facts import DiskFacts, HostFacts
-from varuna.fleet.net.protocol import Identity, JobIdentity, Started, WorkerSnapshot
+from varuna.fleet.net.protocol import Identity, JobIdentity, Started, Welcome, WorkerSnapshot
 from varuna.fleet.net.serving import Serving
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import Registry
@@ -202,6 +202,33 @@ def test_a_greeting_that_nobody_takes_in_has_a_bound(manager: Manager) -> None:
         return task.exception()
 
     assert isinstance(asyncio.run(talk()), TimeoutError)
+
+
+class Slow:
+    """A manager whose answer comes after more messages than may wait for it."""
+
+    def __init__(self, crowd: Callable[[], None]) -> None:
+        self._crowd = crowd
+
+    async def send(self, text: str) -> None:
+        self._crowd()
+
+    async def recv(self) -> str:
+        return Welcome(manager="m1", run="r1", resumed=False).model_dump_json()
+
+
+def test_when_too_much_is_said_before_the_manager_answers_everything_is_told_on_the_next_connection(
+    manager: Manager,
+) -> None:
+    """The answer is about a session that is over: what came after it would be taken for what the greeting said."""
+    uplink = manager.uplink()
+
+    def crowd() -> None:
+        for _ in range(8193):
+            uplink._enqueue(Started(worker="n0.0"), None)
+
+    assert "too many messages" in asyncio.run(uplink._talk(cast(ClientConnection, Slow(crowd))))
+    assert manager.heard.empty()
 
 
 def test_a_pulse_carries_the_clock_and_what_the_machine_is_like(manager: Manager) -> None:

@@ -23,7 +23,6 @@ from varuna.fleet.manager.agent_link import AgentLink
 from varuna.fleet.manager.agent_server import AgentServer
 from varuna.fleet.manager.mailbox import Pulses
 from varuna.fleet.manager.reconcile import Reconciliation
-from varuna.fleet.net.channel import Channel
 from varuna.fleet.net.protocol import (
     STALLED,
     DownItem,
@@ -134,12 +133,11 @@ class Visit:
 
     def __init__(self, session: WebSocketTestSession, node: str) -> None:
         self.session, self.node = session, node
-        self.channel: Channel[UpBody] = Channel(1000)
-        self.received = 0
+        self.sent = self.received = 0
 
     def say(self, body: UpBody) -> None:
-        number = self.channel.send(body)
-        self.session.send_text(UpItem(number=number, received=self.received, body=body).model_dump_json())
+        self.sent += 1
+        self.session.send_text(UpItem(number=self.sent, received=self.received, body=body).model_dump_json())
 
     def sync(self) -> int:
         """A pulse and its answer: all that was said before has been heard."""
@@ -438,7 +436,7 @@ def test_a_connection_in_which_a_frame_is_stuck_can_be_cut(tmp_path: Path) -> No
 
     asyncio.run(converse())
     assert websocket.closed == [STALLED]
-    assert link.connection is None
+    assert link.session.connection is None
 
 
 def test_a_full_disk_costs_an_agents_logs_and_not_the_agent(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
