@@ -1,5 +1,6 @@
 """What workers and the manager say to each other: JSON, one message per WebSocket frame."""
 
+from enum import StrEnum
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter
@@ -96,15 +97,33 @@ class Hello(Value):
     measured: str = Field(default="", description="JSON of what its sections take, for plans; empty: not measured")
 
 
+class WorkerPhase(StrEnum):
+    """What a worker's training thread is at, for whoever decides or shows something by it."""
+
+    FORMS = "forms"
+    """it gets ready for its generation, and runs no step of it yet"""
+    CHECKS = "checks"
+    """the same, before step 0: it makes first values, and compares the model with plain PyTorch"""
+    STEPS = "steps"
+    LOOP = "loop"
+    """it runs the user's code between two steps"""
+    OTHER = "other"
+
+    @property
+    def is_forming(self) -> bool:
+        """Whether its generation has not begun."""
+        return self in (WorkerPhase.FORMS, WorkerPhase.CHECKS)
+
+
 class Beat(Value):
-    """Sign of life, once a second; ``activity`` is what the training thread does or waits for."""
+    """Sign of life, once a second; ``activity`` is what the training thread does or waits for, in words for people."""
 
     kind: Literal["beat"] = "beat"
     generation: int
     step: int
     activity: str
+    phase: WorkerPhase = WorkerPhase.OTHER
     at_work: bool = Field(default=False, description="it waits for no other rank")
-    forms: bool = Field(default=False, description="it gets ready for its generation, and runs no step of it yet")
     waits_s: float = Field(default=0.0, description="for how long it has been in its wait for other ranks")
     forward_s: float | None = Field(default=None, description="compute of a forward, mean since the last beat")
     backward_s: float | None = Field(default=None, description="compute of a backward, recomputation included")

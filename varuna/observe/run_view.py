@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from varuna.core.messages import WorkerPhase
 from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 from varuna.fleet.state.worker import Standing
@@ -142,7 +143,10 @@ def phase_of(fleet: Fleet) -> str:
 def _forming(fleet: Fleet) -> str:
     """What rank 0 says of the way to its first step."""
     beat = fleet.workers[fleet.members[0]].beat
-    activity = beat.activity if beat is not None and beat.generation == fleet.generation else ""
-    if "first values" in activity:
-        return "checking the model against plain PyTorch"
-    return "running the first step" if "step" in activity else "connecting the workers"
+    match beat.phase if beat is not None and beat.generation == fleet.generation else None:
+        case WorkerPhase.CHECKS:
+            return "checking the model against plain PyTorch"
+        case WorkerPhase.STEPS | WorkerPhase.LOOP:
+            return "running the first step"
+        case _:
+            return "connecting the workers"

@@ -7,7 +7,19 @@ from functools import cache
 from typing import Any, TypeVar
 
 from varuna.core.errors import NoPlanError
-from varuna.core.messages import Assign, Assignment, Beat, FromWorker, Held, Hello, Leaving, Suspect, Vote, Voted
+from varuna.core.messages import (
+    Assign,
+    Assignment,
+    Beat,
+    FromWorker,
+    Held,
+    Hello,
+    Leaving,
+    Suspect,
+    Vote,
+    Voted,
+    WorkerPhase,
+)
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
@@ -154,7 +166,7 @@ class Driver:
         hidden: tuple[str, ...] = (),
         activity: str = "waits",
         at_work: tuple[str, ...] = (),
-        forms: bool = False,
+        phase: WorkerPhase = WorkerPhase.OTHER,
         still: bool = True,
     ) -> list[Instruction]:
         """Let time pass in ticks, as the shell does; all but the ``silent`` workers send heartbeats.
@@ -172,7 +184,7 @@ class Driver:
                     generation, works = self.fleet.generation, worker in at_work
                     wait_s = 0.0 if works else waits_s
                     beat = Beat(
-                        generation=generation, step=0, activity=activity, at_work=works, forms=forms, waits_s=wait_s
+                        generation=generation, step=0, activity=activity, at_work=works, phase=phase, waits_s=wait_s
                     )
                     self.say(worker, beat)
             for node in {worker.node for worker in self.fleet.workers.values()} - set(hidden):

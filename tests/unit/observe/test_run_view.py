@@ -5,7 +5,7 @@ from rich.console import Console
 
 from tests.unit.fleet.support import Driver, two_stages
 from tests.unit.observe.recorded_events import generation, morphed, recorded
-from varuna.core.messages import Beat
+from varuna.core.messages import Beat, WorkerPhase
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.run_events import Notice
@@ -45,8 +45,8 @@ def test_a_log_has_every_phase_once_and_how_the_run_ended() -> None:
     for _ in range(2):
         view.look(driver.fleet)
     driver.gather()
-    for activity in ("waits for first values of 2 sections", "runs step 0"):
-        driver.say("w0", Beat(generation=0, step=0, activity=activity))
+    for phase in (WorkerPhase.CHECKS, WorkerPhase.STEPS):
+        driver.say("w0", Beat(generation=0, step=0, activity="", phase=phase))
         view.look(driver.fleet)
     driver.voted(0)
     view.look(driver.fleet)

@@ -74,6 +74,8 @@ class Awaited(NamedTuple):
     """the ranks that it comes from; none: this rank's own work, such as reading samples"""
     by_device: bool = False
     """the device works on it: it takes no longer than a step may"""
+    checks: bool = False
+    """first values are made, and the model is compared with plain PyTorch"""
 
 
 class Waiting(NamedTuple):

@@ -191,7 +191,8 @@ def _states(
     received = exchange(groups.world, assignment.transfers, rank, held) if assignment.transfers else {}
     states: dict[int, SectionState] = {}
     refusal: VarunaError | None = None
-    at(Awaited(f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"))
+    what = f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"
+    at(Awaited(what, checks=assignment.fresh))
     if assignment.fresh:
         try:
             states = initial_states(model, wanted, partial(initial, checks=True), buffers) if wanted else {}
@@ -204,7 +205,8 @@ def _states(
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
     if assignment.members > 1 and assignment.fresh:
-        at(Awaited("the comparison of first values", tuple(m for m in range(assignment.members) if m != rank)))
+        others = tuple(m for m in range(assignment.members) if m != rank)
+        at(Awaited("the comparison of first values", others, checks=True))
         share_refusal(groups.world, rank, assignment.members, refusal)
         check_agreement(groups.world, model, plan, rank, states)
     elif refusal is not None:

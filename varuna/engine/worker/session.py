@@ -1,8 +1,6 @@
 """A worker's life: generations, one after another, and the loop over steps in between."""
 
 import contextlib
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -15,26 +13,24 @@ from torch import Tensor
 
 from varuna.core.errors import DamagedCheckpoint, FleetError, LinkError
 from varuna.core.membership import Membership
-from varuna.core.messages import Apply, Assign, Assignment, Beat, Finish
+from varuna.core.messages import Apply, Assign, Assignment, Finish, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
-from varuna.engine.base.wait_bounds import Doing, Patience, Waiting, doing_of
-from varuna.engine.pipeline.timeline import StepTimes
+from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.stage.job import Job
 from varuna.engine.worker.divergence import check_finite, is_finite
 from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
+from varuna.engine.worker.heartbeat import Heartbeat
 from varuna.engine.worker.predict import predict
-from varuna.engine.worker.reporting import Reporter
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import layout_of, overflowed, run_step
-from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
 from varuna.engine.worker.worker_state import WorkerState
 from varuna.partition.batch_weight import WeightFunction
-from varuna.process.console import say_once, warn
+from varuna.process.console import say_once
 from varuna.process.threads import join_all
 
 Found = TypeVar("Found")
@@ -92,11 +88,8 @@ class Session:
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
-        self._reporter, self._what, self._thread = Reporter(), "starting", threading.get_ident()
-        self._forming = ""  # what it says it does while it gets ready for a generation
-        self._is_sound, self._is_settled = True, False  # the newest step was finite; a whole round of the loop was made
-        self._told_times: StepTimes | None = None  # of the newest beat that carried any
-        self._patience, self._inbox = patience, Inbox()  # of the newest generation
+        self.heartbeat = Heartbeat(self.standing, job.compiler)
+        self._is_sound, self._patience = True, patience  # the newest step was finite
         self.current: Generation | None = None
         self._assignment: Assignment | None = None  # of the newest stage
 
@@ -119,7 +112,7 @@ class Session:
         """Leave the last generation's groups, and end what runs for this session."""
         if self.current is not None:
             self.current.close(exiting=True)
-        self._inbox.abort(GenerationEnded(self.standing.generation))
+        self.heartbeat.inbox.abort(GenerationEnded(self.standing.generation))
         if self._saver is not None:
             self._saver.close()
         self._setting.source.close()
@@ -145,7 +138,8 @@ class Session:
         generation = self.current
         if generation is None:
             raise FleetError("evaluation and prediction work inside the training loop and after it: run a step first")
-        before, self._what = self._what, doing
+        before = self.heartbeat.work
+        self.heartbeat.at(doing)
         try:
             return run(generation)
         except GenerationEnded:
@@ -156,7 +150,7 @@ class Session:
                 raise
             return None
         finally:
-            self._what = before
+            self.heartbeat.work = before
 
     def steps(self) -> Iterator[Committed]:
         """Join, run every generation, leave; yields each committed step once per generation that ran it.
@@ -165,18 +159,19 @@ class Session:
             FleetError: the manager refused this worker or ended the run.
             LinkError: a link broke and nobody can replace the generation.
         """
-        standing, self._thread = self.standing, threading.get_ident()
+        standing, heart = self.standing, self.heartbeat
+        heart.train_here()
         streams = self._setting.job.traffic.streams
         self._membership.join(
             self._facts,
             device=None if streams is None else streams.memory(),
-            beat=self._beat,
+            beat=heart.beat,
             on_hold=standing.on_hold,
             on_flag=standing.on_flag,
         )
         finished = False
         while not finished:
-            self._what = "waits for an assignment"
+            heart.at("waits for an assignment")
             directive = self._membership.next_directive()
             if isinstance(directive, Finish):
                 if directive.failure is not None:
@@ -190,7 +185,7 @@ class Session:
             elif isinstance(directive, Assign):
                 finished = yield from self._run(directive.assignment)
         self._farewell()
-        self._what = "saves the last checkpoint"
+        heart.at("saves the last checkpoint")
         if self._saver is not None:
             self._saver.flush()
         standing.report_unrecorded()
@@ -202,7 +197,7 @@ class Session:
         if stage is None or assignment is None or saver is None or not self.standing.is_over(self._facts.steps):
             return
         if not saver.is_rescue and self._is_sound and saver.newest != (assignment.generation, stage.next_step):
-            self._what = "saves the last checkpoint"
+            self.heartbeat.at("saves the last checkpoint")
             saver.flush()
             saver.save(stage, assignment)
 
@@ -222,7 +217,7 @@ class Session:
             self._membership.suspect(assignment.generation, str(error))
             if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
                 raise
-            self._what = "waits for the manager's decision about a broken link"
+            self.heartbeat.at("waits for the manager's decision about a broken link")
             self.standing.suspend(assignment.generation)
             self._close_current()
         return False
@@ -232,11 +227,17 @@ class Session:
         standing, plan = self.standing, assignment.plan
         inbox = Inbox(self._patience, who=_who(assignment), rank=assignment.rank, ranks=range(plan.workers))
         standing.enter(assignment.generation, inbox)
-        self._what, self._inbox = f"forms generation {assignment.generation}", inbox
-        self._forming = self._what
+        self.heartbeat.at(f"forms generation {assignment.generation}", WorkerPhase.FORMS)
+        self.heartbeat.inbox = inbox
         try:
             formed = form(
-                self._setting, assignment, inbox, standing.states(), self._combines, self._doing, self._give_up
+                self._setting,
+                assignment,
+                inbox,
+                standing.states(),
+                self._combines,
+                self.heartbeat.doing,
+                self.heartbeat.give_up,
             )
         except BaseException:
             inbox.abort(GenerationEnded(assignment.generation))
@@ -258,9 +259,9 @@ class Session:
             self._saver.begin(stage, assignment)
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage)
         self._close_current()
-        self._reporter.begin()
+        self.heartbeat.reporter.begin()
         inbox.expect_step(plan.step_s)
-        self.current = generation
+        self.current, self.heartbeat.runtime = generation, generation.runtime
         return generation
 
     def _step_through(self, generation: Generation) -> Generator[Committed, None, bool]:
@@ -278,10 +279,10 @@ class Session:
             if totals.checkpoint or is_over:
                 self._saves_next = False
                 self._save(generation, is_last=is_over)
-            self._what = f"runs the code of the training loop after step {step}"
+            self.heartbeat.at(f"runs the code of the training loop after step {step}", WorkerPhase.LOOP)
             with self.standing.resting(regroup=totals.regroup and not is_over):
                 yield Committed(step, totals, assignment.generation, plan, assignment.rank == 0, step_s)
-            self._is_settled = True
+            self.heartbeat.is_settled = True
             if is_over:
                 return True
             generation.inbox.check()
@@ -290,7 +291,7 @@ class Session:
 
     def _one_step(self, generation: Generation, step: int) -> StepTotals:
         """Run a step; rank 0 reports it."""
-        self._what = f"runs step {step}"
+        self.heartbeat.at(f"runs step {step}", WorkerPhase.STEPS)
         vote, totals = run_step(
             generation,
             step,
@@ -298,7 +299,7 @@ class Session:
             combines=self._combines is not False,
             check=partial(self._check_finite, generation, step) if self._setting.job.stops_at_nan else None,
             remember=self.standing.remember,
-            reporter=self._reporter,
+            reporter=self.heartbeat.reporter,
         )
         if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so nobody was asked
             self._combines = self._combines or generation.stage.local_exchange.used
@@ -349,50 +350,14 @@ class Session:
         generation = self.current
         if generation is None or generation.groups.vote is None or generation.plan.workers == 1:
             return
-        self._what = "waits for the other ranks to finish the last step"
+        self.heartbeat.at("waits for the other ranks to finish the last step")
         with contextlib.suppress(GenerationEnded, LinkError):
             generation.reducer.farewell()
 
     def _close_current(self) -> None:
         if self.current is not None:
             self.current.close()
-            self.current = None
-
-    def _doing(self, tick: int = 0) -> Doing:
-        """What this rank does or waits for, for the manager and the other ranks."""
-        waiting, activity = self._inbox.waiting, self._what
-        is_running = activity.startswith("runs ")
-        if self.current is not None and waiting is None and activity.startswith("runs step"):
-            activity = self.current.runtime.activity
-        there, compiler = self._where(waiting), self._setting.job.compiler
-        takes_time = there.is_debugged or (compiler is not None and compiler.is_compiling) or not self._is_settled
-        return doing_of(activity, waiting, tick=tick, place=there.place, bounded=is_running and not takes_time)
-
-    def _where(self, waiting: Waiting | None) -> Whereabouts:
-        return whereabouts(self._thread, reads=waiting is not None and not waiting.awaited().on)
-
-    def _give_up(self, why: str) -> None:
-        """End this process, whose training thread cannot be made to stop: a morph goes on without it."""
-        warn(f"{why} It is here:\n{self._where(self._inbox.waiting).stack}")
-        os._exit(1)
-
-    def _beat(self) -> Beat:
-        current, standing, doing, waiting = self.current, self.standing, self._doing(), self._inbox.waiting
-        beat = Beat(
-            generation=standing.generation,
-            step=standing.next_step or 0,
-            activity=doing.text,
-            at_work=not doing.on,
-            forms=self._what == self._forming,
-            waits_s=time.monotonic() - waiting.since_s if waiting is not None and doing.on else 0.0,
-            times=self._reporter.drain(),
-        )
-        times = current.runtime.times if current is not None else None
-        if times is None or (self._told_times is not None and times.actions is self._told_times.actions):
-            return beat
-        self._told_times = times
-        forward_s, backward_s = times.per_micro_batch_s()
-        return beat.model_copy(update={"forward_s": forward_s, "backward_s": backward_s})
+            self.current = self.heartbeat.runtime = None
 
 
 def _who(assignment: Assignment) -> str:

@@ -170,7 +170,7 @@ def _copying(fleet: Fleet) -> list[str]:
     found = []
     for name in fleet.live_members:
         beat = fleet.workers[name].beat
-        if beat is not None and beat.forms:
+        if beat is not None and beat.phase.is_forming:
             if beat.at_work:
                 return []
             found.append(name)

@@ -8,7 +8,7 @@ import errno
 import os
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +49,9 @@ class LogKeeper:
         self._folder, self._clock = folder, clock
         self._most_bytes, self._most_waiting_bytes, self._most_logs = most_bytes, waiting_bytes, most_logs
         self._taken = {path.stem: path.stat().st_size for path in folder.glob("*.log")}  # bytes, by worker
+        self._workers: defaultdict[str, list[str]] = defaultdict(list)  # of each node
+        for worker in self._taken:
+            self._workers[_node_of(worker)].append(worker)
         self._waiting: deque[tuple[str, bytes]] = deque()
         self._waiting_bytes = 0
         self._changed = threading.Condition()  # guards what waits, and whether there is a thread
@@ -79,7 +82,7 @@ class LogKeeper:
 
     def sizes(self, node: str) -> dict[str, int]:
         """Bytes that came from each worker of a node."""
-        return {worker: taken for worker, taken in self._taken.items() if worker.rpartition(".")[0] == node}
+        return {worker: self._taken[worker] for worker in self._workers.get(node, ())}
 
     def settle(self, bound_s: float = 10.0) -> bool:
         """Wait until all is written; False if ``bound_s`` passes first."""
@@ -89,6 +92,7 @@ class LogKeeper:
     def _knows(self, worker: str) -> bool:
         if worker not in self._taken and len(self._taken) < self._most_logs:
             self._taken[worker] = 0
+            self._workers[_node_of(worker)].append(worker)
         return worker in self._taken
 
     def _put(self, worker: str, data: bytes) -> None:
@@ -138,6 +142,10 @@ class LogKeeper:
                 warn(f"{path} is missing output: {error.strerror}. The output is on the worker's machine.")
             return len(rest)
         return 0
+
+
+def _node_of(worker: str) -> str:
+    return worker.rpartition(".")[0]
 
 
 def _open_private(path: str, flags: int) -> int:

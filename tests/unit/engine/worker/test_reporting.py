@@ -49,7 +49,7 @@ def test_every_rank_of_a_run_tells_what_its_steps_took() -> None:
     setup = Setup(SmallLanguage)
     setup.run(2, 2, steps=5)
     for session in setup.finished:
-        told = session._beat().times
+        told = session.heartbeat.beat().times
         assert told is not None
         assert told.steps == 3
         assert set(told.actions) >= {"F", "B"}

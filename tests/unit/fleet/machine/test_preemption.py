@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
-from varuna.core.messages import Finish, Hold, RaiseFlag
+from varuna.core.messages import Finish, Hold, RaiseFlag, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
@@ -243,7 +243,7 @@ def test_a_joiner_that_cannot_copy_is_dropped() -> None:
     regroup(driver, 3)
     assert driver.fleet.record.plan.replicas == 3
     for _ in range(3):
-        driver.wait(5.2, forms=True)
+        driver.wait(5.2, phase=WorkerPhase.FORMS)
         for name in driver.fleet.live_members:
             driver.held(name, 3 if name in ("w0", "w1", "w2", "w3") else None)
     assert [lost.worker for lost in driver.told(WorkerLost)] == ["w4", "w5"]
@@ -256,8 +256,8 @@ def test_a_joiner_that_cannot_copy_is_dropped() -> None:
 def test_nobody_is_dropped_while_a_worker_builds_the_model() -> None:
     driver = Driver(FleetConfig(workers=2, form_timeout_s=5), plan=two_stages)
     driver.gather()
-    driver.wait(20, forms=True, at_work=("w1",))
+    driver.wait(20, phase=WorkerPhase.FORMS, at_work=("w1",))
     assert driver.fleet.generation == 0
     assert not driver.told(WorkerLost)
-    driver.wait(0.4, forms=True)
+    driver.wait(0.4, phase=WorkerPhase.FORMS)
     assert isinstance(driver.fleet.phase, Stopping)

@@ -9,7 +9,13 @@ ROOT = Path(__file__).parents[4] / "varuna"
 IDENTITIES = {"worker", "name", "node", "version", "digest", "folder", "secret", "key", "file"}
 """Texts that are compared, since they name something."""
 SEARCHES = {"startswith", "endswith", "find", "index", "removeprefix"}
-RULES = [*(ROOT / "fleet" / "machine").glob("*.py"), *(ROOT / "fleet" / "manager").glob("*.py")]
+RULES = [
+    *(ROOT / "fleet" / "machine").glob("*.py"),
+    *(ROOT / "fleet" / "manager").glob("*.py"),
+    ROOT / "engine" / "worker" / "heartbeat.py",
+    ROOT / "engine" / "worker" / "session.py",
+    ROOT / "observe" / "run_view.py",
+]
 
 
 def sentences() -> set[str]:

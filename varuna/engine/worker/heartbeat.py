@@ -1,0 +1,93 @@
+"""What a worker's training thread is at, as it tells the manager every second, and the ranks that wait for it."""
+
+import os
+import threading
+import time
+from typing import NamedTuple
+
+from varuna.core.messages import Beat, WorkerPhase
+from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.wait_bounds import Doing, Waiting, doing_of
+from varuna.engine.graphs.compiled import Compiler
+from varuna.engine.pipeline.runtime import Runtime
+from varuna.engine.pipeline.timeline import StepTimes
+from varuna.engine.worker.reporting import Reporter
+from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
+from varuna.engine.worker.worker_state import WorkerState
+from varuna.process.console import warn
+
+_BOUNDED = (WorkerPhase.STEPS, WorkerPhase.LOOP)
+"""Other ranks wait for the end of these, so this rank's own work in them must end within a bound."""
+
+
+class Work(NamedTuple):
+    """What a training thread is at."""
+
+    text: str
+    phase: WorkerPhase = WorkerPhase.OTHER
+
+
+class Heartbeat:
+    """Set by the training thread, read by threads that tell others.
+
+    Args:
+        state: of this worker.
+        compiler: of the job, if it compiles.
+    """
+
+    def __init__(self, state: WorkerState, compiler: Compiler | None) -> None:
+        self._state, self._compiler, self._thread = state, compiler, threading.get_ident()
+        self.work = Work("starting")
+        self.inbox = Inbox()
+        """of the newest generation"""
+        self.runtime: Runtime | None = None
+        """of the present generation, if there is one"""
+        self.reporter = Reporter()
+        self.is_settled = False
+        """a whole round of the loop was made; before that, anything may take long"""
+        self._told_times: StepTimes | None = None  # of the newest beat that carried any
+
+    def train_here(self) -> None:
+        """The calling thread is the one that trains."""
+        self._thread = threading.get_ident()
+
+    def at(self, text: str, phase: WorkerPhase = WorkerPhase.OTHER) -> None:
+        """The training thread begins something else."""
+        self.work = Work(text, phase)
+
+    def doing(self, tick: int = 0) -> Doing:
+        """What this rank does or waits for."""
+        (text, phase), waiting, runtime = self.work, self.inbox.waiting, self.runtime
+        if runtime is not None and waiting is None and phase is WorkerPhase.STEPS:
+            text = runtime.activity
+        there = self._where(waiting)
+        is_compiling = self._compiler is not None and self._compiler.is_compiling
+        bounded = phase in _BOUNDED and self.is_settled and not (there.is_debugged or is_compiling)
+        return doing_of(text, waiting, tick=tick, place=there.place, bounded=bounded)
+
+    def beat(self) -> Beat:
+        """The next sign of life; what steps took is in one of them only."""
+        doing, waiting, runtime, phase = self.doing(), self.inbox.waiting, self.runtime, self.work.phase
+        beat = Beat(
+            generation=self._state.generation,
+            step=self._state.next_step or 0,
+            activity=doing.text,
+            phase=WorkerPhase.CHECKS if waiting is not None and waiting.awaited().checks else phase,
+            at_work=not doing.on,
+            waits_s=time.monotonic() - waiting.since_s if waiting is not None and doing.on else 0.0,
+            times=self.reporter.drain(),
+        )
+        times = runtime.times if runtime is not None else None
+        if times is None or (self._told_times is not None and times.actions is self._told_times.actions):
+            return beat
+        self._told_times = times
+        forward_s, backward_s = times.per_micro_batch_s()
+        return beat.model_copy(update={"forward_s": forward_s, "backward_s": backward_s})
+
+    def give_up(self, why: str) -> None:
+        """End this process, whose training thread cannot be made to stop: a morph goes on without it."""
+        warn(f"{why} It is here:\n{self._where(self.inbox.waiting).stack}")
+        os._exit(1)
+
+    def _where(self, waiting: Waiting | None) -> Whereabouts:
+        return whereabouts(self._thread, reads=waiting is not None and not waiting.awaited().on)
