@@ -1,12 +1,15 @@
 """What a manager of many machines can bear: agents on real TLS WebSockets, each with a beat a second.
 
-    python benchmarks/manager_load.py [--agents 1000] [--seconds 20] [--stalled 5]
+    python benchmarks/manager_load.py [--agents 1000] [--seconds 20] [--stalled 5] [--bare]
 
 A manager runs in a process of its own, as `varuna manager` does: doors, journal, state machine. This process plays all
 agents on one event loop: each greets, says that its worker is there, and sends a pulse a second, which the manager
 answers. Some agents stop reading after a while. Printed: how long connecting took, round trips of the pulses, beside
 them how late this process was woken (on a busy machine that is most of it), the time until an instruction has reached
 everyone, and how the others fared while some were deaf.
+
+With --bare the server has no manager: it reads each frame without looking at it, and answers as often. What a beat
+costs then is TLS, system calls and the frames of the libraries.
 """
 
 import argparse
@@ -20,19 +23,22 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from starlette.applications import Starlette
+from starlette.routing import WebSocketRoute
+from starlette.websockets import WebSocket, WebSocketDisconnect
 from websockets.asyncio.client import ClientConnection, connect
 
 from varuna import __version__
-from varuna.core.messages import Beat, Finish
+from varuna.core.messages import MAX_FRAME_BYTES, Beat, Finish
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.manager.reconcile import node_of
-from varuna.fleet.net.ca import SERVER_NAME, client_context
+from varuna.fleet.net.ca import SERVER_NAME, client_context, open_authority
 from varuna.fleet.net.protocol import (
     DownItem,
     Greet,
@@ -43,9 +49,10 @@ from varuna.fleet.net.protocol import (
     Started,
     Tell,
     UpItem,
+    Welcome,
     down_frame,
 )
-from varuna.fleet.net.serving import raise_open_files
+from varuna.fleet.net.serving import Serving, raise_open_files
 from varuna.fleet.run_folder.registry import Registry, hashed
 from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
 from varuna.fleet.service.service import ManagerService, ServiceConfig
@@ -79,8 +86,7 @@ def manage(run_dir: Path, pipe: Connection) -> None:
                     cluster.workers.send(name, Finish(failure="an instruction for all"))
                 pipe.send(time.monotonic() - began_s)
             elif order == "usage":
-                usage = resource.getrusage(resource.RUSAGE_SELF)
-                pipe.send((usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, len(cluster.manager.fleet.workers)))
+                pipe.send(usage())
         cluster.workers.close()
         pipe.send("ended")
 
@@ -89,6 +95,34 @@ def manage(run_dir: Path, pipe: Connection) -> None:
     threading.Thread(target=cluster.manager.run, daemon=True).start()
     cluster.open()
     serve_pipe()
+
+
+def manage_nothing(run_dir: Path, pipe: Connection) -> None:
+    """In place of ``manage``: the same server, behind which nobody listens."""
+    welcome = Welcome(manager="m", run="r", resumed=False).model_dump_json()
+    answer = PulseAnswer(received=0).model_dump_json()
+
+    async def serve(websocket: WebSocket) -> None:
+        await websocket.accept()
+        await websocket.receive_text()
+        await websocket.send_text(welcome)
+        with suppress(WebSocketDisconnect):
+            while True:
+                if '"asks":true' in await websocket.receive_text():
+                    await websocket.send_text(answer)
+
+    tls = open_authority(run_dir / "tls").server_context()
+    serving = Serving(port=0, max_frame_bytes=MAX_FRAME_BYTES, tls=tls)
+    serving.start(Starlette(routes=[WebSocketRoute("/agent", serve)]))
+    pipe.send(serving.port)
+    while pipe.recv() == "usage":
+        pipe.send(usage())
+
+
+def usage() -> tuple[float, float]:
+    """Seconds of processor time, and MiB of memory at most."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime, used.ru_maxrss / 1024
 
 
 class Crowd:
@@ -190,22 +224,28 @@ async def measure(args: argparse.Namespace, pipe: Connection, crowd: Crowd) -> d
             assert time.monotonic() < begin_s + 30, f"{len(crowd.reached_s)} of {wanted} were reached in 30 s"
         return max(crowd.reached_s.values()) - begin_s
 
+    async def tell_all() -> dict[str, float]:
+        """How long an instruction takes to reach everybody, and all who read it while some do not."""
+        reached_s = [await tell() for _ in range(5)]
+        crowd.deaf = {identity.node for identity in crowd.identities[: args.stalled]}
+        for _ in range(20):  # the deaf ones are owed more and more
+            await tell()
+        mixed, mixed_lag_s = await watch(args.seconds)
+        return {
+            "instruction_to_all_s": statistics.median(reached_s),
+            "stalled_agents": args.stalled,
+            "stalled_beat_p99_ms": 1e3 * mixed[int(0.99 * len(mixed))],
+            "stalled_beats": len(mixed),
+            "stalled_own_lag_p99_ms": 1e3 * mixed_lag_s,
+            "stalled_instruction_to_all_s": statistics.median([await tell() for _ in range(5)]),
+        }
+
     before, begun = await ask("usage"), crowd.beats
     calm, calm_lag_s = await watch(args.seconds)
     after, beats = await ask("usage"), crowd.beats - begun
-    reached_s = [await tell() for _ in range(5)]
-    crowd.deaf = {identity.node for identity in crowd.identities[: args.stalled]}
-    for _ in range(20):  # the deaf ones are owed more and more
-        await tell()
-    mixed, mixed_lag_s = await watch(args.seconds)
-    reached_mixed_s = [await tell() for _ in range(5)]
-    crowd.stop.set()
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
     assert isinstance(before, tuple)
     assert isinstance(after, tuple)
-    return {
+    found = {
         "agents": args.agents,
         "connect_s": connected_s,
         "beats": beats,
@@ -214,23 +254,24 @@ async def measure(args: argparse.Namespace, pipe: Connection, crowd: Crowd) -> d
         "beat_p99_ms": 1e3 * calm[int(0.99 * len(calm))],
         "beat_max_ms": 1e3 * calm[-1],
         "own_lag_p99_ms": 1e3 * calm_lag_s,
-        "instruction_to_all_s": statistics.median(reached_s),
-        "stalled_agents": args.stalled,
-        "stalled_beat_p99_ms": 1e3 * mixed[int(0.99 * len(mixed))],
-        "stalled_beats": len(mixed),
-        "stalled_own_lag_p99_ms": 1e3 * mixed_lag_s,
-        "stalled_instruction_to_all_s": statistics.median(reached_mixed_s),
-        "broken_connections_of_others": crowd.broken,
         "manager_us_per_beat": 1e6 * (after[0] - before[0]) / beats,
         "manager_cpu_share": (after[0] - before[0]) / args.seconds,
         "manager_memory_mib": after[1],
     }
+    if not args.bare:
+        found |= await tell_all()
+    crowd.stop.set()
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return found | {"broken_connections_of_others": crowd.broken}
 
 
 @contextmanager
-def manager(run_dir: Path) -> Iterator[tuple[Connection, int]]:
+def manager(run_dir: Path, *, bare: bool) -> Iterator[tuple[Connection, int]]:
     ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=manage, args=(run_dir, theirs), daemon=True)
+    target = manage_nothing if bare else manage
+    process = multiprocessing.get_context("spawn").Process(target=target, args=(run_dir, theirs), daemon=True)
     process.start()
     try:
         yield ours, ours.recv()
@@ -253,9 +294,10 @@ def main() -> None:
     parser.add_argument("--agents", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--stalled", type=int, default=5)
+    parser.add_argument("--bare", action="store_true")
     args = parser.parse_args()
     raise_open_files()
-    with tempfile.TemporaryDirectory() as folder, manager(Path(folder)) as (pipe, port):
+    with tempfile.TemporaryDirectory() as folder, manager(Path(folder), bare=args.bare) as (pipe, port):
         registry = Registry(Path(folder))
         token = registry.mint(uses=args.agents)
         identities = [
