@@ -20,7 +20,7 @@ _BOUNDED = (WorkerPhase.STEPS, WorkerPhase.LOOP)
 """Other ranks wait for the end of these, so this rank's own work in them must end within a bound."""
 
 
-class Work(NamedTuple):
+class Activity(NamedTuple):
     """What a training thread is at."""
 
     text: str
@@ -37,7 +37,7 @@ class Heartbeat:
 
     def __init__(self, state: WorkerState, compiler: Compiler | None) -> None:
         self._state, self._compiler, self._thread = state, compiler, threading.get_ident()
-        self.work = Work("starting")
+        self.activity = Activity("starting")
         self.inbox = Inbox()
         """of the newest generation"""
         self.runtime: Runtime | None = None
@@ -53,11 +53,11 @@ class Heartbeat:
 
     def at(self, text: str, phase: WorkerPhase = WorkerPhase.OTHER) -> None:
         """The training thread begins something else."""
-        self.work = Work(text, phase)
+        self.activity = Activity(text, phase)
 
     def doing(self, tick: int = 0) -> Doing:
         """What this rank does or waits for."""
-        (text, phase), waiting, runtime = self.work, self.inbox.waiting, self.runtime
+        (text, phase), waiting, runtime = self.activity, self.inbox.waiting, self.runtime
         if runtime is not None and waiting is None and phase is WorkerPhase.STEPS:
             text = runtime.activity
         there = self._where(waiting)
@@ -67,7 +67,7 @@ class Heartbeat:
 
     def beat(self) -> Beat:
         """The next sign of life; what steps took is in one of them only."""
-        doing, waiting, runtime, phase = self.doing(), self.inbox.waiting, self.runtime, self.work.phase
+        doing, waiting, runtime, phase = self.doing(), self.inbox.waiting, self.runtime, self.activity.phase
         beat = Beat(
             generation=self._state.generation,
             step=self._state.next_step or 0,

@@ -138,7 +138,7 @@ class Session:
         generation = self.current
         if generation is None:
             raise FleetError("evaluation and prediction work inside the training loop and after it: run a step first")
-        before = self.heartbeat.work
+        before = self.heartbeat.activity
         self.heartbeat.at(doing)
         try:
             return run(generation)
@@ -150,7 +150,7 @@ class Session:
                 raise
             return None
         finally:
-            self.heartbeat.work = before
+            self.heartbeat.activity = before
 
     def steps(self) -> Iterator[Committed]:
         """Join, run every generation, leave; yields each committed step once per generation that ran it.
