@@ -59,8 +59,8 @@ from varuna.fleet.service.service import ManagerService, ServiceConfig
 
 JOB = JobIdentity(version=__version__, script="train.py", script_sha256="0" * 64, args_sha256="0" * 64)
 
-ASKS_EVERY = 3
-"""Pulses: an agent that has heard nothing for 2.5 s asks for an answer."""
+ASKS_EVERY = 5
+"""Pulses: an agent that has heard nothing for 4 s asks for an answer."""
 
 
 def manage(run_dir: Path, pipe: Connection) -> None:

@@ -278,14 +278,14 @@ def test_the_rules_end_after_passes_that_workers_and_phases_bound(seed: int, mon
     passes: list[int] = []
     real_pass, real_conclude = advance._pass, advance._conclude
 
-    def count(turn: Transition) -> None:
+    def count(transition: Transition) -> None:
         passes[-1] += 1
-        real_pass(turn)
+        real_pass(transition)
 
-    def conclude(turn: Transition) -> None:
-        workers = len(turn.fleet.workers)
+    def conclude(transition: Transition) -> None:
+        workers = len(transition.fleet.workers)
         passes.append(0)
-        real_conclude(turn)
+        real_conclude(transition)
         assert passes[-1] <= 1 + 2 * (workers * len(Standing) + 5)
 
     monkeypatch.setattr(advance, "_pass", count)

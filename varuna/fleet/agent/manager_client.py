@@ -40,7 +40,7 @@ from varuna.fleet.net.protocol import (
 from varuna.process.console import warn
 
 _SILENCE_S = 8.0
-_ASK_S = 2.5  # of silence: an answer to each pulse would be half of what a manager of thousands does
+_ASK_S = 4.0  # of silence: an answer to each pulse would be half of what a manager of thousands does
 _FIRST_DELAY_S = 0.05
 _MOST_FAULTS = 5  # connections in a row that end with an error that nobody foresaw
 _MOST_REJECTIONS = 20  # the same with words that the manager does not take

@@ -52,12 +52,12 @@ def advance(fleet: Fleet, event: Event, now_s: float) -> tuple[Fleet, list[Instr
 
     Nothing here waits, for anybody: what takes time to find out is asked for (see ``questions``).
     """
-    turn = Transition(fleet, now_s, is_tick=isinstance(event, Tick))
+    transition = Transition(fleet, now_s, is_tick=isinstance(event, Tick))
     if not isinstance(fleet.phase, Ended):
-        _note(turn, event)
+        _note(transition, event)
         if not _is_pulse(event):  # there are many, and time passes soon
-            _conclude(turn)
-    return turn.fleet, turn.instructions
+            _conclude(transition)
+    return transition.fleet, transition.instructions
 
 
 def _is_pulse(event: Event) -> bool:
@@ -65,112 +65,116 @@ def _is_pulse(event: Event) -> bool:
     return isinstance(event, NodeHeard) or (isinstance(event, MessageReceived) and isinstance(event.message, Beat))
 
 
-def _note(turn: Transition, event: Event) -> None:
+def _note(transition: Transition, event: Event) -> None:
     """Take down what happened."""
     match event:
         case Tick(deaf_s=deaf_s):
-            note_tick(turn, deaf_s)
+            note_tick(transition, deaf_s)
         case NodeHeard(node=node):
-            hear(turn, node)
+            hear(transition, node)
         case NodeParted(node=node, abruptly=abruptly):
-            note_parted(turn, node, abruptly=abruptly)
+            note_parted(transition, node, abruptly=abruptly)
         case WorkerSpawned(worker=name, node=node):
-            hear(turn, node)
-            note_spawned(turn, name, node)
+            hear(transition, node)
+            note_spawned(transition, name, node)
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
-            if event.worker in turn.fleet.workers:  # the lost and the refused are not heard any more
-                _note_worker(turn, event)
+            if event.worker in transition.fleet.workers:  # the lost and the refused are not heard any more
+                _note_worker(transition, event)
         case NoticeReceived() | DrainRequested():
-            note_departure(turn, event)
+            note_departure(transition, event)
         case AnswerReceived(question=question, number=number, answer=answer):
-            turn.note_answer(question, number, answer)
+            transition.note_answer(question, number, answer)
         case Recalibrated(generation=generation, expected_s=expected_s):
-            if generation == turn.fleet.generation:
-                turn.ask_anew()
-                turn.update(expected_s=expected_s)
+            if generation == transition.fleet.generation:
+                transition.ask_anew()
+                transition.update(expected_s=expected_s)
         case SpawnRequested() | MorphRequested() | FinishRequested() | StopRequested():
-            _note_wish(turn, event)
+            _note_wish(transition, event)
 
 
-def _note_wish(turn: Transition, event: SpawnRequested | MorphRequested | FinishRequested | StopRequested) -> None:
+def _note_wish(
+    transition: Transition, event: SpawnRequested | MorphRequested | FinishRequested | StopRequested
+) -> None:
     """Take down what somebody wants; what only a later moment can bring is promised in the journal."""
     match event:
         case SpawnRequested(count=count):
-            turn.update(wanted=turn.fleet.wanted + count)
+            transition.update(wanted=transition.fleet.wanted + count)
         case MorphRequested(why=why):
-            if not turn.fleet.morph_asked:
-                turn.publish(Asked(what="morph"))
-                turn.ask_anew()  # whoever asks may know that something has changed
-            turn.update(morph_asked=True, morph_reason=why)
+            if not transition.fleet.morph_asked:
+                transition.publish(Asked(what="morph"))
+                transition.ask_anew()  # whoever asks may know that something has changed
+            transition.update(morph_asked=True, morph_reason=why)
         case FinishRequested(reason=reason):
-            if turn.fleet.finish is None:
-                turn.publish(Asked(what="stop", reason=reason))
-                turn.update(finish=FinishWish(reason))
+            if transition.fleet.finish is None:
+                transition.publish(Asked(what="stop", reason=reason))
+                transition.update(finish=FinishWish(reason))
         case StopRequested(reason=reason, exit_code=exit_code):
-            turn.end(exit_code, reason)
+            transition.end(exit_code, reason)
 
 
-def _note_worker(turn: Transition, event: MessageReceived | WorkerExited | ConnectionLost | WorkerDistrusted) -> None:
+def _note_worker(
+    transition: Transition, event: MessageReceived | WorkerExited | ConnectionLost | WorkerDistrusted
+) -> None:
     """Take down what happened to one worker."""
-    hear(turn, turn.fleet.workers[event.worker].node)
+    hear(transition, transition.fleet.workers[event.worker].node)
     match event:
         case MessageReceived(worker=name, message=message):
-            _hear(turn, name, message)
+            _hear(transition, name, message)
         case WorkerExited():
-            note_exited(turn, event)
+            note_exited(transition, event)
         case ConnectionLost():
-            note_connection_lost(turn, event)
+            note_connection_lost(transition, event)
         case WorkerDistrusted(worker=name, reason=reason):
-            turn.lose(name, f"was removed: {reason}", kill=True)
+            transition.lose(name, f"was removed: {reason}", kill=True)
 
 
-def _hear(turn: Transition, name: str, message: FromWorker) -> None:
+def _hear(transition: Transition, name: str, message: FromWorker) -> None:
     """Take down what a worker said; whatever it is, the worker is alive."""
-    if turn.fleet.workers[name].standing is Standing.ASIDE:
-        take_back(turn, name)
-    seen_s = turn.fleet.listened_s
+    if transition.fleet.workers[name].standing is Standing.ASIDE:
+        take_back(transition, name)
+    seen_s = transition.fleet.listened_s
     if isinstance(message, Beat):
-        note_waiting(turn, name, message)
-        turn.update_worker(name, beat=message, seen_s=seen_s)
+        note_waiting(transition, name, message)
+        transition.update_worker(name, beat=message, seen_s=seen_s)
     else:
-        turn.update_worker(name, seen_s=seen_s)
+        transition.update_worker(name, seen_s=seen_s)
     match message:
         case Beat():
-            note_beat(turn, name, message)
+            note_beat(transition, name, message)
         case Hello():
-            note_hello(turn, name, message)
+            note_hello(transition, name, message)
         case Held():
-            note_held(turn, name, message)
+            note_held(transition, name, message)
         case Voted(vote=vote):
-            note_voted(turn, name, vote)
+            note_voted(transition, name, vote)
         case Suspect():
-            note_suspect(turn, name, message)
+            note_suspect(transition, name, message)
         case Saved(shard=shard):
-            turn.update(saved_step=max(turn.fleet.saved_step, shard.step))
-            turn.instructions.append(Collect(shard))
+            transition.update(saved_step=max(transition.fleet.saved_step, shard.step))
+            transition.instructions.append(Collect(shard))
         case Unsaved(reason=reason):
-            turn.instructions.append(Complain(name, reason))
+            transition.instructions.append(Complain(name, reason))
         case Failed():
-            note_failed(turn, name, message)
+            note_failed(transition, name, message)
         case Leaving():
-            note_leaving(turn, name)
+            note_leaving(transition, name)
 
 
-def _conclude(turn: Transition) -> None:
+def _conclude(transition: Transition) -> None:
     """Let the rules of each phase act until they have nothing more to say.
 
     This ends by construction. Another pass follows only if the last one has made something grow that cannot grow for
     ever: workers are lost, or go on in their life, or the phase goes on in its own; and a pass starts at most one
     generation, of which one event starts at most two. Whatever else a rule changes can wait for the next tick.
     """
-    begun, before = len(turn.fleet.history), None
-    while before is None or (before < _reached(turn.fleet) and len(turn.fleet.history) <= begun + 1):
-        before = _reached(turn.fleet)
-        _pass(turn)
-        if isinstance(turn.fleet.phase, Ended):
+    begun, before = len(transition.fleet.history), None
+    while before is None or (before < _reached(transition.fleet) and len(transition.fleet.history) <= begun + 1):
+        before = _reached(transition.fleet)
+        _pass(transition)
+        if isinstance(transition.fleet.phase, Ended):
             return
-    if not isinstance(turn.fleet.phase, Finishing):
-        spawn_missing(turn)
+    if not isinstance(transition.fleet.phase, Finishing):
+        spawn_missing(transition)
 
 
 _PHASES = (Running, Stopping, Idle, Finishing, Ended)
@@ -185,28 +189,28 @@ def _reached(fleet: Fleet) -> tuple[int, int, int, int]:
     return len(fleet.history), -len(fleet.workers), lived, _PHASES.index(type(fleet.phase))
 
 
-def _pass(turn: Transition) -> None:
+def _pass(transition: Transition) -> None:
     """Each rule acts once."""
-    if not isinstance(turn.fleet.phase, Ended):
-        expire(turn)
-        look_around(turn)
-        reprieve(turn)
-        readmit(turn)
-        release(turn)
-    match turn.fleet.phase:
-        case (Idle() | Stopping()) as phase if turn.fleet.is_leaving:
-            settle_leaving(turn, phase)
+    if not isinstance(transition.fleet.phase, Ended):
+        expire(transition)
+        look_around(transition)
+        reprieve(transition)
+        readmit(transition)
+        release(transition)
+    match transition.fleet.phase:
+        case (Idle() | Stopping()) as phase if transition.fleet.is_leaving:
+            settle_leaving(transition, phase)
         case Idle() as phase:
-            form(turn, phase)
+            form(transition, phase)
         case Running() as phase:
-            note_standstill(turn, phase)
-            watch_generation(turn, phase)
-            finish_if_all_left(turn)
-            if turn.fleet.phase is phase:
-                plan_ahead(turn, phase)
+            note_standstill(transition, phase)
+            watch_generation(transition, phase)
+            finish_if_all_left(transition)
+            if transition.fleet.phase is phase:
+                plan_ahead(transition, phase)
         case Stopping() as phase:
-            settle(turn, phase)
+            settle(transition, phase)
         case Finishing() as phase:
-            finish(turn, phase)
+            finish(transition, phase)
         case Ended():
             return

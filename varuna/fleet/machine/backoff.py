@@ -17,22 +17,22 @@ MANY = 3
 _LONGEST_PAUSE_S = 30.0
 
 
-def note_broken(turn: Transition) -> None:
+def note_broken(transition: Transition) -> None:
     """Note that the newest generation is over, and whether it broke before a step."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.formed or any(cause.took_somebody for cause in fleet.causes):
         return
     since_s = fleet.listened_s if fleet.futile_since_s is None else fleet.futile_since_s
-    turn.update(futile=fleet.futile + 1, futile_since_s=since_s)
+    transition.update(futile=fleet.futile + 1, futile_since_s=since_s)
 
 
-def waits(turn: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
+def waits(transition: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
     """Whether the next generation has to wait; drops newcomers, or ends the run, if it is time for that."""
-    fleet = turn.fleet
-    if fleet.futile >= MANY and _drop_newcomers(turn, live):
+    fleet = transition.fleet
+    if fleet.futile >= MANY and _drop_newcomers(transition, live):
         return True
     if fleet.futile >= MANY and _left_s(fleet) <= 0:
-        turn.end(
+        transition.end(
             1,
             f"no step in {format_duration(fleet.config.futile_s)}: {fleet.futile} generations in a row broke before "
             f"their first step, though no worker died. The last reason: {' and '.join(map(str, fleet.causes))}. Look "
@@ -41,16 +41,16 @@ def waits(turn: Transition, phase: Idle, live: tuple[str, ...]) -> bool:
         return True
     pause_s = _pause_s(fleet.futile)
     is_new = any(fleet.workers[name].joined_s > phase.since_s for name in live)
-    if is_new or turn.now_s >= phase.since_s + pause_s:
+    if is_new or transition.now_s >= phase.since_s + pause_s:
         return False
     if phase.blocked is None or phase.blocked.by is not Obstacle.BREAKING:
         text = (
             f"generation {fleet.generation} broke before its first step, the {_nth(fleet.futile)} in a row, though no "
             f"worker died ({' and '.join(map(str, fleet.causes))})"
         )
-        turn.update(phase=replace(phase, blocked=Blocked(Obstacle.BREAKING, text)))
+        transition.update(phase=replace(phase, blocked=Blocked(Obstacle.BREAKING, text)))
         left = format_duration(max(0.0, _left_s(fleet)))
-        turn.notice(
+        transition.notice(
             f"{text}. The same workers try again in {pause_s:.0f} s, or as soon as another joins; without a step "
             f"the run ends in {left}",
             warning=True,
@@ -73,16 +73,16 @@ def _nth(number: int) -> str:
     return {1: "1st", 2: "2nd", 3: "3rd"}.get(number, f"{number}th")
 
 
-def _drop_newcomers(turn: Transition, live: tuple[str, ...]) -> bool:
+def _drop_newcomers(transition: Transition, live: tuple[str, ...]) -> bool:
     """Drop workers that never trained, if there are others; this does not extend the time until a step must be done."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     newcomers = [name for name in live if _has_nothing(fleet, name) and fleet.record.has_seat(name)]
     if not newcomers or len(newcomers) == len(live):
         return False
     since_s = fleet.futile_since_s
     for name in newcomers:
-        turn.lose(name, "could not copy its state", kill=True)
-    turn.update(futile=0, futile_since_s=since_s)
+        transition.lose(name, "could not copy its state", kill=True)
+    transition.update(futile=0, futile_since_s=since_s)
     return True
 
 

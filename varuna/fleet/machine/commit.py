@@ -14,43 +14,43 @@ from varuna.fleet.state.run_events import Morphed, StepRecorded, VerdictReached
 from varuna.fleet.state.worker import Holding
 
 
-def note_held(turn: Transition, name: str, held: Held) -> None:
+def note_held(transition: Transition, name: str, held: Held) -> None:
     """Note what a member that has stopped holds; its votes are known from now on, even if it dies."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if held.generation != fleet.generation or not fleet.is_member(name):
         return
     if not isinstance(fleet.phase, Running | Stopping):
         return
-    turn.update(votes=_with(fleet.votes, (vote for vote in held.votes if _counts(fleet, vote))))
+    transition.update(votes=_with(fleet.votes, (vote for vote in held.votes if _counts(fleet, vote))))
     if isinstance(fleet.phase, Stopping) and name in fleet.phase.applying:
-        if held.next_step is not None and held.next_step < _newest_step(turn.fleet):
+        if held.next_step is not None and held.next_step < _newest_step(transition.fleet):
             return  # answered a Hold that crossed our Apply
-        turn.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
-    turn.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections), frozenset(held.lent)))
+        transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
+    transition.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections), frozenset(held.lent)))
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
-        turn.update(phase=replace(fleet.phase, stopped=name))
+        transition.update(phase=replace(fleet.phase, stopped=name))
 
 
-def note_voted(turn: Transition, name: str, vote: Vote) -> None:
+def note_voted(transition: Transition, name: str, vote: Vote) -> None:
     """Note that a step is committed."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if not fleet.is_member(name) or vote.generation != fleet.generation or not _counts(fleet, vote):
         return
-    turn.update(votes=_with(fleet.votes, [vote]))
+    transition.update(votes=_with(fleet.votes, [vote]))
     if not isinstance(fleet.phase, Stopping):  # there, Held may still bring older votes: settle keeps the order
-        record_votes(turn)
+        record_votes(transition)
 
 
-def note_suspect(turn: Transition, name: str, suspect: Suspect) -> None:
+def note_suspect(transition: Transition, name: str, suspect: Suspect) -> None:
     """Note evidence that a peer is gone; or, after a regroup vote, that it left before this one had its result."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if suspect.generation != fleet.generation or not fleet.is_member(name) or not fleet.is_joined(name):
         return
     if isinstance(fleet.phase, Running) and fleet.phase.suspicion is None:
-        turn.update(phase=replace(fleet.phase, suspicion=Suspicion(turn.now_s, name, suspect.reason)))
-        turn.look_at_all()
+        transition.update(phase=replace(fleet.phase, suspicion=Suspicion(transition.now_s, name, suspect.reason)))
+        transition.look_at_all()
     elif isinstance(fleet.phase, Stopping) and fleet.phase.planned and fleet.workers[name].holding is None:
-        turn.send(name, Hold(generation=fleet.generation))  # it does not stop by itself any more
+        transition.send(name, Hold(generation=fleet.generation))  # it does not stop by itself any more
 
 
 def _counts(fleet: Fleet, vote: Vote) -> bool:
@@ -67,45 +67,47 @@ def _with(known: Mapping[int, Vote], votes: Iterable[Vote]) -> dict[int, Vote]:
     return both
 
 
-def record_votes(turn: Transition) -> None:
+def record_votes(transition: Transition) -> None:
     """Record the votes that are known and not recorded, in step order; keep the newest for a verdict."""
-    before = turn.fleet.recorded_step
-    for step in sorted(turn.fleet.votes):
-        if step > turn.fleet.recorded_step and not isinstance(turn.fleet.phase, Ended):
-            _record(turn, turn.fleet.votes[step])
-    fleet = turn.fleet
+    before = transition.fleet.recorded_step
+    for step in sorted(transition.fleet.votes):
+        if step > transition.fleet.recorded_step and not isinstance(transition.fleet.phase, Ended):
+            _record(transition, transition.fleet.votes[step])
+    fleet = transition.fleet
     if fleet.recorded_step > before:
-        turn.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})
+        transition.update(votes={fleet.recorded_step: fleet.votes[fleet.recorded_step]})
         for name in fleet.live_members:
             if is_near(fleet, fleet.workers[name]):  # to whom nobody listens, messages would pile up
-                turn.send(name, Recorded(step=fleet.recorded_step))
+                transition.send(name, Recorded(step=fleet.recorded_step))
 
 
-def _record(turn: Transition, vote: Vote) -> None:
+def _record(transition: Transition, vote: Vote) -> None:
     """Record one step; the first one of a generation ends its morph."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     assert fleet.job is not None
     plan = fleet.history[vote.generation].plan
     layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches, metrics=fleet.job.metrics)
     try:
         tally = layout.tally(vote.vector) if vote.is_whole else vote.tally
     except ValueError as error:
-        turn.end(
+        transition.end(
             1, f"the vote of step {vote.step} cannot be read: {error}. Do all machines run the same version of Varuna?"
         )
         return
-    every_s = turn.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
+    every_s = (
+        transition.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
+    )
     assert tally is not None
-    turn.update(
+    transition.update(
         recorded_step=vote.step,
-        recorded_s=turn.now_s,
+        recorded_s=transition.now_s,
         step_wall_s=vote.wall_s,
         step_every_s=every_s,
         start_failures=0,
         futile=0,
         futile_since_s=None,
     )
-    turn.publish(
+    transition.publish(
         StepRecorded(
             step=vote.step,
             generation=vote.generation,
@@ -117,48 +119,50 @@ def _record(turn: Transition, vote: Vote) -> None:
         )
     )
     if vote.generation == fleet.generation:
-        note_progress(turn)
+        note_progress(transition)
     if vote.generation == fleet.generation and not fleet.formed:
-        _note_formed(turn, vote)
-        _note_proven(turn)
+        _note_formed(transition, vote)
+        _note_proven(transition)
 
 
-def _note_formed(turn: Transition, vote: Vote) -> None:
+def _note_formed(transition: Transition, vote: Vote) -> None:
     """Note that the newest generation trains."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.planned:
-        stall_s = max(0.0, turn.now_s - fleet.broke_s - vote.wall_s)
-        turn.update(experience=fleet.experience.stalled(stall_s), planned=False)
-    record = fleet.record.model_copy(update={"recovery_seconds": max(0.0, turn.now_s - fleet.broke_s)})
-    turn.update(history=(*fleet.history[:-1], record))
+        stall_s = max(0.0, transition.now_s - fleet.broke_s - vote.wall_s)
+        transition.update(experience=fleet.experience.stalled(stall_s), planned=False)
+    record = fleet.record.model_copy(update={"recovery_seconds": max(0.0, transition.now_s - fleet.broke_s)})
+    transition.update(history=(*fleet.history[:-1], record))
     if record.generation:
-        turn.publish(Morphed(record=record, old_plan=fleet.history[-2].plan))
+        transition.publish(Morphed(record=record, old_plan=fleet.history[-2].plan))
 
 
-def _note_proven(turn: Transition) -> None:
+def _note_proven(transition: Transition) -> None:
     """Note that members have trained: if one is lost now, that is not counted as a failed start."""
-    for name, worker in turn.fleet.workers.items():
+    for name, worker in transition.fleet.workers.items():
         if worker.replacement and worker.seated:
-            turn.update_worker(name, replacement=False)
+            transition.update_worker(name, replacement=False)
 
 
-def watch_generation(turn: Transition, phase: Running) -> None:
+def watch_generation(transition: Transition, phase: Running) -> None:
     """End the generation if a member is lost, a suspicion stands, or somebody stopped."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if any(cause.took_somebody for cause in fleet.causes):
-        stop_generation(turn)
+        stop_generation(transition)
     elif phase.stopped is not None and phase.regroup is not None:
-        stop_generation(turn, phase.regroup, planned=True)
+        stop_generation(transition, phase.regroup, planned=True)
     elif phase.stopped is not None:
-        stop_generation(turn, EndCause(Ending.STOPPED, f"worker {phase.stopped} stopped"))
+        stop_generation(transition, EndCause(Ending.STOPPED, f"worker {phase.stopped} stopped"))
     elif not fleet.formed and fleet.listened_s >= phase.began_s + fleet.config.form_timeout_s and _copying(fleet):
-        stop_generation(turn, EndCause(Ending.UNREADY, f"{' and '.join(_copying(fleet))} did not get ready in time"))
-    elif turn.is_tick and fleet.is_leaving and stands_still(fleet, phase):
-        # Such as in a generation that began after the last step.
-        stop_generation(turn, EndCause(Ending.LEFT, "the other ranks have left"))
-    elif phase.suspicion and turn.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
         stop_generation(
-            turn, EndCause(Ending.REPORTED, f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
+            transition, EndCause(Ending.UNREADY, f"{' and '.join(_copying(fleet))} did not get ready in time")
+        )
+    elif transition.is_tick and fleet.is_leaving and stands_still(fleet, phase):
+        # Such as in a generation that began after the last step.
+        stop_generation(transition, EndCause(Ending.LEFT, "the other ranks have left"))
+    elif phase.suspicion and transition.now_s >= phase.suspicion.at_s + fleet.config.suspect_grace_s:
+        stop_generation(
+            transition, EndCause(Ending.REPORTED, f"worker {phase.suspicion.worker} reported: {phase.suspicion.reason}")
         )
 
 
@@ -177,21 +181,21 @@ def _copying(fleet: Fleet) -> list[str]:
     return found
 
 
-def stop_generation(turn: Transition, cause: EndCause | None = None, *, planned: bool = False) -> None:
+def stop_generation(transition: Transition, cause: EndCause | None = None, *, planned: bool = False) -> None:
     """End the generation. After a regroup vote its ranks stop by themselves, so Hold is sent only to late ones.
 
     Spares took no part in that vote, and a rank whose link broke does not have its result: they are told at once.
     """
-    fleet = turn.fleet
+    fleet = transition.fleet
     suspicion = fleet.phase.suspicion if isinstance(fleet.phase, Running) else None
-    note_broken(turn)
+    note_broken(transition)
     if planned:
         for name in fleet.live_members:
             if not fleet.record.has_seat(name) or (suspicion is not None and suspicion.worker == name):
-                turn.send(name, Hold(generation=fleet.generation))
+                transition.send(name, Hold(generation=fleet.generation))
     patient = planned and len(fleet.live_members) == len(fleet.members)
-    hold_at_s = turn.now_s + (fleet.config.suspect_grace_s if patient else 0.0)
-    turn.update(
+    hold_at_s = transition.now_s + (fleet.config.suspect_grace_s if patient else 0.0)
+    transition.update(
         phase=Stopping(
             planned=planned,
             deadline_s=fleet.listened_s + fleet.config.hold_timeout_s,
@@ -199,31 +203,31 @@ def stop_generation(turn: Transition, cause: EndCause | None = None, *, planned:
             suspicion=suspicion,
         ),
         causes=(*fleet.causes, cause) if cause is not None else fleet.causes,
-        broke_s=turn.now_s,
+        broke_s=transition.now_s,
         planned=planned,
     )
 
 
-def settle(turn: Transition, phase: Stopping) -> None:
+def settle(transition: Transition, phase: Stopping) -> None:
     """Once all survivors have answered: the verdict, and when all have applied it, the end of the generation."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.workers.awaited:
-        press(turn, phase)
+        press(transition, phase)
         if fleet.listened_s >= phase.deadline_s:
             for name in _awaited(fleet):
-                turn.lose(name, f"did not stop within {fleet.config.hold_timeout_s:.0f} s", kill=True)
+                transition.lose(name, f"did not stop within {fleet.config.hold_timeout_s:.0f} s", kill=True)
         return
-    if waits_for_return(turn, phase):
+    if waits_for_return(transition, phase):
         return
-    record_votes(turn)
-    if turn.fleet.phase is not phase:
+    record_votes(transition)
+    if transition.fleet.phase is not phase:
         return  # a vote could not be read
-    vote, laggards = judge(turn, turn.fleet.live_members)
+    vote, laggards = judge(transition, transition.fleet.live_members)
     if vote is not None and laggards:
-        commit(turn, phase, vote, laggards)
+        commit(transition, phase, vote, laggards)
         return
     in_flight = 0 if phase.planned or phase.committed else 1
-    turn.update(phase=Idle(since_s=turn.now_s, in_flight=in_flight))
+    transition.update(phase=Idle(since_s=transition.now_s, in_flight=in_flight))
 
 
 def _awaited(fleet: Fleet) -> list[str]:
@@ -231,23 +235,23 @@ def _awaited(fleet: Fleet) -> list[str]:
     return [name for name in fleet.live_members if fleet.workers[name].holding is None]
 
 
-def press(turn: Transition, phase: Stopping) -> None:
+def press(transition: Transition, phase: Stopping) -> None:
     """Send Hold, once, to members that do not know that the generation is over."""
-    fleet = turn.fleet
-    if phase.hold_at_s is not None and turn.now_s >= phase.hold_at_s:
+    fleet = transition.fleet
+    if phase.hold_at_s is not None and transition.now_s >= phase.hold_at_s:
         for name in _awaited(fleet):
-            turn.send(name, Hold(generation=fleet.generation))
-        turn.update(phase=replace(phase, hold_at_s=None))
+            transition.send(name, Hold(generation=fleet.generation))
+        transition.update(phase=replace(phase, hold_at_s=None))
 
 
-def judge(turn: Transition, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, ...]]:
+def judge(transition: Transition, answered: Iterable[str]) -> tuple[Vote | None, tuple[str, ...]]:
     """The newest vote, and which members that have answered must apply it; state that no vote explains is discarded.
 
     A state is that of the newest step if it is where the generation began, or after the newest vote. One step
     earlier, a rank of the grid still holds its reduced gradients. Whatever else turns up belongs to a timeline
     that a rollback abandoned, or to a spare that has not followed.
     """
-    fleet = turn.fleet
+    fleet = transition.fleet
     newest = _newest_step(fleet)
     vote = fleet.votes.get(newest - 1)
     laggards = []
@@ -260,10 +264,10 @@ def judge(turn: Transition, answered: Iterable[str]) -> tuple[Vote | None, tuple
             laggards.append(name)
         elif holding.next_step != newest or (not in_grid and fleet.record.rollback):
             if holding.next_step is not None and in_grid:
-                turn.notice(
+                transition.notice(
                     f"the state of worker {name} at step {holding.next_step} differs from that of step {newest}"
                 )
-            turn.update_worker(name, holding=Holding())
+            transition.update_worker(name, holding=Holding())
     return vote, tuple(laggards)
 
 
@@ -272,14 +276,14 @@ def _newest_step(fleet: Fleet) -> int:
     return max(fleet.record.first_step, *(step + 1 for step in fleet.votes), fleet.recorded_step + 1)
 
 
-def commit(turn: Transition, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) -> None:
+def commit(transition: Transition, phase: Stopping, vote: Vote, laggards: tuple[str, ...]) -> None:
     """COMMIT: on disk first, then to the laggards, who answer Held again."""
-    fleet = turn.fleet
-    turn.publish(VerdictReached(generation=fleet.generation, vote=vote, laggards=laggards))
+    fleet = transition.fleet
+    transition.publish(VerdictReached(generation=fleet.generation, vote=vote, laggards=laggards))
     for name in laggards:
-        turn.send(name, Apply(generation=fleet.generation, vote=vote))
-        turn.update_worker(name, holding=None)
-    turn.update(
+        transition.send(name, Apply(generation=fleet.generation, vote=vote))
+        transition.update_worker(name, holding=None)
+    transition.update(
         phase=replace(
             phase,
             deadline_s=fleet.listened_s + fleet.config.hold_timeout_s,

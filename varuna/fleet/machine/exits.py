@@ -11,73 +11,79 @@ from varuna.fleet.state.inputs import ConnectionLost, WorkerExited
 from varuna.fleet.state.worker import Exit, Standing, Worker
 
 
-def note_exited(turn: Transition, event: WorkerExited) -> None:
+def note_exited(transition: Transition, event: WorkerExited) -> None:
     """Note that a process ended. Only a signal decides at once; else its last messages may still be on their way."""
-    worker = turn.fleet.workers.get(event.worker)
+    worker = transition.fleet.workers.get(event.worker)
     if worker is None:
         return
     if event.code >= 0:
-        turn.update_worker(event.worker, exit=Exit(event.code, event.stderr_tail, turn.now_s))
-        turn.watch(event.worker)
+        transition.update_worker(event.worker, exit=Exit(event.code, event.stderr_tail, transition.now_s))
+        transition.watch(event.worker)
     elif worker.standing in (Standing.LEFT, Standing.DISMISSED):
-        turn.forget(event.worker)
+        transition.forget(event.worker)
     else:
-        turn.lose(event.worker, f"killed by {_signal_name(-event.code)}")
+        transition.lose(event.worker, f"killed by {_signal_name(-event.code)}")
 
 
-def note_connection_lost(turn: Transition, event: ConnectionLost) -> None:
+def note_connection_lost(transition: Transition, event: ConnectionLost) -> None:
     """Note that a connection ended; soon it will be known whether its process did."""
-    if event.worker in turn.fleet.workers:
-        turn.update_worker(event.worker, disconnected_s=turn.now_s)
-        turn.watch(event.worker)
+    if event.worker in transition.fleet.workers:
+        transition.update_worker(event.worker, disconnected_s=transition.now_s)
+        transition.watch(event.worker)
 
 
-def note_failed(turn: Transition, name: str, failed: Failed) -> None:
+def note_failed(transition: Transition, name: str, failed: Failed) -> None:
     """End the run, since a worker's own code raised: another worker would fail in the same way."""
-    if turn.fleet.workers[name].standing is not Standing.DISMISSED:
-        text = f"worker {_title(turn.fleet, name)} failed: {failed.summary}"
-        turn.forget(name)
-        turn.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip(), worker=name)
+    if transition.fleet.workers[name].standing is not Standing.DISMISSED:
+        text = f"worker {_title(transition.fleet, name)} failed: {failed.summary}"
+        transition.forget(name)
+        transition.end(failed.exit_code, f"{text}\n{failed.traceback}".rstrip(), worker=name)
 
 
-def note_leaving(turn: Transition, name: str) -> None:
+def note_leaving(transition: Transition, name: str) -> None:
     """Note that a worker's loop is over."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.is_member(name) and fleet.is_joined(name):
-        turn.update_worker(name, standing=Standing.LEFT, holding=None)
-        turn.update(departed=fleet.departed | {name})
-        turn.hasten()
+        transition.update_worker(name, standing=Standing.LEFT, holding=None)
+        transition.update(departed=fleet.departed | {name})
+        transition.hasten()
 
 
-def expire(turn: Transition) -> None:
+def expire(transition: Transition) -> None:
     """Draw conclusions from deadlines that have passed.
 
     All workers are looked at only when somebody's time may be up; those with something unusual about them at each tick,
     and one of whom an event tells at once.
     """
-    fleet = turn.fleet
-    if fleet.expiring_s == float("-inf") or (turn.is_tick and turn.now_s >= fleet.expiring_s):
+    fleet = transition.fleet
+    if fleet.expiring_s == float("-inf") or (transition.is_tick and transition.now_s >= fleet.expiring_s):
         names = list(fleet.workers)
-        turn.update(expiring_s=min((_due_s(fleet, worker) for worker in fleet.workers.values()), default=float("inf")))
-    elif turn.is_tick:
+        transition.update(
+            expiring_s=min((_due_s(fleet, worker) for worker in fleet.workers.values()), default=float("inf"))
+        )
+    elif transition.is_tick:
         names = sorted(fleet.watched)
     else:
-        names = sorted(turn.touched)
+        names = sorted(transition.touched)
     for name in names:
-        if isinstance(turn.fleet.phase, Ended):
+        if isinstance(transition.fleet.phase, Ended):
             return
-        worker = turn.fleet.workers.get(name)
+        worker = transition.fleet.workers.get(name)
         if worker is None:
             continue
         if worker.exit is not None:
-            _conclude_exit(turn, worker, worker.exit)
+            _conclude_exit(transition, worker, worker.exit)
         elif worker.standing is Standing.JOINED:
-            _check_joined(turn, worker)
+            _check_joined(transition, worker)
         elif worker.standing is Standing.STARTING:
-            _check_starting(turn, worker)
-    unusual = frozenset(name for name in turn.fleet.watched if _is_unusual(turn.fleet, name)) if turn.is_tick else None
-    if unusual is not None and unusual != turn.fleet.watched:
-        turn.update(watched=unusual)
+            _check_starting(transition, worker)
+    unusual = (
+        frozenset(name for name in transition.fleet.watched if _is_unusual(transition.fleet, name))
+        if transition.is_tick
+        else None
+    )
+    if unusual is not None and unusual != transition.fleet.watched:
+        transition.update(watched=unusual)
 
 
 def _due_s(fleet: Fleet, worker: Worker) -> float:
@@ -100,35 +106,35 @@ def _is_unusual(fleet: Fleet, name: str) -> bool:
     return worker is not None and (worker.exit is not None or worker.disconnected_s is not None)
 
 
-def _check_joined(turn: Transition, worker: Worker) -> None:
+def _check_joined(transition: Transition, worker: Worker) -> None:
     """Lose a worker that is silent while its machine is heard (frozen), or that has no connection."""
-    config, phase = turn.fleet.config, turn.fleet.phase
+    config, phase = transition.fleet.config, transition.fleet.phase
     suspected = isinstance(phase, Running) and phase.suspicion is not None
-    silent_s = turn.fleet.silence_s(worker)
-    if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
-        turn.lose(worker.name, "closed its connection", kill=True)
-    elif is_gone(turn.fleet, worker):
-        turn.lose(worker.name, "is gone: its agent's connection closed, and a peer lost its link", kill=True)
+    silent_s = transition.fleet.silence_s(worker)
+    if worker.disconnected_s is not None and transition.now_s >= worker.disconnected_s + config.exit_grace_s:
+        transition.lose(worker.name, "closed its connection", kill=True)
+    elif is_gone(transition.fleet, worker):
+        transition.lose(worker.name, "is gone: its agent's connection closed, and a peer lost its link", kill=True)
     elif silent_s > (config.suspect_lease_s if suspected else config.lease_s):
-        turn.lose(worker.name, f"froze (no heartbeat for {silent_s:.1f} s)", kill=True)
+        transition.lose(worker.name, f"froze (no heartbeat for {silent_s:.1f} s)", kill=True)
 
 
-def _check_starting(turn: Transition, worker: Worker) -> None:
+def _check_starting(transition: Transition, worker: Worker) -> None:
     """Lose a worker that does not become warm in time; another one is started."""
-    config = turn.fleet.config
-    if worker.disconnected_s is not None and turn.now_s >= worker.disconnected_s + config.exit_grace_s:
-        turn.lose(worker.name, "closed its connection before joining", kill=True)
-    elif turn.fleet.listened_s >= worker.seen_s + config.start_timeout_s:
-        turn.lose(worker.name, f"did not join within {config.start_timeout_s:.0f} s of starting", kill=True)
+    config = transition.fleet.config
+    if worker.disconnected_s is not None and transition.now_s >= worker.disconnected_s + config.exit_grace_s:
+        transition.lose(worker.name, "closed its connection before joining", kill=True)
+    elif transition.fleet.listened_s >= worker.seen_s + config.start_timeout_s:
+        transition.lose(worker.name, f"did not join within {config.start_timeout_s:.0f} s of starting", kill=True)
 
 
-def _conclude_exit(turn: Transition, worker: Worker, exit_: Exit) -> None:
+def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     """Conclude the exit of a process that ended by itself, once all its messages have been heard."""
-    fleet = turn.fleet
-    if worker.disconnected_s is None and turn.now_s < exit_.at_s + fleet.config.exit_grace_s:
+    fleet = transition.fleet
+    if worker.disconnected_s is None and transition.now_s < exit_.at_s + fleet.config.exit_grace_s:
         return
     if exit_.code == 0 and fleet.job is None:
-        turn.end(
+        transition.end(
             2,
             "the script ended without calling trainer.steps(n), so nothing was trained. "
             "Loop over trainer.steps(n) in it; a script that does not train runs with `python` alone.",
@@ -137,86 +143,88 @@ def _conclude_exit(turn: Transition, worker: Worker, exit_: Exit) -> None:
     left = worker.standing is Standing.LEFT
     expected = worker.standing is Standing.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
     if expected or (left and exit_.code == 0):
-        turn.forget(worker.name)
+        transition.forget(worker.name)
         return
     when = "after its last step" if left else "before its training was done"
     text = f"worker {_title(fleet, worker.name)} ended with exit code {exit_.code} {when}"
     tail = f". The end of its stderr:\n{exit_.stderr_tail.rstrip()}" if exit_.stderr_tail.strip() else ""
-    turn.forget(worker.name)
-    turn.end(exit_.code if exit_.code in (1, 2, 3) else 1, text + tail, worker=worker.name)
+    transition.forget(worker.name)
+    transition.end(exit_.code if exit_.code in (1, 2, 3) else 1, text + tail, worker=worker.name)
 
 
-def finish_if_all_left(turn: Transition) -> None:
+def finish_if_all_left(transition: Transition) -> None:
     """The run is complete when no rank of the grid is left in it; spares and newcomers are dismissed."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     # A worker that has joined and is not a newcomer has a seat.
     if fleet.is_leaving and fleet.workers.count(Standing.JOINED) == len(fleet.workers.newcomers):
-        record_votes(turn)
-        turn.update(phase=Finishing())
+        record_votes(transition)
+        transition.update(phase=Finishing())
 
 
-def settle_leaving(turn: Transition, phase: Idle | Stopping) -> None:
+def settle_leaving(transition: Transition, phase: Idle | Stopping) -> None:
     """A generation broke while its members were leaving: the last step is committed, and whoever lives applies it.
 
     Who answers Hold was stopped by the broken link: it hears the verdict like in any other step, and is dismissed once
     it has the last step. A member that does not answer is still saving, and will leave.
     """
-    fleet = turn.fleet
+    fleet = transition.fleet
     answered = [name for name in fleet.live_members if fleet.workers[name].holding is not None]
     if isinstance(phase, Stopping):
-        press(turn, phase)
+        press(transition, phase)
         for name in phase.applying if fleet.listened_s >= phase.deadline_s else ():
-            if turn.fleet.is_joined(name):
-                turn.lose(name, f"did not apply the last step within {fleet.config.hold_timeout_s:.0f} s", kill=True)
-    record_votes(turn)
-    if isinstance(turn.fleet.phase, Ended):
+            if transition.fleet.is_joined(name):
+                transition.lose(
+                    name, f"did not apply the last step within {fleet.config.hold_timeout_s:.0f} s", kill=True
+                )
+    record_votes(transition)
+    if isinstance(transition.fleet.phase, Ended):
         return
-    vote, laggards = judge(turn, answered)
+    vote, laggards = judge(transition, answered)
     if vote is not None and laggards:
-        before = turn.fleet.phase
-        commit(turn, before if isinstance(before, Stopping) else _stopping(turn.fleet), vote, laggards)
+        before = transition.fleet.phase
+        commit(transition, before if isinstance(before, Stopping) else _stopping(transition.fleet), vote, laggards)
     for name in answered:
         if name not in laggards:
-            _dismiss(turn, name)
-    finish_if_all_left(turn)
+            _dismiss(transition, name)
+    finish_if_all_left(transition)
 
 
 def _stopping(fleet: Fleet) -> Stopping:
     return Stopping(planned=False, deadline_s=fleet.listened_s)
 
 
-def finish(turn: Transition, phase: Finishing) -> None:
+def finish(transition: Transition, phase: Finishing) -> None:
     """Wait until the scripts of those who left have ended; rank 0's may take its time, the others are bounded."""
-    if turn.fleet.workers.count(Standing.JOINED) or turn.fleet.workers.count(Standing.ASIDE):
-        for name, worker in turn.fleet.workers.items():
+    if transition.fleet.workers.count(Standing.JOINED) or transition.fleet.workers.count(Standing.ASIDE):
+        for name, worker in transition.fleet.workers.items():
             if worker.standing in (Standing.JOINED, Standing.ASIDE):
-                _dismiss(turn, name)
-    if turn.is_tick:
-        _miss_nobody(turn)
-    fleet = turn.fleet
+                _dismiss(transition, name)
+    if transition.is_tick:
+        _miss_nobody(transition)
+    fleet = transition.fleet
     waiting = fleet.workers.unfinished > 0
     if waiting and fleet.members[0] in fleet.workers:
         return
     if waiting and phase.deadline_s is None:
-        turn.update(phase=Finishing(deadline_s=turn.now_s + fleet.config.leave_timeout_s))
-    elif not waiting or (phase.deadline_s is not None and turn.now_s >= phase.deadline_s):
-        turn.end(0, f"{fleet.recorded_step + 1} steps done")
+        transition.update(phase=Finishing(deadline_s=transition.now_s + fleet.config.leave_timeout_s))
+    elif not waiting or (phase.deadline_s is not None and transition.now_s >= phase.deadline_s):
+        transition.end(0, f"{fleet.recorded_step + 1} steps done")
 
 
-def _miss_nobody(turn: Transition) -> None:
+def _miss_nobody(transition: Transition) -> None:
     """Whoever left and is out of sight for long has no more to say that the run needs."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     for name, worker in fleet.workers.items():
-        unheard_s = turn.now_s - fleet.heard_s if fleet.is_alone else fleet.unheard_s(worker.node)
+        unheard_s = transition.now_s - fleet.heard_s if fleet.is_alone else fleet.unheard_s(worker.node)
         if worker.standing is Standing.LEFT and unheard_s > return_patience_s(fleet):
-            turn.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
-            turn.forget(name)
+            transition.notice(f"worker {name} is out of sight, so the outcome of its script is unknown", warning=True)
+            transition.forget(name)
 
 
-def _dismiss(turn: Transition, name: str) -> None:
+def _dismiss(transition: Transition, name: str) -> None:
     """Release a worker that has nothing left to do."""
-    turn.send(name, Finish())
-    turn.update_worker(name, standing=Standing.DISMISSED)
+    transition.send(name, Finish())
+    transition.update_worker(name, standing=Standing.DISMISSED)
 
 
 def _title(fleet: Fleet, name: str) -> str:

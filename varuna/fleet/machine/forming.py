@@ -37,30 +37,32 @@ class _Origin:
     checkpoint: Checkpoint | None = None
 
 
-def form(turn: Transition, phase: Idle) -> None:
+def form(transition: Transition, phase: Idle) -> None:
     """Start the next generation as soon as its workers, state and plan are there."""
-    if not _joined(turn.fleet):
-        is_coming = turn.fleet.is_starting or (turn.fleet.more_to_come and not turn.fleet.config.elastic)
+    if not _joined(transition.fleet):
+        is_coming = transition.fleet.is_starting or (
+            transition.fleet.more_to_come and not transition.fleet.config.elastic
+        )
         text = "no worker is ready yet" if is_coming else "there are no workers"
-        _wait(turn, phase, Blocked(Obstacle.NO_WORKERS, text))
-    elif turn.fleet.history or not _gathering(turn, phase):
+        _wait(transition, phase, Blocked(Obstacle.NO_WORKERS, text))
+    elif transition.fleet.history or not _gathering(transition, phase):
         try:
-            _try_form(turn, phase, turn.fleet.joined)
+            _try_form(transition, phase, transition.fleet.joined)
         except UnansweredError:
-            _wait_for_store(turn, phase)
+            _wait_for_store(transition, phase)
 
 
-def _gathering(turn: Transition, phase: Idle) -> bool:
+def _gathering(transition: Transition, phase: Idle) -> bool:
     """Whether the first generation still waits for workers that are warming up."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     enough = fleet.config.elastic and _joined(fleet) >= fleet.config.workers and not fleet.is_starting
     if not fleet.more_to_come or enough:
         return False
-    if turn.now_s >= phase.gathers_until_s:  # whoever joins or is lost meanwhile can only make it later
+    if transition.now_s >= phase.gathers_until_s:  # whoever joins or is lost meanwhile can only make it later
         joined_s = [fleet.workers[name].joined_s for name in fleet.joined]
         until_s = max(min(joined_s) + fleet.config.gather_s, max(joined_s) + fleet.config.join_grace_s)
-        turn.update(phase=replace(phase, gathers_until_s=until_s))
-        return turn.now_s < until_s
+        transition.update(phase=replace(phase, gathers_until_s=until_s))
+        return transition.now_s < until_s
     return True
 
 
@@ -73,130 +75,136 @@ def _just_joined(fleet: Fleet, now_s: float) -> bool:
     return any(now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fleet.joined)
 
 
-def _wait(turn: Transition, phase: Idle, blocked: Blocked) -> None:
+def _wait(transition: Transition, phase: Idle, blocked: Blocked) -> None:
     """Go on waiting for starting workers, or end the run if there are none or they take too long."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     patience_s, no_plan = fleet.config.wait_s, blocked.by is Obstacle.NO_PLAN
     exit_code = NoPlanError.exit_code if no_plan else 1
     if fleet.finish is not None:
-        _end_as_asked(turn, fleet.finish, blocked)
+        _end_as_asked(transition, fleet.finish, blocked)
     elif not fleet.more_to_come:
         causes = f" ({' and '.join(map(str, fleet.causes))})" if fleet.causes else ""
-        turn.end(exit_code, blocked.text if no_plan else f"{blocked.text} left{causes}, and none are starting")
-    elif turn.now_s >= phase.since_s + patience_s:
-        turn.end(exit_code, f"{blocked.text} (waited {patience_s:.0f} s for starting workers)")
+        transition.end(exit_code, blocked.text if no_plan else f"{blocked.text} left{causes}, and none are starting")
+    elif transition.now_s >= phase.since_s + patience_s:
+        transition.end(exit_code, f"{blocked.text} (waited {patience_s:.0f} s for starting workers)")
     elif phase.blocked != blocked:
-        turn.update(phase=replace(phase, blocked=blocked))
+        transition.update(phase=replace(phase, blocked=blocked))
         if fleet.history or no_plan:
             bound = f"starting workers, at most {patience_s:.0f} s" if patience_s < float("inf") else "machines to join"
-            turn.notice(f"waiting for {bound}: {blocked.text}")
+            transition.notice(f"waiting for {bound}: {blocked.text}")
 
 
 def _which_checkpoint(fleet: Fleet) -> WhichCheckpoint:
     return WhichCheckpoint(after=fleet.generation, saved_step=fleet.saved_step)
 
 
-def _wait_for_store(turn: Transition, phase: Idle) -> None:
+def _wait_for_store(transition: Transition, phase: Idle) -> None:
     """Report a store that does not answer for long; a run that is asked to end does not wait for it."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     asked = fleet.asked.get(_which_checkpoint(fleet))
-    if asked is None or turn.now_s < asked.at_s + fleet.config.store_patience_s:
+    if asked is None or transition.now_s < asked.at_s + fleet.config.store_patience_s:
         return
     seconds = f"{fleet.config.store_patience_s:.0f} s"
-    text = f"{_job(turn).checkpoint_dir} has not said for {seconds} which checkpoint is its newest"
+    text = f"{_job(transition).checkpoint_dir} has not said for {seconds} which checkpoint is its newest"
     blocked = Blocked(Obstacle.NO_ANSWER, text)
     if fleet.finish is not None:
-        _end_as_asked(turn, fleet.finish, blocked)
+        _end_as_asked(transition, fleet.finish, blocked)
     elif phase.blocked != blocked:
-        turn.update(phase=replace(phase, blocked=blocked))
-        turn.notice(f"waiting for the store: {text}", warning=True)
+        transition.update(phase=replace(phase, blocked=blocked))
+        transition.notice(f"waiting for the store: {text}", warning=True)
 
 
-def _end_as_asked(turn: Transition, wish: FinishWish, blocked: Blocked) -> None:
+def _end_as_asked(transition: Transition, wish: FinishWish, blocked: Blocked) -> None:
     """End the run as requested, because the current step, after which it would end, cannot be finished."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     text = f"{wish.reason}; no step is running, because {blocked.text}"
-    saved_step = 0 if _job(turn).rescues else fleet.saved_step
+    saved_step = 0 if _job(transition).rescues else fleet.saved_step
     unsaved = fleet.recorded_step + 1 - saved_step if fleet.history else 0
     if unsaved > 0:
         text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
-    turn.end(int(unsaved > 0), text)
+    transition.end(int(unsaved > 0), text)
 
 
-def _try_form(turn: Transition, phase: Idle, live: tuple[str, ...]) -> None:
+def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> None:
     """Find state and a plan; without either, wait.
 
     Raises:
         UnansweredError: the checkpoint is being looked for, or the plan is being made.
     """
-    fleet, job = turn.fleet, _job(turn)
-    if fleet.futile and backoff.waits(turn, phase, live):
-        match turn.fleet.phase:
-            case Idle(blocked=Blocked() as blocked) if fleet.finish is not None and turn.fleet.futile >= backoff.MANY:
-                _end_as_asked(turn, fleet.finish, blocked)
+    fleet, job = transition.fleet, _job(transition)
+    if fleet.futile and backoff.waits(transition, phase, live):
+        match transition.fleet.phase:
+            case Idle(blocked=Blocked() as blocked) if (
+                fleet.finish is not None and transition.fleet.futile >= backoff.MANY
+            ):
+                _end_as_asked(transition, fleet.finish, blocked)
             case _:
                 pass
         return
     holdings = {name: _holding(fleet, name).sections for name in live}
     lost = placement.uncovered(len(job.model.sections), holdings)
-    if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, turn.now_s):
+    if lost and fleet.history and fleet.more_to_come and _just_joined(fleet, transition.now_s):
         return  # nobody's state is kept waiting: whoever comes in the same moment is taken in too
-    if lost and waits_for_return(turn, phase):
+    if lost and waits_for_return(transition, phase):
         return
     if phase.rejected is not None and phase.rejected.workers == live:
-        _wait(turn, phase, Blocked(Obstacle.NO_PLAN, phase.rejected.text))
+        _wait(transition, phase, Blocked(Obstacle.NO_PLAN, phase.rejected.text))
         return
-    origin = _restore(turn) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
+    origin = _restore(transition) if lost else _Origin(next_step=fleet.recorded_step + 1, from_holders=True)
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
-        turn.update(micro_batch=origin.checkpoint.micro_batch)
+        transition.update(micro_batch=origin.checkpoint.micro_batch)
     try:
-        plan, usable = _plan_and_workers(turn, live)
+        plan, usable = _plan_and_workers(transition, live)
     except NoPlanError as error:
         phase = replace(phase, rejected=Rejected(live, str(error)))
-        turn.update(phase=phase)
-        turn.ask_anew()  # until others are there, a newer checkpoint may be, too
-        _wait(turn, phase, Blocked(Obstacle.NO_PLAN, str(error)))
+        transition.update(phase=phase)
+        transition.ask_anew()  # until others are there, a newer checkpoint may be, too
+        _wait(transition, phase, Blocked(Obstacle.NO_PLAN, str(error)))
         return
-    _start(turn, phase, plan, usable, origin, holdings if origin.from_holders else {})
+    _start(transition, phase, plan, usable, origin, holdings if origin.from_holders else {})
 
 
-def _plan_and_workers(turn: Transition, live: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+def _plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
     """Plan for the workers that should be used; stragglers and those about to leave only if it takes them.
 
     Raises:
         NoPlanError: nothing fits, whoever is used.
     """
-    fleet = turn.fleet
+    fleet = transition.fleet
     staying = tuple(name for name in live if not fleet.is_departing(name))
     choices = [fleet.available, staying, live]
     for usable in choices[:-1]:
         if usable and usable != live:
             try:
-                return _plan_keeping(turn, len(usable)), usable
+                return _plan_keeping(transition, len(usable)), usable
             except NoPlanError:
                 continue
-    return _plan_keeping(turn, len(live)), live
+    return _plan_keeping(transition, len(live)), live
 
 
-def _plan_keeping(turn: Transition, workers: int) -> Plan:
+def _plan_keeping(transition: Transition, workers: int) -> Plan:
     """The plan that ran last, if nothing is clearly better: then only its seats get other workers.
 
     Raises:
         NoPlanError: nothing fits.
     """
-    if _is_best_known(turn.fleet, workers):
-        return turn.fleet.record.plan
-    known = plan_for(turn, workers)
-    turn.update(planned_for=workers)
-    return _clearly_better(turn, known, workers)
+    if _is_best_known(transition.fleet, workers):
+        return transition.fleet.record.plan
+    known = plan_for(transition, workers)
+    transition.update(planned_for=workers)
+    return _clearly_better(transition, known, workers)
 
 
-def plan_to_come(turn: Transition, known: Planned, workers: int) -> Plan:
+def plan_to_come(transition: Transition, known: Planned, workers: int) -> Plan:
     """What a morph for these workers would run, if that is the best plan that is known for them.
 
     Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
     """
-    return turn.fleet.record.plan if _is_best_known(turn.fleet, workers) else _clearly_better(turn, known, workers)
+    return (
+        transition.fleet.record.plan
+        if _is_best_known(transition.fleet, workers)
+        else _clearly_better(transition, known, workers)
+    )
 
 
 def _is_best_known(fleet: Fleet, workers: int) -> bool:
@@ -204,9 +212,9 @@ def _is_best_known(fleet: Fleet, workers: int) -> bool:
     return bool(fleet.history) and not fleet.replan and fleet.record.plan.workers <= workers <= fleet.planned_for
 
 
-def _clearly_better(turn: Transition, known: Planned, workers: int) -> Plan:
+def _clearly_better(transition: Transition, known: Planned, workers: int) -> Plan:
     """The plan that was found, or the one that ran last if that is about as fast, by what is known now."""
-    fleet, plan = turn.fleet, known.plan
+    fleet, plan = transition.fleet, known.plan
     if not fleet.history or fleet.replan or fleet.record.plan.workers > workers:
         return plan
     old = fleet.record.plan
@@ -215,20 +223,20 @@ def _clearly_better(turn: Transition, known: Planned, workers: int) -> Plan:
     return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
 
 
-def plan_for(turn: Transition, workers: int) -> Planned:
+def plan_for(transition: Transition, workers: int) -> Planned:
     """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
 
     Raises:
         NoPlanError: nothing fits.
         UnansweredError: it is being made.
     """
-    kept, memory_bytes = turn.fleet.micro_batch, turn.fleet.memory_bytes
-    answer = turn.answer_to(WhichPlan(workers, kept, memory_bytes))
+    kept, memory_bytes = transition.fleet.micro_batch, transition.fleet.memory_bytes
+    answer = transition.answer_to(WhichPlan(workers, kept, memory_bytes))
     if isinstance(answer, Planned):
         return answer
     assert isinstance(answer, Unplannable)
-    if kept is not None and _job(turn).micro_batch is None:
-        other = turn.answer_to(WhichPlan(workers, None, memory_bytes))
+    if kept is not None and _job(transition).micro_batch is None:
+        other = transition.answer_to(WhichPlan(workers, None, memory_bytes))
         if isinstance(other, Planned) and other.plan.micro_batch < kept:
             return other
         if isinstance(other, Unplannable):
@@ -236,42 +244,47 @@ def plan_for(turn: Transition, workers: int) -> Planned:
     raise NoPlanError(answer.complaint)
 
 
-def _restore(turn: Transition) -> _Origin:
+def _restore(transition: Transition) -> _Origin:
     """The newest checkpoint, or the beginning of the run.
 
     Raises:
         UnansweredError: it is being looked for.
     """
-    answer = turn.answer_to(_which_checkpoint(turn.fleet))
+    answer = transition.answer_to(_which_checkpoint(transition.fleet))
     assert isinstance(answer, FoundCheckpoint)
     checkpoint = answer.checkpoint
     return _Origin(next_step=checkpoint.step if checkpoint else 0, checkpoint=checkpoint)
 
 
-def _tell_origin(turn: Transition, origin: _Origin) -> None:
+def _tell_origin(transition: Transition, origin: _Origin) -> None:
     """Say where the run goes on, if not where it stopped."""
-    fleet, checkpoint, next_step = turn.fleet, origin.checkpoint, origin.next_step
+    fleet, checkpoint, next_step = transition.fleet, origin.checkpoint, origin.next_step
     where = "the beginning"
     if checkpoint is not None:
         where = f"the checkpoint of step {next_step} in {checkpoint.folder}"
-        if _job(turn).rescues:
+        if _job(transition).rescues:
             where = f"the copy of its state after {next_step} steps"
     if fleet.history and fleet.recorded_step >= next_step:
-        turn.notice(
+        transition.notice(
             f"ROLLBACK: the last holder of some state was lost; going back from step {fleet.recorded_step + 1} to "
             f"{where}",
             warning=True,
         )
     elif checkpoint and not fleet.history:
-        complete = ", the last one; nothing left to do" * (next_step >= _job(turn).steps)
-        turn.notice(f"resuming from {where}{complete}")
+        complete = ", the last one; nothing left to do" * (next_step >= _job(transition).steps)
+        transition.notice(f"resuming from {where}{complete}")
 
 
 def _start(
-    turn: Transition, phase: Idle, plan: Plan, usable: tuple[str, ...], origin: _Origin, holdings: placement.Holdings
+    transition: Transition,
+    phase: Idle,
+    plan: Plan,
+    usable: tuple[str, ...],
+    origin: _Origin,
+    holdings: placement.Holdings,
 ) -> None:
     """Give all workers a seat, write the generation down, then tell them."""
-    fleet, job = turn.fleet, _job(turn)
+    fleet, job = transition.fleet, _job(transition)
     weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
     # Old ranks first, so that among equals rank 0 keeps its worker.
     ordered = sorted(usable, key=lambda name: (not fleet.is_member(name), fleet.rank_of(name) or 0))
@@ -288,7 +301,7 @@ def _start(
     )
     rollback = not origin.from_holders
     if rollback:
-        _tell_origin(turn, origin)
+        _tell_origin(transition, origin)
     undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
     record = GenerationRecord(
         generation=fleet.generation + 1,
@@ -301,12 +314,12 @@ def _start(
         rollback=rollback,
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
     )
-    _keep_micro_batch(turn, plan)
-    lose_aside(turn)
-    turn.update(
+    _keep_micro_batch(transition, plan)
+    lose_aside(transition)
+    transition.update(
         phase=Running(began_s=fleet.listened_s),
         history=(*fleet.history, record),
-        **begin_progress(turn.fleet, frozenset(record.grid)),
+        **begin_progress(transition.fleet, frozenset(record.grid)),
         departed=frozenset(),
         causes=(),
         broke_s=phase.since_s if not fleet.history else fleet.broke_s,
@@ -319,17 +332,19 @@ def _start(
         recorded_step=origin.next_step - 1,
         **({"lineage": record.generation, "votes": {}} if rollback else {}),
     )
-    turn.publish(GenerationStarted(record=record))
-    for name, assignment in assignments(turn.fleet.history, moves):
-        turn.send(name, Assign(assignment=assignment))
+    transition.publish(GenerationStarted(record=record))
+    for name, assignment in assignments(transition.fleet.history, moves):
+        transition.send(name, Assign(assignment=assignment))
 
 
-def _keep_micro_batch(turn: Transition, plan: Plan) -> None:
+def _keep_micro_batch(transition: Transition, plan: Plan) -> None:
     """The micro-batch size belongs to the run; say so when it has to change."""
-    kept = turn.fleet.micro_batch
+    kept = transition.fleet.micro_batch
     if kept is not None and plan.micro_batch != kept:
-        turn.notice(f"no plan fits with micro-batches of {kept}; using {plan.micro_batch} from now on", warning=True)
-    turn.update(micro_batch=plan.micro_batch)
+        transition.notice(
+            f"no plan fits with micro-batches of {kept}; using {plan.micro_batch} from now on", warning=True
+        )
+    transition.update(micro_batch=plan.micro_batch)
 
 
 def _holding(fleet: Fleet, name: str) -> Holding:
@@ -337,7 +352,7 @@ def _holding(fleet: Fleet, name: str) -> Holding:
     return fleet.workers[name].holding or Holding()
 
 
-def _job(turn: Transition) -> JobFacts:
+def _job(transition: Transition) -> JobFacts:
     """The run's job, known once a worker has joined."""
-    assert turn.fleet.job is not None
-    return turn.fleet.job
+    assert transition.fleet.job is not None
+    return transition.fleet.job

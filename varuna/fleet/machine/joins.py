@@ -14,59 +14,59 @@ from varuna.fleet.state.run_events import WorkerJoined
 from varuna.fleet.state.worker import Holding, Standing, Worker
 
 
-def note_spawned(turn: Transition, name: str, node: str) -> None:
+def note_spawned(transition: Transition, name: str, node: str) -> None:
     """Note that a process was started."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     replacement = not fleet.config.elastic and fleet.spawned >= fleet.config.workers
     worker = Worker(name=name, node=node, seen_s=fleet.listened_s, replacement=replacement)
-    turn.update(
+    transition.update(
         workers=fleet.workers.with_worker(worker),
         spawned=fleet.spawned + 1,
         spawning=max(0, fleet.spawning - 1),
     )
-    turn.expire_by(turn.now_s + fleet.config.start_timeout_s)
+    transition.expire_by(transition.now_s + fleet.config.start_timeout_s)
 
 
-def spawn_missing(turn: Transition) -> None:
+def spawn_missing(transition: Transition) -> None:
     """Ask for the workers that should exist, unless the last ones died at once."""
-    missing = turn.fleet.missing
-    if missing and turn.now_s >= turn.fleet.respawn_at_s:
-        turn.instructions.append(Spawn(missing))
-        turn.update(spawning=turn.fleet.spawning + missing)
+    missing = transition.fleet.missing
+    if missing and transition.now_s >= transition.fleet.respawn_at_s:
+        transition.instructions.append(Spawn(missing))
+        transition.update(spawning=transition.fleet.spawning + missing)
 
 
-def note_hello(turn: Transition, name: str, hello: Hello) -> None:
+def note_hello(transition: Transition, name: str, hello: Hello) -> None:
     """A worker is warm: all workers of a run must agree on their job."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.workers[name].standing is not Standing.STARTING:
-        turn.update_worker(name, device=hello.device)  # a manager that has started again knows of none
-        say_again(turn, name)
+        transition.update_worker(name, device=hello.device)  # a manager that has started again knows of none
+        say_again(transition, name)
         return
     if fleet.job is None:
-        turn.update(job=hello.job, version=hello.version)
+        transition.update(job=hello.job, version=hello.version)
     elif (difference := _difference(hello, fleet.job, fleet.version)) is not None:
-        _refuse(turn, name, difference)
+        _refuse(transition, name, difference)
         return
-    turn.update_worker(
-        name, standing=Standing.JOINED, pid=hello.pid, joined_s=turn.now_s, holding=Holding(), device=hello.device
+    transition.update_worker(
+        name, standing=Standing.JOINED, pid=hello.pid, joined_s=transition.now_s, holding=Holding(), device=hello.device
     )
     if not fleet.config.elastic:
-        turn.expire_by(turn.now_s + fleet.config.lease_s)
-    if fleet.history and hello.device is not None and (turn.fleet.memory_bytes or 0) < (fleet.memory_bytes or 0):
-        turn.ask_anew()
-        turn.update(replan=True)  # what ran in more memory may not fit any more
+        transition.expire_by(transition.now_s + fleet.config.lease_s)
+    if fleet.history and hello.device is not None and (transition.fleet.memory_bytes or 0) < (fleet.memory_bytes or 0):
+        transition.ask_anew()
+        transition.update(replan=True)  # what ran in more memory may not fit any more
     if fleet.history:
-        turn.note_change()
-    turn.publish(WorkerJoined(worker=name, pid=hello.pid))
+        transition.note_change()
+    transition.publish(WorkerJoined(worker=name, pid=hello.pid))
 
 
-def _refuse(turn: Transition, name: str, difference: Objection) -> None:
+def _refuse(transition: Transition, name: str, difference: Objection) -> None:
     """Send a worker away; another one would have the same fault, so it is not replaced."""
     reason = f"worker {name} was refused: {difference.text}. Start all workers with the same script and arguments."
-    turn.send(name, Finish(failure=reason))
-    turn.notice(reason, warning=True)
-    turn.forget(name)
-    turn.update(wanted=max(0, turn.fleet.wanted - 1))
+    transition.send(name, Finish(failure=reason))
+    transition.notice(reason, warning=True)
+    transition.forget(name)
+    transition.update(wanted=max(0, transition.fleet.wanted - 1))
 
 
 def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:

@@ -35,35 +35,35 @@ _ALONE_S = 3.0
 _UNUSUAL = 1.5
 
 
-def note_tick(turn: Transition, deaf_s: float) -> None:
+def note_tick(transition: Transition, deaf_s: float) -> None:
     """Note that time passed; it counts as silence only if the manager could have heard something."""
-    fleet = turn.fleet
-    gap_s, was_alone = turn.now_s - fleet.ticked_s, fleet.is_alone
+    fleet = transition.fleet
+    gap_s, was_alone = transition.now_s - fleet.ticked_s, fleet.is_alone
     deaf_s = max(deaf_s, gap_s if gap_s > _STALL_S else 0.0)
-    is_alone = fleet.config.elastic and bool(fleet.workers) and turn.now_s - fleet.heard_s > _ALONE_S
-    turn.update(ticked_s=turn.now_s, is_alone=is_alone)
+    is_alone = fleet.config.elastic and bool(fleet.workers) and transition.now_s - fleet.heard_s > _ALONE_S
+    transition.update(ticked_s=transition.now_s, is_alone=is_alone)
     if is_alone:
-        unheard_s = turn.now_s - fleet.heard_s
+        unheard_s = transition.now_s - fleet.heard_s
         if not fleet.told_alone and unheard_s > fleet.config.lease_s and not deaf_s:
-            turn.update(told_alone=True)
-            turn.notice(
+            transition.update(told_alone=True)
+            transition.notice(
                 f"no machine has been heard for {unheard_s:.0f} s: either this manager is cut off, or all of them "
                 "are gone. No worker is given up before a machine is heard",
                 warning=True,
             )
     elif was_alone:
-        _begin_anew(turn)
+        _begin_anew(transition)
     else:
-        turn.update(listened_s=fleet.listened_s + max(0.0, gap_s - deaf_s))
+        transition.update(listened_s=fleet.listened_s + max(0.0, gap_s - deaf_s))
 
 
-def _begin_anew(turn: Transition) -> None:
+def _begin_anew(transition: Transition) -> None:
     """Somebody is back in contact: each of the others has a whole lease to come back."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.told_alone:
-        turn.notice("machines are back in contact")
+        transition.notice("machines are back in contact")
     now_s = fleet.listened_s
-    turn.update(
+    transition.update(
         told_alone=False,
         regained_s=now_s,
         nodes=PersistentMap({node: Sight(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
@@ -73,55 +73,55 @@ def _begin_anew(turn: Transition) -> None:
     )
 
 
-def hear(turn: Transition, node: str) -> None:
+def hear(transition: Transition, node: str) -> None:
     """Note that something came from a machine; after a silence its workers get a whole lease to be heard, too."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if not fleet.config.elastic:
         return
     sight, now_s = fleet.nodes.get(node), fleet.listened_s
     if sight is not None and sight.heard_s == now_s and sight.parted_after is None:
-        turn.update(heard_s=turn.now_s)
+        transition.update(heard_s=transition.now_s)
         return
-    turn.update(heard_s=turn.now_s, nodes=fleet.nodes.with_item(node, Sight(heard_s=now_s)))
+    transition.update(heard_s=transition.now_s, nodes=fleet.nodes.with_item(node, Sight(heard_s=now_s)))
     is_back = sight is not None and now_s - sight.heard_s > _NEAR_S
     for name in fleet.workers.on(node):
         if is_back:
-            turn.update_worker(name, seen_s=now_s)
+            transition.update_worker(name, seen_s=now_s)
         elif now_s - fleet.seen_s(fleet.workers[name]) > fleet.config.suspect_lease_s:
-            turn.watch(name)
+            transition.watch(name)
     if sight is not None and sight.told:
-        turn.notice(f"node {node} is back in contact")
+        transition.notice(f"node {node} is back in contact")
     if node in fleet.hidden:
-        turn.update(hidden=fleet.hidden - {node})
+        transition.update(hidden=fleet.hidden - {node})
 
 
-def note_parted(turn: Transition, node: str, *, abruptly: bool) -> None:
+def note_parted(transition: Transition, node: str, *, abruptly: bool) -> None:
     """Note that an agent's connection ended; after a silence of all agents this says nothing about it."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if node in fleet.nodes and fleet.listened_s > fleet.regained_s + fleet.config.lease_s:
         sight = replace(fleet.nodes[node], parted_after=fleet.progresses, ended=abruptly)
-        turn.update(nodes=fleet.nodes.with_item(node, sight))
-        turn.look_at_all()
+        transition.update(nodes=fleet.nodes.with_item(node, sight))
+        transition.look_at_all()
 
 
-def note_beat(turn: Transition, name: str, beat: Beat) -> None:
+def note_beat(transition: Transition, name: str, beat: Beat) -> None:
     """Note how long a rank waits and whether a step is done, from its beat."""
-    fleet, phase, before = turn.fleet, turn.fleet.phase, turn.fleet.workers[name].beat
+    fleet, phase, before = transition.fleet, transition.fleet.phase, transition.fleet.workers[name].beat
     if not isinstance(phase, Running) or before is None or not fleet.workers[name].seated:
         return
     if beat.generation != fleet.generation or before.generation != fleet.generation:
         return
     if fleet.formed and phase.longest_wait_s < before.waits_s > beat.waits_s:
-        turn.update(phase=replace(phase, longest_wait_s=before.waits_s))
+        transition.update(phase=replace(phase, longest_wait_s=before.waits_s))
     if beat.step > before.step:
-        note_progress(turn)
+        note_progress(transition)
 
 
-def note_progress(turn: Transition) -> None:
+def note_progress(transition: Transition) -> None:
     """Note a committed step, which proves that all ranks of the grid were alive, heard or not."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.config.elastic:
-        turn.update(progressed_s=fleet.listened_s, progresses=fleet.progresses + 1)
+        transition.update(progressed_s=fleet.listened_s, progresses=fleet.progresses + 1)
 
 
 def begin_progress(fleet: Fleet, seated: frozenset[str]) -> dict[str, object]:
@@ -163,45 +163,45 @@ def is_gone(fleet: Fleet, worker: Worker) -> bool:
     return suspected and fleet.is_parted(worker.node)
 
 
-def look_around(turn: Transition) -> None:
+def look_around(transition: Transition) -> None:
     """Say who is out of sight, and put those aside without whom the others cannot go on."""
-    _find_hidden(turn)
-    fleet = turn.fleet
+    _find_hidden(transition)
+    fleet = transition.fleet
     if fleet.is_alone or not fleet.hidden:
         return
     if not any(fleet.unheard_s(node) <= _NEAR_S for node in fleet.nodes):
         return  # soon it will be known that nobody is heard
-    _forget_nodes(turn)
+    _forget_nodes(transition)
     away = [fleet.workers[name] for node in sorted(fleet.hidden) for name in fleet.workers.on(node)]
     away = [worker for worker in away if worker.is_joined and _is_away(fleet, worker)]
     match fleet.phase:
         case Running() as phase:
-            _judge_running(turn, phase, away)
+            _judge_running(transition, phase, away)
         case Idle() | Stopping():
-            _put_aside(turn, away, "a generation has ended")
+            _put_aside(transition, away, "a generation has ended")
         case _:
             pass
 
 
-def _find_hidden(turn: Transition) -> None:
+def _find_hidden(transition: Transition) -> None:
     """Look at all machines when one of them may have got out of sight, which none can before a lease is over."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if fleet.is_alone or fleet.listened_s <= fleet.hiding_s:
         return
     hidden = frozenset(node for node in fleet.nodes if fleet.is_hidden(node))
     oldest_s = min((s.heard_s for node, s in fleet.nodes.items() if node not in hidden), default=fleet.listened_s)
-    turn.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s)
+    transition.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s)
 
 
-def _forget_nodes(turn: Transition) -> None:
+def _forget_nodes(transition: Transition) -> None:
     """Report once who is out of sight; a machine without workers does not matter."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     for node in sorted(fleet.hidden):
         if not fleet.workers.on(node):
-            turn.update(nodes=turn.fleet.nodes.without(node), hidden=turn.fleet.hidden - {node})
+            transition.update(nodes=transition.fleet.nodes.without(node), hidden=transition.fleet.hidden - {node})
         elif not fleet.nodes[node].told:
-            turn.update(nodes=turn.fleet.nodes.with_item(node, replace(fleet.nodes[node], told=True)))
-            turn.notice(f"node {node} is out of sight: it has not been heard for {fleet.unheard_s(node):.0f} s")
+            transition.update(nodes=transition.fleet.nodes.with_item(node, replace(fleet.nodes[node], told=True)))
+            transition.notice(f"node {node} is out of sight: it has not been heard for {fleet.unheard_s(node):.0f} s")
 
 
 def _is_away(fleet: Fleet, worker: Worker) -> bool:
@@ -209,25 +209,25 @@ def _is_away(fleet: Fleet, worker: Worker) -> bool:
     return fleet.is_hidden(worker.node) and fleet.listened_s - fleet.seen_s(worker) > fleet.config.lease_s
 
 
-def _judge_running(turn: Transition, phase: Running, away: list[Worker]) -> None:
+def _judge_running(transition: Transition, phase: Running, away: list[Worker]) -> None:
     """While a generation runs, only who holds it up is put aside; spares are forgotten after a long time."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     missed = [worker for worker in away if worker.seated or (not fleet.formed and fleet.is_member(worker.name))]
     for worker in away:
         if worker not in missed and fleet.unheard_s(worker.node) > fleet.config.return_s:
-            turn.lose(worker.name, f"was out of sight for {fleet.config.return_s:.0f} s", kill=True)
+            transition.lose(worker.name, f"was out of sight for {fleet.config.return_s:.0f} s", kill=True)
     if not missed:
         return
     near = [w for name in fleet.record.grid if fleet.is_joined(name) and is_near(fleet, w := fleet.workers[name])]
     if near and not fleet.is_leaving:
         if stands_still(fleet, phase):
-            _put_aside(turn, missed, "the step stands still")
-            turn.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight, and the step stood still")
+            _put_aside(transition, missed, "the step stands still")
+            transition.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight, and the step stood still")
     elif not near and min(fleet.unheard_s(worker.node) for worker in missed) > return_patience_s(fleet):
         # Nobody is left who could say how the step fares.
-        _put_aside(turn, missed, "all other ranks have left" if fleet.is_leaving else "so are all ranks")
+        _put_aside(transition, missed, "all other ranks have left" if fleet.is_leaving else "so are all ranks")
         if not fleet.is_leaving:
-            turn.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight")
+            transition.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight")
 
 
 def stands_still(fleet: Fleet, phase: Running) -> bool:
@@ -268,18 +268,20 @@ def return_patience_s(fleet: Fleet) -> float:
     return max(fleet.config.lease_s, min(fleet.config.return_s, again_s))
 
 
-def _put_aside(turn: Transition, workers: Iterable[Worker], why: str) -> None:
+def _put_aside(transition: Transition, workers: Iterable[Worker], why: str) -> None:
     workers = list(workers)
     if not workers:
         return
     for worker in workers:
-        fleet = turn.fleet
+        fleet = transition.fleet
         if worker.node in fleet.nodes:
-            turn.update(nodes=fleet.nodes.with_item(worker.node, _as_known(fleet, worker.node)))
-        turn.update_worker(worker.name, standing=Standing.ASIDE, holding=None, seen_s=fleet.seen_s(worker))
-    turn.hasten()
+            transition.update(nodes=fleet.nodes.with_item(worker.node, _as_known(fleet, worker.node)))
+        transition.update_worker(worker.name, standing=Standing.ASIDE, holding=None, seen_s=fleet.seen_s(worker))
+    transition.hasten()
     named = " and ".join(worker.name for worker in workers)
-    turn.notice(f"{_nodes(workers)} out of sight and {why}: {named} will be left out unless heard first", warning=True)
+    transition.notice(
+        f"{_nodes(workers)} out of sight and {why}: {named} will be left out unless heard first", warning=True
+    )
 
 
 def _nodes(workers: Iterable[Worker]) -> str:
@@ -287,26 +289,26 @@ def _nodes(workers: Iterable[Worker]) -> str:
     return f"node{'s' * (len(nodes) > 1)} {' and '.join(nodes)} {'are' if len(nodes) > 1 else 'is'}"
 
 
-def take_back(turn: Transition, name: str) -> None:
+def take_back(transition: Transition, name: str) -> None:
     """Take back a worker that was put aside, if nothing was written down without it yet."""
-    fleet, phase = turn.fleet, turn.fleet.phase
+    fleet, phase = transition.fleet, transition.fleet.phase
     holding = None if fleet.is_member(name) else Holding()
-    turn.update_worker(name, standing=Standing.JOINED, holding=holding)
-    turn.notice(f"worker {name} is back in time")
+    transition.update_worker(name, standing=Standing.JOINED, holding=holding)
+    transition.notice(f"worker {name} is back in time")
     if isinstance(phase, Idle) and fleet.is_member(name):
         deadline_s = fleet.listened_s + fleet.config.hold_timeout_s
-        turn.update(phase=Stopping(planned=phase.in_flight == 0, deadline_s=deadline_s))
+        transition.update(phase=Stopping(planned=phase.in_flight == 0, deadline_s=deadline_s))
     if fleet.is_member(name) and not isinstance(phase, Finishing):
-        turn.send(name, Hold(generation=fleet.generation))
+        transition.send(name, Hold(generation=fleet.generation))
 
 
-def waits_for_return(turn: Transition, phase: Stopping | Idle) -> bool:
+def waits_for_return(transition: Transition, phase: Stopping | Idle) -> bool:
     """Whether those who were put aside may hold the state that nobody else does, and may still come back."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if not fleet.history or fleet.job is None:
         return False
     aside = [worker for name in fleet.record.grid if (worker := fleet.workers.get(name)) and _is_aside(worker)]
-    aside = [worker for worker in aside if not is_dead(turn, worker)]
+    aside = [worker for worker in aside if not is_dead(transition, worker)]
     held = {name: worker.holding.sections for name, worker in fleet.workers.items() if worker.holding is not None}
     sections = len(fleet.job.model.sections)
     if not aside or not uncovered(sections, held):
@@ -319,20 +321,20 @@ def waits_for_return(turn: Transition, phase: Stopping | Idle) -> bool:
     if left_s <= 0:
         return False
     if not phase.waits:
-        turn.update(phase=replace(phase, waits=True))
-        turn.notice(
+        transition.update(phase=replace(phase, waits=True))
+        transition.notice(
             f"waiting at most {left_s:.0f} s for state that no other worker holds: {_nodes(aside)} out of sight",
             warning=True,
         )
     return True
 
 
-def is_dead(turn: Transition, worker: Worker) -> bool:
+def is_dead(transition: Transition, worker: Worker) -> bool:
     """Whether there is evidence, besides its silence, that a worker out of sight is dead."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     notice, sight = fleet.departing.get(worker.node), fleet.nodes.get(worker.node)
     return (sight is not None and sight.ended and fleet.is_parted(worker.node)) or (
-        notice is not None and turn.now_s >= notice.deadline_s
+        notice is not None and transition.now_s >= notice.deadline_s
     )
 
 
@@ -346,9 +348,9 @@ def _is_aside(worker: Worker) -> bool:
     return worker.standing is Standing.ASIDE
 
 
-def lose_aside(turn: Transition) -> None:
+def lose_aside(transition: Transition) -> None:
     """Lose workers that are still out of sight, since the next generation is about to be written down without them."""
-    if turn.fleet.workers.count(Standing.ASIDE):
-        for worker in list(turn.fleet.workers.values()):
+    if transition.fleet.workers.count(Standing.ASIDE):
+        for worker in list(transition.fleet.workers.values()):
             if _is_aside(worker):
-                turn.lose(worker.name, "was out of sight when the run continued", kill=True)
+                transition.lose(worker.name, "was out of sight when the run continued", kill=True)

@@ -31,76 +31,81 @@ _CHECKPOINT_AGE_S = 60.0
 _LOOK_AGAIN_S = 60.0
 
 
-def plan_ahead(turn: Transition, phase: Running) -> None:
+def plan_ahead(transition: Transition, phase: Running) -> None:
     """Ask for at most one planned morph, for the most pressing reason; not before the plan for it is there."""
-    _ask_to_finish(turn)
+    _ask_to_finish(transition)
     with suppress(UnansweredError):
-        _plan_ahead(turn, phase)
+        _plan_ahead(transition, phase)
 
 
-def _plan_ahead(turn: Transition, phase: Running) -> None:
-    _answer_departures(turn)
-    if turn.fleet.phase is not phase or phase.regroup is not None or phase.suspicion or not turn.fleet.formed:
+def _plan_ahead(transition: Transition, phase: Running) -> None:
+    _answer_departures(transition)
+    if (
+        transition.fleet.phase is not phase
+        or phase.regroup is not None
+        or phase.suspicion
+        or not transition.fleet.formed
+    ):
         return
-    if _steps_left(turn.fleet) < _LAST_STEPS or _is_rank_hidden(turn.fleet):
+    if _steps_left(transition.fleet) < _LAST_STEPS or _is_rank_hidden(transition.fleet):
         return
-    if turn.fleet.morph_asked:
-        _answer_request(turn)
+    if transition.fleet.morph_asked:
+        _answer_request(transition)
     else:
-        _consider_slow(turn)
-        if turn.fleet.phase is phase:
-            _consider_newcomers(turn, phase)
+        _consider_slow(transition)
+        if transition.fleet.phase is phase:
+            _consider_newcomers(transition, phase)
 
 
-def _raise_flag(turn: Transition, flag: Flag) -> None:
+def _raise_flag(transition: Transition, flag: Flag) -> None:
     """Ask rank 0, once in a generation."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if isinstance(fleet.phase, Running) and flag not in fleet.phase.flags:
-        turn.update(phase=replace(fleet.phase, flags=fleet.phase.flags | {flag}))
-        turn.send(fleet.members[0], RaiseFlag(generation=fleet.generation, flag=flag))
+        transition.update(phase=replace(fleet.phase, flags=fleet.phase.flags | {flag}))
+        transition.send(fleet.members[0], RaiseFlag(generation=fleet.generation, flag=flag))
 
 
-def _regroup(turn: Transition, cause: str) -> None:
+def _regroup(transition: Transition, cause: str) -> None:
     """All ranks stop after the next vote."""
-    phase = turn.fleet.phase
+    phase = transition.fleet.phase
     if isinstance(phase, Running) and phase.regroup is None:
-        turn.update(phase=replace(phase, regroup=EndCause(Ending.PLANNED, cause)))
-        _raise_flag(turn, "regroup")
+        transition.update(phase=replace(phase, regroup=EndCause(Ending.PLANNED, cause)))
+        _raise_flag(transition, "regroup")
 
 
-def _ask_to_finish(turn: Transition) -> None:
+def _ask_to_finish(transition: Transition) -> None:
     """The stop flag makes all ranks save and leave after the next vote."""
-    if turn.fleet.finish is not None:
-        _raise_flag(turn, "stop")
+    if transition.fleet.finish is not None:
+        _raise_flag(transition, "stop")
 
 
 # -- departures ----------------------------------------------------------------------------------------------------
 
 
-def _answer_departures(turn: Transition) -> None:
+def _answer_departures(transition: Transition) -> None:
     """Leave nodes that are about to go, after a vote if there is time for one."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     going = leavers(fleet)
     if not going or not isinstance(fleet.phase, Running):
         return
     if fleet.job is not None and fleet.job.checkpoint_dir is not None and _loses_last_holder(fleet, going):
-        _raise_flag(turn, "checkpoint")
+        _raise_flag(transition, "checkpoint")
     nodes = sorted({fleet.workers[name].node for name in going})
     cause = " and ".join(f"node {node} will leave ({fleet.departing[node].reason})" for node in nodes)
     deadline_s = min(fleet.departing[node].deadline_s for node in nodes)
     assert fleet.job is not None
     latest_s = deadline_s - fleet.experience.stall_s(fleet.job, fleet.record.plan)
-    is_late = turn.now_s >= latest_s or _step_ends_s(fleet) > latest_s
-    is_time = deadline_s == float("inf") or turn.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
+    is_late = transition.now_s >= latest_s or _step_ends_s(fleet) > latest_s
+    is_time = deadline_s == float("inf") or transition.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
     if deadline_s == float("inf") and _is_rank_hidden(fleet):
         return
-    if not (is_late or is_time) or _plan(look_ahead(turn, len(fleet.available))) is None:
+    if not (is_late or is_time) or _plan(look_ahead(transition, len(fleet.available))) is None:
         return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
     if is_late:
-        turn.notice(f"{cause} before the current step is finished: the step is run again")
-        stop_generation(turn, EndCause(Ending.PLANNED, cause))
+        transition.notice(f"{cause} before the current step is finished: the step is run again")
+        stop_generation(transition, EndCause(Ending.PLANNED, cause))
     else:
-        _regroup(turn, cause)
+        _regroup(transition, cause)
 
 
 def _is_rank_hidden(fleet: Fleet) -> bool:
@@ -130,66 +135,66 @@ def _step_ends_s(fleet: Fleet) -> float:
 # -- people, stragglers, newcomers -----------------------------------------------------------------------------------
 
 
-def _answer_request(turn: Transition) -> None:
+def _answer_request(transition: Transition) -> None:
     """Answer a request for a morph: it happens if the best plan is another one, or its workers are."""
-    fleet = turn.fleet
-    plan = _plan(look_ahead(turn, len(fleet.available)))
-    turn.update(morph_asked=False)
+    fleet = transition.fleet
+    plan = _plan(look_ahead(transition, len(fleet.available)))
+    transition.update(morph_asked=False)
     if plan is None:
-        turn.publish(Answered(what="morph"))
-        turn.notice(f"{fleet.morph_reason}, but no plan fits the current workers", warning=True)
+        transition.publish(Answered(what="morph"))
+        transition.notice(f"{fleet.morph_reason}, but no plan fits the current workers", warning=True)
     elif plan.same_work(fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
-        turn.publish(Answered(what="morph"))
-        turn.notice(f"{fleet.morph_reason}, but {plan.shape} is the best plan for {len(fleet.available)} workers")
+        transition.publish(Answered(what="morph"))
+        transition.notice(f"{fleet.morph_reason}, but {plan.shape} is the best plan for {len(fleet.available)} workers")
     else:
-        turn.update(replan=True)
-        _regroup(turn, fleet.morph_reason)
+        transition.update(replan=True)
+        _regroup(transition, fleet.morph_reason)
 
 
-def _consider_slow(turn: Transition) -> None:
+def _consider_slow(transition: Transition) -> None:
     """Leave stragglers out, if the run is faster without them."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     ranks = sorted(fleet.record.ranks[name] for name in fleet.slow if _takes_part(fleet, name))
     slow = {fleet.members[rank]: fleet.slow[fleet.members[rank]] for rank in ranks}
     if not slow:
         return
-    answer = look_ahead(turn, len(fleet.available))
+    answer = look_ahead(transition, len(fleet.available))
     worst = max(slow, key=lambda name: slow[name].ratio)
     if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * slow[worst].ratio:
-        _regroup(turn, " and ".join(f"worker {name} is slow ({slow[name]})" for name in slow))
+        _regroup(transition, " and ".join(f"worker {name} is slow ({slow[name]})" for name in slow))
 
 
-def _consider_newcomers(turn: Transition, phase: Running) -> None:
+def _consider_newcomers(transition: Transition, phase: Running) -> None:
     """Take newcomers in if what they save until the next change exceeds the stall."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     assert fleet.job is not None
     unordered = {name for name in fleet.workers.newcomers if fleet.is_available(name)}
-    if not unordered or (unordered <= phase.considered and turn.now_s < phase.considered_s + _LOOK_AGAIN_S):
+    if not unordered or (unordered <= phase.considered and transition.now_s < phase.considered_s + _LOOK_AGAIN_S):
         return
     newcomers = [name for name in fleet.joined if name in unordered]
     fresh = [name for name in newcomers if name not in phase.considered]
-    if any(turn.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
+    if any(transition.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
         return
-    answer = look_ahead(turn, len(fleet.available))
+    answer = look_ahead(transition, len(fleet.available))
     running = fleet.record.plan.model_copy(update={"step_s": answer.running_s})
     known = answer if isinstance(answer, Planned) else Planned(running, answer.running_s)
-    plan = plan_to_come(turn, known, len(fleet.available))
+    plan = plan_to_come(transition, known, len(fleet.available))
     weighing = weigh(
         running,
         plan,
-        computing_s=fleet.step_wall_s * _steps_before_change(turn),
+        computing_s=fleet.step_wall_s * _steps_before_change(transition),
         stall_s=fleet.experience.stall_s(fleet.job, plan),
-        exposed_s=_exposed_s(turn),
+        exposed_s=_exposed_s(transition),
     )
     named = [name for name in newcomers if not fleet.is_member(name)] or newcomers
     who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
     if weighing.is_worth(fleet.config.min_gain):
-        turn.notice(f"{who} will be admitted: {weighing}")
-        _regroup(turn, f"{who} joined")
+        transition.notice(f"{who} will be admitted: {weighing}")
+        _regroup(transition, f"{who} joined")
         return
-    turn.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=turn.now_s))
+    transition.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=transition.now_s))
     if fresh:
-        turn.notice(f"{' and '.join(fresh)} joined as spare: {weighing}")
+        transition.notice(f"{' and '.join(fresh)} joined as spare: {weighing}")
 
 
 def _takes_part(fleet: Fleet, name: str) -> bool:
@@ -197,22 +202,22 @@ def _takes_part(fleet: Fleet, name: str) -> bool:
     return worker is not None and worker.is_joined and worker.seated
 
 
-def _steps_before_change(turn: Transition) -> float:
+def _steps_before_change(transition: Transition) -> float:
     """Steps that the run is expected to do before workers come or go again, or it ends."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     every_s = max(fleet.step_every_s, fleet.step_wall_s, 1e-9)
-    return min(fleet.experience.gap_s(turn.now_s) / every_s, _steps_left(fleet))
+    return min(fleet.experience.gap_s(transition.now_s) / every_s, _steps_left(fleet))
 
 
-def _exposed_s(turn: Transition) -> float:
+def _exposed_s(transition: Transition) -> float:
     """Seconds of work that only the workers hold: since the newest checkpoint, or all of it."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     assert fleet.job is not None
-    since_start_s = turn.now_s - fleet.experience.began_s
+    since_start_s = transition.now_s - fleet.experience.began_s
     return since_start_s if fleet.job.checkpoint_dir is None else min(since_start_s, _CHECKPOINT_AGE_S)
 
 
-def look_ahead(turn: Transition, workers: int) -> Planned | Unplannable:
+def look_ahead(transition: Transition, workers: int) -> Planned | Unplannable:
     """The plan for this many workers, if there is one; made once in a generation, since every tick may ask.
 
     Raises:
@@ -220,11 +225,11 @@ def look_ahead(turn: Transition, workers: int) -> Planned | Unplannable:
     """
     try:
         if workers:
-            return plan_for(turn, workers)
+            return plan_for(transition, workers)
         complaint = "there are no workers"
     except NoPlanError as error:
         complaint = str(error)
-    return Unplannable(complaint, running_s=turn.fleet.record.plan.step_s)
+    return Unplannable(complaint, running_s=transition.fleet.record.plan.step_s)
 
 
 def _plan(answer: Planned | Unplannable) -> Plan | None:

@@ -14,21 +14,21 @@ from varuna.fleet.state.worker import Standing
 _REPRIEVE_S = 60.0
 
 
-def note_departure(turn: Transition, event: NoticeReceived | DrainRequested) -> None:
+def note_departure(transition: Transition, event: NoticeReceived | DrainRequested) -> None:
     """Note that a node will leave; of several deadlines the first counts."""
     if isinstance(event, NoticeReceived):
         departure = Departure(deadline_s=event.deadline_s, reason=event.reason)
-        when = f"in {max(0.0, event.deadline_s - turn.now_s):.0f} s"
+        when = f"in {max(0.0, event.deadline_s - transition.now_s):.0f} s"
     else:
         departure = Departure(deadline_s=float("inf"), reason="drained")
         when = "as soon as its state is elsewhere"
-    known = turn.fleet.departing.get(event.node)
+    known = transition.fleet.departing.get(event.node)
     if known is not None and known.deadline_s <= departure.deadline_s:
         return
-    turn.update(departing={**turn.fleet.departing, event.node: departure})
+    transition.update(departing={**transition.fleet.departing, event.node: departure})
     if isinstance(event, DrainRequested):
-        turn.publish(Asked(what="drain", node=event.node))
-    turn.notice(f"node {event.node} will leave {when} ({departure.reason})")
+        transition.publish(Asked(what="drain", node=event.node))
+    transition.notice(f"node {event.node} will leave {when} ({departure.reason})")
 
 
 def leavers(fleet: Fleet) -> list[str]:
@@ -38,23 +38,23 @@ def leavers(fleet: Fleet) -> list[str]:
     return sorted(going, key=fleet.record.ranks.__getitem__)
 
 
-def release(turn: Transition) -> None:
+def release(transition: Transition) -> None:
     """Dismiss workers of leaving nodes once nobody needs them: they are neither in the grid nor sources of a morph."""
-    for node in turn.fleet.departing:
-        fleet = turn.fleet
+    for node in transition.fleet.departing:
+        fleet = transition.fleet
         there = [fleet.workers[name] for name in fleet.workers.on(node)]
         if any(worker.standing is Standing.LEFT for worker in there) or not _is_free(fleet, node):
             continue
         for worker in there:
             if worker.standing is Standing.JOINED:
-                turn.send(worker.name, Finish())
-                turn.update_worker(worker.name, standing=Standing.DISMISSED)
+                transition.send(worker.name, Finish())
+                transition.update_worker(worker.name, standing=Standing.DISMISSED)
         if not fleet.departing[node].released:
-            departing = {**turn.fleet.departing, node: replace(fleet.departing[node], released=True)}
-            turn.update(departing=departing)
-            turn.instructions.append(Release(node, drained=departing[node].is_drain))
+            departing = {**transition.fleet.departing, node: replace(fleet.departing[node], released=True)}
+            transition.update(departing=departing)
+            transition.instructions.append(Release(node, drained=departing[node].is_drain))
             if departing[node].is_drain:
-                turn.publish(Answered(what="drain", node=node))
+                transition.publish(Answered(what="drain", node=node))
 
 
 def _is_free(fleet: Fleet, node: str) -> bool:
@@ -69,16 +69,16 @@ def _is_free(fleet: Fleet, node: str) -> bool:
             return not fleet.history
 
 
-def reprieve(turn: Transition) -> None:
+def reprieve(transition: Transition) -> None:
     """Forget departures that are over: the node is gone, or was not taken."""
-    fleet = turn.fleet
+    fleet = transition.fleet
     if not fleet.departing:
         return
     kept = {
         node: departure
         for node, departure in fleet.departing.items()
-        if turn.now_s < departure.deadline_s + _REPRIEVE_S
+        if transition.now_s < departure.deadline_s + _REPRIEVE_S
         and (fleet.workers.on(node) or not departure.released or not departure.is_drain)
     }
     if kept != fleet.departing:
-        turn.update(departing=kept)
+        transition.update(departing=kept)

@@ -14,22 +14,24 @@ _STILL_S, _UNUSUAL = 45.0, 3.0
 _NAMED = 3
 
 
-def note_standstill(turn: Transition, phase: Running) -> None:
+def note_standstill(transition: Transition, phase: Running) -> None:
     """Tell once of a step that takes much longer than the one before: who is at work, or who waits for whom."""
-    fleet = turn.fleet
-    still_s = turn.now_s - fleet.recorded_s if fleet.recorded_s else 0.0  # a manager that resumes knows of no step yet
+    fleet = transition.fleet
+    still_s = (
+        transition.now_s - fleet.recorded_s if fleet.recorded_s else 0.0
+    )  # a manager that resumes knows of no step yet
     if not fleet.formed or phase.still_step == fleet.recorded_step or fleet.is_leaving or fleet.is_alone:
         return
     if still_s < max(_STILL_S, _UNUSUAL * fleet.step_every_s):
         return
-    turn.update(phase=replace(phase, still_step=fleet.recorded_step))
+    transition.update(phase=replace(phase, still_step=fleet.recorded_step))
     beats = _beats(fleet)
     at_work = [f"rank {rank} {beat.activity}" for rank, beat in beats.items() if beat.at_work]
     said = at_work or [f"rank {rank} {beat.activity}" for rank, beat in beats.items()]
     more = f"; and {len(said) - _NAMED} more" if len(said) > _NAMED else ""
     others = f". The other {len(beats) - len(at_work)} wait" if at_work and len(at_work) < len(beats) else ""
     what = f": {'; '.join(said[:_NAMED])}{more}{others}" if said else ""
-    turn.notice(f"no step for {still_s:.0f} s{what}")
+    transition.notice(f"no step for {still_s:.0f} s{what}")
 
 
 def _beats(fleet: Fleet) -> Mapping[int, Beat]:
