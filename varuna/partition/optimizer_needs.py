@@ -31,6 +31,9 @@ _CANNOT_BE_TRIED = (
 """What code raises that reads values, or wants parameters that are not there: the same on every worker."""
 
 
+_REMEMBERED = 64
+
+
 class OptimizerNeeds(NamedTuple):
     """The optimizer step of a model."""
 
@@ -50,6 +53,10 @@ class _Trial(NamedTuple):
     is_torchs: bool
 
 
+_known: dict[tuple[int, Shapes, bool], tuple[OptimizerFactory, _Trial | None]] = {}
+"""Trials by factory, which is kept lest another takes its id: a model is captured again for other lengths."""
+
+
 def try_update(
     factory: OptimizerFactory,
     shapes: Mapping[str, tuple[int, ...]],
@@ -65,7 +72,7 @@ def try_update(
         sections: names of those that each section uses.
         on_cpu: updates run on a CPU, where torch's own optimizers take parameters one by one, elsewhere together.
     """
-    whole = _try(factory, tuple(sorted(shapes.items())), on_cpu=on_cpu)
+    whole = _known_or_tried(factory, tuple(sorted(shapes.items())), on_cpu=on_cpu)
     if whole is None:
         sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
         largest = tuple(8 * max((sizes[name] for name in names if name in sizes), default=0) for names in sections)
@@ -76,14 +83,24 @@ def try_update(
         own = tuple((name, shapes[name]) for name in sorted(names) if name in shapes)
         key = tuple(shape for _, shape in own)
         if key not in known:
-            alone = _try(factory, own, on_cpu=on_cpu)
+            alone = _known_or_tried(factory, own, on_cpu=on_cpu)
             known[key] = whole.step_bytes if alone is None else alone.step_bytes
         step_bytes.append(known[key])
     most = max(step_bytes, default=0)
     together = whole.step_bytes > max(_SUM * sum(step_bytes), _MOST * most)
     if most and not together:  # the results of one parameter may live until the next one's take their place
         step_bytes = [-(-each * max(most, whole.step_bytes) // most) for each in step_bytes]
-    return OptimizerNeeds(whole.state_bytes, tuple(step_bytes), together, combines=not whole.is_torchs)
+    return OptimizerNeeds(whole.state_bytes, tuple(step_bytes), together, combines=not whole.is_torchs or _is_hooked())
+
+
+def _known_or_tried(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial | None:
+    key = (id(factory), shapes, on_cpu)
+    if key not in _known:
+        tried = _try(factory, shapes, on_cpu=on_cpu)
+        while len(_known) >= _REMEMBERED:
+            _known.pop(next(iter(_known)))
+        _known[key] = factory, tried
+    return _known[key][1]
 
 
 def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial | None:
@@ -141,10 +158,14 @@ def _take_together(built: torch.optim.Optimizer) -> None:
             group["foreach"] = True
 
 
+def _is_hooked() -> bool:
+    """Whether something of the user's runs at each step of any optimizer."""
+    return any((_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks))
+
+
 def _is_torchs(built: torch.optim.Optimizer) -> bool:
-    """Whether a step runs no code but torch's."""
-    everywhere = (_torch_optimizer._global_optimizer_pre_hooks, _torch_optimizer._global_optimizer_post_hooks)
-    return not any(everywhere) and all(
+    """Whether a step of this optimizer runs no code but torch's."""
+    return all(
         (type(part).__module__.startswith("torch.optim.") or isinstance(part, SeveralOptimizers))
         and "step" not in vars(part)
         and not part._optimizer_step_pre_hooks
