@@ -8,6 +8,7 @@ Where no way leads to a graph, submodules that stand in the way become operation
 """
 
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import UserError, UserErrorType
 from torch.export import _trace as _torch_trace
+from torch.fx import proxy as _torch_proxy
 from torch.fx.proxy import TracerBase
 
 from varuna.core.errors import ModelError
@@ -37,6 +39,7 @@ from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
 
 _trace: Any = _torch_trace
+_proxy: Any = _torch_proxy
 
 
 class ExportedGraph(NamedTuple):
@@ -214,21 +217,38 @@ def _silent() -> Iterator[None]:
             logger.setLevel(level)
 
 
+class _Lines:
+    """Stands for torch's record of a stack, which looks up every line, down to the program's first."""
+
+    @staticmethod
+    def extract() -> "_Lines":
+        return _Lines()
+
+    def summary(self) -> traceback.StackSummary:
+        """From the outermost ``forward`` on, without torch's and Varuna's own functions; the innermost frame last."""
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))][::-1]
+        begin = next((i for i, frame in enumerate(frames) if frame.f_code.co_name == "forward"), len(frames))
+        codes = [(frame.f_code, frame.f_lineno) for frame in frames[begin:]]
+        return traceback.StackSummary.from_list(
+            [
+                traceback.FrameSummary(code.co_filename, line, code.co_name)
+                for code, line in codes
+                if code.co_name == "forward" or not code.co_filename.startswith(OWN)
+            ]
+        )
+
+
 @contextmanager
 def _lines_of_functions() -> Iterator[None]:
     """Let operations remember lines of all the user's functions, such as ``loss=``; export keeps forward() only."""
-    original = TracerBase._filter_traceback_frames
-
-    def frames(self: TracerBase, stack: traceback.StackSummary) -> traceback.StackSummary:
-        begin = next((i for i, frame in enumerate(stack) if frame.name == "forward"), len(stack))
-        kept = [each for each in stack[begin:] if each.name == "forward" or not each.filename.startswith(OWN)]
-        return traceback.StackSummary.from_list(kept)
-
-    TracerBase._filter_traceback_frames = frames  # type: ignore[method-assign,assignment]
+    recorder, chosen = _proxy.CapturedTraceback, TracerBase._filter_traceback_frames
+    _proxy.CapturedTraceback = _Lines
+    TracerBase._filter_traceback_frames = lambda _, stack: stack  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
-        TracerBase._filter_traceback_frames = original  # type: ignore[method-assign]
+        _proxy.CapturedTraceback = recorder
+        TracerBase._filter_traceback_frames = chosen  # type: ignore[method-assign]
 
 
 @contextmanager

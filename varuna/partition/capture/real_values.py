@@ -8,7 +8,7 @@ only: export goes on as they do and notes what it took for granted (``guards``).
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -91,9 +91,12 @@ class RealValues:
             if self._inside:  # what an operation is made of
                 return dispatch(mode, func, types, args, kwargs or {})
             self._inside = True
+            # torch's operations run no code of the user's: what watches calls of torch need not see how they are made
+            quiet = getattr(func, "namespace", None) == "aten"
             try:
                 run = partial(dispatch, mode, func, types)
-                return self._operation(run, mode, func, self._with_numbers(mode, func, args), kwargs or {})
+                with torch._C.DisableTorchFunction() if quiet else nullcontext():
+                    return self._operation(run, mode, func, self._with_numbers(mode, func, args), kwargs or {})
             finally:
                 self._inside = False
 
