@@ -1,6 +1,5 @@
 """Actions: the units of work of a stage."""
 
-import re
 from enum import Enum
 from typing import NamedTuple
 
@@ -38,17 +37,3 @@ Row = tuple[Action, ...]
 
 Orders = tuple[Row, ...]
 """A row for each stage: a whole step of a pipeline."""
-
-_ACTION = re.compile(r"(\d+)([FRBIW])(\d+)")
-
-
-def parse_action(text: str) -> Action:
-    """Parse an action in text form, such as ``"2F0"``: stage 2, forward, micro-batch 0.
-
-    Raises:
-        ValueError: the text is not an action.
-    """
-    match = _ACTION.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not an action; write stage, F, R, B, I or W, and micro-batch, such as 2F0")
-    return Action(int(match[1]), Kind(match[2]), int(match[3]))

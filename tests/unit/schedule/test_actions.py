@@ -1,7 +1,7 @@
 import pytest
 
-from tests.unit.schedule.validator import parse_row
-from varuna.schedule.actions import Action, Kind, parse_action
+from tests.unit.schedule.validator import parse_action, parse_row
+from varuna.schedule.actions import Action, Kind
 
 
 def test_an_action_prints_stage_kind_and_micro_batch() -> None:

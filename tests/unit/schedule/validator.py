@@ -1,13 +1,27 @@
 """The one validator that every order passes, planned or executed."""
 
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
-from varuna.schedule.actions import Action, Kind, Row, parse_action
+from varuna.schedule.actions import Action, Kind, Row
 from varuna.schedule.usage import kept
 
+_ACTION = re.compile(r"(\d+)([FRBIW])(\d+)")
 _BACKWARD_BEGINS = (Kind.BACKWARD, Kind.INPUT)
 _BACKWARD_ENDS = (Kind.BACKWARD, Kind.WEIGHT)
+
+
+def parse_action(text: str) -> Action:
+    """Parse an action in text form, such as ``"2F0"``: stage 2, forward, micro-batch 0.
+
+    Raises:
+        ValueError: the text is not an action.
+    """
+    match = _ACTION.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not an action; write stage, F, R, B, I or W, and micro-batch, such as 2F0")
+    return Action(int(match[1]), Kind(match[2]), int(match[3]))
 
 
 def parse_row(text: str) -> Row:

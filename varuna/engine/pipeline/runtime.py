@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -14,18 +15,30 @@ from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
-from varuna.engine.pipeline.in_flight import Flight
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.timeline import StepPhase, StepTimes
-from varuna.engine.stage.section import Examples
-from varuna.engine.stage.stage import Stage
+from varuna.engine.stage.section import Examples, Tape
+from varuna.engine.stage.stage import Left, Stage
 from varuna.partition.batch_weight import WeightFunction
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import Policy, make_policy
 
 _GRADIENT_TAG = 2
+
+
+@dataclass
+class Flight:
+    """A micro-batch between its F and its B, or its W, on this stage."""
+
+    size: int
+    """examples"""
+    variant: int
+    weight: float = 0.0
+    """the gradient of the global batch's sum with respect to the loss"""
+    tapes: list[Tape] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
 
 
 class Runtime:

@@ -15,6 +15,7 @@ CREATE TABLE IF NOT EXISTS tokens (
 CREATE TABLE IF NOT EXISTS nodes (
     name TEXT PRIMARY KEY, secret_sha256 TEXT NOT NULL, hostname TEXT NOT NULL, joined REAL NOT NULL,
     revoked TEXT NOT NULL DEFAULT '');
+CREATE INDEX IF NOT EXISTS nodes_by_secret ON nodes (secret_sha256);
 """
 
 
