@@ -3,8 +3,9 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any, Never
 
@@ -18,8 +19,10 @@ from varuna.data.collate import CollateFunction
 from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
-from varuna.engine.worker.evaluate import EvaluationWork
+from varuna.engine.worker.evaluate import EvaluationWork, evaluate
 from varuna.engine.worker.export import export_model
+from varuna.engine.worker.loop_state import Kept
+from varuna.engine.worker.predict import predict
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
@@ -68,6 +71,7 @@ class Trainer:
         before_step: Callable[[NamedParameters], None] | None = None,
         cut: int | Sequence[str] | None = None,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
+        state: Mapping[str, Kept] | None = None,
         device: str | torch.device | None = None,
         precision: Precision = "fp32",
         compile: bool | str = False,
@@ -97,7 +101,8 @@ class Trainer:
                 needs.
             init: what is not in ``weights``: ``"constructor"`` builds the model once per worker, in turn;
                 ``"per_parameter"`` draws every parameter separately, so that no worker ever holds the whole model.
-            lr_scheduler: builds a torch scheduler from the optimizer; it advances once per committed step.
+            lr_scheduler: builds a torch scheduler from the optimizer; it advances once per committed step, or, if it
+                is ``ReduceLROnPlateau``, with ``step_scheduler``.
             clip_grad_norm: largest global L2 norm of the gradients.
             ema: decay of an exponential moving average of the trained parameters, such as 0.999, which ``evaluate``,
                 ``predict`` and ``export`` use with ``ema=True``.
@@ -108,6 +113,8 @@ class Trainer:
                 cut where each is entered and nowhere else. Default: every place where few bytes cross.
             checkpoints: folder or URL (``s3://``, ``gs://``, ``az://``) to save to every 10 minutes, or
                 ``Checkpoints(path, every=, keep_last=, ...)``. The same command then resumes from it.
+            state: what else is saved with each checkpoint and the same on all workers, by name: dicts, or objects with
+                ``state_dict()`` and ``load_state_dict(state)``, which the loop changes.
             device: where to compute. Default: this worker's GPU if there is one, else the CPU.
             precision: ``"bf16"`` or ``"fp16"``: compute and send in it, as ``model.to(dtype)`` does, over parameters,
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
@@ -145,6 +152,7 @@ class Trainer:
             before_step=before_step,
             cut=cut,
             checkpoints=saved,
+            state=state,
             device=where,
             precision=precision,
             compiler=compiler_of(compile, where),
@@ -205,6 +213,18 @@ class Trainer:
             raise UsageError("trainer.checkpoint() works inside the loop over trainer.steps(n)")
         self._session.checkpoint()
 
+    def step_scheduler(self, value: float) -> None:
+        """Tell ``ReduceLROnPlateau`` what was measured, such as ``step.loss`` or the loss of ``evaluate``.
+
+        Call it on every rank after the same steps, with the same value.
+
+        Raises:
+            UsageError: the scheduler is another one, or nothing has been trained yet.
+        """
+        if self._session is None:
+            raise UsageError("trainer.step_scheduler(value) works inside the loop over trainer.steps(n)")
+        self._session.measure(float(value))
+
     def evaluate(self, dataset: Any, *, examples: int | None = None, ema: bool = False) -> Evaluation:
         """Compute the loss of another dataset, in evaluation mode, over all workers, without touching training.
 
@@ -226,7 +246,7 @@ class Trainer:
             self._evaluated = self._in_evaluation()
         self._evaluations += 1
         work = EvaluationWork(self._evaluations, *self._evaluated, source, count, self._spec.loss.weight, ema)
-        return evaluation_of(session.evaluate(work), count)
+        return evaluation_of(session.aside(partial(evaluate, work=work), f"evaluates {count} examples"), count)
 
     def predict(
         self, dataset: Any, output: OutputsFunction = outputs_of, *, examples: int | None = None, ema: bool = False
@@ -258,7 +278,8 @@ class Trainer:
             self._predicting = dict(list(self._predicting.items())[1 - _KEPT :])  # ``output`` may be new in every call
             self._predicting[key] = self._beside(for_prediction(spec.partitioned, spec.recipe, batch.tensors, output))
         self._evaluations += 1
-        return session.predict(EvaluationWork(self._evaluations, *self._predicting[key], source, count, None, ema))
+        work = EvaluationWork(self._evaluations, *self._predicting[key], source, count, None, ema)
+        return session.aside(partial(predict, work=work), f"predicts {count} examples")
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.

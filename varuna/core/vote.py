@@ -11,7 +11,7 @@ from pydantic import Field
 
 from varuna.core.value import Value
 
-FLAGS = ("stop", "regroup", "checkpoint", "lr")
+FLAGS = ("stop", "regroup", "checkpoint", "lr", "measured")
 
 
 class VoteLayout(Value):
@@ -35,7 +35,10 @@ class VoteLayout(Value):
         return self.sections + index * (2 + len(self.metrics))
 
     def flag(self, name: str) -> int:
-        """Slot of a flag: positive raises it (``stop``, ``checkpoint``: any rank; the others, and ``lr``: one rank)."""
+        """Slot of a flag: positive raises it (``stop``, ``checkpoint``: any rank; the others, and ``lr``: one rank).
+
+        ``measured`` is the sum of a number that is the same on all ranks.
+        """
         return self.size - len(FLAGS) + FLAGS.index(name)
 
     def read(self, vector: Sequence[float]) -> "StepTotals":

@@ -1,6 +1,6 @@
 """A job: everything that a script says to its Trainer, checked, and what tools learn from it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +17,8 @@ from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.stage.precision import DTYPES, cast
-from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device
+from varuna.engine.worker.loop_state import Kept, Stateful
+from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.partition.capture.capture import MetricsFunction, Recipe
@@ -61,6 +62,7 @@ class JobSpec:
     before_step: Callable[[NamedParameters], None] | None = None
     cut: int | Sequence[str] | None = None
     checkpoints: Checkpoints | None = None
+    state: Mapping[str, Kept] | None = None
     device: torch.device = field(default_factory=choose_device)
     precision: Precision = "fp32"
     compiler: Compiler | None = None
@@ -79,6 +81,7 @@ class JobSpec:
         if self.on_nan not in get_args(OnNan):
             raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
         self._check_before_step()
+        self._check_state()
         weights = self.weights
         check_beginning(self.init, None if weights is None else weights.path, may_miss=self._may_miss)
         _ = self.source
@@ -232,6 +235,19 @@ class JobSpec:
             )
         elif not cut:
             raise UsageError(f"cut={cut!r} names no modules; leave it out to cut at every good place")
+
+    def _check_state(self) -> None:
+        state: Any = self.state
+        if state is None:
+            return
+        if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+            raise UsageError(f'state={state!r} must name what is saved, such as state={{"best": best}}')
+        for name, each in state.items():
+            if not isinstance(each, Stateful | MutableMapping):
+                raise UsageError(
+                    f"state={{{name!r}: ...}} is {described(each)}, which cannot be given back in place. Use a "
+                    "dict, or an object with state_dict() and load_state_dict(state)."
+                )
 
     def _check_before_step(self) -> None:
         """Parameters and their gradients must not be apart, nor fp32 parameters elsewhere."""

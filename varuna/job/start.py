@@ -19,6 +19,7 @@ from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.links.traffic import traffic_of
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.precision import unit_near
+from varuna.engine.worker.loop_state import LoopState
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.snapshotter import Snapshotter, check_writable
 from varuna.job.first_calibration import first_calibration
@@ -112,6 +113,7 @@ def open_session(
         initial=lambda names, checks: first.parameters(names, partial(spec.checks.run, model) if checks else None),
         connect=lambda assignment: membership.store(assignment.generation),
         interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
+        loop=LoopState(spec.state),
         patience=_patience(),
     )
 

@@ -96,6 +96,11 @@ class OffloadedOptimizer:
         for section in self._sections:
             section.optimizer.advance()
 
+    def measure(self, value: float) -> None:
+        """Like ``StageOptimizer.measure``, for each section's scheduler."""
+        for section in self._sections:
+            section.optimizer.measure(value)
+
     def copies(self) -> Callable[[], None]:
         """Like ``StageOptimizer.copies``; the copy is in host memory."""
         restores = [section.copies() for section in self._sections]

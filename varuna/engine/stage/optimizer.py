@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from varuna.checkpoint.io.section_state import JSON
 from varuna.core.errors import UsageError
@@ -20,7 +21,7 @@ from varuna.partition.optimizers import NamedParameters as NamedParameters
 from varuna.partition.optimizers import OptimizerFactory as OptimizerFactory
 from varuna.partition.optimizers import build_optimizer, parts_of
 
-SchedulerFactory = Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]
+SchedulerFactory = Callable[[torch.optim.Optimizer], LRScheduler]
 Written = Callable[[Mapping[str, Tensor]], None]
 """Called with parameters, by name, that have just been updated."""
 
@@ -59,7 +60,7 @@ class StageOptimizer:
         self._named = dict(named)
         self._home = home
         self._optimizer = build_optimizer(optimizer, named) if named else None
-        self._scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
+        self._scheduler: LRScheduler | None = None
         if self._optimizer is None:
             return
         complete(self._optimizer, named, whole)
@@ -110,9 +111,23 @@ class StageOptimizer:
         return found
 
     def advance(self) -> None:
-        """Advance the scheduler by one step."""
-        if self._scheduler is not None:
+        """Advance the scheduler by one step, unless it waits for measurements."""
+        if self._scheduler is not None and not isinstance(self._scheduler, ReduceLROnPlateau):
             self._scheduler.step()
+
+    def measure(self, value: float) -> None:
+        """Tell the scheduler what was measured.
+
+        Raises:
+            UsageError: it follows the steps.
+        """
+        if isinstance(self._scheduler, ReduceLROnPlateau):
+            self._scheduler.step(value)
+        elif self._optimizer is not None:
+            raise UsageError(
+                "trainer.step_scheduler(value) is for lr_scheduler=lambda optimizer: ReduceLROnPlateau(optimizer). "
+                "Every other scheduler advances by itself, once per step."
+            )
 
     def copies(self) -> Callable[[], None]:
         """Copy parameters and optimizer state; the returned function puts them back, bit for bit.
@@ -155,9 +170,8 @@ class StageOptimizer:
         return tensors, scalars
 
 
-def _replayed(
-    factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int
-) -> torch.optim.lr_scheduler.LRScheduler:
+def _replayed(factory: SchedulerFactory, optimizer: torch.optim.Optimizer, steps_done: int) -> LRScheduler:
+    """The user's scheduler after some steps; one that waits for measurements has had none."""
     try:
         scheduler = factory(optimizer)
     except (ValueError, IndexError) as error:
@@ -166,13 +180,13 @@ def _replayed(
             "optimizer= and lr_scheduler= are called on every worker, with the parameters of its stage only: keep "
             "groups in optimizer= that are empty on a stage, so that all workers have the same groups."
         ) from error
-    if not isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) or isinstance(
-        scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
-    ):
+    if not isinstance(scheduler, LRScheduler):
         raise UsageError(
-            "lr_scheduler= must return a torch scheduler that steps without a metric, but returned "
-            f"{type(scheduler).__name__}. LambdaLR can express any function of the step."
+            f"lr_scheduler= must return a torch scheduler, but returned {type(scheduler).__name__}. "
+            "LambdaLR can express any function of the step."
         )
+    if isinstance(scheduler, ReduceLROnPlateau):
+        return scheduler
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # "step() before optimizer.step()": this is a replay
         for _ in range(steps_done):

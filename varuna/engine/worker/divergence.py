@@ -1,9 +1,9 @@
-"""A step whose loss or gradients are not finite would spoil every parameter, and then every checkpoint."""
+"""What a vote says that keeps its step from being applied: NaN, or ranks that measured different things."""
 
 import math
 from collections.abc import Sequence
 
-from varuna.core.errors import DivergedError
+from varuna.core.errors import DivergedError, UsageError
 from varuna.core.plan import Plan
 from varuna.core.vote import StepTotals, VoteLayout
 from varuna.data.samples import SampleSource
@@ -41,6 +41,26 @@ def check_finite(
         "not applied, so the newest checkpoint is a good one. Look at these samples, lower the learning rate, or pass "
         'clip_grad_norm=. To train on regardless, pass on_nan="continue".'
     )
+
+
+def check_measured(vector: Sequence[float], mark: float, *, layout: VoteLayout, plan: Plan) -> None:
+    """Refuse a step if ranks have called ``step_scheduler`` differently: their learning rates would differ.
+
+    Args:
+        vector: the summed vote.
+        mark: what this rank added to it.
+        layout: of the vote.
+        plan: of the step.
+
+    Raises:
+        UsageError: other ranks added something else.
+    """
+    if vector[layout.flag("measured")] != mark * plan.workers:
+        raise UsageError(
+            "trainer.step_scheduler(value) was called with different values, or on some workers only, so their "
+            "learning rates would differ. Call it on every worker after the same steps, with what is the same on all "
+            "of them: step.loss, or the loss of trainer.evaluate."
+        )
 
 
 def is_finite(totals: StepTotals) -> bool:

@@ -3,18 +3,19 @@
 All of it runs on a disposable thread, since every part of it may block on a peer that has just died.
 """
 
+import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.frozen import FROZEN, put_back
 from varuna.checkpoint.io.restore import Wanted, everything, read_states
-from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.manifest import read_manifest
 from varuna.checkpoint.names import split_place
 from varuna.core.errors import DamagedCheckpoint, VarunaError
@@ -27,6 +28,7 @@ from varuna.engine.links.groups import Groups, form
 from varuna.engine.links.traffic import Traffic
 from varuna.engine.stage.load_state import is_lent_along
 from varuna.engine.worker.agreement import check_agreement, share_refusal
+from varuna.engine.worker.loop_state import LOOP, Told, agree
 from varuna.engine.worker.state_transfer import exchange
 from varuna.partition.model import PartitionedModel
 from varuna.process.console import say
@@ -50,6 +52,8 @@ class Formed(NamedTuple):
     """state of this rank's sections; empty for a spare"""
     combines: bool | None
     """the job's steps call ``all_reduce_shared``; None if no member knows"""
+    loop: JSON
+    """state of the training loop; None: as in the beginning"""
 
 
 class InterruptibleStore(Store):  # type: ignore[misc]
@@ -99,6 +103,7 @@ def form_generation(
     store: Any,
     ended: Callable[[], bool],
     held: dict[int, SectionState],
+    told: Told,
     model: PartitionedModel,
     initial: FirstValues,
     buffers: Mapping[str, Tensor],
@@ -167,7 +172,19 @@ def form_generation(
         raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
     if assignment.checkpoint is not None:
         _look_again(assignment, assignment.checkpoint, groups, model, initial, at=at)
-    return Formed(groups, states, True if known[0] else False if known[1] else None)
+    loop: JSON = None
+    if assignment.checkpoint is not None:
+        loop = _stored_loop(assignment.checkpoint)
+    elif not assignment.fresh:
+        loop = agree(groups.world, rank, assignment.members, told) if assignment.members > 1 else told.value
+    return Formed(groups, states, True if known[0] else False if known[1] else None, loop)
+
+
+def _stored_loop(place: str) -> JSON:
+    """The training loop's state in a checkpoint."""
+    directory, step = split_place(place)
+    first = read_manifest(open_store(directory), step).shards_of(0)[0]
+    return cast(JSON, json.loads(first.scalars).get(LOOP))
 
 
 def _states(

@@ -26,6 +26,7 @@ from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.forming import Formed, form_generation
+from varuna.engine.worker.loop_state import LoopState, Told, Turn
 from varuna.partition.batch_weight import WeightFunction
 from varuna.partition.watching.explaining import user_frame
 
@@ -45,6 +46,8 @@ class Setting(NamedTuple):
     """opens the store of an assignment"""
     interface_host: str
     """address that the data plane binds to"""
+    loop: LoopState
+    """what the training loop keeps of its own"""
 
 
 @dataclass
@@ -99,6 +102,7 @@ def form(
     assignment: Assignment,
     inbox: Inbox,
     held: dict[int, SectionState],
+    newest: Turn | None,
     combines: bool | None,
     doing: Callable[[int], Doing],
     give_up: Callable[[str], None],
@@ -110,6 +114,7 @@ def form(
         assignment: its part.
         inbox: of the generation.
         held: state that this worker has, for itself and others.
+        newest: the newest step in it.
         combines: whether the job's steps call ``all_reduce_shared``; None: unknown here.
         doing: what this rank does, for the others: see ``base.peer_activity``.
         give_up: ends this rank.
@@ -122,7 +127,7 @@ def form(
     """
     courier = Courier(inbox, f"forming generation {assignment.generation}")
     made: list[Groups] = []
-    parts = [Awaited("the store of the generation")]
+    parts, told = [Awaited("the store of the generation")], Told.of(setting.loop, newest)
 
     def work() -> Formed:
         store, grid = setting.connect(assignment), range(assignment.plan.workers)
@@ -133,6 +138,7 @@ def form(
             store=store,
             ended=lambda: inbox.ended,
             held=held,
+            told=told,
             model=setting.job.model,
             initial=lambda names, *, checks: _first_values(setting, names, checks=checks and assignment.rank == 0),
             buffers=setting.job.buffers,
@@ -155,6 +161,12 @@ def form(
             for groups in made:  # frees a courier that waits for a frozen peer
                 groups.abandon()
             raise
+    if assignment.fresh:
+        setting.loop.restart()
+    elif assignment.checkpoint is not None:
+        setting.loop.resume(formed.loop, assignment.next_step)
+    else:
+        setting.loop.take(formed.loop, assignment.next_step)
     return formed
 
 
@@ -180,7 +192,10 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
     """Build this rank's stage with its state."""
     plan = assignment.plan
     place = plan.place_of(assignment.rank)
-    return Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica)
+    stage = Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica)
+    for value in setting.loop.measured:
+        stage.optimizer.measure(value)
+    return stage
 
 
 def open_generation(setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage) -> Generation:

@@ -21,11 +21,10 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.stage.job import Job
-from varuna.engine.worker.divergence import check_finite, is_finite
-from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
+from varuna.engine.worker.divergence import check_finite, check_measured, is_finite
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.predict import predict
+from varuna.engine.worker.loop_state import LoopState, Turn, mark_of
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import layout_of, overflowed, run_step
 from varuna.engine.worker.worker_state import WorkerState
@@ -67,6 +66,7 @@ class Session:
         initial: Callable[[Sequence[str], bool], Mapping[str, Tensor]],
         connect: Callable[[Assignment], Any],
         interface_host: str,
+        loop: LoopState | None = None,
         patience: Patience | None = None,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
@@ -81,9 +81,11 @@ class Session:
             initial: first values of named parameters, for a fresh start; checks the loss's weighing if told so.
             connect: opens the store of an assignment.
             interface_host: address that the data plane binds to.
+            loop: what the training loop keeps of its own.
             patience: of waits for other ranks.
         """
-        self._setting = Setting(job, source, weight, facts.steps, initial, connect, interface_host)
+        self._loop = loop or LoopState()
+        self._setting = Setting(job, source, weight, facts.steps, initial, connect, interface_host, self._loop)
         self._facts, self._membership, self._saver = facts, membership, saver
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
@@ -118,13 +120,11 @@ class Session:
         self._setting.source.close()
         self._membership.close()
 
-    def evaluate(self, work: EvaluationWork) -> EvaluationSums | None:
-        """The loss of other data, at the step that all ranks have just been given; None as for ``aside``."""
-        return self.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
-
-    def predict(self, work: EvaluationWork) -> dict[str, Tensor] | None:
-        """What the model predicts for other data; None as for ``aside``."""
-        return self.aside(partial(predict, work=work), f"predicts {work.examples} examples")
+    def measure(self, value: float) -> None:
+        """Tell the scheduler what was measured; all ranks call this at the same step."""
+        if self.current is not None:
+            self.current.stage.optimizer.measure(value)
+        self._loop.measured.append(value)
 
     def aside(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
         """Use the present generation between two steps; all ranks call this at the same step.
@@ -199,7 +199,7 @@ class Session:
         if not saver.is_rescue and self._is_sound and saver.newest != (assignment.generation, stage.next_step):
             self.heartbeat.at("saves the last checkpoint")
             saver.flush()
-            saver.save(stage, assignment)
+            saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
 
     # -- one generation ------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class Session:
                 self._setting,
                 assignment,
                 inbox,
-                standing.states(),
+                *standing.in_hand(),
                 self._combines,
                 self.heartbeat.doing,
                 self.heartbeat.give_up,
@@ -266,8 +266,11 @@ class Session:
 
     def _step_through(self, generation: Generation) -> Generator[Committed, None, bool]:
         """Run steps until the run, the generation or the user's patience ends; True if the run is over."""
-        stage, assignment, plan = generation.stage, generation.assignment, generation.plan
+        stage, plan = generation.stage, generation.plan
         recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+        for owed in self._loop.owed if stage.next_step < self._facts.steps else ():
+            yield from self._turn(generation, owed)
+            generation.inbox.check()
         while stage.next_step < self._facts.steps and not (plan.workers == 1 and self._stopping):
             step = stage.next_step
             begin_s = time.monotonic()
@@ -279,15 +282,21 @@ class Session:
             if totals.checkpoint or is_over:
                 self._saves_next = False
                 self._save(generation, is_last=is_over)
-            self.heartbeat.at(f"runs the code of the training loop after step {step}", WorkerPhase.LOOP)
-            with self.standing.resting(regroup=totals.regroup and not is_over):
-                yield Committed(step, totals, assignment.generation, plan, assignment.rank == 0, step_s)
-            self.heartbeat.is_settled = True
+            yield from self._turn(generation, Turn(step, totals, step_s), regroup=totals.regroup and not is_over)
             if is_over:
                 return True
             generation.inbox.check()
         self._save(generation, is_last=True)
         return True
+
+    def _turn(self, generation: Generation, turn: Turn, *, regroup: bool = False) -> Iterator[Committed]:
+        """Give a committed step to the loop, which runs the user's code until it asks for the next one."""
+        assignment = generation.assignment
+        self.heartbeat.at(f"runs the code of the training loop after step {turn.step}", WorkerPhase.LOOP)
+        with self.standing.resting(regroup=regroup):
+            yield Committed(*turn[:2], assignment.generation, generation.plan, assignment.rank == 0, turn.step_s)
+            self._loop.told(turn.step)
+        self.heartbeat.is_settled = True
 
     def _one_step(self, generation: Generation, step: int) -> StepTotals:
         """Run a step; rank 0 reports it."""
@@ -297,7 +306,7 @@ class Session:
             step,
             flags=self._flags(generation, step),
             combines=self._combines is not False,
-            check=partial(self._check_finite, generation, step) if self._setting.job.stops_at_nan else None,
+            check=partial(self._check, generation, step),
             remember=self.standing.remember,
             reporter=self.heartbeat.reporter,
         )
@@ -308,15 +317,16 @@ class Session:
             self._membership.voted(vote)
         return totals
 
-    def _check_finite(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
-        stage = generation.stage
-        if not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
-            layout = layout_of(stage)
+    def _check(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
+        stage, layout = generation.stage, layout_of(generation.stage)
+        check_measured(vector, mark_of(self._loop.measured), layout=layout, plan=stage.plan)
+        if stage.job.stops_at_nan and not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
             check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
         """What this rank says in the vote besides norms and losses."""
         flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
+        flags["measured"] = mark_of(self._loop.measured)
         if generation.assignment.rank == 0:
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
@@ -340,7 +350,7 @@ class Session:
         if is_last:
             self._saver.flush()
         with generation.phase("save", stage.next_step - 1):
-            self._saver.save(stage, assignment)
+            self._saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
 
     def _farewell(self) -> None:
         """Wait for slower ranks, which still need the links for the last vote.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from varuna.checkpoint.io.frozen import LeftOut
-from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.io.snapshot import Copied, SectionPart, SnapshotBuffer, needed_bytes, parts_of
 from varuna.checkpoint.io.writer import BackgroundWriter
 from varuna.checkpoint.pieces import SMALLEST_PART_BYTES
@@ -17,6 +17,7 @@ from varuna.core.messages import Assignment
 from varuna.core.saved import SavedShard
 from varuna.engine.device.host_copies import DONE, Ready
 from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.loop_state import LOOP
 from varuna.process.console import warn
 from varuna.store.base import Store
 from varuna.store.retry import writer_id
@@ -116,8 +117,11 @@ class Snapshotter:
         room = stage.job.traffic.saves.room
         self._writer.do(lambda: self._buffer.reserve(size_bytes, room))
 
-    def save(self, stage: Stage, assignment: Assignment) -> None:
-        """Copy the parts that fall to this replica; skipped if the last save is still being written."""
+    def save(self, stage: Stage, assignment: Assignment, loop: Callable[[], JSON] = lambda: None) -> None:
+        """Copy the parts that fall to this replica; skipped if the last save is still being written.
+
+        ``loop`` is asked for the state of the training loop where section 0 is.
+        """
         self._last_s, self.newest = time.monotonic(), (assignment.generation, stage.next_step)
         if self._writer.is_saving:
             self._warn(
@@ -126,6 +130,8 @@ class Snapshotter:
             return
         self.flush()  # memory for it may still be made ready
         states = {section: self._kept(stage.state_of(section, owned_only=True)) for section in stage.sharding.held}
+        if 0 in states and (said := loop()) is not None:
+            states[0].scalars[LOOP] = said
         planned = self._parts(stage, assignment, states)
         copies = stage.job.traffic.saves
         parts, pairs = self._buffer.place(planned, states, copies.room)

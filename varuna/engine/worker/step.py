@@ -21,7 +21,7 @@ def run_step(
     *,
     flags: Mapping[str, float],
     combines: bool,
-    check: Callable[[StepTotals, Sequence[float]], None] | None,
+    check: Callable[[StepTotals, Sequence[float]], None],
     remember: Callable[[Vote], None],
     reporter: Reporter,
 ) -> tuple[Vote, StepTotals]:
@@ -53,8 +53,7 @@ def run_step(
             _apply_tentatively(generation, step, vector)
     with generation.phase("vote", step):
         summed = generation.reducer.vote(step, vector)
-    if check is not None:
-        check(layout_of(stage).read(summed), summed)
+    check(layout_of(stage).read(summed), summed)
     vote = Vote(
         generation=generation.assignment.generation,
         step=step,

@@ -15,6 +15,7 @@ from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Flag, Held, Vote
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.stage.stage import Stage
+from varuna.engine.worker.loop_state import Turn
 from varuna.engine.worker.step import apply_vote, layout_of
 
 _VOTES_KEPT = 256
@@ -47,6 +48,10 @@ class WorkerState:
         if stage is None:
             return {}
         return {section: stage.state_of(section) for section in (*stage.sharding.held, *stage.sharding.up_to_date)}
+
+    def in_hand(self) -> tuple[dict[int, SectionState], Turn | None]:
+        """The states of ``states``, and the newest step that they contain."""
+        return self.states(), self.newest()
 
     # -- into a generation -----------------------------------------------------------------------------------
 
@@ -101,12 +106,17 @@ class WorkerState:
             if vote.step > self._membership.recorded_step:
                 self._membership.voted(vote)
 
-    def is_over(self, steps: int) -> bool:
-        """Whether the newest vote that the state contains ended the training, after ``steps`` steps or by its flag."""
+    def newest(self) -> Turn | None:
+        """The newest step that the state contains, by its vote; None if the vote is not known here."""
         stage, newest = self.stage, self._votes[-1] if self._votes else None
         if stage is None or newest is None or newest.step != stage.next_step - 1:
-            return False
-        return stage.next_step == steps or layout_of(stage).read(newest.vector).stop
+            return None
+        return Turn(newest.step, layout_of(stage).read(newest.vector), newest.wall_s)
+
+    def is_over(self, steps: int) -> bool:
+        """Whether the newest step that the state contains ended the training: the last of ``steps``, or by its flag."""
+        newest = self.newest()
+        return newest is not None and (newest.step + 1 == steps or newest.totals.stop)
 
     def apply_verdict(self, directive: Apply) -> None:
         """Apply a COMMIT: some survivor held the vote's result, and the reduced gradients are still here."""

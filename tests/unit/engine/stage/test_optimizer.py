@@ -179,11 +179,19 @@ def sequential(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
     return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[4])
 
 
+def warm_up(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    from transformers import get_cosine_schedule_with_warmup
+
+    built: lr_scheduler.LRScheduler = get_cosine_schedule_with_warmup(optimizer, 3, 12)
+    return built
+
+
 SCHEDULES: dict[str, Callable[[Optimizer], lr_scheduler.LRScheduler]] = {
     "CosineAnnealingLR": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, T_max=7),
     "OneCycleLR": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=30),
     "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "SequentialLR": sequential,
+    "transformers": warm_up,
     "MultiStepLR": lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 4, 11], gamma=0.5),
     "CosineAnnealingWarmRestarts": lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, T_0=4),
 }
@@ -210,12 +218,6 @@ def test_a_replayed_schedule_equals_an_undisturbed_one(
         for one, other in zip(built[0].param_groups, built[1].param_groups, strict=True):
             assert {k: v for k, v in one.items() if k != "params"} == {k: v for k, v in other.items() if k != "params"}
         assert train(undisturbed, named, range(step, step + 1)) == train(replayed, again, range(step, step + 1))
-
-
-def test_a_schedule_that_needs_a_metric_is_refused_with_the_remedy() -> None:
-    factory: Any = lr_scheduler.ReduceLROnPlateau
-    with pytest.raises(UsageError, match=r"without a metric, but returned ReduceLROnPlateau\. LambdaLR"):
-        StageOptimizer(lambda n: SGD([p for _, p in n]), factory, fresh(), {}, 0)
 
 
 def test_something_else_than_a_schedule_is_refused() -> None:

@@ -21,7 +21,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork
+from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.evaluation import for_evaluation
@@ -67,7 +67,10 @@ def train(
         for committed in session.steps():
             curves[rank].append(committed.totals.loss)
             source = SampleSource(validation, seed=0)
-            sums = session.evaluate(EvaluationWork(committed.step, evaluated, buffers, source, examples, None))
+            sums = session.aside(
+                partial(evaluate, work=EvaluationWork(committed.step, evaluated, buffers, source, examples, None)),
+                "evaluates",
+            )
             assert sums is not None
             found[rank].append(sums)
 

@@ -17,6 +17,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
 from varuna.engine.worker.evaluate import EvaluationWork
+from varuna.engine.worker.predict import predict
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.capture.outputs import outputs_of
@@ -83,7 +84,9 @@ def predictions(setup: Setup, stages: int, replicas: int) -> dict[str, Tensor]:
     def loop(rank: int, session: Session) -> None:
         for _ in session.steps():
             source = SampleSource(OTHER, seed=0, shuffles=False)
-            found[rank] = session.predict(EvaluationWork(1, model, {}, source, EXAMPLES, None))
+            found[rank] = session.aside(
+                partial(predict, work=EvaluationWork(1, model, {}, source, EXAMPLES, None)), "predicts"
+            )
 
     setup.finished = [
         setup.session(StaticMembership(World(rank, size, store, "127.0.0.1", 0), plan), store, 1)

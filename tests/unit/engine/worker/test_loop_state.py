@@ -1,0 +1,200 @@
+"""The user's own state: every turn of the loop is in it once, on every worker, whatever is lost, and after a resume."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import varuna
+from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, single_threaded
+from varuna.core.errors import UsageError, VarunaError, WorkerError
+from varuna.data import sample_index
+from varuna.engine.worker.loop_state import LARGEST_BYTES, LoopState, Turn
+from varuna.testing import FailingStore, fail_at, run
+
+STEPS = 6
+
+
+class Shuffler:
+    """As a sampler: a generator whose draws go on, by torch's Stateful protocol."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(7)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+def script(
+    steps: int = STEPS, checkpoints: Any = None, *, turn: Callable[[varuna.Step, dict[Any, Any]], None] | None = None
+) -> dict[str, Any]:
+    notes: dict[Any, Any] = {"turns": [], "best": float("inf"), "draws": []}
+    shuffler = Shuffler()
+    trainer = varuna.Trainer(
+        SmallLanguage,
+        Tokens(),
+        adamw,
+        8,
+        micro_batch=2,
+        checkpoints=checkpoints,
+        state={"notes": notes, "shuffler": shuffler},
+    )
+    for step in trainer.steps(steps):
+        notes["turns"].append(step.index)
+        notes["best"] = min(notes["best"], step.loss)
+        notes["draws"].append(int(torch.randint(0, 1000, (), generator=shuffler.generator)))
+        if turn is not None:
+            turn(step, notes)
+    return notes
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, Any]:
+    with single_threaded():
+        notes: dict[str, Any] = run(script).returned["w0"]
+    assert notes["turns"] == list(range(STEPS))
+    return notes
+
+
+def test_every_worker_goes_on_with_every_turn_after_a_loss(undisturbed: dict[str, Any]) -> None:
+    lived = run(script, workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=0, step=2, phase="apply")])
+    assert lived.plans == ("2x2", "3x1")
+    assert len(lived.returned) == 3
+    for notes in lived.returned.values():
+        assert notes["turns"] == list(range(STEPS))
+        assert notes["draws"] == undisturbed["draws"]
+        assert notes["best"] == pytest.approx(undisturbed["best"])
+
+
+def test_a_run_resumes_with_the_state_of_its_checkpoint(undisturbed: dict[str, Any]) -> None:
+    """The turn after the checkpoint's last step is not in it: the loop gets that step again."""
+    store = FailingStore()
+    place = varuna.Checkpoints(store.url, every=2)
+
+    def breaks(step: varuna.Step, notes: dict[Any, Any]) -> None:
+        if step.index == 3:
+            raise RuntimeError("out of memory")
+
+    with pytest.raises(WorkerError, match="out of memory"):
+        run(lambda: script(checkpoints=place, turn=breaks), workers=2, stages=2)
+    resumed = run(lambda: script(checkpoints=place), workers=2, stages=1)
+    for notes in resumed.returned.values():
+        assert notes == {**undisturbed, "best": pytest.approx(undisturbed["best"])}
+
+
+def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=0.005)
+
+
+def plain(steps: int) -> list[tuple[float, float]]:
+    """Loss and learning rate of each step in a plain loop, where the scheduler sees every second loss."""
+    setup = Setup()
+    torch.manual_seed(setup.seed)
+    model = SmallLanguage()
+    optimizer = adamw(list(model.named_parameters()))
+    scheduler: Any = plateau(optimizer)
+    curve = []
+    for step in range(steps):
+        places = range(step * setup.global_batch, (step + 1) * setup.global_batch)
+        samples = [setup.dataset[sample_index(place, size=len(setup.dataset), seed=setup.seed)] for place in places]
+        model.zero_grad()
+        loss = model(**{key: torch.stack([sample[key] for sample in samples]) for key in samples[0]})
+        loss.backward()
+        optimizer.step()
+        curve.append((float(loss.detach()), optimizer.param_groups[0]["lr"]))
+        if step % 2:
+            scheduler.step(float(loss.detach()))
+    return curve
+
+
+def plateau_script(checkpoints: Any = None, fails: bool = False, wrong: bool = False) -> list[tuple[float, float]]:
+    trainer = varuna.Trainer(
+        SmallLanguage, Tokens(), adamw, 8, micro_batch=2, lr_scheduler=plateau, checkpoints=checkpoints
+    )
+    curve = []
+    for step in trainer.steps(8):
+        curve.append((step.loss, step.lr))
+        if step.index % 2 and (step.is_main or not wrong):
+            trainer.step_scheduler(step.loss)
+        if fails and step.index == 4:
+            raise RuntimeError("out of memory")
+    return curve
+
+
+def test_plateau_is_torchs_own_after_a_loss_and_after_a_resume() -> None:
+    with single_threaded():
+        expected = plain(8)
+    assert len({lr for _, lr in expected}) > 1
+    lived = run(plateau_script, workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=1, step=5, phase="apply")])
+    assert lived.losses == pytest.approx([loss for loss, _ in expected], rel=1e-5)
+    place = varuna.Checkpoints(FailingStore().url, every=4)
+    with pytest.raises(WorkerError, match="out of memory"):
+        run(lambda: plateau_script(place, fails=True), workers=2, stages=2)
+    resumed = run(lambda: plateau_script(place), workers=2, stages=1)
+    for curve in resumed.returned.values():
+        assert len(curve) in (3, 5)  # from step 3, or from 5: workers that fail at once may end the step that began
+        assert curve == [pytest.approx(each, rel=1e-5) for each in expected[-len(curve) :]]
+
+
+def test_a_scheduler_that_is_told_on_one_rank_only_is_refused() -> None:
+    with pytest.raises(VarunaError, match="with different values, or on some workers only"):
+        run(lambda: plateau_script(wrong=True), workers=2, stages=2)
+
+
+def test_other_schedulers_and_other_kinds_of_state_are_refused() -> None:
+    def other() -> None:
+        trainer = varuna.Trainer(
+            SmallLanguage,
+            Tokens(),
+            adamw,
+            8,
+            micro_batch=2,
+            lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2),
+        )
+        with pytest.raises(UsageError, match="inside the loop"):
+            trainer.step_scheduler(1.0)
+        for step in trainer.steps(1):
+            trainer.step_scheduler(step.loss)
+
+    with pytest.raises(UsageError, match="Every other scheduler advances by itself"):
+        run(other)
+    wrong: Any
+    for wrong, text in (([1], "must name what is saved"), ({"best": 1.0}, "is a float, which cannot be given back")):
+        with pytest.raises(UsageError, match=text):
+            varuna.Trainer(SmallLanguage, Tokens(), adamw, 8, state=wrong)
+    with pytest.raises(UsageError, match="in each checkpoint, more than 4 MiB"):
+        LoopState({"large": {"text": "x" * LARGEST_BYTES}})
+
+
+def test_a_checkpoint_without_some_state_begins_it_as_the_script_does() -> None:
+    old = LoopState({"a": {"n": 1}})
+    saved = old.saved(None)
+    b = {"n": 5}
+    a = {"n": 0}
+    both = LoopState({"a": a, "b": b})
+    a["n"] = b["n"] = 9
+    both.resume(saved, 4)
+    assert (a, b, both.turns, both.owed) == ({"n": 1}, {"n": 5}, 4, ())
+    both.restart()
+    assert (a, b, both.turns) == ({"n": 0}, {"n": 5}, 0)
+
+
+def test_a_step_whose_turn_is_missing_is_owed_to_the_loop() -> None:
+    from varuna.core.vote import StepTotals
+
+    totals = StepTotals(
+        loss=1.5, weight=8.0, grad_norm=1.0, metrics={}, stop=False, regroup=False, checkpoint=False, lr=0.1
+    )
+    kept: dict[Any, Any] = {"n": 1}
+    loop = LoopState({"a": kept})
+    loop.told(2)
+    saved = loop.saved(Turn(3, totals, 0.5))
+    other = LoopState({"a": {}})
+    other.resume(saved, 4)
+    assert other.owed == (Turn(3, totals, 0.5),)
+    assert other.turns == 3
+    assert LoopState().saved(Turn(3, totals, 0.5)) is None

@@ -1,0 +1,178 @@
+"""What the training loop keeps of its own beside the model: the user's state, and what a scheduler has measured.
+
+The loop runs on every worker, so each has the same. A worker that joins, returns or resumes gets that of a worker whose
+loop is farthest, or the checkpoint's. If it lacks the loop's turn after the newest step, the loop gets that step again.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, MutableMapping
+from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
+
+import torch
+
+from varuna.checkpoint.io.section_state import JSON
+from varuna.checkpoint.io.user_values import as_json, from_json
+from varuna.core.errors import UsageError
+from varuna.core.vote import StepTotals
+from varuna.engine.base.transport import Group
+from varuna.process.console import say_once, warn
+
+LOOP = "run/loop"
+"""Key of this state among the scalars of section 0 in a checkpoint."""
+LARGEST_BYTES = 4 * 2**20
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What has a state that can be taken and given back."""
+
+    def state_dict(self) -> Any:
+        """The state: numbers, texts, small tensors, and lists, tuples and dicts of these."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Take such a state."""
+
+
+Kept = Stateful | MutableMapping[Any, Any]
+"""What the user's ``state=`` may name."""
+
+
+class Turn(NamedTuple):
+    """A committed step that the loop has not had, or not to its end."""
+
+    step: int
+    totals: StepTotals
+    step_s: float
+
+
+class LoopState:
+    """The user's state on this worker, what a scheduler has measured, and how many turns of the loop are in them."""
+
+    def __init__(self, kept: Mapping[str, Kept] | None = None) -> None:
+        """Remember what the script begins with, to which the run may fall back.
+
+        Raises:
+            UsageError: a state cannot be saved, or is too large.
+        """
+        self._kept = dict(kept or {})
+        self.measured: list[float] = []
+        """what ``step_scheduler`` was called with"""
+        self.turns = 0
+        """steps whose turn of the loop is contained"""
+        self.owed: tuple[Turn, ...] = ()
+        """steps that the loop is to get first"""
+        self._first = self.value(None)
+
+    def value(self, newest: Turn | None) -> JSON:
+        """Everything as JSON.
+
+        Args:
+            newest: the newest step, if the model's state contains any.
+
+        Raises:
+            UsageError: the user's state cannot be saved, or is too large.
+        """
+        owed = newest is not None and newest.step >= self.turns
+        found: JSON = {
+            "measured": as_json(torch.tensor(self.measured, dtype=torch.float64), "measured"),
+            "owed": cast(JSON, [[newest.step, newest.totals.model_dump(), newest.step_s]] if owed and newest else []),
+            "state": {name: as_json(_state_of(each), f"state={{{name!r}: ...}}") for name, each in self._kept.items()},
+        }
+        if (size_bytes := len(json.dumps(found))) > LARGEST_BYTES:
+            raise UsageError(
+                f"what state= names takes {size_bytes / 2**20:.1f} MiB in each checkpoint, more than "
+                f"{LARGEST_BYTES // 2**20} MiB. Keep large things in files of your own, and their paths here."
+            )
+        return found
+
+    def saved(self, newest: Turn | None) -> JSON:
+        """What a checkpoint keeps; None if nothing but the model has a state."""
+        return self.value(newest) if self._kept or self.measured else None
+
+    def restart(self) -> None:
+        """The run begins anew."""
+        self.take(self._first, 0)
+
+    def resume(self, saved: JSON, next_step: int) -> None:
+        """Continue from a checkpoint; what it lacks is as in the beginning."""
+        first = cast(dict[str, Any], self._first)
+        stored = cast(dict[str, Any], saved) if isinstance(saved, dict) else {}
+        state, old = first["state"], stored.get("state", {})
+        if new := ", ".join(name for name in state if name not in old):
+            say_once(f"the checkpoint of step {next_step} has no state of {new}: it begins as the script made it")
+        self.take({**first, **stored, "state": {**state, **{k: old[k] for k in old if k in state}}}, next_step)
+
+    def take(self, given: JSON, next_step: int) -> None:
+        """Become what ``given`` is; of the user's state only what differs is loaded."""
+        parts = cast(dict[str, Any], given)
+        self.measured = from_json(parts["measured"]).tolist()
+        for name, state in parts["state"].items():
+            mine = self._kept[name]
+            if _digest(state) != _digest(as_json(_state_of(mine), name)):
+                if isinstance(mine, Stateful):
+                    mine.load_state_dict(from_json(state))
+                else:
+                    mine.clear()
+                    mine.update(from_json(state))
+        self.owed = tuple(
+            Turn(step, StepTotals.model_validate(totals), step_s) for step, totals, step_s in parts["owed"]
+        )
+        self.turns = next_step - len(self.owed)
+
+    def told(self, turn: int) -> None:
+        """The loop has had ``turn`` to its end."""
+        self.turns = turn + 1
+        self.owed = ()
+
+
+class Told(NamedTuple):
+    """A worker's loop state as it goes into a generation."""
+
+    turns: int
+    value: JSON
+
+    @classmethod
+    def of(cls, loop: LoopState, newest: Turn | None) -> Self:
+        """What this worker has."""
+        return cls(loop.turns, loop.value(newest))
+
+
+def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
+    """The state of the member whose loop is farthest, and which knows of the newest step; blocks.
+
+    Raises:
+        RuntimeError: a peer is gone (from gloo).
+    """
+    text = json.dumps(mine.value).encode()
+    owed = len(cast(dict[str, Any], mine.value)["owed"])
+    table = torch.zeros(members, 4, dtype=torch.int64)
+    table[rank] = torch.tensor([mine.turns + owed, mine.turns, len(text), _digest(mine.value)])
+    group.all_reduce(table)
+    rows = [tuple(row) for row in table.tolist()]
+    best = max(range(members), key=lambda member: (rows[member][:2], -member))
+    if all(row[2:] == rows[best][2:] for row in rows):
+        return mine.value
+    if rank == best and any(row[:2] == rows[best][:2] and row[3] != rows[best][3] for row in rows):
+        warn(
+            "what state= names differs between workers, so all go on with that of one. Every worker must change it in "
+            "the same way: by what the steps say, not by time, rank or is_main."
+        )
+    words = torch.zeros(rows[best][2], dtype=torch.uint8)
+    if rank == best:
+        words += torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    group.all_reduce(words)
+    return cast(JSON, json.loads(bytes(words.tolist())))
+
+
+def mark_of(measured: list[float]) -> float:
+    """A number that tells one list of measurements from another; sums of some thousand are exact."""
+    return float(zlib.crc32(repr(measured).encode())) if measured else 0.0
+
+
+def _state_of(kept: Kept) -> object:
+    return kept.state_dict() if isinstance(kept, Stateful) else kept
+
+
+def _digest(value: JSON) -> int:
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
