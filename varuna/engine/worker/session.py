@@ -20,8 +20,8 @@ from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
+from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
 from varuna.engine.stage.job import Job
-from varuna.engine.worker.divergence import check_finite, check_measured, is_finite
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.worker.heartbeat import Heartbeat
 from varuna.engine.worker.loop_state import LoopState, Turn, mark_of
