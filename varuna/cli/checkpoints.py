@@ -92,6 +92,9 @@ def export(
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The model's config.json, if the run could not leave one.")
     ] = None,
+    ema: Annotated[
+        bool, typer.Option("--ema", help="The averages of a run with ema=, in place of the values.")
+    ] = False,
 ) -> None:
     """Write the model of the newest intact checkpoint in DIR as a Hugging Face folder.
 
@@ -116,7 +119,7 @@ def export(
         manifest, warnings = found
         for warning in warnings:
             warn(warning)
-    done = export_checkpoint(store, manifest, folder, config=text)
+    done = export_checkpoint(store, manifest, folder, config=text, average=ema)
     files = "1 file" if done.files == 1 else f"{done.files} files"
     print(f"step {manifest.step}: {done.tensors} tensors, {format_bytes(done.size_bytes)}, in {files} in {folder}")
     if not done.has_config:

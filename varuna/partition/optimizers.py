@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
+from varuna.checkpoint.io.section_state import AVERAGE as AVERAGE
 from varuna.core.errors import UsageError
 
 NamedParameters = Sequence[tuple[str, torch.nn.Parameter]]
-AVERAGE = "ema"
-"""Key of a parameter's average in the optimizer's state."""
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
 
 

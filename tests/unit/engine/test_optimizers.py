@@ -12,10 +12,13 @@ from torch import Tensor
 
 from tests.unit.engine.ranks import Setup, SmallLanguage, Tokens, adamw, reference, single_threaded, worst
 from tests.unit.engine.worker.test_resuming import train
+from varuna.checkpoint.io.export import export_checkpoint
+from varuna.checkpoint.manifest import read_manifest
 from varuna.core.errors import UsageError
 from varuna.core.model import Memory
 from varuna.data import sample_index
 from varuna.partition.optimizers import AVERAGE, averaging
+from varuna.store.opening import open_store
 from varuna.testing import fail_at, run
 from varuna.trainer import Trainer
 
@@ -102,6 +105,10 @@ def test_averages_are_torchs_own_in_every_plan_and_after_another_one(tmp_path: P
         setup = Setup(optimizer=optimizer, directory=place)
         train(setup, 3, 1, 4, place)
         torch.testing.assert_close(averages_of(setup), {name: value.detach() for name, value in expected.items()})
+    store, exported = open_store(place), tmp_path / "exported"
+    export_checkpoint(store, read_manifest(store, 4), exported, average=True)
+    found = load_file(exported / "model.safetensors")
+    torch.testing.assert_close(found, {name: value.detach() for name, value in expected.items()})
 
 
 def test_a_script_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from varuna.checkpoint.io.frozen import FROZEN
-from varuna.checkpoint.io.restore import read_states
-from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.restore import Wanted, read_states
+from varuna.checkpoint.io.section_state import AVERAGE, SectionState
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import CONFIG
 from varuna.core.errors import CheckpointError, ObjectMissing
@@ -43,8 +43,25 @@ def own_names(state: SectionState) -> dict[str, Tensor]:
     return {name.partition("/")[2]: value for name, value in state.tensors.items() if is_exported(name)}
 
 
+def is_average(path: str) -> bool:
+    """Whether an entry of a section's state is the average of a parameter."""
+    return path.startswith("optimizer/") and path.endswith(f"/{AVERAGE}")
+
+
+def averaged_names(state: SectionState) -> dict[str, Tensor]:
+    """The model's tensors in a section, by its own names: averages where there are any."""
+    averages = {path.split("/", 1)[1].rsplit("/", 1)[0]: v for path, v in state.tensors.items() if is_average(path)}
+    return {**own_names(state), **averages}
+
+
 def export_checkpoint(
-    store: Store, manifest: Manifest, folder: Path, *, config: str | None = None, file_bytes: int = FILE_BYTES
+    store: Store,
+    manifest: Manifest,
+    folder: Path,
+    *,
+    config: str | None = None,
+    file_bytes: int = FILE_BYTES,
+    average: bool = False,
 ) -> ExportedFolder:
     """Write a checkpoint's model; sections are read one at a time, and only what the model has of them.
 
@@ -57,13 +74,18 @@ def export_checkpoint(
         folder: empty, or not there yet.
         config: text of ``config.json``.
         file_bytes: most that one file holds.
+        average: write averages of the parameters in their place.
 
     Raises:
-        CheckpointError: the folder is not empty or cannot be written.
+        CheckpointError: the folder is not empty or cannot be written, or there are no averages.
         DamagedCheckpoint: the checkpoint's bytes are not those that were written.
         StoreError: it cannot be read.
     """
     _check_whole(manifest)
+    if average and not any(is_average(piece.name) for shard in manifest.shards for piece in shard.pieces):
+        raise CheckpointError(
+            f"the checkpoint of step {manifest.step} has no averages of parameters: train with Trainer(..., ema=0.999)"
+        )
     sizes = _sizes(manifest)
     groups = _groups(sizes, file_bytes)
     names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
@@ -75,7 +97,7 @@ def export_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise CheckpointError(f"{folder} is not empty. Export into a new folder.")
-        for file, group in zip(names, _read(store, manifest, groups), strict=True):
+        for file, group in zip(names, _read(store, manifest, groups, average=average), strict=True):
             save_file(group, str(folder / file), metadata={"format": "pt"})
         if len(groups) > 1:
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": homes}
@@ -126,13 +148,15 @@ def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
     return groups
 
 
-def _read(store: Store, manifest: Manifest, groups: list[list[str]]) -> Iterator[dict[str, Tensor]]:
+def _read(store: Store, manifest: Manifest, groups: list[list[str]], *, average: bool) -> Iterator[dict[str, Tensor]]:
     """The tensors of each file; no more than one file and one section are in memory."""
     waiting: dict[str, Tensor] = {}
     section = 0
+    wanted: Wanted = (lambda name: is_exported(name) or is_average(name)) if average else is_exported
     for group in groups:
         while not waiting.keys() >= set(group):
-            waiting.update(own_names(read_states(store, manifest, {section: is_exported})[section]))
+            state = read_states(store, manifest, {section: wanted})[section]
+            waiting.update(averaged_names(state) if average else own_names(state))
             section += 1
         yield {name: waiting.pop(name) for name in group}
 

@@ -20,6 +20,9 @@ from varuna.core.saved import Piece
 
 JSON = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 
+AVERAGE = "ema"
+"""Key of a parameter's average in the optimizer's state."""
+
 DTYPE_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -5,9 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from varuna.checkpoint.io.export import own_names
-from varuna.checkpoint.io.section_state import JSON, SectionState
-from varuna.partition.optimizers import AVERAGE
+from varuna.checkpoint.io.section_state import AVERAGE, JSON
 
 
 class KeepsState(Protocol):
@@ -24,14 +22,3 @@ def averaged(computed: Mapping[str, Tensor], optimizer: KeepsState) -> dict[str,
         name: value if (average := found[name]) is None else average.to(value.device, value.dtype)
         for name, value in computed.items()
     }
-
-
-def is_average(path: str) -> bool:
-    """Whether an entry of a section's state is the average of a parameter."""
-    return path.startswith("optimizer/") and path.endswith(f"/{AVERAGE}")
-
-
-def averaged_names(state: SectionState) -> dict[str, Tensor]:
-    """The model's tensors in a section, by its own names: averages where there are any."""
-    averages = {path.split("/", 1)[1].rsplit("/", 1)[0]: v for path, v in state.tensors.items() if is_average(path)}
-    return {**own_names(state), **averages}

@@ -7,7 +7,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from varuna.checkpoint.io.export import is_exported, own_names
+from varuna.checkpoint.io.export import averaged_names, is_average, is_exported, own_names
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.checkpoint.names import CONFIG
 from varuna.core.errors import FleetError, LinkError
@@ -15,7 +15,6 @@ from varuna.core.messages import Transfer
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links.links import Courier
-from varuna.engine.stage.averages import averaged_names, is_average
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.state_transfer import exchange
 from varuna.partition.model import PartitionedModel
