@@ -18,6 +18,8 @@ def follow_copy(func: Any, args: tuple[Any, ...], made: Any) -> None:
     """Let export take such a copy, which an operation on fake tensors has made, for its original."""
     if func is not _COPIES or not isinstance(made, Tensor) or (mode := get_proxy_mode()) is None:
         return  # no mode: export itself runs the operation, which it will note
+    if args[0].requires_grad:  # ``x.data``: no copy of something new, and it ends gradients, which ``x`` does not
+        return
     tracked: Any = mode.tracer.tensor_tracker
     if args[0] in tracked and made not in tracked:
         tracked[made] = tracked[args[0]]
