@@ -34,7 +34,7 @@ from varuna.partition.opaque.autograd_functions import kept_functions
 from varuna.partition.opaque.calls import WritesError
 from varuna.partition.opaque.ctc_loss import Alignments
 from varuna.partition.opaque.eager_modules import AgainError, Pieces, check_followed
-from varuna.partition.watching.explaining import ForwardFindings, NotExportedError
+from varuna.partition.watching.explaining import ASKS_FOR_DATA, ForwardFindings, NotExportedError
 from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
 
@@ -140,8 +140,8 @@ class _Way(NamedTuple):
         listed = ListedSamples()
         try:
             return self._attempt(module, fake, listed)
-        except Exception:
-            if not listed.used:
+        except Exception as error:
+            if not listed.used or isinstance(error, ASKS_FOR_DATA):  # which it would, too, without what stands for all
                 raise
             self.limits.count = 0
             return self._attempt(module, fake, nullcontext())  # what stands for all was not enough

@@ -49,7 +49,7 @@ _ANY_OTHER = (
     "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there, wrap "
     "what fails into one operator with torch.library.custom_op; see docs/partitioning.md, section Refusals."
 )
-_ASKS_FOR_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException)
+ASKS_FOR_DATA = (GuardOnDataDependentSymNode, DataDependentOutputException)
 _PLAIN = (NameError, AttributeError, TypeError, LookupError, ImportError)
 
 
@@ -77,7 +77,7 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
     place = f" at {where}" if where else ""
     if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
         return f"the model {what}: {one_number(noticed or ForwardFindings())}"
-    if isinstance(error, _ASKS_FOR_DATA):
+    if isinstance(error, ASKS_FOR_DATA):
         return f"the model {what}{place}: a decision there follows from data.\n{_DATA_DEPENDENT}"
     if isinstance(error, DynamicOutputShapeException):
         return f"the model {what}{place}: the size of a tensor there follows from data.\n{_DATA_DEPENDENT}"
@@ -102,7 +102,7 @@ def of_model(said: str, model: nn.Module, error: BaseException, *, is_small: boo
     for path, each in model.named_modules():
         if isinstance(each, torch.jit.ScriptModule) and any(True for _ in each.parameters()):
             return f"the model cannot be captured: {_SCRIPTED.format(path=path or type(each).__name__)}"
-    if not is_small and isinstance(error, _ASKS_FOR_DATA):
+    if not is_small and isinstance(error, ASKS_FOR_DATA):
         size = format_bytes(sum(4 * value.numel() for value in model.parameters()))
         return f"{said}\n{_TOO_LARGE.format(size=size)}"
     return said
