@@ -1,10 +1,11 @@
 """Examples per second of a default run at P = D = 1, over those of a plain loop with its best micro-batch size.
 
-Five models in sizes for CPUs. Rounds alternate, each in fresh processes, so that a noisy machine disturbs both alike. A
-first run, which measures micro-batch sizes, does not count; what it remembers is used by those that do. The plain loop
-accumulates over micro-batches of every power of two up to the global batch, and its fastest size counts.
+Five models in sizes for CPUs. The run begins with an empty cache, so it measures micro-batch sizes itself. The plain
+loop accumulates over micro-batches of every power of two up to the global batch, and goes on with its fastest size.
+Then both processes take turns of a few seconds each, so that a noisy machine disturbs them alike; one waits while the
+other works. The ratio of processor time, of all threads, is disturbed less than that of seconds.
 
-    python benchmarks/default_speed.py [--models gpt2 bert] [--rounds 3] [--seconds 10]
+    python benchmarks/default_speed.py [--models gpt2 bert] [--turns 12] [--seconds 1.5]
 """
 
 import argparse
@@ -15,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ GLOBAL_BATCH = 32
 LENGTH = 64
 WORDS = 512
 WARM_STEPS = 3
+SIZE_S = 0.7
+"""For each micro-batch size of the plain loop."""
 
 
 def transformer(width: int, heads: int, inner: int) -> dict[str, Any]:
@@ -129,100 +134,132 @@ def adamw(parameters: Any) -> Any:
     return torch.optim.AdamW([each for each in parameters if each.requires_grad], lr=1e-4)
 
 
-def plain(name: str, seconds: float) -> dict[str, float]:
-    """Examples per second of an ordinary loop, by micro-batch size."""
+def plain_steps(name: str) -> Iterator[int]:
+    """An ordinary loop; yields its micro-batch size after each step."""
     import torch
 
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    model, data, found = MODELS[name]().train(), Samples(name), {}
+    model, data = MODELS[name]().train(), Samples(name)
     optimizer = adamw(model.parameters())
-    sizes = [2**power for power in range(GLOBAL_BATCH.bit_length())]
-    for m in sizes:
+
+    def step(index: int, m: int) -> None:
+        optimizer.zero_grad()
+        for first in range(0, GLOBAL_BATCH, m):
+            samples = [data[(index * GLOBAL_BATCH + first + i) % len(data)] for i in range(m)]
+            batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+            (model(**batch).loss * m / GLOBAL_BATCH).backward()
+        optimizer.step()
+
+    def seconds(m: int) -> float:
+        step(0, m)
         times: list[float] = []
-        until_s = time.monotonic() + seconds / len(sizes)
-        while len(times) <= WARM_STEPS or time.monotonic() < until_s:
+        while len(times) < 2 or sum(times) < SIZE_S:
             begin_s = time.perf_counter()
-            optimizer.zero_grad()
-            for first in range(0, GLOBAL_BATCH, m):
-                samples = [data[(len(times) * GLOBAL_BATCH + first + i) % len(data)] for i in range(m)]
-                batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-                (model(**batch).loss * m / GLOBAL_BATCH).backward()
-            optimizer.step()
+            step(len(times), m)
             times.append(time.perf_counter() - begin_s)
-        found[str(m)] = GLOBAL_BATCH / statistics.median(times[1:])
-    return found
+        return statistics.median(times)
+
+    best = min((2**power for power in range(GLOBAL_BATCH.bit_length())), key=seconds)
+    for index in count():
+        step(index, best)
+        yield best
 
 
-def ours(name: str, seconds: float) -> dict[str, float]:
-    """Examples per second of a default run, by the micro-batch size that it chose."""
+def our_steps(name: str) -> Iterator[int]:
+    """A default run; yields its micro-batch size after each step."""
     import varuna
 
     trainer = varuna.Trainer(
         MODELS[name], Samples(name), lambda named: adamw(p for _, p in named), global_batch=GLOBAL_BATCH
     )
-    times, last_s, until_s, m = [], 0.0, 0.0, 0
-    for step in trainer.steps(100_000):
-        if step.index == 0:
-            until_s = time.monotonic() + seconds
-        else:
-            times.append(time.perf_counter() - last_s)
-        last_s, m = time.perf_counter(), step.plan.micro_batch
-        if len(times) > WARM_STEPS and time.monotonic() > until_s:
-            break
-    return {str(m): GLOBAL_BATCH / statistics.median(times[1:])}
+    for step in trainer.steps(1_000_000):
+        yield step.plan.micro_batch
 
 
-SIDES = {"plain": plain, "ours": ours}
+SIDES = {"plain": plain_steps, "ours": our_steps}
 
 
-def measure(side: str, model: str, seconds: float, cache: str) -> tuple[int, float]:
-    """Run one side in a fresh process: its best micro-batch size, and examples per second with it."""
-    command = [
-        sys.executable,
-        str(Path(__file__).resolve()),
-        "--side",
-        side,
-        "--models",
-        model,
-        "--seconds",
-        str(seconds),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache}
-    environment.pop("VARUNA_CALIBRATION", None)
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("told ")]
-    if not lines:
-        raise SystemExit(f"{side} of {model} failed:\n{done.stderr[-2000:]}")
-    told: dict[str, float] = json.loads(lines[-1].removeprefix("told "))
-    m = max(told, key=lambda size: told[size])
-    return int(m), told[m]
+def take_turns(side: str, model: str) -> None:
+    """Work when told to, for so many seconds; say m, and medians of a step: seconds and processor time."""
+    steps = SIDES[side](model)
+    m = [next(steps) for _ in range(WARM_STEPS)][-1]
+    print("told", m, 0.0, 0.0, flush=True)
+    for line in sys.stdin:
+        until_s, times, used = time.monotonic() + float(line), list[float](), list[float]()
+        next(steps)  # a turn begins with cold caches
+        while not times or time.monotonic() < until_s:
+            begin_s, used_s = time.perf_counter(), time.process_time()
+            next(steps)
+            times.append(time.perf_counter() - begin_s)
+            used.append(time.process_time() - used_s)
+        print("told", m, statistics.median(times), statistics.median(used), flush=True)
+    os._exit(0)  # the run would go on for a million steps
+
+
+class Side:
+    """One side in a process of its own."""
+
+    def __init__(self, side: str, model: str, cache: str) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": cache}
+        environment.pop("VARUNA_CALIBRATION", None)
+        command = [sys.executable, str(Path(__file__).resolve()), "--side", side, "--models", model]
+        begin_s = time.monotonic()
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self.micro_batch = int(self._told()[0])
+        self.ready_s = time.monotonic() - begin_s
+
+    def turn(self, seconds: float) -> tuple[float, float]:
+        """Medians of a step: seconds, and processor time."""
+        assert self._process.stdin is not None
+        print(seconds, file=self._process.stdin, flush=True)
+        return self._told()[1:]
+
+    def _told(self) -> tuple[float, float, float]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("told "):
+                _, m, seconds, used = line.split()
+                return float(m), float(seconds), float(used)
+        raise SystemExit(f"{' '.join(map(str, self._process.args))} failed")  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate(timeout=60)
+
+
+def compare(model: str, turns: int, seconds: float) -> dict[str, Any]:
+    """Let both sides take turns."""
+    with tempfile.TemporaryDirectory() as cache:
+        sides = [Side("ours", model, cache), Side("plain", model, cache)]
+        times = [[side.turn(seconds) for side in sides] for _ in range(turns)]
+        for side in sides:
+            side.close()
+    ours, plain = sides
+    ratios, used = ([plain[kind] / own[kind] for own, plain in times] for kind in (0, 1))
+    own, theirs = (GLOBAL_BATCH / statistics.median(turn[0] for turn in column) for column in zip(*times, strict=True))
+    print(
+        f"{model}: {own:.0f} examples/s with m = {ours.micro_batch}, {ours.ready_s:.0f} s after its start; "
+        f"plain {theirs:.0f} with m = {plain.micro_batch}; ratio {statistics.median(ratios):.3f} "
+        f"({min(ratios):.3f} to {max(ratios):.3f}), of processor time {statistics.median(used):.3f}",
+        flush=True,
+    )
+    return {"ratio": round(statistics.median(ratios), 3), "processor": round(statistics.median(used), 3)}
 
 
 def main() -> None:
-    """Alternate the sides and print ratios."""
+    """Compare model by model and print ratios."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of a turn")
     parser.add_argument("--side", choices=tuple(SIDES), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:
-        print("told", json.dumps(SIDES[options.side](options.models[0], options.seconds)), flush=True)
+        take_turns(options.side, options.models[0])
         return
-    result = {}
-    for model in options.models:
-        with tempfile.TemporaryDirectory() as cache:
-            measure("ours", model, 0.0, cache)
-            ratios = []
-            for _ in range(options.rounds):
-                (own_m, own), (best_m, best) = (
-                    measure(side, model, options.seconds, cache) for side in ("ours", "plain")
-                )
-                ratios.append(own / best)
-                print(f"{model}: {own:.0f} examples/s with m = {own_m}; plain {best:.0f} with m = {best_m}", flush=True)
-        result[model] = {"ratio": round(statistics.median(ratios), 3), "rounds": [round(each, 3) for each in ratios]}
-    print(json.dumps(result))
+    print(json.dumps({model: compare(model, options.turns, options.seconds) for model in options.models}))
 
 
 if __name__ == "__main__":
