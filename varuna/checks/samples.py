@@ -25,10 +25,12 @@ class Undisturbed(SampleSource):
     def __init__(self, source: SampleSource) -> None:
         self.__dict__.update(vars(source))
 
-    def micro_batch(self, positions: Sequence[int], keys: Iterable[str] | None = None) -> MicroBatch:
+    def micro_batch(
+        self, positions: Sequence[int], keys: Iterable[str] | None = None, *, compared: bool = True
+    ) -> MicroBatch:
         """Read a micro-batch, as from any source."""
         with _disable_current_modes():
-            return super().micro_batch(positions, keys)
+            return super().micro_batch(positions, keys, compared=compared)
 
 
 def choose_positions(model: PartitionedModel, source: SampleSource, count: int) -> tuple[tuple[int, ...], ...]:

@@ -20,6 +20,7 @@ class _Work(NamedTuple):
     micro_batch: int
     positions: Sequence[int]
     keys: tuple[str, ...] | None
+    compared: bool
 
 
 class Loader:
@@ -54,17 +55,25 @@ class Loader:
         """How many micro-batches are read at the same time, if so many are requested."""
         return self._reading.count
 
-    def request(self, step: int, work: Iterable[tuple[int, Sequence[int]]], keys: Iterable[str] | None = None) -> None:
+    def request(
+        self,
+        step: int,
+        work: Iterable[tuple[int, Sequence[int]]],
+        keys: Iterable[str] | None = None,
+        *,
+        compared: bool = True,
+    ) -> None:
         """Append micro-batches of ``step`` to the queue.
 
         Args:
             step: handed back to ``deliver``.
             work: pairs of a micro-batch number and the positions of its samples, in the order of need.
             keys: inputs that this stage uses; None for all.
+            compared: another stage reads these samples too, and the digests will be compared.
         """
         wanted = None if keys is None else tuple(keys)
         with self._changed:
-            self._queue.extend(_Work(step, number, positions, wanted) for number, positions in work)
+            self._queue.extend(_Work(step, number, positions, wanted, compared) for number, positions in work)
             self._changed.notify_all()
 
     def taken(self) -> None:
@@ -135,7 +144,7 @@ class Loader:
     def _ask(self, work: _Work) -> tuple[_Work, DataError | None]:
         """Have a micro-batch read; if that cannot be, say why."""
         try:
-            self._reading.ask(work.positions, work.keys)
+            self._reading.ask(work.positions, work.keys, work.compared)
         except DataError as error:
             return work, error
         return work, None

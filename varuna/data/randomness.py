@@ -54,15 +54,33 @@ def seeded(seed: int, *keys: int | str) -> Iterator[None]:
 
     Holds ``generator_lock``. Only CPU generators are seeded: a dataset that draws on a GPU is not repeatable.
     """
-    key = derive_key(seed, *keys)
+    with generator_lock, states_kept(), reseeded(seed, *keys):
+        yield
+
+
+@contextmanager
+def states_kept() -> Iterator[None]:
+    """Put the states of all three generators back after a block, which may seed them many times.
+
+    Reading and writing the states takes five times as long as seeding.
+    """
     with generator_lock:
         python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-        try:
-            random.seed(key)
-            np.random.seed((key & 0xFFFFFFFF, key >> 32))  # the legacy seed takes 32-bit words
-            torch.default_generator.manual_seed(key)  # torch.manual_seed also visits every device: 100x the cost
-            yield
-        finally:
+    try:
+        yield
+    finally:
+        with generator_lock:
             random.setstate(python)
             np.random.set_state(numpy)
             torch.default_generator.set_state(torch_)
+
+
+@contextmanager
+def reseeded(seed: int, *keys: int | str) -> Iterator[None]:
+    """Run a block as ``seeded`` does, within one of ``states_kept``."""
+    key = derive_key(seed, *keys)
+    with generator_lock:
+        random.seed(key)
+        np.random.seed((key & 0xFFFFFFFF, key >> 32))  # the legacy seed takes 32-bit words
+        torch.default_generator.manual_seed(key)  # torch.manual_seed also visits every device: 100x the cost
+        yield

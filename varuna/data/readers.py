@@ -20,12 +20,12 @@ import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,7 +39,15 @@ _END_S = 2.0
 """For readers to end by themselves."""
 _LOST = (EOFError, ConnectionResetError, BrokenPipeError)
 
-Read = Callable[[Sequence[int], tuple[str, ...] | None], MicroBatch]
+
+class Read(Protocol):
+    """Reads a micro-batch."""
+
+    def __call__(
+        self, positions: Sequence[int], keys: tuple[str, ...] | None = None, *, compared: bool = True
+    ) -> MicroBatch:
+        """Read the samples at ``positions``; see ``SampleSource.micro_batch``."""
+        ...
 
 
 class _Reader:
@@ -50,11 +58,11 @@ class _Reader:
         self.reading: list[tuple[int, ...]] = []
         """positions of what was asked for and not fetched; all but the last are of nobody's interest any more"""
 
-    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None) -> None:
+    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None, compared: bool) -> None:
         """Let it read."""
         self.reading.append(tuple(positions))
         try:
-            self.link.send((tuple(positions), keys))
+            self.link.send((tuple(positions), keys, compared))
         except _LOST as error:
             raise self._dead() from error
 
@@ -92,7 +100,7 @@ class InThread:
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._asked: tuple[Sequence[int], tuple[str, ...] | None] | None = None
+        self._asked: tuple[Sequence[int], tuple[str, ...] | None, bool] | None = None
         self.in_use = threading.Lock()
 
     @property
@@ -100,9 +108,9 @@ class InThread:
         """Nothing waits to be fetched."""
         return self._asked is None
 
-    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None) -> None:
+    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None, compared: bool = True) -> None:
         """Have this read by ``fetch``."""
-        self._asked = positions, keys
+        self._asked = positions, keys, compared
 
     def fetch(self) -> MicroBatch:
         """Read what was asked for.
@@ -111,8 +119,8 @@ class InThread:
             BaseException: whatever the dataset or ``collate`` raises.
         """
         assert self._asked is not None
-        asked, self._asked = self._asked, None
-        return self._read(*asked)
+        (positions, keys, compared), self._asked = self._asked, None
+        return self._read(positions, keys, compared=compared)
 
     def forget(self) -> None:
         """What was asked for is not fetched any more."""
@@ -156,13 +164,13 @@ class Readers:
         """Their process ids."""
         return [each.process.pid or 0 for each in self._readers]
 
-    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None) -> None:
+    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None, compared: bool = True) -> None:
         """Let an idle one read.
 
         Raises:
             DataError: it is dead.
         """
-        self._idle[0].ask(positions, keys)
+        self._idle[0].ask(positions, keys, compared)
         self._busy.append(self._idle.popleft())
 
     def fetch(self) -> MicroBatch | BaseException:
@@ -227,9 +235,9 @@ def _serve(read: Read, link: "Connection[Any, Any]", parent: int) -> None:
     torch.set_num_threads(1)
     with suppress(*_LOST):
         while True:
-            positions, keys = link.recv()
+            positions, keys, compared = link.recv()
             try:
-                batch = read(positions, keys)
+                batch = read(positions, keys, compared=compared)
             except BaseException as error:  # noqa: BLE001 - for the thread that needs it, even SystemExit
                 link.send_bytes(ForkingPickler.dumps(_portable(error)))
                 continue

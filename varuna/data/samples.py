@@ -12,7 +12,7 @@ from varuna.data.columns import Columns, InputNames
 from varuna.data.digests import row_digests, sample_digest
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
-from varuna.data.randomness import seeded
+from varuna.data.randomness import reseeded, states_kept
 from varuna.data.readers import InThread, Readers
 
 __all__ = ["MicroBatch", "SampleSource", "verify_digests"]
@@ -77,34 +77,45 @@ class SampleSource:
         Raises:
             Exception: whatever ``dataset[i]`` raises, with a note that names the index.
         """
+        with states_kept():
+            return self._read(position)
+
+    def _read(self, position: int) -> tuple[int, Any]:
         epoch = 0 if self.size is None else position // self.size
         [index] = self.indices([position])
         where = f"while reading dataset[{index}], position {position} of the run"
         if self.size is None:
             where += " (a dataset without __len__ must serve every position)"
-        with _noted(where), seeded(self._seed, "sample", epoch, index):
+        with _noted(where), reseeded(self._seed, "sample", epoch, index):
             return index, self._dataset[index]
 
-    def micro_batch(self, positions: Sequence[int], keys: Iterable[str] | None = None) -> MicroBatch:
+    def _read_all(self, positions: Sequence[int]) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        with states_kept():
+            indices, samples = zip(*map(self._read, positions), strict=True)
+        return indices, samples
+
+    def micro_batch(
+        self, positions: Sequence[int], keys: Iterable[str] | None = None, *, compared: bool = True
+    ) -> MicroBatch:
         """Read and collate the samples at ``positions``.
 
         Args:
             positions: places in the run, at least one.
             keys: the inputs to return; None for all of them.
+            compared: with digests of the samples.
 
         Raises:
             DataError: samples do not fit together, lack a key, or have a form that cannot become named tensors.
             Exception: whatever ``dataset[i]`` or ``collate`` raises, with a note that names the samples.
         """
-        indices, samples = zip(*map(self.read, positions), strict=True)
+        indices, samples = self._read_all(positions)
         if self._collator is None:
             named = [self._columns.tensors(each, f"dataset[{i}]") for each, i in zip(samples, indices, strict=True)]
             tensors = stack_all(named, indices, self._columns) if keys is None else stack(named, indices, keys)
-            return MicroBatch(tensors=tensors, digests=tuple(map(sample_digest, named)), indices=indices)
+            return MicroBatch(tensors, tuple(map(sample_digest, named)) if compared else (), indices)
         with _collating(indices):
             batch = self._collator.batch(samples, positions)
-        digests = row_digests(batch, len(samples))
-        return MicroBatch(tensors=select(batch, keys), digests=digests, indices=indices)
+        return MicroBatch(select(batch, keys), row_digests(batch, len(samples)) if compared else (), indices)
 
     def reading(self) -> Readers | InThread:
         """Reads for a loader: the processes, which are started by the first call, or the loader's thread."""
@@ -124,7 +135,7 @@ class SampleSource:
         """Whether ``collate`` makes the same of the same samples when it is called again; there is none: True."""
         if self._collator is None:
             return True
-        indices, samples = zip(*map(self.read, positions), strict=True)
+        indices, samples = self._read_all(positions)
         with _collating(indices):
             one, two = (row_digests(self._collator.batch(samples, positions), len(samples)) for _ in range(2))
         return one == two
@@ -133,7 +144,7 @@ class SampleSource:
         """Whether ``collate`` draws random numbers, and mixes samples with them; ``positions`` are three or more."""
         if self._collator is None:
             return False
-        indices, samples = zip(*map(self.read, positions), strict=True)
+        indices, samples = self._read_all(positions)
         with _collating(indices):
             return self._collator.mixes(samples, positions[0])
 

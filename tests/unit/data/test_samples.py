@@ -93,6 +93,24 @@ def test_a_micro_batch_has_only_the_inputs_asked_for_but_digests_of_all() -> Non
     assert some.digests == everything.digests
 
 
+def test_samples_that_nobody_compares_have_no_digests() -> None:
+    source = SampleSource(Noisy(), seed=4)
+    alone, compared = source.micro_batch(range(3), compared=False), source.micro_batch(range(3))
+    assert not alone.digests
+    assert len(compared.digests) == 3
+    assert torch.equal(alone.tensors["x"], compared.tensors["x"])
+
+
+def test_reading_leaves_no_trace_in_the_generators_even_when_a_sample_fails() -> None:
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = random.random(), float(np.random.normal()), float(torch.rand(()))
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    SampleSource(Noisy(), seed=4).micro_batch(range(6))
+    with pytest.raises(IndexError):
+        SampleSource(Unsized(), seed=4).micro_batch([1, 5])
+    assert expected == (random.random(), float(np.random.normal()), float(torch.rand(())))
+
+
 # -- datasets that cannot be used --------------------------------------------------------------------
 
 

@@ -101,7 +101,11 @@ class ForwardPass:
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
         self.whole = WholeBatch(model, buffers, plan, rank, inbox)
         # The user's weight may want any input.
-        self._keys = None if stage.is_last and weight is not None else model.keys_of(stage.sections)
+        last = plan.stages - 1
+        keys = [
+            None if k == last and weight is not None else model.keys_of(plan.sections_of(k)) for k in range(last + 1)
+        ]
+        self._keys, self._compared = keys[stage.index], sum(each is None or bool(each) for each in keys) > 1
         reads, ahead = self._keys is None or bool(self._keys), self.whole.ahead if purpose.trains else 0
         self._loader = Loader(source, deliver=self._deliver, lookahead=SAMPLES_AHEAD + ahead) if reads else None
         direct = groups.direct if purpose.trains else Direct()
@@ -147,7 +151,7 @@ class ForwardPass:
         """Start to read a step's micro-batches, whose samples begin at position ``first``."""
         if self._loader is not None:
             work = [(j, [first + offset for offset in self._plan.samples_of(j)]) for j in self._mine]
-            self._loader.request(step, work, self._keys)
+            self._loader.request(step, work, self._keys, compared=self._compared)
 
     def _deliver(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:
         found: MicroBatch | BaseException = batch
