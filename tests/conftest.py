@@ -25,6 +25,7 @@ def pytest_collection_finish() -> None:
     """What was imported stays: garbage collections need not look through all of torch again and again."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000, 50, 20)  # an export alone makes 100,000 objects, of which nearly all go by themselves
 
 
 @pytest.fixture(scope="session", autouse=True)

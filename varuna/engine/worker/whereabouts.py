@@ -43,7 +43,10 @@ def whereabouts(thread: int, *, reads: bool) -> Whereabouts:
     """
     threads = [each.ident or 0 for each in threading.enumerate() if reads and each.name.startswith(_READS)]
     frames = sys._current_frames()
-    found = [_of(frames[ident]) for ident in (*threads, thread) if ident in frames]
+    try:
+        found = [_of(frames[ident]) for ident in (*threads, thread) if ident in frames]
+    finally:
+        frames.clear()  # one is this call's own: the cycle would keep every thread's tensors until the next collection
     return next((each for each in found if each.place), found[-1] if found else Whereabouts("", False, None))
 
 
