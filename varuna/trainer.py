@@ -30,6 +30,7 @@ from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
+from varuna.job.speed import SpeedLines
 from varuna.job.start import begin
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.launched import failed, manager, watch_exceptions
@@ -160,6 +161,7 @@ class Trainer:
             network=Network() if network is None else network,
         )
         self._session: Session | None = None
+        self._tells_speed = True  # without a manager, which does
         self._evaluated: tuple[PartitionedModel, dict[str, Tensor]] | None = None  # in evaluation mode; its own buffers
         self._predicting: dict[object, tuple[PartitionedModel, dict[str, Tensor]]] = {}  # by outputs and form of batch
         self._evaluations = 0
@@ -187,19 +189,27 @@ class Trainer:
         if self._session is not None:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         offer(self._spec, n)
-        self._session = begin(self._spec, n, manager() or solo_from_environment())
+        watched = manager()
+        self._session = begin(self._spec, n, watched or solo_from_environment())
+        speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
         if calls_of(self, ["evaluate"], sys._getframe(1)):
             self._evaluated = self._in_evaluation()  # now: a model that cannot be evaluated says so before step 0
         committed = self._session.steps()
         try:
             for step in committed:
-                yield step_of(step, self._spec.global_batch, self._spec.dtype, self._spec.source.size)
+                done = step_of(step, self._spec.global_batch, self._spec.dtype, self._spec.source.size)
+                if speed is not None and done.is_main:
+                    speed.take(done.index, done.loss)
+                yield done
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
                 self._session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass
             raise
+        finally:
+            if speed is not None:
+                speed.close()
 
     def checkpoint(self) -> None:
         """Save after the next step, beside what ``every`` says. One rank is enough to ask.

@@ -15,6 +15,7 @@ _BYTES_PER = {
     "gi": 2**30,
     "ti": 2**40,
 }
+_FAR_S = 30 * 86400.0
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
 
@@ -57,3 +58,24 @@ def format_duration(duration_s: float) -> str:
         return f"{minutes}m {seconds:02d}s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours}h {minutes:02d}m"
+
+
+def format_rate(per_s: float) -> str:
+    """Three digits with k or M: ``"41.2k"``."""
+    for factor, unit in ((1e6, "M"), (1e3, "k")):
+        if per_s >= factor:
+            return f"{per_s / factor:.3g}{unit}"
+    return f"{per_s:.3g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """``"1 worker"``, ``"1,200 steps"``."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def time_left(left_s: float) -> str:
+    """The end of a progress line: ``"  40 s left"``; empty if it is so far off that the loop ends by itself."""
+    if left_s > _FAR_S:
+        return ""
+    return f"  {max(1.0, left_s):.0f} s left" if left_s < 60 else f"  {format_duration(left_s)} left"

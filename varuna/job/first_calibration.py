@@ -19,6 +19,8 @@ from varuna.process.host_lock import turn
 
 _NONE = "none"
 """In place of a file: plan from operation counts, and measure nothing at the start."""
+_AGAIN = 2
+"""So many times as long is measured where an earlier run's time had ended before the best size was known."""
 _TURN_BOUND_S = 10 * LIMIT_S
 """For the worker of a host that measures; one that waits longer measures for itself."""
 
@@ -51,17 +53,21 @@ def first_calibration(spec: JobSpec, facts: JobFacts, job: Job, beginning: Initi
     with turn(key, _TURN_BOUND_S, "measuring micro-batch sizes"):
         known = remembered(facts, file)
         if known is None or not knows_sizes(known, facts.global_batch):
-            known = _measured(spec, job, beginning, facts) or known
-            if known is not None:
-                remember(known, file)
+            measured = _measured(spec, job, beginning, facts, LIMIT_S if known is None else _AGAIN * LIMIT_S)
+            if measured is not None:  # the second time is the last, whatever it found
+                final = measured if known is None else measured.model_copy(update={"sized_for": facts.global_batch})
+                remember(known := final, file)
         return known
 
 
-def _measured(spec: JobSpec, job: Job, beginning: InitialParameters, facts: JobFacts) -> Calibration | None:
+def _measured(
+    spec: JobSpec, job: Job, beginning: InitialParameters, facts: JobFacts, limit_s: float
+) -> Calibration | None:
     """Measure; a job that cannot be measured can be trained all the same, or says itself what is wrong with it."""
     say("measuring micro-batch sizes for some seconds: this job is new on this machine")
     try:
-        return quick_calibration(job, beginning, spec.batch(CAPTURED_SAMPLES), global_batch=facts.global_batch)
+        batch = spec.batch(CAPTURED_SAMPLES)
+        return quick_calibration(job, beginning, batch, global_batch=facts.global_batch, limit_s=limit_s)
     except (VarunaError, RuntimeError, ValueError, TypeError, ArithmeticError, LookupError) as error:
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
         warn(f"micro-batch sizes cannot be measured ({why}). The plan is made from operation counts.")

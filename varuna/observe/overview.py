@@ -7,8 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from varuna.core.units import format_duration
-from varuna.observe.progress import format_rate
+from varuna.core.units import format_duration, format_rate
 
 _STATES = {"training": "green", "forming": "yellow", "morphing": "yellow", "starting": "yellow", "finishing": "cyan"}
 

@@ -5,19 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from varuna.core.model import JobFacts
-from varuna.core.units import format_duration
+from varuna.core.units import counted, format_duration, format_rate, time_left
 from varuna.observe.report import GenerationRow, Morph, RunHistory
-
-_FAR_S = 30 * 86400.0
-"""A longer time left says only that the loop ends by itself."""
-
-
-def format_rate(per_s: float) -> str:
-    """Three digits with k or M: ``"41.2k"``."""
-    for factor, unit in ((1e6, "M"), (1e3, "k")):
-        if per_s >= factor:
-            return f"{per_s / factor:.3g}{unit}"
-    return f"{per_s:.3g}"
 
 
 def progress_line(
@@ -35,7 +24,7 @@ def progress_line(
         if tokens_per_example
         else f"{format_rate(examples_per_s)} examples/s"
     )
-    left = "" if left_s is None or left_s > _FAR_S else f"  {_roughly(left_s)} left"
+    left = "" if left_s is None else time_left(left_s)
     return (
         f"step {step + 1}{f'/{total}' if total else ''}  loss {loss:.4f}  {rate}{left}  plan {row.plan}"
         f"  {counted(row.workers, 'worker')}"
@@ -76,16 +65,6 @@ def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoi
         words.append(f"{counted(history.lost, 'worker')} lost, {counted(redone, 'step')} redone")
     words.append(f"checkpoint {checkpoint}" if checkpoint else "no checkpoint")
     return f"{'ended  ' if exit_code else 'done   '}{'   '.join(words)}"
-
-
-def _roughly(duration_s: float) -> str:
-    return f"{max(1.0, duration_s):.0f} s" if duration_s < 60 else format_duration(duration_s)
-
-
-def counted(number: int, noun: str) -> str:
-    """``"1 worker"``, ``"1,200 steps"``."""
-    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
 
 
 def morph_line(morph: Morph, arrow: str = "→") -> str:

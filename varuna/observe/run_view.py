@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable
 
 from varuna.core.messages import WorkerPhase
+from varuna.core.units import counted
 from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
 from varuna.fleet.state.worker import Standing
-from varuna.observe.progress import closing_line, counted, morph_line, plan_line, progress_line, risk_line
+from varuna.observe.progress import closing_line, morph_line, plan_line, progress_line, risk_line
 from varuna.observe.report import RunHistory
 from varuna.observe.terminal import Progress
 from varuna.process.threads import start

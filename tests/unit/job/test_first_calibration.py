@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
+import varuna.job.first_calibration
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, single_threaded
 from varuna.calibration.cache import cache_file, remember
 from varuna.calibration.file import write_calibration
 from varuna.calibration.format import Calibration
 from varuna.calibration.nominal import nominal_calibration
+from varuna.calibration.timing.quick import LIMIT_S
 from varuna.core.errors import UsageError
 from varuna.job.first_calibration import first_calibration
 from varuna.job.spec import JobSpec
@@ -53,6 +55,23 @@ def test_one_size_of_an_earlier_run_is_not_enough(monkeypatch: pytest.MonkeyPatc
     measured = first(spec)
     assert measured is not None
     assert len(measured.sizes) > 1
+
+
+def test_what_time_had_cut_short_is_measured_once_more_and_no_third_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = job_of()
+    limits: list[float] = []
+
+    def short(*args: object, limit_s: float, **others: object) -> Calibration:
+        limits.append(limit_s)
+        return nominal_calibration(spec.partitioned.facts)
+
+    monkeypatch.setattr(varuna.job.first_calibration, "quick_calibration", short)
+    monkeypatch.delenv("VARUNA_CALIBRATION")
+    found = [first(spec) for _ in range(3)]
+    assert limits == [LIMIT_S, 2 * LIMIT_S]
+    assert [each.sized_for for each in found if each is not None] == [0, 8, 8]
 
 
 def test_the_users_calibration_counts_before_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

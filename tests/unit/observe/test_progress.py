@@ -6,10 +6,10 @@ from rich.console import Console
 from tests.unit.observe.recorded_events import generation, plan, recorded
 from tests.unit.planner.models import model, section
 from varuna.core.model import JobFacts
+from varuna.core.units import format_rate
 from varuna.fleet.state.run_events import WorkerLost
 from varuna.observe.progress import (
     closing_line,
-    format_rate,
     generation_table,
     morph_line,
     plan_line,

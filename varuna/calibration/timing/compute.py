@@ -46,6 +46,8 @@ class Computed(NamedTuple):
     sections: tuple[SectionSamples, ...]
     updates: tuple[Sized, ...]
     snapshots: tuple[Sized, ...]
+    is_cut_short: bool
+    """the deadline ended the sweep, neither the memory nor that larger sizes were no better"""
 
 
 def measure_window(
@@ -84,13 +86,15 @@ def measure_window(
     window = Window(job, span.start, span.stop, beginning, undisturbed=effort.undisturbed)
     samples: list[SectionSamples] = []
     per_example_s = 0.0  # that measuring the size before took
+    is_cut_short = False
 
     def seconds(size: int) -> float | None:
-        nonlocal per_example_s
+        nonlocal per_example_s, is_cut_short
         if memory_bytes is not None and window_bytes(job.model.facts, span, size) > memory_bytes:
             return None
         begin_s = time.monotonic()
-        if agree(float(bool(samples) and begin_s + per_example_s * size > effort.deadline_s)):
+        is_cut_short = bool(agree(float(bool(samples) and begin_s + per_example_s * size > effort.deadline_s)))
+        if is_cut_short:
             return None
         passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, effort)
         if passes is None:
@@ -100,7 +104,8 @@ def measure_window(
         return agree((min if effort.undisturbed else median)(_length(each) for each in passes))
 
     best_size(sizes, seconds)
-    return Computed(tuple(samples), *(_updates(window, span, beginning) if effort.updates else ((), ())))
+    updates, snapshots = _updates(window, span, beginning) if effort.updates else ((), ())
+    return Computed(tuple(samples), updates, snapshots, is_cut_short)
 
 
 def _rounds(

@@ -39,6 +39,8 @@ def quick_calibration(
 ) -> Calibration:
     """Time F, R and B of all sections at several micro-batch sizes, on stand-ins: nothing of the job changes.
 
+    If the time ends before the best size is known, its ``sized_for`` is 0.
+
     Neither its parameters nor its optimizer is built, and random numbers are as they were before.
 
     Args:
@@ -59,6 +61,7 @@ def quick_calibration(
     alone = replace(job, optimizer=_no_optimizer, scheduler=None, memory=replace(job.memory, offload_optimizer=False))
     own_draws = nullcontext() if device.type == "cpu" else torch.random.fork_rng(device_type=device.type)
     sections: list[SectionSamples] = []
+    is_cut_short = False
     begin_s = time.monotonic()
     with own_draws, seeded(0, "times"):
         for done, window in enumerate(windows, start=1):
@@ -80,6 +83,7 @@ def quick_calibration(
                 effort=effort,
             )
             sections += found.sections
+            is_cut_short |= found.is_cut_short
     if device.type == "cuda":
         torch.cuda.empty_cache()
     measured = Measured(
@@ -89,7 +93,7 @@ def quick_calibration(
         facts=model.facts,
         kinds=kinds,
         sections=tuple(sections),
-        sized_for=global_batch,
+        sized_for=0 if is_cut_short else global_batch,
     )
     calibration = assemble([measured], name="captured", created=time.strftime("%Y-%m-%d %H:%M:%S%z"))
     return calibration if job.compiler is not None else with_nominal_halves(calibration)

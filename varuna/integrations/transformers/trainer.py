@@ -102,6 +102,7 @@ class _OverVaruna(OnMainRank):
         self._check_resuming(resume_from_checkpoint)
         schedule = self._schedule()
         self._job = self._over_varuna(schedule)
+        self._job._tells_speed = False  # the library has its own progress bar
         steps = self._job.steps(schedule.steps)
         self.is_in_train, losses, began_s, first = True, dict[int, float](), time.time(), None
         for step in steps:

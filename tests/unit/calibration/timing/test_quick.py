@@ -56,6 +56,7 @@ def test_a_size_that_would_end_too_late_is_not_begun() -> None:
         setup.job(), setup.beginning, setup.source.micro_batch(range(2)).tensors, global_batch=8, limit_s=0.0
     )
     assert found.sizes == (1,)
+    assert found.sized_for == 0, "a later run measures again"
 
 
 def test_a_size_for_which_the_host_has_no_memory_ends_the_sweep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,66 @@
+"""What a run that no manager watches says of its speed: a line now and then, and one at its end."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from varuna.core.units import counted, format_duration, format_rate, time_left
+from varuna.process.console import say
+
+_EVERY_S = 10.0
+_RECENT_STEPS = 32
+
+
+class SpeedLines:
+    """Says where a run is, at most every ``every_s`` seconds.
+
+    Args:
+        total: steps of the whole run.
+        global_batch: examples of a step.
+        tell: takes a line.
+        every_s: between lines.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        global_batch: int,
+        *,
+        tell: Callable[[str], None] = say,
+        every_s: float = _EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._total, self._global_batch = total, global_batch
+        self._tell, self._every_s, self._clock = tell, every_s, clock
+        self._told_s = clock()
+        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        self._first: tuple[int, float, float] | None = None  # step, seconds, loss
+        self._newest: tuple[int, float, float] | None = None
+
+    def take(self, step: int, loss: float) -> None:
+        """A step is over; the time between two of them is the script's, too."""
+        now_s = self._clock()
+        self._newest = step, now_s, loss
+        self._first = self._first or self._newest
+        self._recent.append((step, now_s))
+        if now_s - self._told_s < self._every_s or len(self._recent) < 2:
+            return
+        self._told_s = now_s
+        (first, first_s), (last, last_s) = self._recent[0], self._recent[-1]
+        step_s = (last_s - first_s) / (last - first)
+        left = time_left(step_s * (self._total - 1 - step))
+        self._tell(f"step {step + 1}/{self._total}  loss {loss:.4f}  {self._rate(step_s)}{left}")
+
+    def close(self) -> None:
+        """The run is over: say how fast it was since its first step, which had to wait for all that comes before."""
+        if self._first is None or self._newest is None or self._first[0] == self._newest[0]:
+            return
+        (first, first_s, before), (last, last_s, after) = self._first, self._newest
+        self._tell(
+            f"{counted(last - first + 1, 'step')}, loss {before:.4f} to {after:.4f}; after the first one "
+            f"{self._rate((last_s - first_s) / (last - first))}, {format_duration(last_s - first_s)}"
+        )
+
+    def _rate(self, step_s: float) -> str:
+        return f"{format_rate(self._global_batch / max(step_s, 1e-9))} examples/s"
