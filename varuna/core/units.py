@@ -75,7 +75,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def time_left(left_s: float) -> str:
-    """The end of a progress line: ``"  40 s left"``; empty if it is so far off that the loop ends by itself."""
-    if left_s > _FAR_S:
+    """The end of a progress line: ``"  40 s left"``; empty at the end, or so far off that the loop ends by itself."""
+    if not 0 < left_s <= _FAR_S:
         return ""
     return f"  {max(1.0, left_s):.0f} s left" if left_s < 60 else f"  {format_duration(left_s)} left"

@@ -48,31 +48,55 @@ def _states() -> tuple[Any, ...]:
     return random.getstate(), kind, np.asarray(words).tobytes(), rest, of_torch
 
 
+def _taken() -> tuple[Any, Any, torch.Tensor]:
+    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+
+
+def _put_back(states: tuple[Any, Any, torch.Tensor]) -> None:
+    python, numpy, torch_ = states
+    random.setstate(python)
+    np.random.set_state(numpy)
+    torch.default_generator.set_state(torch_)
+
+
 @contextmanager
 def seeded(seed: int, *keys: int | str) -> Iterator[None]:
     """Run a block with all three generators seeded from ``(seed, *keys)``; their states come back afterwards.
 
     Holds ``generator_lock``. Only CPU generators are seeded: a dataset that draws on a GPU is not repeatable.
     """
-    with generator_lock, states_kept(), reseeded(seed, *keys):
-        yield
+    with generator_lock:
+        before = _taken()
+        try:
+            with reseeded(seed, *keys):
+                yield
+        finally:
+            _put_back(before)
 
 
 @contextmanager
 def states_kept() -> Iterator[None]:
-    """Put the states of all three generators back after a block, which may seed them many times.
+    """Put the states of all three generators back after a block, which may seed them many times by ``reseeded``.
 
-    Reading and writing the states takes five times as long as seeding.
+    Reading and writing the states takes five times as long as seeding. The lock is free between two seedings, so blocks
+    of several threads may overlap: the first takes the states, and the last puts them back.
     """
+    global _blocks, _outside
     with generator_lock:
-        python, numpy, torch_ = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+        if not _blocks:
+            _outside = _taken()
+        _blocks += 1
     try:
         yield
     finally:
         with generator_lock:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            torch.default_generator.set_state(torch_)
+            _blocks -= 1
+            if not _blocks:
+                _put_back(_outside)
+
+
+_blocks, _outside = 0, _taken()
+"""How many blocks of ``states_kept`` are open in all threads, and the states from before the first of them."""
 
 
 @contextmanager

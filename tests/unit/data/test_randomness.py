@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.data.randomness import derive_key, generator_lock, seeded
+from varuna.data.randomness import derive_key, generator_lock, reseeded, seeded, states_kept
 
 Draws = tuple[float, float, float, float]
 
@@ -54,6 +54,26 @@ def test_seeded_blocks_nest() -> None:
         after = draws()
     with seeded(1, "outer"):
         assert (before, after) == (draws(), draws())
+
+
+def test_blocks_of_two_threads_that_overlap_leave_no_trace() -> None:
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    one, other = states_kept(), states_kept()  # as two loaders enter and leave them
+    one.__enter__()
+    with reseeded(1, "sample"):
+        draws()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    with reseeded(1, "another"):
+        draws()
+    other.__exit__(None, None, None)
+    left = draws()
+    random.seed(3)
+    np.random.seed(3)
+    torch.manual_seed(3)
+    assert left == draws()
 
 
 def test_another_thread_waits_for_the_generator() -> None:
