@@ -58,6 +58,8 @@ class LoopState:
         self._kept = dict(kept or {})
         self.measured: list[float] = []
         """what ``step_scheduler`` was called with"""
+        self.mark = 0.0
+        """a number that tells one list of measurements from another; sums of a million ranks' are exact"""
         self.turns = 0
         """steps whose turn of the loop is contained"""
         self.owed: tuple[Turn, ...] = ()
@@ -106,7 +108,9 @@ class LoopState:
     def take(self, given: JSON, next_step: int) -> None:
         """Become what ``given`` is; of the user's state only what differs is loaded."""
         parts = cast(dict[str, Any], given)
-        self.measured = from_json(parts["measured"]).tolist()
+        self.measured, self.mark = [], 0.0
+        for value in from_json(parts["measured"]).tolist():
+            self.measure(value)
         for name, state in parts["state"].items():
             mine = self._kept[name]
             if _digest(state) != _digest(as_json(_state_of(mine), name)):
@@ -119,6 +123,11 @@ class LoopState:
             Turn(step, StepTotals.model_validate(totals), step_s) for step, totals, step_s in parts["owed"]
         )
         self.turns = next_step - len(self.owed)
+
+    def measure(self, value: float) -> None:
+        """Remember what was measured."""
+        self.measured.append(value)
+        self.mark = float(zlib.crc32(repr(value).encode(), int(self.mark)))
 
     def told(self, turn: int) -> None:
         """The loop has had ``turn`` to its end."""
@@ -163,11 +172,6 @@ def agree(group: Group, rank: int, members: int, mine: Told) -> JSON:
         words += torch.frombuffer(bytearray(text), dtype=torch.uint8)
     group.all_reduce(words)
     return cast(JSON, json.loads(bytes(words.tolist())))
-
-
-def mark_of(measured: list[float]) -> float:
-    """A number that tells one list of measurements from another; sums of some thousand are exact."""
-    return float(zlib.crc32(repr(measured).encode())) if measured else 0.0
 
 
 def _state_of(kept: Kept) -> object:

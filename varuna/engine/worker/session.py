@@ -24,7 +24,7 @@ from varuna.engine.pipeline.divergence import check_finite, check_measured, is_f
 from varuna.engine.stage.job import Job
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.worker.heartbeat import Heartbeat
-from varuna.engine.worker.loop_state import LoopState, Turn, mark_of
+from varuna.engine.worker.loop_state import LoopState, Turn
 from varuna.engine.worker.snapshotter import Snapshotter
 from varuna.engine.worker.step import layout_of, overflowed, run_step
 from varuna.engine.worker.worker_state import WorkerState
@@ -124,7 +124,7 @@ class Session:
         """Tell the scheduler what was measured; all ranks call this at the same step."""
         if self.current is not None:
             self.current.stage.optimizer.measure(value)
-        self._loop.measured.append(value)
+        self._loop.measure(value)
 
     def aside(self, run: Callable[[Generation], Found], doing: str) -> Found | None:
         """Use the present generation between two steps; all ranks call this at the same step.
@@ -319,14 +319,14 @@ class Session:
 
     def _check(self, generation: Generation, step: int, totals: StepTotals, vector: Sequence[float]) -> None:
         stage, layout = generation.stage, layout_of(generation.stage)
-        check_measured(vector, mark_of(self._loop.measured), layout=layout, plan=stage.plan)
+        check_measured(vector, self._loop.mark, layout=layout, plan=stage.plan)
         if stage.job.stops_at_nan and not overflowed(stage.job.dtype, totals):  # the loss scale has an answer to that
             check_finite(totals, vector, layout=layout, source=self._setting.source, plan=stage.plan, step=step)
 
     def _flags(self, generation: Generation, step: int) -> dict[str, float]:
         """What this rank says in the vote besides norms and losses."""
         flags = {"stop": float(self._stopping), "checkpoint": float(self._saves_next)}
-        flags["measured"] = mark_of(self._loop.measured)
+        flags["measured"] = self._loop.mark
         if generation.assignment.rank == 0:
             flags["regroup"] = float(self.standing.asked("regroup"))
             flags["stop"] = float(self._stopping or self.standing.asked("stop"))
