@@ -20,6 +20,8 @@ _POLL_S = 0.05
 _TAIL = 2000
 PHASE = ".phase"
 """Suffix of the file in which a worker says what it does now."""
+FAILED = ".failed"
+"""Suffix of the file in which a worker says what went wrong."""
 
 
 def collect(
@@ -92,13 +94,14 @@ def _await(
             if (phase := outputs[0].with_suffix(PHASE).read_text()) != told:
                 on_phase(told := phase)
         codes = [process.poll() for process in processes]
+        written = [output.exists() for output in outputs]
         for rank, code in enumerate(codes):
-            if code:
+            if code is not None and not written[rank]:
                 raise _failure(rank, code, outputs[rank], logs[rank])
-        if all(code == 0 for code in codes):
+        if all(written):
             return
         if time.monotonic() > deadline_s:
-            busy = [rank for rank, code in enumerate(codes) if code is None]
+            busy = [rank for rank, done in enumerate(written) if not done]
             raise WorkerError(
                 f"workers {busy} were still measuring after {_BOUND_S / 60:.0f} minutes. Calibrate with a smaller "
                 "global batch, or check whether the script waits for something."
@@ -109,7 +112,7 @@ def _await(
 def _failure(rank: int, code: int, output: Path, log: Path) -> VarunaError:
     """The error that the worker wrote down, else one with the end of its output."""
     with contextlib.suppress(OSError, ValueError):
-        told = json.loads(output.read_text())
+        told = json.loads(output.with_suffix(FAILED).read_text())
         kind: type[VarunaError] = getattr(errors, told["kind"], WorkerError)
         return kind(told["error"])
     tail = log.read_text(errors="replace")[-_TAIL:].strip()

@@ -22,9 +22,11 @@ from varuna.schedule.policy import stash_limit
 
 _POLICY = "varuna"
 
-WARM_STEPS = 2
+_WARM_STEPS = 2
 """The first is applied before its vote, and the optimizer builds its state."""
-STEPS = 12
+_LEAST_STEPS, _MOST_STEPS = 4, 12
+_BUDGET_S = 1.5
+"""For the steps of one plan, beyond the fewest."""
 
 
 class PilotTimes(NamedTuple):
@@ -44,7 +46,7 @@ def pilot_plan(times: Sequence[PilotTimes], *, workers: int, micro_batch: int) -
         micro_batch: m, examples.
     """
     stages = min(workers, len(times))
-    micro_batches = 3 * stages + 3
+    micro_batches = 3 * stages
     inner = [each.forward_s + each.recompute_s + each.backward_s for each in times]
     last = [each.recompute_s + each.backward_s for each in times]
     return Plan(
@@ -59,24 +61,32 @@ def pilot_plan(times: Sequence[PilotTimes], *, workers: int, micro_batch: int) -
     )
 
 
+def pilot_steps(times: Sequence[PilotTimes], plan: Plan) -> int:
+    """How many steps of ``plan`` to run, by what its slowest stage computes: more where they are short."""
+    stages = [plan.sections_of(stage) for stage in range(plan.stages)]
+    step_s = len(plan.micro_batches_of(0)) * max(sum(sum(times[section]) for section in stage) for stage in stages)
+    return _WARM_STEPS + max(_LEAST_STEPS, min(_MOST_STEPS, int(_BUDGET_S / max(step_s, 1e-6)) - _WARM_STEPS))
+
+
 def run_pilot(
-    open_session: Callable[[int, StaticMembership], Session], world: World, plan: Plan, facts: ModelFacts
+    open_session: Callable[[int, StaticMembership], Session], world: World, plan: Plan, facts: ModelFacts, count: int
 ) -> PilotSamples | None:
-    """Run ``WARM_STEPS`` + ``STEPS`` steps of ``plan``; None on ranks that have no part in it.
+    """Run ``count`` steps of ``plan``; None on ranks that have no part in it.
 
     Args:
         open_session: opens a session of a number of steps, with a membership.
         world: the ranks that take part.
         plan: what runs.
         facts: of the model.
+        count: of steps; the first ones do not count.
     """
     steps: list[StepTimes] = []
-    with closing(open_session(WARM_STEPS + STEPS, StaticMembership(world, lambda *_: plan))) as session:
+    with closing(open_session(count, StaticMembership(world, lambda *_: plan))) as session:
         for committed in session.steps():
             assert session.current is not None
             runtime = session.current.runtime
             runtime.lookahead.times_sections = True
-            if committed.step >= WARM_STEPS and runtime.times is not None:
+            if committed.step >= _WARM_STEPS and runtime.times is not None:
                 steps.append(runtime.times)
     if world.rank >= plan.workers:
         return None

@@ -14,9 +14,9 @@ from statistics import median
 from typing import Any
 
 from varuna.calibration.cache import cache_file
-from varuna.calibration.measure.collect import PHASE
+from varuna.calibration.measure.collect import FAILED, PHASE
 from varuna.calibration.measure.network import Peers
-from varuna.calibration.measure.pilot import STEPS, WARM_STEPS, PilotTimes, pilot_plan, run_pilot
+from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, pilot_steps, run_pilot
 from varuna.calibration.samples import Measured, PilotSamples, SectionSamples
 from varuna.calibration.timing.compute import Thoroughness, measure_window
 from varuna.calibration.timing.equal_sections import section_kinds
@@ -42,7 +42,7 @@ _HOST = "127.0.0.1"
 _MOST_MESSAGE_BYTES = 64 * 2**20
 _SMALL_BYTES = 64
 _EXIT_BOUND_S = 5.0
-_SIZE_S, _SIZES_S = 0.5, 10.0
+_SIZE_S, _SIZES_S = 0.4, 10.0
 """Seconds for the rounds of one micro-batch size, and after which no further size is begun."""
 
 
@@ -83,8 +83,8 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     ]
     sections = [sample for each in computed for sample in each.sections]
     peers.meet()
-    micro_batch = int(peers.agree(max((sample.micro_batch for sample in sections), default=0)))
-    sent_bytes = _message_bytes(facts, micro_batch)
+    largest = int(peers.agree(max((sample.micro_batch for sample in sections), default=0)))
+    sent_bytes = _message_bytes(facts, largest)
     if peers.size > 1:
         tell("timing messages and all-reduces")
     messages = peers.messages(sent_bytes, Traffic())
@@ -92,14 +92,15 @@ def measure(spec: JobSpec, peers: Peers, store: Any, tell: Callable[[str], None]
     rings = peers.rings(_gradient_bytes(facts), job.traffic.sums)
     pilots: list[PilotSamples] = []
     if whole:
-        tell(f"running {WARM_STEPS + STEPS} real steps{' alone, and as a pipeline' if peers.size > 1 else ''}")
-        times = _agreed_times(sections, micro_batch, peers)
+        micro_batch, times = _best_size(sections, spec.micro_batch, peers)
 
         def rehearse(world: World, plan: Plan) -> PilotSamples | None:
-            def alone(n: int, solo: StaticMembership) -> Session:
-                return open_session(spec, n, solo, beginning=beginning, global_batch=plan.global_batch)
+            def open_steps(n: int, membership: StaticMembership) -> Session:
+                return open_session(spec, n, membership, beginning=beginning, global_batch=plan.global_batch)
 
-            return run_pilot(alone, world, plan, facts)
+            count = pilot_steps(times, plan)
+            tell(f"running {count} real steps{', as a pipeline' if world.size > 1 else ', each worker alone'}")
+            return run_pilot(open_steps, world, plan, facts, count)
 
         pilots = _pilots(rehearse, peers, store, facts, micro_batch, times, memory_bytes)
     return Measured(
@@ -154,13 +155,24 @@ def _smallest(memory_bytes: int | None, peers: Peers) -> int | None:
     return int(least) if found else None
 
 
-def _agreed_times(sections: Sequence[SectionSamples], micro_batch: int, peers: Peers) -> list[PilotTimes]:
-    """Times of each section at ``micro_batch``, from the worker that took longest."""
-    return [
-        PilotTimes(*(peers.agree(median(each)) for each in (sample.forward_s, sample.recompute_s, sample.backward_s)))
-        for sample in sections
-        if sample.micro_batch == micro_batch
-    ]
+def _best_size(sections: Sequence[SectionSamples], given: int | None, peers: Peers) -> tuple[int, list[PilotTimes]]:
+    """The size that a run would take, the one that is best per example if none is given, and its sections' times.
+
+    The times are those of the worker that took longest, so that all find the same.
+    """
+    times = {
+        size: [
+            PilotTimes(
+                *(peers.agree(median(each)) for each in (sample.forward_s, sample.recompute_s, sample.backward_s))
+            )
+            for sample in sections
+            if sample.micro_batch == size
+        ]
+        for size in dict.fromkeys(sample.micro_batch for sample in sections)
+    }
+    best = min(times, key=lambda size: sum(map(sum, times[size])) / size)
+    size = best if given is None else given
+    return size, times[size]
 
 
 def _message_bytes(facts: ModelFacts, micro_batch: int) -> list[int]:
@@ -177,7 +189,7 @@ def _gradient_bytes(facts: ModelFacts) -> list[int]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure, write a ``Measured`` to the output file, or the error instead; returns the exit code."""
+    """Measure, write a ``Measured`` to the output file, or the error next to it; returns the exit code."""
     output, script, args = Path(argv[0]), Path(argv[1]), argv[2:]
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
@@ -189,9 +201,11 @@ def main(argv: Sequence[str]) -> int:
 
         measured = measure(spec, Peers(store, rank, size, _HOST), store, tell)
     except VarunaError as error:
-        output.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        output.with_suffix(FAILED).write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
         return error.exit_code
-    output.write_text(measured.model_dump_json())
+    whole = output.with_suffix(".part")
+    whole.write_text(measured.model_dump_json())
+    whole.replace(output)  # the command goes on at once: Python and torch take a second or two to end
     join_all(_EXIT_BOUND_S)
     return 0
 

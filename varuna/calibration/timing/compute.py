@@ -20,7 +20,7 @@ from varuna.partition.initial.initial_values import InitialParameters
 from varuna.partition.lengths import at_longest
 
 _Made = TypeVar("_Made")
-_LEAST_ROUNDS = 5
+_LEAST_ROUNDS, _LEAST_ROUNDS_OF_WORSE = 5, 3
 _MOST_ROUNDS = 30
 
 
@@ -86,22 +86,25 @@ def measure_window(
     window = Window(job, span.start, span.stop, beginning, undisturbed=effort.undisturbed)
     samples: list[SectionSamples] = []
     per_example_s = 0.0  # that measuring the size before took
+    best_s = math.inf  # per example, of the sizes before
     is_cut_short = False
 
     def seconds(size: int) -> float | None:
-        nonlocal per_example_s, is_cut_short
+        nonlocal per_example_s, best_s, is_cut_short
         if memory_bytes is not None and window_bytes(job.model.facts, span, size) > memory_bytes:
             return None
         begin_s = time.monotonic()
         is_cut_short = bool(agree(float(bool(samples) and begin_s + per_example_s * size > effort.deadline_s)))
         if is_cut_short:
             return None
-        passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, effort)
+        passes = _rounds(window, at_longest(job.model, batch(size)), size, agree, effort, best_s * size)
         if passes is None:
             return None
         per_example_s = (time.monotonic() - begin_s) / size
         samples.extend(_samples([min(passes, key=_length)] if effort.undisturbed else passes, span, size))
-        return agree((min if effort.undisturbed else median)(_length(each) for each in passes))
+        taken_s = agree((min if effort.undisturbed else median)(_length(each) for each in passes))
+        best_s = min(best_s, taken_s / size)
+        return taken_s
 
     best_size(sizes, seconds)
     updates, snapshots = _updates(window, span, beginning) if effort.updates else ((), ())
@@ -109,11 +112,24 @@ def measure_window(
 
 
 def _rounds(
-    window: Window, batch: dict[str, Tensor], size: int, agree: Callable[[float], float], effort: Thoroughness
+    window: Window,
+    batch: dict[str, Tensor],
+    size: int,
+    agree: Callable[[float], float],
+    effort: Thoroughness,
+    promising_s: float = math.inf,
 ) -> list[Pass] | None:
-    """Rounds at one size; the first, which fills allocators, does not count. None if some worker ran out of memory.
+    """Rounds at one size; one before them, which fills allocators, does not count.
 
-    Every worker asks ``agree`` equally often, whichever of them runs out of memory.
+    None if some worker ran out of memory. Every worker asks ``agree`` equally often, whichever of them runs out.
+
+    Args:
+        window: what runs.
+        batch: its samples.
+        size: how many.
+        agree: the largest of all workers' values.
+        effort: how long to measure.
+        promising_s: a size whose first round takes longer will not be the best one, so fewer rounds will do.
     """
 
     def everywhere(work: Callable[[], _Made]) -> _Made | None:
@@ -125,15 +141,21 @@ def _rounds(
             made = None
         return None if agree(float(made is None)) else made
 
-    def warm() -> float:
-        window.round(batch, size, halves=effort.halves)
-        return _length(window.round(batch, size, halves=effort.halves))
+    def one() -> Pass:
+        return window.round(batch, size, halves=effort.halves)
 
-    taken_s = everywhere(warm)
-    if taken_s is None:
+    def first() -> Pass:
+        one()
+        return one()
+
+    begun = everywhere(first)
+    if begun is None:
         return None
-    count = max(effort.least_rounds, min(_MOST_ROUNDS, int(effort.budget_s / max(agree(taken_s), 1e-6))))
-    return everywhere(lambda: [window.round(batch, size, halves=effort.halves) for _ in range(count)])
+    taken_s = max(agree(_length(begun)), 1e-6)
+    least = effort.least_rounds if taken_s < promising_s else min(_LEAST_ROUNDS_OF_WORSE, effort.least_rounds)
+    count = max(least, min(_MOST_ROUNDS, int(effort.budget_s / taken_s)))
+    rest = everywhere(lambda: [one() for _ in range(count - 1)])
+    return None if rest is None else [begun, *rest]
 
 
 def _is_out_of_memory(error: RuntimeError) -> bool:

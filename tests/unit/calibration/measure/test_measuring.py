@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
 from varuna.calibration.measure.network import _LEAST_ROUNDS, _WARM_ROUNDS, Peers
-from varuna.calibration.measure.worker import _agreed_times, _smallest
+from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, pilot_steps
+from varuna.calibration.measure.worker import _best_size, _smallest
 from varuna.calibration.samples import RingSamples, SectionSamples, Sized
 from varuna.calibration.timing.compute import Thoroughness, _rounds, measure_window
 from varuna.calibration.timing.equal_sections import section_kinds
@@ -73,7 +74,7 @@ def test_every_section_of_a_window_is_measured_at_every_size() -> None:
         assert [(each.section, each.micro_batch) for each in found.sections] == [(s, m) for m in (1, 2) for s in span]
         for each in found.sections:
             for times in (each.forward_s, each.recompute_s, each.backward_s):
-                assert len(times) >= 5
+                assert len(times) >= 3
                 assert min(times) > 0
             assert len(each.input_s) == len(each.weight_s)
         assert all(seconds > 0 for _, seconds in (*found.updates, *found.snapshots))
@@ -194,8 +195,28 @@ def test_what_the_plan_of_a_rehearsal_follows_from_is_the_same_on_all_workers() 
 
     samples = [sample(section, micro_batch) for micro_batch in (2, 4) for section in (1, 2)]
     slower: Any = SimpleNamespace(agree=lambda value: max(value, 3.0))
-    assert [each.forward_s for each in _agreed_times(samples, 4, slower)] == [3.0, 4.0]
+    size, times = _best_size(samples, None, slower)
+    assert size == 4, "as fast as 2 with twice the examples"
+    assert [each.forward_s for each in times] == [3.0, 4.0]
+    assert _best_size(samples, 2, slower)[0] == 2, "the user's own"
     table: Any = SimpleNamespace(agree=lambda value: max(value, -5e9))
     assert _smallest(8 * 10**9, table) == 5 * 10**9
     alone: Any = SimpleNamespace(agree=lambda value: value)
     assert _smallest(None, alone) is None
+
+
+def test_a_rehearsal_of_long_steps_has_fewer_of_them() -> None:
+    def steps(seconds: float) -> int:
+        times = [PilotTimes(seconds, seconds, seconds)] * 4
+        return pilot_steps(times, pilot_plan(times, workers=2, micro_batch=8))
+
+    assert [steps(seconds) for seconds in (1e-4, 0.003, 10.0)] == [14, 9, 6]
+
+
+def test_a_size_that_is_worse_from_the_first_round_on_gets_fewer() -> None:
+    window: Any = Rounds(fails=False)
+
+    def rounds(promising_s: float) -> int:
+        return len(_rounds(window, {}, 4, float, Thoroughness(0.0), promising_s) or ())
+
+    assert (rounds(0.2), rounds(0.05)) == (5, 3)
