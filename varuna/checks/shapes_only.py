@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +24,7 @@ from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.initial.constructor import Initial
 from varuna.partition.lengths import variant_of
 from varuna.partition.model import PartitionedModel
+from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.side_effects import Respond, Seen, gradient_hooks, watched
 
 
@@ -66,7 +66,7 @@ def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> Evidence:
     Raises:
         Exception: whatever the model's own code raises without data.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeMode(allow_non_fake_inputs=True)
     with seeded(0, "self-check"):
         module = _built(recipe, mode)
         hooks = tuple(gradient_hooks(module))
@@ -90,7 +90,7 @@ def look_over(model: PartitionedModel, recipe: Recipe, part: Part) -> Evidence:
     return Evidence(**{**vars(evidence), "differences": odd})
 
 
-def _built(recipe: Recipe, mode: FakeTensorMode) -> nn.Module:
+def _built(recipe: Recipe, mode: FakeMode) -> nn.Module:
     """Build the model with its hooks, where the constructor needs no data; else without its parameters' hooks."""
     try:
         with mode:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from varuna.core.errors import CheckpointError, UsageError
@@ -14,6 +13,7 @@ from varuna.engine.worker.export import gather_model, write_tensors
 from varuna.engine.worker.generation import Generation
 from varuna.job.spec import JobSpec
 from varuna.partition.capture.building import build_without_data
+from varuna.partition.watching.fake_mode import FakeMode
 
 ADAPTER = "adapter_model.safetensors"
 """PEFT's name of the file with the values."""
@@ -53,7 +53,7 @@ class AdapterFolder:
             build: returns a model of PEFT's.
             base: folder that the base's weights came from, unless the adapter's configuration names one.
         """
-        mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         model: Any = build_without_data(build, mode).module
         self._model, self._adapter = model, str(model.active_adapter)
         self._base = base

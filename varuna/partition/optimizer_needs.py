@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import optimizer as _torch_optimizer
 
 from varuna.core.errors import ModelError, VarunaError
 from varuna.partition.optimizers import Averaging, OptimizerFactory, SeveralOptimizers, build_optimizer, parts_of
+from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.live_bytes import Allocated
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -112,7 +112,7 @@ def _try(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial |
     if not shapes:
         return _Trial({}, 0, is_torchs=True)
     counted = Allocated()
-    with FakeTensorMode():
+    with FakeMode():
         named = [(name, torch.nn.Parameter(torch.empty(shape))) for name, shape in shapes]
         for _, parameter in named:
             parameter.grad = torch.empty_like(parameter)

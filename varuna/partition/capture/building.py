@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
 from varuna.partition.capture.construction import construct
+from varuna.partition.watching.fake_mode import Copying
 
 MOST_ELEMENTS = 1 << 20
 """Known values of up to this many elements are real."""
@@ -78,7 +79,7 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
             model = build()
         known = True
     except Exception:  # noqa: BLE001 - models that assign tensors across devices; the error of the second way is told
-        with mode:
+        with mode, Copying():
             model = build()
         known = False
     if not isinstance(model, nn.Module):

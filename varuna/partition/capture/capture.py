@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_unflatten
 
@@ -41,6 +40,7 @@ from varuna.partition.watching.explaining import (
     one_number,
     without_value,
 )
+from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.sources import source_digest
 from varuna.process.console import say, say_once
 
@@ -158,7 +158,7 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     Raises:
         ModelError: the model cannot be built or exported; names the user's file and line.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     try:
         model, buffers = build_without_data(recipe.build, mode)
         check_dtypes(model, recipe.dtype)

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
 from varuna.partition.capture.recording import Recorder, View
+from varuna.partition.watching.fake_mode import Copying, FakeMode
 
 _init: Any = nn.init
 
@@ -79,8 +80,8 @@ def construct(build: Callable[[], nn.Module], seed: int) -> Construction:
         ModelError: the model cannot be built so.
     """
     recorder = Recorder()
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with seeded(seed), mode, drawing(recorder), idle_moves(), recorder:
+    mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with seeded(seed), mode, drawing(recorder), idle_moves(), Copying(), recorder:
         try:
             model = build()
         except Exception as error:

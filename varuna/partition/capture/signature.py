@@ -3,7 +3,6 @@
 import inspect
 
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from varuna.core.errors import ModelError
@@ -11,6 +10,7 @@ from varuna.data.columns import InputNames
 from varuna.partition.capture.building import build_without_data
 from varuna.partition.capture.capture import Recipe
 from varuna.partition.watching.explaining import BUILDING, explain
+from varuna.partition.watching.fake_mode import FakeMode
 
 _BY_POSITION = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -31,7 +31,7 @@ def input_names(recipe: Recipe, *, is_weighed: bool) -> InputNames:
         name, parameters = build.__name__, [*inspect.signature(build.forward).parameters.values()][1:]
     else:
         try:
-            mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+            mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
             module = build_without_data(recipe.build, mode).module
         except ModelError:
             raise

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Node
 
 from varuna.partition.cut.same_graph import shape_of
 from varuna.partition.cut.split import BATCH_SIZE, SectionGraph
 from varuna.partition.cut.split_backward import PendingWeights, retarget
 from varuna.partition.graph.flow import Flow
+from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.live_bytes import Allocated
 
 _SIZES = (2, 4)
@@ -141,7 +141,7 @@ def _line(small_bytes: int, large_bytes: int) -> tuple[int, int]:
 def _run(whole: GraphModule, halved: GraphModule | None, arguments: Sequence[_Argument | None], index: int) -> _Bytes:
     """Run F (at the larger size only, which alone says what it needs), R and B of one micro-batch; then R and I."""
     counted, pending = Allocated(), PendingWeights()
-    with FakeTensorMode(allow_non_fake_inputs=True), counted.watch():
+    with FakeMode(allow_non_fake_inputs=True), counted.watch():
         given = _given(arguments, index)
         forward_bytes = _forward_bytes(whole, given, counted) if index == len(_SIZES) - 1 else 0
         activation_bytes, backward_bytes = _recorded(whole, given, counted)
