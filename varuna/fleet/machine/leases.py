@@ -21,7 +21,7 @@ from varuna.core.persistent import PersistentMap
 from varuna.fleet.machine.placement import uncovered
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Ending
-from varuna.fleet.state.fleet import Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Finishing, Fleet, Idle, Look, Running, Stopping
 from varuna.fleet.state.stutter import NO_EVIDENCE
 from varuna.fleet.state.worker import Holding, Sight, Standing, Worker, changed
 from varuna.fleet.state.workers import Workers
@@ -31,6 +31,8 @@ _STALL_S = 1.0
 # Agents send a pulse a second: who is heard at all is heard within this time, and of several machines some one is.
 _NEAR_S = 2.5
 _ALONE_S = 3.0
+# Those without whom the step may stand still are looked at this often, as long as a rank that is heard is at work.
+_LOOK_AGAIN_S = 1.0
 # A wait is unusual if it is this many times longer than the longest that ended well.
 _UNUSUAL = 1.5
 
@@ -68,7 +70,8 @@ def _begin_anew(transition: Transition) -> None:
         regained_s=now_s,
         nodes=PersistentMap({node: Sight(heard_s=now_s, told=sight.told) for node, sight in fleet.nodes.items()}),
         workers=Workers(changed(worker, seen_s=now_s) for worker in fleet.workers.values()),
-        hidden=frozenset(),
+        hidden=PersistentMap(),
+        nearest_s=now_s,
         hiding_s=now_s + fleet.config.lease_s,
     )
 
@@ -82,7 +85,8 @@ def hear(transition: Transition, node: str) -> None:
     if sight is not None and sight.heard_s == now_s and sight.parted_after is None:
         transition.update(heard_s=transition.now_s)
         return
-    transition.update(heard_s=transition.now_s, nodes=fleet.nodes.with_item(node, Sight(heard_s=now_s)))
+    nodes = fleet.nodes.with_item(node, Sight(heard_s=now_s))
+    transition.update(heard_s=transition.now_s, nearest_s=now_s, nodes=nodes)
     is_back = sight is not None and now_s - sight.heard_s > _NEAR_S
     for name in fleet.workers.on(node):
         if is_back:
@@ -92,7 +96,7 @@ def hear(transition: Transition, node: str) -> None:
     if sight is not None and sight.told:
         transition.notice(f"node {node} is back in contact")
     if node in fleet.hidden:
-        transition.update(hidden=fleet.hidden - {node})
+        transition.update(hidden=fleet.hidden.without(node))
 
 
 def note_parted(transition: Transition, node: str, *, abruptly: bool) -> None:
@@ -164,23 +168,35 @@ def is_gone(fleet: Fleet, worker: Worker) -> bool:
 
 
 def look_around(transition: Transition) -> None:
-    """Say who is out of sight, and put those aside without whom the others cannot go on."""
+    """Say who is out of sight, and put those aside without whom the others cannot go on.
+
+    Machines out of sight are looked at when what they mean may have changed: more of them are, another phase or
+    generation has begun, or time is up for one of their workers.
+    """
     _find_hidden(transition)
     fleet = transition.fleet
     if fleet.is_alone or not fleet.hidden:
         return
-    if not any(fleet.unheard_s(node) <= _NEAR_S for node in fleet.nodes):
+    if fleet.listened_s - fleet.nearest_s > _NEAR_S:
         return  # soon it will be known that nobody is heard
-    _forget_nodes(transition)
-    away = [fleet.workers[name] for node in sorted(fleet.hidden) for name in fleet.workers.on(node)]
-    away = [worker for worker in away if worker.is_joined and _is_away(fleet, worker)]
-    match fleet.phase:
-        case Running() as phase:
-            _judge_running(transition, phase, away)
+    phase, looked = fleet.phase, fleet.looked
+    if fleet.listened_s <= looked.until_s and looked.generation == fleet.generation and isinstance(phase, looked.phase):
+        return
+    _report_hidden(transition)
+    there = [fleet.workers[name] for node in sorted(fleet.hidden) for name in fleet.workers.on(node)]
+    there = [worker for worker in there if worker.is_joined]
+    away = [worker for worker in there if _is_away(fleet, worker)]
+    until_s = (
+        min((fleet.seen_s(w) for w in there if not _is_away(fleet, w)), default=float("inf")) + fleet.config.lease_s
+    )
+    match phase:
+        case Running():
+            until_s = min(until_s, _judge_running(transition, phase, away))
         case Idle() | Stopping():
             _put_aside(transition, away, "a generation has ended")
         case _:
             pass
+    transition.update(looked=Look(until_s=until_s, generation=fleet.generation, phase=type(phase)))
 
 
 def _find_hidden(transition: Transition) -> None:
@@ -188,57 +204,73 @@ def _find_hidden(transition: Transition) -> None:
     fleet = transition.fleet
     if fleet.is_alone or fleet.listened_s <= fleet.hiding_s:
         return
-    hidden = frozenset(node for node in fleet.nodes if fleet.is_hidden(node))
+    hidden = PersistentMap({node: None for node in fleet.nodes if fleet.is_hidden(node)})
     oldest_s = min((s.heard_s for node, s in fleet.nodes.items() if node not in hidden), default=fleet.listened_s)
-    transition.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s)
+    transition.update(hidden=hidden, hiding_s=oldest_s + fleet.config.lease_s, looked=Look())
 
 
-def _forget_nodes(transition: Transition) -> None:
+def _report_hidden(transition: Transition) -> None:
     """Report once who is out of sight; a machine without workers does not matter."""
     fleet = transition.fleet
     for node in sorted(fleet.hidden):
         if not fleet.workers.on(node):
-            transition.update(nodes=transition.fleet.nodes.without(node), hidden=transition.fleet.hidden - {node})
+            transition.forget_node(node)
         elif not fleet.nodes[node].told:
             transition.update(nodes=transition.fleet.nodes.with_item(node, replace(fleet.nodes[node], told=True)))
             transition.notice(f"node {node} is out of sight: it has not been heard for {fleet.unheard_s(node):.0f} s")
 
 
 def _is_away(fleet: Fleet, worker: Worker) -> bool:
-    """Whether a lease has passed since there was a sign that this worker lives, and its machine is out of sight."""
-    return fleet.is_hidden(worker.node) and fleet.listened_s - fleet.seen_s(worker) > fleet.config.lease_s
+    """Whether a lease has passed since there was a sign that this worker, whose machine is out of sight, lives."""
+    return fleet.listened_s - fleet.seen_s(worker) > fleet.config.lease_s
 
 
-def _judge_running(transition: Transition, phase: Running, away: list[Worker]) -> None:
-    """While a generation runs, only who holds it up is put aside; spares are forgotten after a long time."""
+def _judge_running(transition: Transition, phase: Running, away: list[Worker]) -> float:
+    """While a generation runs, only who holds it up is put aside; spares are forgotten after a long time.
+
+    Returns until when, on the clock for silence, nothing follows from those that are away.
+    """
     fleet = transition.fleet
     missed = [worker for worker in away if worker.seated or (not fleet.formed and fleet.is_member(worker.name))]
-    for worker in away:
-        if worker not in missed and fleet.unheard_s(worker.node) > fleet.config.return_s:
+    names = {worker.name for worker in missed}
+    spares = [worker for worker in away if worker.name not in names]
+    for worker in spares:
+        if fleet.unheard_s(worker.node) > fleet.config.return_s:
             transition.lose(worker.name, f"was out of sight for {fleet.config.return_s:.0f} s", kill=True)
     if not missed:
-        return
-    near = [w for name in fleet.record.grid if fleet.is_joined(name) and is_near(fleet, w := fleet.workers[name])]
+        due_s = (fleet.config.return_s - fleet.unheard_s(worker.node) for worker in spares)
+        return fleet.listened_s + min((each_s for each_s in due_s if each_s >= 0), default=float("inf"))
+    near = any(fleet.is_joined(name) and is_near(fleet, fleet.workers[name]) for name in fleet.record.grid)
     if near and not fleet.is_leaving:
-        if stands_still(fleet, phase):
-            _put_aside(transition, missed, "the step stands still")
-            transition.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight, and the step stood still")
+        if left_s := _still_in_s(fleet, phase):
+            return fleet.listened_s + min(left_s - _NEAR_S, _LOOK_AGAIN_S)
+        _put_aside(transition, missed, "the step stands still")
+        transition.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight, and the step stood still")
     elif not near and min(fleet.unheard_s(worker.node) for worker in missed) > return_patience_s(fleet):
         # Nobody is left who could say how the step fares.
         _put_aside(transition, missed, "all other ranks have left" if fleet.is_leaving else "so are all ranks")
         if not fleet.is_leaving:
             transition.note_cause(Ending.HIDDEN, f"{_nodes(missed)} out of sight")
+    return float("-inf")
 
 
 def stands_still(fleet: Fleet, phase: Running) -> bool:
     """Whether every rank that is heard says that it waits for others, for longer than is usual."""
-    patience_s, is_heard = _wait_patience_s(fleet, phase), False
+    return _still_in_s(fleet, phase) == 0
+
+
+def _still_in_s(fleet: Fleet, phase: Running) -> float:
+    """Zero if the step stands still; else for how long a rank that is heard must still wait, infinite if none is.
+
+    Its heartbeat may be late, by as long as a machine counts as near.
+    """
+    patience_s, left_s = _wait_patience_s(fleet, phase), float("inf")
     for name in fleet.record.grid:
         if fleet.is_joined(name) and is_near(fleet, worker := fleet.workers[name]):
-            if _waits_s(fleet, worker) < patience_s:
-                return False
-            is_heard = True
-    return is_heard
+            left_s = max(0.0, patience_s - _waits_s(fleet, worker))
+            if left_s:
+                return left_s
+    return left_s
 
 
 def is_near(fleet: Fleet, worker: Worker) -> bool:

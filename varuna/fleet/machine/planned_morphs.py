@@ -110,8 +110,7 @@ def _answer_departures(transition: Transition) -> None:
 
 def _is_rank_hidden(fleet: Fleet) -> bool:
     """Whether a rank could not be told of its next part."""
-    there = [fleet.workers[name] for node in fleet.hidden for name in fleet.workers.on(node)]
-    return any(worker.seated and worker.is_joined and fleet.is_hidden(worker.node) for worker in there)
+    return any(_takes_part(fleet, name) for node in fleet.hidden for name in fleet.workers.on(node))
 
 
 def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:

@@ -134,6 +134,16 @@ class Ended:
 Phase = Idle | Running | Stopping | Finishing | Ended
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Look:
+    """A look at the machines that are out of sight, after which nothing needs to be done about them for a while."""
+
+    until_s: float = float("-inf")
+    """On the clock for silence; before that, only in another phase or generation."""
+    generation: int = -1
+    phase: type[Phase] = Idle
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fleet:
     """Everything that decisions depend on, besides the event and the time."""
@@ -155,8 +165,12 @@ class Fleet:
     """When that ended for the last time, on the clock for silence."""
     nodes: PersistentMap[Sight] = field(default_factory=PersistentMap)
     """By machine, of an elastic fleet."""
-    hidden: frozenset[str] = frozenset()
+    nearest_s: float = float("-inf")
+    """When a machine was heard last, on the clock for silence."""
+    hidden: PersistentMap[None] = field(default_factory=PersistentMap)
     """Machines that were out of sight when all were looked at, and have not been heard since."""
+    looked: Look = field(default_factory=Look)
+    """The last look at what is out of sight."""
     hiding_s: float = float("-inf")
     """Until then, on the clock for silence, no other machine can get out of sight."""
     workers: Workers = field(default_factory=Workers)

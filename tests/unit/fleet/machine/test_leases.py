@@ -1,5 +1,6 @@
 """Whose silence means what: cables that are out, machines that are gone, managers that could not hear."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from tests.unit.fleet.support import Driver, sends, two_stages
 from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFlag, Recorded, Saved, Suspect
 from varuna.core.saved import SavedShard
 from varuna.core.vote import VoteLayout
+from varuna.fleet.machine.advance import advance
 from varuna.fleet.manager.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Idle, Running, Stopping
@@ -134,6 +136,37 @@ def test_while_steps_go_on_a_machine_out_of_sight_is_left_in_peace_and_that_is_s
     assert not driver.fleet.is_hidden("d")
     assert said(driver, "node d is back in contact")
     assert driver.fleet.generation == 0
+
+
+def _calls_of_a_tick(silent: int) -> int:
+    """Calls of functions in one tick, while steps go on without a word from this many machines."""
+    nodes = [f"n{number}" for number in range(silent)]
+    config = FleetConfig(workers=silent + 1, elastic=True, replace=False, wait_s=float("inf"))
+    driver = Driver(config, plan=lambda job, workers, micro_batch: two_stages(job, 4, micro_batch))
+    for number, node in enumerate(["near", *nodes]):
+        driver.feed(WorkerSpawned(f"w{number}", node))
+    driver.gather()
+    driver.now_s += 0.5
+    driver.voted(0)
+    train(driver, 10, hidden=tuple(nodes))
+    assert len(driver.fleet.hidden) == silent
+    assert not lost(driver)
+    calls = []
+    for _ in range(3):  # one of them may look at all machines, as is done once in a lease
+        driver.now_s += 0.1
+        calls.append(0)
+
+        def count(*_: object) -> None:
+            calls[-1] += 1
+
+        sys.setprofile(count)
+        advance(driver.fleet, Tick(), driver.now_s)
+        sys.setprofile(None)
+    return min(calls)
+
+
+def test_a_tick_does_not_cost_more_with_more_machines_out_of_sight() -> None:
+    assert _calls_of_a_tick(60) == _calls_of_a_tick(6)
 
 
 def test_main_rank_out_of_sight_other_ranks_beats_prove_that_steps_go_on() -> None:
