@@ -160,9 +160,10 @@ def test_a_shared_checkpoint_is_resumed_in_another_plan(tmp_path: Path) -> None:
 def test_compiled_sections_share_out_without_a_change_of_bits_through_a_change_of_plan(
     precision: Precision, tmp_path: Path
 ) -> None:
+    compiler = Compiler("aot_eager")  # one process keeps it over a morph, and from one run to the next
+
     def run(name: str, *, share: bool) -> tuple[list[Any], dict[str, Tensor]]:
         given: dict[str, Any] = {"precision": precision, "directory": str(tmp_path / name), "share": share}
-        compiler = Compiler("aot_eager")  # one process keeps it over a morph
         begun = train(Setup(**given, compiler=compiler), 1, 3, 2, given["directory"])
         ended = Setup(**given, compiler=compiler)
         return [*begun, *train(ended, 2, 4, 4, given["directory"])], all_states(ended)
