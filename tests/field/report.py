@@ -163,8 +163,8 @@ in 2x1 in place of 3x1. The columns:
   accumulation over 4, on samples of equal length; where it names `cut=`, with as many as it says.
 - **refused**: a `VarunaError` before the first step that says where or what, and a way out.
 - **refused poorly**: the same in words that only this project or torch's developers understand.
-- **wrong**, **hang** (a plan not done within 45 seconds of an idle machine, or all of it within 120), **crash**: never
-  to be seen.
+- **wrong**, **hang** (a plan not done within 45 seconds of an idle machine; or all of it not within 120 nor, as long as
+  it computes, within ten minutes of processor time), **crash**: never to be seen.
 - **no reference**: plain PyTorch was not got to train it, so nothing is judged.
 
 `make test-field` runs all of it, resumes where it was cut, and takes `FAMILY=` and `SAMPLE=`; `make test` runs a

@@ -108,9 +108,12 @@ def _some_way(
     noticed = ForwardFindings()
     asks_for_data = False
     for most in Grade:
+        known = given(most) if most is not Grade.PARAMETERS or asks_for_data else None
+        if known is None:
+            continue
+        asks_for_data = False
         for compiling in (asked := _Asked(), _as_eager()):
-            known = given(most) if most is not Grade.PARAMETERS or asks_for_data else None
-            if known is None or (compiling is not asked and not asked.at_all):  # eager would take the same path
+            if compiling is not asked and not asked.at_all:  # eager would take the same path
                 continue
             way = _Way(RealValues(most, known), EveryPlace(), Limits(), Noticing())
             try:
@@ -120,7 +123,7 @@ def _some_way(
                 raise
             except Exception as error:  # noqa: BLE001 - whatever the model's own code raises
                 last, noticed = error, way.noticing.noticed
-                asks_for_data |= type(error).__module__.startswith("torch")
+                asks_for_data |= type(error).__module__.startswith("torch") and not _is_for_some_sizes(error)
                 continue
             if accept(program, way.values, way.noticing.noticed) or most is Grade.CODE:
                 visited, count = way.places.visited, way.limits.count
@@ -180,10 +183,15 @@ def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.Expo
     try:
         return attempt(torch.export.Dim("batch", min=1))
     except UserError as error:
-        if error.error_type is not UserErrorType.CONSTRAINT_VIOLATION:
+        if not _is_for_some_sizes(error):
             raise
         # true for any batch size, but more than export can prove (min(32, 512 * batch) == 32): let it not ask
         return attempt(torch.export.Dim.DYNAMIC)
+
+
+def _is_for_some_sizes(error: Exception) -> bool:
+    """Whether the graph holds for some numbers of samples only, which no values would change."""
+    return isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION
 
 
 @contextmanager
