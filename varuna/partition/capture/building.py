@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
-from varuna.partition.capture.construction import construct
+from varuna.partition.capture.construction import construct, drawing
 from varuna.partition.watching.fake_mode import Copying
 
 MOST_ELEMENTS = 1 << 20
@@ -75,11 +75,11 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
         Exception: whatever ``build`` raises.
     """
     try:
-        with generator_lock, torch.random.fork_rng(devices=[]), KnownValues():  # type: ignore[no-untyped-call]
+        with generator_lock, torch.random.fork_rng(devices=[]), drawing(), KnownValues():  # type: ignore[no-untyped-call]
             model = build()
         known = True
     except Exception:  # noqa: BLE001 - models that assign tensors across devices; the error of the second way is told
-        with mode, Copying():
+        with generator_lock, drawing(), mode, Copying():
             model = build()
         known = False
     if not isinstance(model, nn.Module):

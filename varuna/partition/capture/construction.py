@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
@@ -111,7 +112,8 @@ def drawing(recorder: Recorder | None = None) -> Iterator[None]:
 
     def draw(tensor: Tensor, *bounds: float, generator: torch.Generator | None = None) -> Tensor:
         if not isinstance(tensor, FakeTensor):
-            return original(tensor, *bounds, generator=generator)  # type: ignore[misc, no-any-return]
+            with _disable_current_modes():  # such as one that knows no random numbers
+                return original(tensor, *bounds, generator=generator)  # type: ignore[misc, no-any-return]
         if recorder is not None:
             recorder.note_draw(original, tensor, *bounds)  # type: ignore[arg-type]
         return tensor

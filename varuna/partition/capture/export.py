@@ -86,7 +86,7 @@ def export(
     helped = (values.watch(), EveryPlace(), Alignments(), Limits(), Comparing(), idle_moves())
     try:
         with _as_eager(), _all(helped), _silent():
-            found = pieces.find(lambda: _with_lists(module, fake), values.real)
+            found = pieces.find(lambda: _with_lists(module, fake, values.real), values.real)
         if found or failure is None:
             return _some_way(module, fake, given, accept, pieces)
     except WritesError:
@@ -140,7 +140,7 @@ class _Way(NamedTuple):
 
     def attempt(self, module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
         """Export, with lists of the samples where they are put together again."""
-        listed = ListedSamples()
+        listed = ListedSamples(self.values.real)
         try:
             return self._attempt(module, fake, listed)
         except Exception as error:
@@ -160,9 +160,11 @@ class _Way(NamedTuple):
             return program
 
 
-def _with_lists(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
+def _with_lists(
+    module: nn.Module, fake: Mapping[str, Tensor], value_of: Callable[[Tensor], Tensor | None]
+) -> torch.export.ExportedProgram:
     """Export, with lists of the samples that modules which run as written may be given."""
-    listed = ListedSamples()
+    listed = ListedSamples(value_of)
     try:
         with listed:
             return _attempt(module, fake)

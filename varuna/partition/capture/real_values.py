@@ -30,7 +30,8 @@ _ALL_BYTES = 2**30
 """Bytes of all such results together."""
 _ALLOCATES = ("aten::empty", "aten::new_empty")
 _OF_A_FORM = re.compile(r"^aten::((?P<new>new_)\w+|\w+_like)$")
-_OVERWRITES = frozenset({"aten::fill_", "aten::zero_", "aten::copy_"})
+_DRAWS = ("normal_", "uniform_", "exponential_", "random_", "bernoulli_", "log_normal_", "geometric_", "cauchy_")
+_OVERWRITES = frozenset({"aten::fill_", "aten::zero_", "aten::copy_", *(f"aten::{name}" for name in _DRAWS)})
 _SYMBOLS = (SymInt, SymFloat, SymBool)
 
 

@@ -44,6 +44,11 @@ BUILDING = (
     "must build the same module each time and must not choose a device: no .cuda(), no .to(device). Does model() "
     "work in plain PyTorch?"
 )
+_UNKNOWN_IN_CONSTRUCTOR = (
+    "the constructor decides there by the values of a tensor. Varuna calls model= first without data: it then knows "
+    "small values that follow from the code alone, but not random ones, those of a tensor that was never filled, or a "
+    "checkpoint's. Decide by the configuration or by a Python number, or do it in forward()."
+)
 _ANY_OTHER = (
     "Varuna builds the model and calls forward(), loss= and metrics= once on tensors that have shapes but no data. Try "
     "the same call in plain PyTorch, in training mode, on a collated batch of dataset samples. If it works there, wrap "
@@ -77,6 +82,8 @@ def explain(what: str, error: BaseException, remedy: str = _ANY_OTHER, noticed: 
     place = f" at {where}" if where else ""
     if isinstance(error, UserError) and error.error_type is UserErrorType.CONSTRAINT_VIOLATION:
         return f"the model {what}: {one_number(noticed or ForwardFindings())}"
+    if remedy is BUILDING and isinstance(error, (*ASKS_FOR_DATA, DynamicOutputShapeException)):
+        return f"the model {what}{place}: {_UNKNOWN_IN_CONSTRUCTOR}"
     if isinstance(error, ASKS_FOR_DATA):
         return f"the model {what}{place}: a decision there follows from data.\n{_DATA_DEPENDENT}"
     if isinstance(error, DynamicOutputShapeException):
@@ -113,9 +120,9 @@ def one_number(noticed: ForwardFindings) -> str:
     place = f", at {noticed.fixed_at}" if noticed.fixed_at else ""
     return (
         "forward() works for one number of samples only, because it turns that number into a Python "
-        f"number{place}: int(x.shape[0]) and a loop over the samples (for one in x, list(x)) do this, x.shape[0] "
-        "and len(x) do not. Micro-batches may be short: write it for any number of samples, with operations on the "
-        "whole batch."
+        f"number{place}: int(x.shape[0]), [0] * len(x), x.tolist() and most loops over the samples (for one in x) do "
+        "this; x.shape[0] and len(x) do not. Micro-batches may be short: write it for any number of samples, with "
+        "operations on the whole batch."
     )
 
 

@@ -5,6 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.unit.partition.cut.test_boundaries import Layers
 from tests.unit.partition.families import Family, Samples, tokens
@@ -12,6 +14,7 @@ from tests.unit.partition.in_turn import differences
 from varuna.core.errors import DataError, ModelError
 from varuna.data.samples import SampleSource
 from varuna.partition.capture.capture import Recipe
+from varuna.partition.capture.real_values import Grade, RealValues
 from varuna.partition.graph.sample_guards import check_conditions
 from varuna.partition.model import partition
 
@@ -147,3 +150,11 @@ def test_what_follows_from_buffers_and_samples_is_a_condition() -> None:
         check_conditions(model.conditions, batch, (0,), {"mask": causal().t()})
     with pytest.raises(DataError, match=r"test_real_values\.py:\d+"):
         check_conditions(model.conditions, {**batch, "input_ids": torch.full((1, 16), 63)}, (0,), {"mask": causal()})
+
+
+def test_memory_that_random_numbers_fill_has_a_value_where_random_numbers_have_one() -> None:
+    for most, is_known in ((Grade.PARAMETERS, True), (Grade.SAMPLES, False)):
+        values = RealValues(most, {})
+        with values.watch(), FakeTensorMode(shape_env=ShapeEnv()):  # as gumbel_softmax() draws
+            drawn = torch.empty(3).exponential_()
+            assert (values.real(drawn) is not None) == is_known

@@ -58,10 +58,29 @@ class Stacked(Vision):
 
 
 class EachAlone(Vision):
-    """Something is done to each sample by itself: that is a loop."""
+    """Something is done to each sample by itself."""
 
     def joined(self, found: Any) -> Tensor:
-        return torch.cat([each / each.norm() for each in found], dim=0)
+        return torch.cat([torch.tanh(each[:] * 2 + each).view(2, 8) for each in found], dim=0)
+
+
+class OneAfterAnother(Vision):
+    """Something is done to each sample that depends on the one before."""
+
+    def joined(self, found: Any) -> Tensor:
+        rows = [found[0]]
+        for each in found[1:]:
+            rows.append(each + 0.1 * rows[-1])
+        return torch.cat(rows, dim=0)
+
+
+class Counted(Vision):
+    """How many patches belong to each sample follows from the samples."""
+
+    def features(self, patches: Tensor) -> Any:
+        counts = (patches.abs().sum(-1) > 0).sum(1)
+        rows = torch.tanh(self.tower(patches.flatten(0, 1)))
+        return [each.reshape(-1, each.shape[-1]) for each in torch.split(rows, counts.tolist())]
 
 
 class Averaged(Vision):
@@ -75,7 +94,7 @@ class Averaged(Vision):
 class Around(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = EachAlone()
+        self.inner = OneAfterAnother()
 
     def forward(self, ids: Tensor, patches: Tensor, labels: Tensor) -> Any:
         return {"loss": self.inner(ids, patches, labels)}
@@ -83,7 +102,7 @@ class Around(nn.Module):
 
 def test_a_list_of_samples_that_is_put_together_leaves_the_model_a_graph() -> None:
     with single_threaded():
-        for build in (Vision, Stacked, Averaged):
+        for build in (Vision, Stacked, Averaged, EachAlone, Counted):
             setup = Setup(build=build, dataset=Captions(), clip=None)
             assert not setup.model.eager
             assert len(setup.model.sections) > 3
@@ -94,7 +113,10 @@ def test_a_list_of_samples_that_is_put_together_leaves_the_model_a_graph() -> No
         assert len(list(steps)) == 1
 
 
-def test_what_is_computed_for_each_sample_by_itself_runs_as_written() -> None:
+def _batch() -> dict[str, Tensor]:
     rows = [Captions()[index] for index in range(2)]
-    model = partition(Recipe(Around), {key: torch.stack([row[key] for row in rows]) for key in rows[0]})
-    assert list(model.eager) == ["inner"]
+    return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+
+def test_what_depends_on_the_sample_before_runs_as_written() -> None:
+    assert list(partition(Recipe(Around), _batch()).eager) == ["inner"]

@@ -1,5 +1,7 @@
 """A detector's criterion, made in ``forward`` and given a list with a dict for each picture, runs as written."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +12,7 @@ from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, wo
 from varuna.core.errors import ModelError
 from varuna.job.options import Loss
 from varuna.partition.evaluation import for_evaluation
-from varuna.partition.opaque.each_sample import AllSamples, gathered, spread
+from varuna.partition.opaque.each_sample import LoopsOverSamplesError, gathered, listed, spread, whole_of
 from varuna.trainer import Trainer
 
 
@@ -100,7 +102,8 @@ def test_what_it_does_to_the_batch_is_for_the_user_to_say() -> None:
 
 def test_a_list_of_samples_is_the_whole_tensor_on_the_way_and_a_list_again() -> None:
     whole = torch.arange(6).view(3, 2)
-    given = ({"x": whole}, [{"points": AllSamples(whole)}], (AllSamples(whole),), [1])
+    one, two = listed(whole)
+    given = ({"x": whole}, [{"points": one}, {"points": two}], listed(whole), [1])
     leaves, structure = tree_flatten(gathered(given))
     assert [leaf is whole for leaf in leaves] == [True, True, True, False]
     same, dicts, alone, rest = spread(tree_unflatten(leaves, structure))
@@ -108,5 +111,37 @@ def test_a_list_of_samples_is_the_whole_tensor_on_the_way_and_a_list_again() -> 
     assert rest == [1]
     assert [each["points"].tolist() for each in dicts] == [each.tolist() for each in alone] == whole.tolist()
     assert isinstance(alone, tuple)
-    mixed = [{"points": AllSamples(whole), "number": 0}]  # a number would be that of all
+    mixed = [{"points": one, "number": 0}, {"points": two, "number": 1}]  # a number would be that of all
     assert gathered(mixed)[0]["number"] == 0
+
+
+def test_what_a_loop_does_to_each_sample_is_done_to_all() -> None:
+    whole = torch.arange(12.0).view(3, 2, 2)
+    found: list[Any] = [(each[0] * 2 + each[1]).sigmoid().view(1, 2) for each in cast(Any, listed(whole))]
+    expected = [(each[0] * 2 + each[1]).sigmoid().view(1, 2) for each in whole]
+    assert torch.equal(torch.cat(found), torch.cat(expected))
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+
+
+def test_a_loop_must_treat_all_samples_alike_and_apart() -> None:
+    def passed_on(elements: Any) -> Any:
+        return [elements[0], elements[1] + elements[0]]
+
+    def counted(elements: Any) -> Any:
+        return [each * number for number, each in enumerate(elements)]
+
+    def first_one_other(elements: Any) -> Any:
+        return [elements[0] * 2, *elements[1:]]
+
+    def written(elements: Any) -> Any:
+        for each in elements:
+            each += 1
+        return elements
+
+    def normed(elements: Any) -> Any:
+        return [each / each.norm() for each in elements]
+
+    for loop in (passed_on, counted, first_one_other, written, normed):
+        with pytest.raises(LoopsOverSamplesError):
+            torch.stack(loop(listed(torch.ones(3, 2))))
+    assert whole_of(listed(torch.ones(3, 2))[:1]) is None
