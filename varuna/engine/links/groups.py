@@ -31,7 +31,7 @@ class Groups:
     world: Group
     """every member, spares too: activations, gradients, state transfers"""
     vote: Group | None = None
-    """the P*D ranks of the grid"""
+    """the P*D ranks of the grid; None on a spare, and where one rank is the grid"""
     stage: Group | None = None
     """the D replicas of this stage, by replica; None if D = 1"""
     direct: Direct = field(default_factory=Direct)
@@ -117,7 +117,7 @@ def form(
     try:
         with _watched(store_port) as own_sockets:
             groups = Groups(group("world", rank, members))
-            if rank < grid:
+            if rank < grid and grid > 1:
                 groups.vote = group("vote", rank, grid)
                 if len(peers) > 1:
                     groups.stage = group(f"stage{peers.start}", peers.index(rank), len(peers))

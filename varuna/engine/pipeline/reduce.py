@@ -88,13 +88,17 @@ class Reducer:
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""
-        self._courier.submit(("tied", step), self._sum_tied)
+        if self._sharers:
+            self._courier.submit(("tied", step), self._sum_tied)
         for section in reversed(self._stage.sections):
             self._take(("reduced", step, section), f"the sums of section {section} (step {step})", self._replicas)
             if self._stage.statistics.has(section):
                 what = f"the batch statistics of section {section} (step {step})"
                 self._take(("statistics", step, section), what, self._replicas)
-        self._take(("tied", step), f"the gradients of tied parameters (step {step})", self._sharers)
+        if self._sharers:
+            self._take(("tied", step), f"the gradients of tied parameters (step {step})", self._sharers)
+        else:
+            self._sum_tied()  # all parts are here: another thread would only cost time
 
     def _take(self, key: Hashable, what: str, on: tuple[int, ...]) -> None:
         self._inbox.take(key, lambda: Awaited(what, on))
@@ -116,10 +120,10 @@ class Reducer:
 
     def add_up(self, step: int, table: Tensor) -> None:
         """Start to sum what the ranks have counted of the step's samples, in place."""
-        if self._groups.vote is None:
-            self._inbox.put(("counted", step), None)
-        else:
+        if self._others:
             self._start_sum(("counted", step), table)
+        else:
+            self._inbox.put(("counted", step), None)
 
     def added_up(self, step: int) -> None:
         """Wait until the counts of ``add_up`` are summed."""
@@ -141,9 +145,11 @@ class Reducer:
 
     def sum_over_grid(self, key: Hashable, table: Tensor, what: str) -> None:
         """Sum a table over all ranks, in place, and wait until that is done; every ``key`` is used once."""
-        if self._groups.vote is not None or self._others:
+        if self._others:
             self._start_sum(key, table)
             self._take(key, what, self._others)
+        else:
+            self._inbox.check()
 
     def _start_sum(self, key: Hashable, table: Tensor) -> None:
         group = self._groups.vote
