@@ -26,7 +26,7 @@ from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
 from varuna.observe.gantt import Panel, draw, measured, simulated
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import POLICIES, split_last
-from varuna.simulator.bounds import lower_bound_s
+from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import INPUT_SHARE, WEIGHT_SHARE, LinkCosts, PipelineCosts, uniform
 from varuna.simulator.step import simulate
 from varuna.simulator.trace import StepTrace
@@ -73,7 +73,7 @@ def table(stages: int, micro_batches: int, seeds: int) -> dict[str, dict[str, fl
             found = fmean(step(kept, "adaptive", micro_batches, seed).step_s for seed in draws)
             units[row][name] = round(found, 1)
         limits = [micro_batches] * stages
-        bound = lower_bound_s(costs, micro_batches=micro_batches, stash_limits=limits, policy="varuna")
+        [bound] = lower_bounds_s(costs, micro_batches=micro_batches, stash_limits=[limits], policy="varuna")
         units["bound"][name] = round(bound, 1)
     return units
 

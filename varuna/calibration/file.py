@@ -59,13 +59,8 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     path.write_text(_compact(content) + "\n", encoding="utf-8")
 
 
-def check_matches(calibration: Calibration, facts: ModelFacts, *, hardware: str | None = None) -> None:
-    """Refuse a calibration of another model or of other hardware.
-
-    Args:
-        calibration: to use for ``facts``.
-        facts: the model as captured.
-        hardware: name of what it will run on; not compared if None.
+def check_matches(calibration: Calibration, facts: ModelFacts) -> None:
+    """Refuse a calibration of another model than the one that was captured.
 
     Raises:
         UsageError: says what differs.
@@ -80,11 +75,6 @@ def check_matches(calibration: Calibration, facts: ModelFacts, *, hardware: str 
         raise UsageError(
             f"the calibration has {calibration.section_count} sections, but this job's model has "
             f"{len(facts.sections)}. Calibrate again: varuna calibrate SCRIPT"
-        )
-    if hardware is not None and calibration.hardware.name != hardware:
-        raise UsageError(
-            f"the calibration was made on {calibration.hardware.name!r}, but this is {hardware!r}. "
-            "Calibrate here: varuna calibrate SCRIPT"
         )
 
 

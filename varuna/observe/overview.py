@@ -9,6 +9,8 @@ from rich.text import Text
 
 from varuna.core.units import format_duration, format_rate
 
+_NEWEST = 8
+"""Generations that are shown."""
 _STATES = {"training": "green", "forming": "yellow", "morphing": "yellow", "starting": "yellow", "finishing": "cyan"}
 
 
@@ -51,14 +53,14 @@ def _workers(status: Mapping[str, Any]) -> Table:
     return table
 
 
-def _generations(generations: list[Mapping[str, Any]], newest: int = 8) -> Table:
-    left_out = len(generations) - newest
+def _generations(generations: list[Mapping[str, Any]]) -> Table:
+    left_out = len(generations) - _NEWEST
     title = f"Generations ({left_out} older ones left out)" if left_out > 0 else "Generations"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold", expand=True)
     for name in ("generation", "plan", "from step", "recovery", "redone", "moved"):
         table.add_column(name, justify="left" if name == "plan" else "right", no_wrap=True)
     table.add_column("cause", overflow="ellipsis", no_wrap=True, ratio=1)
-    for record in generations[-newest:]:
+    for record in generations[-_NEWEST:]:
         recovery_s = record["recovery_s"]
         table.add_row(
             str(record["generation"]),

@@ -5,27 +5,6 @@ from collections.abc import Sequence
 from varuna.simulator.costs import PipelineCosts, StageCosts, mean_travel_s
 
 
-def lower_bound_s(
-    costs: PipelineCosts, *, micro_batches: int, stash_limits: Sequence[int], policy: str, split_last: int = 0
-) -> float:
-    """Seconds that a step takes at least, if no message is faster than the mean of its link.
-
-    The largest of: each stage's and each link's own work between the way in of the first micro-batch and the
-    way out of the last; and the round trips that a stage's in-flight limit forces one after the other.
-
-    Args:
-        costs: of stages and links.
-        micro_batches: N of one replica.
-        stash_limits: in-flight depth n_k, by stage.
-        policy: one of ``varuna.schedule.policy.POLICIES``.
-        split_last: how many of the last backwards run as I and W.
-    """
-    bounds = lower_bounds_s(
-        costs, micro_batches=micro_batches, stash_limits=[stash_limits], policy=policy, split_last=split_last
-    )
-    return bounds[0]
-
-
 def lower_bounds_s(
     costs: PipelineCosts,
     *,
@@ -34,7 +13,18 @@ def lower_bounds_s(
     policy: str,
     split_last: int = 0,
 ) -> list[float]:
-    """``lower_bound_s`` under each of some in-flight limits."""
+    """Seconds that a step takes at least under each of some limits, if no message is faster than the mean of its link.
+
+    The largest of: each stage's and each link's own work between the way in of the first micro-batch and the
+    way out of the last; and the round trips that a stage's in-flight limit forces one after the other.
+
+    Args:
+        costs: of stages and links.
+        micro_batches: N of one replica.
+        stash_limits: in-flight depths n_k by stage, once for each result.
+        policy: one of ``varuna.schedule.policy.POLICIES``.
+        split_last: how many of the last backwards run as I and W.
+    """
     stages, links, n = costs.stages, costs.links, micro_batches
     paths = _Paths(costs, splits=split_last > 0)
     bound = 0.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.unit.schedule.validator import validate
 from varuna.calibration.format import Jitter
 from varuna.schedule.policy import POLICIES, stash_limit
-from varuna.simulator.bounds import lower_bound_s
+from varuna.simulator.bounds import lower_bounds_s
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts, TiedCosts, travel_times_s, uniform
 from varuna.simulator.step import simulate
 from varuna.simulator.trace import StepTrace
@@ -95,7 +95,7 @@ def test_executed_orders_are_valid_and_never_faster_than_the_bound(
     assert all(usage.live == 1 for usage in trace.usage)
     check_times(trace)
     bounded = costs if seed is None else calm(costs)
-    bound_s = lower_bound_s(bounded, micro_batches=micro_batches, stash_limits=limits, policy=policy)
+    [bound_s] = lower_bounds_s(bounded, micro_batches=micro_batches, stash_limits=[limits], policy=policy)
     assert trace.step_s >= bound_s * (1 - 1e-12)
 
 
@@ -115,8 +115,8 @@ def test_adaptive_is_valid_and_bounded_however_it_is_limited_split_and_kept(
     live = [limit if stage.keeps_all else 1 for limit, stage in zip(limits, costs.stages, strict=True)]
     validate(trace.orders, micro_batches=micro_batches, stash_limits=limits, live_limits=live)
     check_times(trace)
-    bound_s = lower_bound_s(
-        costs, micro_batches=micro_batches, stash_limits=limits, policy="adaptive", split_last=split_last
+    [bound_s] = lower_bounds_s(
+        costs, micro_batches=micro_batches, stash_limits=[limits], policy="adaptive", split_last=split_last
     )
     assert trace.step_s >= bound_s * (1 - 1e-12)
 
@@ -130,7 +130,7 @@ def test_varuna_keeps_any_stash_limits_and_its_bound(
     limits = data.draw(st.lists(st.integers(1, micro_batches), min_size=count, max_size=count))
     trace = simulate(costs, micro_batches=micro_batches, stash_limits=limits)
     validate(trace.orders, micro_batches=micro_batches, stash_limits=limits)
-    bound_s = lower_bound_s(costs, micro_batches=micro_batches, stash_limits=limits, policy="varuna")
+    [bound_s] = lower_bounds_s(costs, micro_batches=micro_batches, stash_limits=[limits], policy="varuna")
     assert trace.step_s >= bound_s * (1 - 1e-12)
 
 

@@ -61,7 +61,6 @@ class Calibrator:
         cache: Callable[[JobFacts], Path] | None,
         given: Calibration | None = None,
         most_workers: int = 1,
-        least_s: float = LEAST_S,
     ) -> None:
         """Begin without any measurement.
 
@@ -71,9 +70,8 @@ class Calibrator:
             cache: where later runs of a job look for it; None: nowhere.
             given: the user's calibration, instead of one in the cache.
             most_workers: that the run may grow to. m holds for the whole run, so it must be small enough for them.
-            least_s: of training in a generation before it is believed.
         """
-        self._plan, self._run_dir, self._cache, self._least_s = plan, run_dir, cache, least_s
+        self._plan, self._run_dir, self._cache = plan, run_dir, cache
         self._given, self._most_workers = given, most_workers
         self._offered: Calibration | None = None
         self._job: JobFacts | None = None
@@ -162,7 +160,7 @@ class Calibrator:
         self._due_beats = max(1, fleet.record.plan.workers // 2)  # all ranks are looked at twice in a round of beats
         stages = self._stages(fleet.record.plan)
         steps = min((each.steps for each in stages), default=0)
-        if steps < self._due_steps or steps * stages[0].step_s < self._least_s:
+        if steps < self._due_steps or steps * stages[0].step_s < LEAST_S:
             return []
         self._due_steps = 2 * steps
         return self._learn(fleet, fleet.job, fleet.record.plan, stages, now_s)

@@ -14,6 +14,7 @@ from varuna.partition.watching.own_code import TORCH, VARUNA
 _STDLIB = sysconfig.get_paths()["stdlib"] + "/"
 _SHARED = VARUNA + "engine/stage/cross_stage.py"
 _TRACING = VARUNA + "checks/dependencies/tags.py"
+_UNKNOWN = "<unknown>"
 
 
 class UserLine(NamedTuple):
@@ -28,15 +29,15 @@ class UserLine(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-def place_of(code: Any, fallback: str = "<unknown>") -> UserLine:
-    """Line where a callable is defined; ``fallback`` for torch's own, and for what is not Python."""
+def place_of(code: Any) -> UserLine:
+    """Line where a callable is defined; ``<unknown>`` for torch's own, and for what is not Python."""
     try:
         code = inspect.unwrap(code)
         code = getattr(code, "func", code)  # functools.partial
-        file = inspect.getsourcefile(code) or fallback
+        file = inspect.getsourcefile(code) or _UNKNOWN
         line = inspect.getsourcelines(code)[1]
     except (TypeError, OSError):
-        return UserLine(fallback, 0, False)
+        return UserLine(_UNKNOWN, 0, False)
     return UserLine(file, max(line, 1), False)
 
 
