@@ -11,6 +11,7 @@ from typing import Any, Never
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from varuna.core.errors import UsageError
 from varuna.core.model import Memory, Network
@@ -26,6 +27,7 @@ from varuna.engine.worker.predict import predict
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
+from varuna.job.built import as_functions
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
@@ -52,9 +54,9 @@ class Trainer:
 
     def __init__(
         self,
-        model: Callable[[], nn.Module],
+        model: nn.Module | Callable[[], nn.Module],
         dataset: Any,
-        optimizer: OptimizerFactory,
+        optimizer: torch.optim.Optimizer | OptimizerFactory,
         global_batch: int,
         *,
         loss: LossFunction | Loss | None = None,
@@ -65,7 +67,7 @@ class Trainer:
         seed: int = 0,
         weights: str | os.PathLike[str] | Weights | None = None,
         init: Init = "constructor",
-        lr_scheduler: SchedulerFactory | None = None,
+        lr_scheduler: LRScheduler | SchedulerFactory | None = None,
         clip_grad_norm: float | None = None,
         ema: float | None = None,
         on_nan: OnNan = "stop",
@@ -83,14 +85,16 @@ class Trainer:
         """Describe the job. Nothing is built before ``steps`` is called.
 
         Args:
-            model: builds the unmodified module. ``forward(**sample)`` returns a scalar loss or an object
-                with ``.loss``, unless ``loss`` is given.
+            model: the unmodified module, or, so that no worker need hold all of it, a function that builds it.
+                ``forward(**sample)`` returns a scalar loss or an object with ``.loss``, unless ``loss`` is given.
             dataset: map-style; ``dataset[i]`` is a dict of tensors, arrays, numbers or lists, a tuple in the order of
                 forward's parameters, or with ``collate`` anything. Without ``__len__`` it is read in order.
-            optimizer: builds a torch optimizer from a list of (name, parameter), with the model's own names; each
-                worker calls it with the parameters of its stage.
+            optimizer: a torch optimizer over the parameters of a ``model`` that is a module, or a function that builds
+                one from a list of (name, parameter), with the model's own names; each worker calls it with the
+                parameters of its stage.
             global_batch: examples per optimizer step, whatever the number of workers.
-            loss: ``fn(output, batch)`` that returns a scalar mean, or ``Loss(fn, weight=, per_micro_batch=)``.
+            loss: ``fn(output, batch)`` that returns a scalar mean, or one of torch's loss modules, which then compares
+                the output with ``batch["labels"]``, or ``Loss(fn, weight=, per_micro_batch=)``.
             metrics: ``fn(output, batch)`` that returns named scalar sums; they are added up over the global batch.
             collate: from a list of samples to a dict of tensors whose first dimension is the batch, or
                 ``Collate(fn, lengths=)``. Default: stack.
@@ -102,8 +106,8 @@ class Trainer:
                 needs.
             init: what is not in ``weights``: ``"constructor"`` builds the model once per worker, in turn;
                 ``"per_parameter"`` draws every parameter separately, so that no worker ever holds the whole model.
-            lr_scheduler: builds a torch scheduler from the optimizer; it advances once per committed step, or, if it
-                is ``ReduceLROnPlateau``, with ``step_scheduler``.
+            lr_scheduler: a torch scheduler of ``optimizer``, or a function that builds one from an optimizer; it
+                advances once per committed step, or, if it is ``ReduceLROnPlateau``, with ``step_scheduler``.
             clip_grad_norm: largest global L2 norm of the gradients.
             ema: decay of an exponential moving average of the trained parameters, such as 0.999, which ``evaluate``,
                 ``predict`` and ``export`` use with ``ema=True``.
@@ -133,10 +137,11 @@ class Trainer:
         refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or {})
         where = choose_device(device)
         saved = checkpoints if checkpoints is None or isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
+        builds, update, schedules, self._take = as_functions(model, optimizer, lr_scheduler)
         self._spec = JobSpec(
-            model,
+            builds,
             dataset,
-            optimizer,
+            update,
             global_batch,
             loss=loss if isinstance(loss, Loss) else Loss(loss),
             metrics=metrics,
@@ -146,7 +151,7 @@ class Trainer:
             seed=seed,
             weights=weights if weights is None or isinstance(weights, Weights) else Weights(weights),
             init=init,
-            lr_scheduler=lr_scheduler,
+            lr_scheduler=schedules,
             clip_grad_norm=clip_grad_norm,
             ema=ema,
             on_nan=on_nan,
@@ -189,6 +194,7 @@ class Trainer:
         if self._session is not None:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         offer(self._spec, n)
+        self._take()
         watched = manager()
         self._session = begin(self._spec, n, watched or solo_from_environment())
         speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None

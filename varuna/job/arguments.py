@@ -7,23 +7,22 @@ from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import nn
 
 from varuna.core.errors import UsageError
 
 _FUNCTIONS: Mapping[str, str] = {
-    "model": "a function that builds the module, such as lambda: MyModel(config) or the class itself",
-    "optimizer": "a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)",
-    "loss": "a function of the output and the batch, such as lambda output, batch: F.mse_loss(output, batch['y'])",
-    "lr_scheduler": "a function, such as lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
+    "model": "a torch module, or a function that builds one, such as lambda: MyModel(config) or the class itself",
+    "optimizer": "a torch optimizer over the model's parameters, or a function that builds one, such as "
+    "lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)",
+    "loss": "one of torch's loss modules, or a function of the output and the batch, such as "
+    "lambda output, batch: F.mse_loss(output, batch['y'])",
+    "lr_scheduler": "a torch scheduler, or a function that builds one, such as "
+    "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)",
     "metrics": "a function of the output and the batch that returns a dict of sums, such as {'right': right.sum()}",
     "weight": "a function of the batch, such as lambda batch: batch['mask'].sum()",
     "collate": "a function from a list of samples to a dict of tensors",
     "before_step": "a function of the (name, parameter) list",
 }
-_BUILT: Mapping[str, type] = {"model": nn.Module, "loss": nn.modules.loss._Loss}
-"""What can be called, but not as it will be."""
-
 _ELSEWHERE: Mapping[str, str] = {
     "checkpoint_dir": 'checkpoints="..."',
     "checkpoint_every": "checkpoints=varuna.Checkpoints(path, every=...)",
@@ -62,11 +61,9 @@ def refuse_unknown(unknown: Mapping[str, object], known: Mapping[str, object]) -
 
 
 def check_function(name: str, found: object) -> None:
-    """Refuse what cannot be called as it will be: a built module builds nothing, torch's losses take no batch."""
-    if found is not None and (isinstance(found, _BUILT.get(name, ())) or not callable(found)):
-        raise UsageError(
-            f"{name}= must be {_FUNCTIONS[name]}, because every worker calls it; it is {described(found)}."
-        )
+    """Refuse what cannot be called."""
+    if found is not None and not callable(found):
+        raise UsageError(f"{name}= must be {_FUNCTIONS[name]}; it is {described(found)}.")
 
 
 def check_kind(name: str, kind: type, found: object) -> None:

@@ -19,6 +19,7 @@ from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, Sch
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
+from varuna.job.built import loss_of
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.partition.capture.capture import MetricsFunction, Recipe
@@ -109,7 +110,7 @@ class JobSpec:
     @cached_property
     def recipe(self) -> Recipe:
         """The model with its loss, as it is captured."""
-        return Recipe(self.built, self.loss.function, self.metrics, self.dtype)
+        return Recipe(self.built, loss_of(self.loss.function), self.metrics, self.dtype)
 
     @cached_property
     def update(self) -> OptimizerFactory:

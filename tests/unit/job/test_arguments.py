@@ -52,10 +52,10 @@ BAD = [
     ({"global_batch": 8.0}, r"global_batch=8\.0 must be a whole number, but is a float"),
     ({"clip_grad_norm": "1"}, r"clip_grad_norm='1' must be a number, but is a str"),
     ({"device": "tpu"}, r"device='tpu' is not a torch device"),
-    ({"model": torch.nn.Linear(2, 2)}, r"model= must be a function that builds the module, .*it is a Linear\."),
-    ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"optimizer= must be a function, such as lambda named:.*a SGD"),
-    ({"loss": torch.nn.MSELoss()}, r"loss= must be a function of the output and the batch, .*it is a MSELoss\."),
-    ({"lr_scheduler": "cosine"}, r"lr_scheduler= must be a function, such as lambda optimizer:.*a str"),
+    ({"model": {}}, r"model= must be a torch module, or a function that builds one, .*it is a dict\."),
+    ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"optimizer= is a SGD that is built already.*both as functions"),
+    ({"loss": 0.5}, r"loss= must be one of torch's loss modules, or a function of the output .*it is a float\."),
+    ({"lr_scheduler": "cosine"}, r"lr_scheduler= must be a torch scheduler, or a function .*a str"),
     ({"compile": "fast"}, r"compile='fast': torch has no such backend.*aot_eager"),
 ]
 

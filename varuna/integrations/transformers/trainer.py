@@ -32,7 +32,8 @@ from varuna.integrations.transformers.arguments import (
 )
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
-from varuna.integrations.transformers.model import BuiltAlready, check_optimizer, factory_of, load
+from varuna.integrations.transformers.model import ReturningLoss, check_optimizer, load
+from varuna.job.built import BuiltModel, optimizer_like, scheduler_like
 from varuna.process.console import say_once
 from varuna.results import Step
 
@@ -170,9 +171,9 @@ class _OverVaruna(OnMainRank):
             **self._options,
         }
         return varuna.Trainer(
-            BuiltAlready(self.model, self._loss if computes else None),
+            ReturningLoss(self.model, self._loss) if computes else BuiltModel(self.model),
             schedule.dataset,
-            factory_of(whole, list(self.model.named_parameters())),
+            optimizer_like(whole, list(self.model.named_parameters())),
             args.per_device_train_batch_size * args.gradient_accumulation_steps,
             **options,
         )
@@ -187,12 +188,7 @@ class _OverVaruna(OnMainRank):
         given = self.lr_scheduler
         if given is None:
             return lambda optimizer: self._fresh_scheduler(steps, optimizer)
-        if type(given) is not torch.optim.lr_scheduler.LambdaLR:
-            raise UsageError(
-                f"the scheduler of optimizers= is a {type(given).__name__}, which cannot be built again for a stage. "
-                "Pass a LambdaLR, or set lr_scheduler_type= and lr_scheduler_kwargs= of TrainingArguments."
-            )
-        return lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, given.lr_lambdas)
+        return scheduler_like(given)
 
     def _fresh_scheduler(self, steps: int, optimizer: torch.optim.Optimizer) -> Any:
         made = self.create_scheduler(steps, optimizer)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_unflatten
 
-from varuna.core.errors import ModelError
+from varuna.core.errors import ModelError, VarunaError
 from varuna.partition.capture.building import build_without_data, cast_fakes
 from varuna.partition.capture.construction import Construction, construct
 from varuna.partition.capture.dtypes import HALVES, check_dtypes
@@ -203,10 +203,12 @@ def capture(recipe: Recipe, batch: Batch) -> Capture:
     try:
         with givens.open():
             exported = export(module, fake, givens.of, accept, _pieces(module, recipe))
-    except ModelError:
+    except VarunaError:
         raise
     except NotExportedError as refused:
         cause = refused.__cause__ or refused
+        if isinstance(cause, VarunaError):
+            raise cause from None
         said = explain("cannot be captured", cause, noticed=refused.noticed)
         raise ModelError(of_model(said, model, cause, is_small=givens.is_small)) from cause
     except Exception as error:

@@ -1,0 +1,160 @@
+"""What a script has built already trains as in a plain loop, and cannot be used by mistake while it does."""
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LinearLR, OneCycleLR, ReduceLROnPlateau, SequentialLR, StepLR
+
+import varuna
+from varuna import UsageError
+from varuna.data import sample_index
+from varuna.data.randomness import generator_lock
+from varuna.job.built import as_functions
+from varuna.testing import fail_at, run
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(8, 8), nn.Tanh())))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.layers(x))
+        return logits
+
+
+def points() -> list[tuple[Tensor, int]]:
+    drawn = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    return [(row, index % 4) for index, row in enumerate(drawn)]
+
+
+def criterion() -> nn.CrossEntropyLoss:
+    return nn.CrossEntropyLoss(label_smoothing=0.1)
+
+
+def built(seed: int = 3) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model, its optimizer and a scheduler, as any script makes them; all workers are threads of one process."""
+    with generator_lock:
+        torch.manual_seed(seed)
+        model = Classifier()
+    decayed = {"params": [p for p in model.parameters() if p.dim() == 2], "weight_decay": 0.1}
+    rest = {"params": [p for p in model.parameters() if p.dim() < 2], "lr": 0.02}
+    optimizer = torch.optim.AdamW([decayed, rest], lr=0.01)
+    schedules = [LinearLR(optimizer, 0.1, total_iters=3), OneCycleLR(optimizer, [0.05, 0.1], total_steps=20)]
+    return model, optimizer, SequentialLR(optimizer, schedules, [3])
+
+
+def plain(steps: int, batch: int) -> list[float]:
+    """The same in plain PyTorch."""
+    model, optimizer, scheduler = built()
+    found, data = [], points()
+    for step in range(steps):
+        rows = [data[sample_index(step * batch + i, size=len(data), seed=0)] for i in range(batch)]
+        loss = criterion()(model(torch.stack([x for x, _ in rows])), torch.tensor([y for _, y in rows]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        found.append(loss.item())
+    return found
+
+
+def trainer(seed: int = 3) -> tuple[varuna.Trainer, nn.Module, torch.optim.Optimizer]:
+    model, optimizer, scheduler = built(seed)
+    made = varuna.Trainer(
+        model, points(), optimizer, global_batch=12, loss=criterion(), lr_scheduler=scheduler, device="cpu"
+    )
+    return made, model, optimizer
+
+
+def test_stages_replicas_and_a_lost_worker_train_as_the_plain_loop_does() -> None:
+    def script() -> None:
+        for _ in trainer()[0].steps(8):
+            pass
+
+    found = run(script, workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=1, step=4)])
+    assert found.plans == ("2x2", "3x1")
+    assert found.losses == pytest.approx(plain(8, 12), abs=2e-6)
+
+
+def test_using_what_was_handed_over_is_an_error_until_trained_values_are_loaded(tmp_path: Any) -> None:
+    made, model, optimizer = trainer()
+    x = torch.ones(1, 8)
+    before = model(x)
+    for _ in made.steps(2):
+        with pytest.raises(UsageError, match="no forward or backward pass of its own"):
+            model(x)
+        with pytest.raises(UsageError, match=r"trainer\.export\(path\)"):
+            model.state_dict()
+        with pytest.raises(UsageError, match=r"Leave optimizer\.step\(\)"):
+            optimizer.step()
+    made.export(tmp_path / "model.safetensors")
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert not torch.equal(model(x), before)
+
+
+def test_workers_that_built_other_values_are_refused() -> None:
+    seeds = iter(range(2))
+
+    def script() -> None:
+        for _ in trainer(next(seeds))[0].steps(1):
+            pass
+
+    with pytest.raises(varuna.VarunaError, match="initialisation"):
+        run(script, workers=2, stages=2, bound_s=20.0)
+
+
+def other(scheduler: Any) -> dict[str, Any]:
+    model, optimizer, _ = built()
+    return {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+WRONG = [
+    (lambda: {"model": Classifier, "optimizer": built()[1]}, "an AdamW that is built already, but model= builds"),
+    (lambda: {"model": Classifier(), "optimizer": built()[1]}, "parameters that model= does not have"),
+    (lambda: other(StepLR(built()[1], 3)), "a StepLR of another optimizer"),
+    (lambda: {"model": nn.DataParallel(Classifier()), "optimizer": None}, "wrapped in DataParallel"),
+    (
+        lambda: {"model": torch.compile(Classifier(), backend="eager"), "optimizer": None},
+        "Pass the module from before",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "text"), WRONG, ids=[text for _, text in WRONG])
+def test_parts_that_do_not_belong_together_are_refused(given: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        as_functions(**{"lr_scheduler": None, **given()})
+
+
+def test_an_optimizer_that_has_made_steps_is_refused() -> None:
+    model, optimizer, _ = built()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="has state from steps before"):
+        as_functions(model, optimizer, None)
+
+
+def test_a_plateau_is_built_again_over_the_parameters_of_a_stage() -> None:
+    model, optimizer, _ = built()
+    _, update, schedules, _ = as_functions(model, optimizer, ReduceLROnPlateau(optimizer, patience=0, factor=0.5))
+    assert schedules is not None
+    part: Any = update(list(model.named_parameters())[:2])
+    scheduler: Any = schedules(part)
+    rates = [group["lr"] for group in part.param_groups]
+    for loss in (1.0, 2.0):
+        scheduler.step(loss)
+    assert [group["lr"] for group in part.param_groups] == [rate / 2 for rate in rates]
+    assert isinstance(scheduler, ReduceLROnPlateau)
+
+
+def test_a_loss_module_says_which_samples_it_cannot_compare() -> None:
+    rows = [{"x": x, "target": torch.tensor(y)} for x, y in points()]
+    model, optimizer, _ = built()
+    made = varuna.Trainer(model, rows, optimizer, global_batch=4, loss=criterion(), device="cpu")
+    with pytest.raises(UsageError, match=r"batch\['labels'\], but samples have x, target\. .*batch\['target'\]"):
+        next(made.steps(1))

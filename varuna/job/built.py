@@ -1,0 +1,234 @@
+"""What a script has built already, as Varuna takes it: functions that build the same model, optimizer and scheduler.
+
+Once it trains, the script's own model and optimizer are patterns that keep their first values. Using them then would
+be a mistake that nothing shows, so it is an error with the remedy.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Never
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+from varuna.core.errors import UsageError
+from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
+from varuna.engine.worker.agreement import checksum
+from varuna.partition.capture.capture import LossFunction
+
+
+class BuiltModel:
+    """Builds copies of a module; their parameters are filled by operations, so that none need memory under fakes."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Describe the copies.
+
+        Args:
+            module: moves to host memory.
+
+        Raises:
+            UsageError: it is a wrapper for another way to train.
+        """
+        _check_bare(module)
+        self.module = module.to("cpu")  # devices hold stages
+        self._guards: list[Any] = []
+
+    def __call__(self) -> nn.Module:
+        """A copy."""
+        made: dict[int, Any] = {}
+        with torch.no_grad():
+            for parameter in self.module.parameters():
+                values = torch.empty_like(parameter).copy_(parameter)
+                made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+            for buffer in self.module.buffers():
+                made[id(buffer)] = buffer.clone()
+        copied: nn.Module = copy.deepcopy(self.module, made)
+        for guard in self._guards:
+            copied._forward_pre_hooks.pop(guard.id, None)
+            copied._state_dict_pre_hooks.pop(guard.id, None)
+            copied._load_state_dict_post_hooks.pop(guard.id, None)
+        return copied
+
+    def digest(self) -> str:
+        """Of its values, which must be the same on all workers."""
+        return f"{checksum([*self.module.parameters(), *self.module.buffers()]) % 2**64:016x}"
+
+    def guard(self) -> None:
+        """From now on refuse to compute with the module or to save it, until other values are loaded."""
+        module = self.module
+        self._guards += [
+            module.register_forward_pre_hook(_refuse_use),
+            module.register_state_dict_pre_hook(_refuse_use),  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                lambda *_: self._release()
+            ),
+        ]
+
+    def _release(self) -> None:
+        while self._guards:
+            self._guards.pop().remove()
+
+
+def _refuse_use(*_: object) -> Never:
+    raise UsageError(
+        "this model was passed to varuna.Trainer, which trains copies of it on the workers: its own values are those "
+        "from before step 0. The loop over trainer.steps(n) has no forward or backward pass of its own. To measure, "
+        "trainer.evaluate(dataset) or trainer.predict(dataset); to save, trainer.export(path), from which "
+        "model.load_state_dict(safetensors.torch.load_file(path)) gets the trained values."
+    )
+
+
+def _check_bare(module: nn.Module) -> None:
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise UsageError(
+            f"model= is wrapped in {type(module).__name__}. Pass the module inside, without torch.distributed: Varuna "
+            "distributes it."
+        )
+    if hasattr(module, "_orig_mod"):
+        raise UsageError(
+            "model= has gone through torch.compile. Pass the module from before, and compile=True to varuna.Trainer: "
+            "it compiles the sections."
+        )
+
+
+def optimizer_like(whole: torch.optim.Optimizer, named: NamedParameters) -> OptimizerFactory:
+    """What builds an optimizer like ``whole``, with its groups, over some of its parameters.
+
+    Args:
+        whole: over the model's parameters.
+        named: those parameters, with their names.
+
+    Raises:
+        UsageError: it is over other parameters, or has made steps.
+    """
+    names = {id(parameter): name for name, parameter in named}
+    if not all(id(parameter) in names for group in whole.param_groups for parameter in group["params"]):
+        raise UsageError(
+            f"optimizer= is {_an(whole)} over parameters that model= does not have. Pass the module whose parameters "
+            "it was built from, or a function, such as lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
+        )
+    if whole.state:
+        raise UsageError(
+            f"optimizer= is {_an(whole)} that has state from steps before. Pass a new one; with checkpoints= a run "
+            "resumes with its own state."
+        )
+    groups = [(frozenset(names[id(p)] for p in group["params"]), _options(group)) for group in whole.param_groups]
+    kind: Any = type(whole)
+    taken = inspect.signature(kind).parameters
+    options = {key: value for key, value in whole.defaults.items() if key in taken}
+
+    def build(some: NamedParameters) -> torch.optim.Optimizer:
+        parts = [
+            {"params": [parameter for name, parameter in some if name in mine], **copy.copy(rest)}
+            for mine, rest in groups
+        ]
+        built: torch.optim.Optimizer = kind(parts, **options)
+        return built
+
+    return build
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a parameter group; a scheduler may have changed its learning rate already."""
+    rest = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+    return {**rest, "lr": group.get("initial_lr", group["lr"])} if "lr" in group else rest
+
+
+def scheduler_like(whole: LRScheduler) -> SchedulerFactory:
+    """What builds a scheduler like ``whole``, which has made no steps, over another optimizer with the same groups."""
+    before = [{key: value for key, value in g.items() if key != "params"} for g in whole.optimizer.param_groups]
+    beginning = copy.deepcopy(before)  # what its constructor has set: rates, and some the momentum
+
+    def build(optimizer: torch.optim.Optimizer) -> LRScheduler:
+        LambdaLR(optimizer, lambda _: 1.0)  # counts the optimizer's steps, which every scheduler looks for
+        for group, options in zip(optimizer.param_groups, copy.deepcopy(beginning), strict=True):
+            group.update(options)
+        made: LRScheduler = copy.deepcopy(whole, {id(whole.optimizer): optimizer})
+        return made
+
+    return build
+
+
+def guard_optimizer(whole: torch.optim.Optimizer) -> None:
+    """From now on refuse to step it."""
+    whole.register_step_pre_hook(_refuse_step)
+
+
+def _refuse_step(*_: object) -> Never:
+    raise UsageError(
+        "this optimizer was passed to varuna.Trainer, which makes the steps on the workers. Leave optimizer.step(), "
+        "zero_grad() and loss.backward() out of the loop over trainer.steps(n)."
+    )
+
+
+def _an(optimizer: Callable[..., Any] | torch.optim.Optimizer) -> str:
+    name = type(optimizer).__name__
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
+
+
+_TARGETS = {"target", "targets", "label", "labels"}
+"""What loss modules of torch and of others, such as timm's, call what they compare the output with."""
+
+
+def loss_of(criterion: Callable[..., Tensor] | None) -> LossFunction | None:
+    """A loss module as a function of the output and the batch, with labels for its target; any other as it is."""
+    if not isinstance(criterion, nn.Module) or not _TARGETS & {*inspect.signature(criterion.forward).parameters}:
+        return criterion
+
+    def compare(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        if "labels" not in batch:
+            raise UsageError(
+                f"loss={type(criterion).__name__}() compares the output with batch['labels'], but samples have "
+                f"{', '.join(batch)}. Say which: "
+                f"loss=lambda output, batch: criterion(output, batch[{list(batch)[-1]!r}])"
+            )
+        found: Tensor = criterion(getattr(output, "logits", output), batch["labels"])
+        return found
+
+    return compare
+
+
+Taken = tuple[Callable[[], nn.Module], OptimizerFactory, SchedulerFactory | None, Callable[[], None]]
+
+
+def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> Taken:
+    """Functions in place of what is built already, and what to call when training begins.
+
+    Args:
+        model: a module, or what builds one.
+        optimizer: an optimizer over the module's parameters, or what builds one.
+        lr_scheduler: a scheduler of that optimizer, what builds one, or None.
+
+    Raises:
+        UsageError: one is built and belongs to something else than the others.
+    """
+    steps = isinstance(optimizer, torch.optim.Optimizer)
+    if isinstance(lr_scheduler, LRScheduler):
+        if lr_scheduler.optimizer is not optimizer:
+            raise UsageError(
+                f"lr_scheduler= is a {type(lr_scheduler).__name__} of another optimizer than optimizer=. Pass the one "
+                "that it was built with, or a function, such as "
+                "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)."
+            )
+        lr_scheduler = scheduler_like(lr_scheduler)
+    if not isinstance(model, nn.Module):
+        if steps:
+            raise UsageError(
+                f"optimizer= is {_an(optimizer)} that is built already, but model= builds a model with new parameters. "
+                "Pass both built or both as functions: optimizer=lambda named: "
+                f"torch.optim.{type(optimizer).__name__}([p for _, p in named], ...)."
+            )
+        return model, optimizer, lr_scheduler, lambda: None
+    built = BuiltModel(model)
+    whole = optimizer
+    if steps:
+        optimizer = optimizer_like(whole, list(model.named_parameters()))
+
+    def begin() -> None:
+        built.guard()
+        if steps:
+            guard_optimizer(whole)
+
+    return built, optimizer, lr_scheduler, begin
