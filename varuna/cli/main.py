@@ -24,7 +24,7 @@ from varuna.cli import (
     run_commands,
     simulate,
 )
-from varuna.core.errors import VarunaError
+from varuna.core.errors import UsageError, VarunaError
 from varuna.core.version import __version__
 from varuna.process.console import say
 
@@ -90,6 +90,8 @@ app.command(epilog=completion.EXAMPLES)(completion.completion)
 def main() -> int:
     """Entry point: errors become one message and an exit code, never a bare traceback."""
     try:
+        if any(word.endswith(".py") for word in sys.argv[1:2]):
+            raise UsageError(f"a script needs a command. To train: varuna run {' '.join(sys.argv[1:])}")
         app()
     except VarunaError as error:
         say(str(error))

@@ -17,6 +17,8 @@ from varuna.core.errors import DataError
 from varuna.process.console import say_once
 
 _LABELS = "labels"
+_TARGETS = frozenset(("target", "targets", "tgt", "y", "label", "labels"))
+"""What models call the optional parameter that they compare with."""
 _LABEL = "label"
 """What Hugging Face's datasets call the column that its models take as ``labels``."""
 
@@ -35,6 +37,8 @@ class InputNames:
     """it takes other names too (``**kwargs``)"""
     read_apart: bool = False
     """functions of the user's (``loss=``, ``metrics=``, a weight) may read other keys of the batch"""
+    needed: int | None = None
+    """how many of ``order`` have no default, if ``loss=`` computes the loss; ``forward`` may then do without labels"""
 
 
 class Columns:
@@ -125,13 +129,16 @@ class Columns:
                 "parameters. Return a dict with the names of the model's inputs as keys."
             )
         order = names.order
-        if len(values) == len(order) + 1 and names.read_apart and _LABELS not in order:
-            order = (*order, _LABELS)
+        if _LABELS not in order:
+            if len(values) == len(order) + 1 and names.read_apart:
+                order = (*order, _LABELS)
+            elif len(values) - 1 == names.needed and order[names.needed] not in _TARGETS:  # ``mask=None`` is no target
+                order = (*order[: names.needed], _LABELS)
         if len(values) > len(order):
             raise DataError(
-                f"{what} has {len(values)} values, but {names.model}.forward() takes {', '.join(names.order)}. Return "
-                "a dict with the names of the model's inputs as keys. With loss=fn(output, batch), one more value "
-                f"than forward() takes is batch['{_LABELS}']."
+                f"{what} has {len(values)} values, but {names.model}.forward() takes {', '.join(names.order)}. If the "
+                "last one is for the loss, pass loss=, such as loss=torch.nn.CrossEntropyLoss(): it is then "
+                f"batch['{_LABELS}']. Otherwise return a dict with the names of the model's inputs as keys."
             )
         taken = order[: len(values)]
         if len(taken) > 1:

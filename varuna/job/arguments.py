@@ -4,6 +4,7 @@ import operator
 import os
 from collections.abc import Mapping
 from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,7 +24,23 @@ _FUNCTIONS: Mapping[str, str] = {
     "collate": "a function from a list of samples to a dict of tensors",
     "before_step": "a function of the (name, parameter) list",
 }
+_GIVEN: Mapping[str, tuple[str, ...]] = {
+    "model": (),
+    "optimizer": ("list of (name, parameter)",),
+    "loss": ("output", "batch"),
+    "lr_scheduler": ("optimizer",),
+    "metrics": ("output", "batch"),
+    "weight": ("batch",),
+    "collate": ("list of samples",),
+    "before_step": ("list of (name, parameter)",),
+}
+"""What each of them is called with."""
+
 _ELSEWHERE: Mapping[str, str] = {
+    "batch_size": "global_batch=..., the examples of one optimizer step over all workers",
+    "criterion": "loss=...",
+    "collate_fn": "collate=...",
+    "max_grad_norm": "clip_grad_norm=...",
     "checkpoint_dir": 'checkpoints="..."',
     "checkpoint_every": "checkpoints=varuna.Checkpoints(path, every=...)",
     "keep_last": "checkpoints=varuna.Checkpoints(path, keep_last=...)",
@@ -61,9 +78,22 @@ def refuse_unknown(unknown: Mapping[str, object], known: Mapping[str, object]) -
 
 
 def check_function(name: str, found: object) -> None:
-    """Refuse what cannot be called."""
-    if found is not None and not callable(found):
+    """Refuse what cannot be called, or not with what it will be called with."""
+    if found is None:
+        return
+    if not callable(found):
         raise UsageError(f"{name}= must be {_FUNCTIONS[name]}; it is {described(found)}.")
+    try:
+        taken = signature(found)
+    except (TypeError, ValueError):  # some functions that are written in C do not say
+        return
+    try:
+        taken.bind(*_GIVEN[name])
+    except TypeError as error:
+        given = ", ".join(f"the {each}" for each in _GIVEN[name]) or "nothing"
+        raise UsageError(
+            f"{name}= is called with {given}, which it does not take ({error}). It must be {_FUNCTIONS[name]}."
+        ) from None
 
 
 def check_kind(name: str, kind: type, found: object) -> None:

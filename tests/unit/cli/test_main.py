@@ -90,6 +90,13 @@ def test_a_mistyped_command_gets_a_suggestion(
     assert "run" in capsys.readouterr().err
 
 
+def test_a_script_in_place_of_a_command_is_shown_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "train.py", "--lr", "1") == 2
+    assert "varuna run train.py --lr 1" in capsys.readouterr().err
+
+
 def test_an_error_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def refuse() -> None:
         raise NoPlanError("no plan fits: deepen the pipeline")

@@ -97,8 +97,27 @@ def test_an_array_is_copied_so_that_a_read_only_one_is_quiet_and_none_is_written
 def test_one_value_more_than_forward_takes_is_the_labels_of_a_loss() -> None:
     found = columns(Open, loss=lambda output, batch: output).tensors((X, Y), "dataset[0]")
     assert list(found) == ["x", "labels"]
-    with pytest.raises(DataError, match=r"dataset\[5\] has 2 values, but Open.forward\(\) takes x\..*loss=fn"):
+    with pytest.raises(DataError, match=r"dataset\[5\] has 2 values, but Open.forward\(\) takes x\..*pass loss="):
         columns(Open).tensors((X, Y), "dataset[5]")
+
+
+class Masked(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return x
+
+
+class Comparing(nn.Module):
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(("model", "second"), [(Masked, "labels"), (Comparing, "targets")])
+def test_an_optional_parameter_gets_the_labels_of_a_loss_only_if_its_name_says_so(
+    model: type[nn.Module], second: str
+) -> None:
+    found = columns(model, loss=lambda output, batch: output).tensors((X, Y), "dataset[0]")
+    assert list(found) == ["x", second]
+    assert list(columns(model).tensors((X, X), "dataset[0]")) == ["x", {"labels": "mask"}.get(second, second)]
 
 
 def test_what_cannot_be_a_tensor_and_is_taken_is_named() -> None:

@@ -56,6 +56,12 @@ BAD = [
     ({"optimizer": torch.optim.SGD([torch.zeros(1)])}, r"optimizer= is a SGD that is built already.*both as functions"),
     ({"loss": 0.5}, r"loss= must be one of torch's loss modules, or a function of the output .*it is a float\."),
     ({"lr_scheduler": "cosine"}, r"lr_scheduler= must be a torch scheduler, or a function .*a str"),
+    (
+        {"model": lambda seed: SmallLanguage()},
+        r"model= is called with nothing, which it does not take \(missing a requ",
+    ),
+    ({"optimizer": lambda: None}, r"optimizer= is called with the list of \(name, parameter\), which it does not take"),
+    ({"loss": lambda output: output}, r"loss= is called with the output, the batch, which .*too many positional"),
     ({"compile": "fast"}, r"compile='fast': torch has no such backend.*aot_eager"),
 ]
 
@@ -85,6 +91,7 @@ ELSEWHERE = [
     ("checkpoint_dir", r'Pass checkpoints="\.\.\."\.'),
     ("checkpoint_every", r"Pass checkpoints=varuna\.Checkpoints\(path, every=\.\.\.\)\."),
     ("cut_at", r"Pass cut=\[\.\.\.\] with the names of modules"),
+    ("batch_size", r"Pass global_batch=\.\.\., the examples of one optimizer step"),
     ("weight", r"Pass loss=varuna\.Loss\(\.\.\., weight=\.\.\.\)"),
     ("shard_optimizer", r"Pass memory=varuna\.Memory\(shard_optimizer=True\)"),
     ("reduction", r"Pass network=varuna\.Network\(reduction=\.\.\.\)"),

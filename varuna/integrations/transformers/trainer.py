@@ -98,7 +98,8 @@ class _OverVaruna(OnMainRank):
             transformers.set_seed(self.args.seed)
             self.model = self.call_model_init()
             self.optimizer = self.lr_scheduler = None
-        if self.processing_class is not None and hasattr(self.model, "config"):
+        texts = transformers.PreTrainedTokenizerBase | transformers.ProcessorMixin
+        if isinstance(self.processing_class, texts) and hasattr(self.model, "config"):
             align_special_tokens(self.model, self.processing_class)
         self._check_resuming(resume_from_checkpoint)
         schedule = self._schedule()

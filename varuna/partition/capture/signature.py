@@ -38,10 +38,12 @@ def input_names(recipe: Recipe, *, is_weighed: bool) -> InputNames:
         except Exception as error:
             raise ModelError(explain("cannot be built without allocating it", error, BUILDING)) from error
         name, parameters = type(module).__name__, [*inspect.signature(module.forward).parameters.values()]
+    needed = sum(each.kind in _BY_POSITION and each.default is each.empty for each in parameters)
     return InputNames(
         model=name,
         order=tuple(each.name for each in parameters if each.kind in _BY_POSITION),
         named=frozenset(each.name for each in parameters if each.kind in _BY_NAME),
         takes_any=any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters),
         read_apart=recipe.loss is not None or recipe.metrics is not None or is_weighed,
+        needed=None if recipe.loss is None else needed,
     )
