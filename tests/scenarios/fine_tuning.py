@@ -1,4 +1,4 @@
-"""A fine-tuning script as transformers' examples are; with ``--here`` over Varuna, where one worker kills itself once."""
+"""Fine-tuning as transformers' examples do it; with ``--here`` over Varuna, where one worker kills itself once."""
 
 import argparse
 import os
