@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from varuna.checkpoint.io.export import is_exported
 from varuna.core.errors import UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
@@ -21,7 +22,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.evaluate import EvaluationWork, evaluate
-from varuna.engine.worker.export import export_model
+from varuna.engine.worker.export import export_model, spread_model
 from varuna.engine.worker.loop_state import Kept
 from varuna.engine.worker.predict import predict
 from varuna.engine.worker.session import Session
@@ -137,11 +138,11 @@ class Trainer:
         refuse_unknown(unknown, Trainer.__init__.__kwdefaults__ or {})
         where = choose_device(device)
         saved = checkpoints if checkpoints is None or isinstance(checkpoints, Checkpoints) else Checkpoints(checkpoints)
-        builds, update, schedules, self._take = as_functions(model, optimizer, lr_scheduler)
+        self._given = given = as_functions(model, optimizer, lr_scheduler)
         self._spec = JobSpec(
-            builds,
+            given.model,
             dataset,
-            update,
+            given.optimizer,
             global_batch,
             loss=loss if isinstance(loss, Loss) else Loss(loss),
             metrics=metrics,
@@ -151,7 +152,7 @@ class Trainer:
             seed=seed,
             weights=weights if weights is None or isinstance(weights, Weights) else Weights(weights),
             init=init,
-            lr_scheduler=schedules,
+            lr_scheduler=given.lr_scheduler,
             clip_grad_norm=clip_grad_norm,
             ema=ema,
             on_nan=on_nan,
@@ -194,7 +195,7 @@ class Trainer:
         if self._session is not None:
             raise UsageError("trainer.steps(n) can be called once. Build another Trainer for another run.")
         offer(self._spec, n)
-        self._take()
+        self._given.guard()
         watched = manager()
         self._session = begin(self._spec, n, watched or solo_from_environment())
         speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
@@ -207,11 +208,13 @@ class Trainer:
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
                 yield done
+            self._give_back()
         except GeneratorExit:
             if not sys.is_finalizing() and not failed.is_set():
                 self._session.stop()
                 for _ in committed:  # the stop flag travels with the next step's vote
                     pass
+                self._give_back()
             raise
         finally:
             if speed is not None:
@@ -319,6 +322,18 @@ class Trainer:
             export_adapter(generation, spec, Path(path), average=ema)
         else:
             export_model(generation, spec.partitioned, Path(path), spec.built.json, average=ema)
+
+    def _give_back(self) -> None:
+        """After the loop, a model that the script has built has the trained values on every worker."""
+        built, session = self._given.built, self._session
+        if built is None or session is None:
+            return
+        if session.current is None:
+            built.take(None)
+            return
+        spread = partial(spread_model, model=self._spec.partitioned, wanted=is_exported)
+        if (values := session.aside(spread, "gets the trained model")) is not None:
+            built.take(values)
 
     def _check_average(self, ema: bool) -> None:
         if ema and self._spec.ema is None:

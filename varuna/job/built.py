@@ -1,13 +1,14 @@
 """What a script has built already, as Varuna takes it: functions that build the same model, optimizer and scheduler.
 
-Once it trains, the script's own model and optimizer are patterns that keep their first values. Using them then would
-be a mistake that nothing shows, so it is an error with the remedy.
+While it trains, the script's own model and optimizer are patterns that keep their first values. Using them then would
+be a mistake that nothing shows, so it is an error with the remedy. After the loop the model has the trained values.
 """
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any, Never
+from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from varuna.engine.worker.agreement import checksum
 from varuna.partition.capture.capture import LossFunction
 
 
-class BuiltModel:
+class GivenModel:
     """Builds copies of a module; their parameters are filled by operations, so that none need memory under fakes."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,6 +35,7 @@ class BuiltModel:
         _check_bare(module)
         self.module = module.to("cpu")  # devices hold stages
         self._guards: list[Any] = []
+        self._is_spare = False
 
     def __call__(self) -> nn.Module:
         """A copy."""
@@ -56,28 +58,44 @@ class BuiltModel:
         return f"{checksum([*self.module.parameters(), *self.module.buffers()]) % 2**64:016x}"
 
     def guard(self) -> None:
-        """From now on refuse to compute with the module or to save it, until other values are loaded."""
+        """From now on refuse to compute with the module or to save it, until it gets other values."""
         module = self.module
         self._guards += [
-            module.register_forward_pre_hook(_refuse_use),
-            module.register_state_dict_pre_hook(_refuse_use),  # type: ignore[no-untyped-call]
+            module.register_forward_pre_hook(self._refuse_use),
+            module.register_state_dict_pre_hook(self._refuse_use),  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
                 lambda *_: self._release()
             ),
         ]
 
+    def take(self, values: Mapping[str, Tensor] | None) -> None:
+        """The trained values, after the loop; None on a worker that has been a spare in the end."""
+        self._is_spare = values is None
+        if values is not None:
+            self._release()
+            fill(self.module, values)
+
     def _release(self) -> None:
         while self._guards:
             self._guards.pop().remove()
 
+    def _refuse_use(self, *_: object) -> None:
+        if self._is_spare:
+            sys.exit(0)  # the others have the trained model, and go on
+        raise UsageError(
+            "this model was passed to varuna.Trainer, which trains copies of it on the workers: until the loop has "
+            "ended, its own values are those from before step 0. The loop over trainer.steps(n) has no forward or "
+            "backward pass of its own. To measure, trainer.evaluate(dataset) or trainer.predict(dataset); to save, "
+            "checkpoints=, or trainer.export(path) after the loop."
+        )
 
-def _refuse_use(*_: object) -> Never:
-    raise UsageError(
-        "this model was passed to varuna.Trainer, which trains copies of it on the workers: its own values are those "
-        "from before step 0. The loop over trainer.steps(n) has no forward or backward pass of its own. To measure, "
-        "trainer.evaluate(dataset) or trainer.predict(dataset); to save, trainer.export(path), from which "
-        "model.load_state_dict(safetensors.torch.load_file(path)) gets the trained values."
-    )
+
+def fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Give a module trained values; a tied parameter is in ``values`` once."""
+    own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
+    with torch.no_grad():
+        for name, value in values.items():
+            own[name].copy_(value)
 
 
 def _check_bare(module: nn.Module) -> None:
@@ -151,11 +169,6 @@ def scheduler_like(whole: LRScheduler) -> SchedulerFactory:
     return build
 
 
-def guard_optimizer(whole: torch.optim.Optimizer) -> None:
-    """From now on refuse to step it."""
-    whole.register_step_pre_hook(_refuse_step)
-
-
 def _refuse_step(*_: object) -> Never:
     raise UsageError(
         "this optimizer was passed to varuna.Trainer, which makes the steps on the workers. Leave optimizer.step(), "
@@ -190,11 +203,27 @@ def loss_of(criterion: Callable[..., Tensor] | None) -> LossFunction | None:
     return compare
 
 
-Taken = tuple[Callable[[], nn.Module], OptimizerFactory, SchedulerFactory | None, Callable[[], None]]
+class AsFunctions(NamedTuple):
+    """Functions in place of what is built already."""
+
+    model: Callable[[], nn.Module]
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None
+    built: GivenModel | None
+    """the model, if the script has built it"""
+    steps: torch.optim.Optimizer | None
+    """the optimizer, if the script has built it"""
+
+    def guard(self) -> None:
+        """Training begins: from now on refuse to use them."""
+        if self.built is not None:
+            self.built.guard()
+        if self.steps is not None:
+            self.steps.register_step_pre_hook(_refuse_step)
 
 
-def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> Taken:
-    """Functions in place of what is built already, and what to call when training begins.
+def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
+    """What is built already becomes functions that build the same.
 
     Args:
         model: a module, or what builds one.
@@ -204,7 +233,7 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> Taken:
     Raises:
         UsageError: one is built and belongs to something else than the others.
     """
-    steps = isinstance(optimizer, torch.optim.Optimizer)
+    steps = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
     if isinstance(lr_scheduler, LRScheduler):
         if lr_scheduler.optimizer is not optimizer:
             raise UsageError(
@@ -213,22 +242,15 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> Taken:
                 "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1000)."
             )
         lr_scheduler = scheduler_like(lr_scheduler)
-    if not isinstance(model, nn.Module):
-        if steps:
-            raise UsageError(
-                f"optimizer= is {_an(optimizer)} that is built already, but model= builds a model with new parameters. "
-                "Pass both built or both as functions: optimizer=lambda named: "
-                f"torch.optim.{type(optimizer).__name__}([p for _, p in named], ...)."
-            )
-        return model, optimizer, lr_scheduler, lambda: None
-    built = BuiltModel(model)
-    whole = optimizer
-    if steps:
-        optimizer = optimizer_like(whole, list(model.named_parameters()))
-
-    def begin() -> None:
-        built.guard()
-        if steps:
-            guard_optimizer(whole)
-
-    return built, optimizer, lr_scheduler, begin
+    if isinstance(model, nn.Module):
+        built = GivenModel(model)
+        if steps is not None:
+            optimizer = optimizer_like(steps, list(model.named_parameters()))
+        return AsFunctions(built, optimizer, lr_scheduler, built, steps)
+    if steps is not None:
+        raise UsageError(
+            f"optimizer= is {_an(optimizer)} that is built already, but model= builds a model with new parameters. "
+            "Pass both built or both as functions: optimizer=lambda named: "
+            f"torch.optim.{type(optimizer).__name__}([p for _, p in named], ...)."
+        )
+    return AsFunctions(model, optimizer, lr_scheduler, None, None)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import load, save, save_file
 from torch import Tensor
 
 from varuna.checkpoint.io.export import averaged_names, is_average, is_exported, own_names
@@ -17,6 +17,7 @@ from varuna.engine.base.wait_bounds import Awaited, Patience
 from varuna.engine.links.links import Courier
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.state_transfer import exchange
+from varuna.engine.worker.tell import tell_all
 from varuna.partition.model import PartitionedModel
 from varuna.store.folder import unwritable
 
@@ -108,6 +109,34 @@ def gather_model(
     if rank != 0:
         return None
     return {name: value.contiguous() for state in states.values() for name, value in named(state).items()}
+
+
+def spread_model(
+    generation: Generation, model: PartitionedModel, *, wanted: Callable[[str], bool]
+) -> dict[str, Tensor]:
+    """Tensors of the model by its own names, on every rank of the grid, section by section; at most once in each.
+
+    Args:
+        generation: the running one, between two steps.
+        model: for names.
+        wanted: as for ``gather_model``.
+
+    Raises:
+        GenerationEnded: the manager ended the generation.
+        LinkError: a link broke.
+    """
+    plan, rank, stage = generation.assignment.plan, generation.assignment.rank, generation.stage
+    found: dict[str, Tensor] = {}
+    for section, holders in enumerate(stage.sharding.holders):
+        mine: dict[str, Tensor] | None = None
+        if rank == plan.rank_of(holders[0], plan.stage_of(section)):
+            named = own_names(_part(stage.state_of(section, owned_only=True), wanted))
+            mine = {name: value.detach().cpu().contiguous() for name, value in named.items()}
+        if plan.workers > 1:
+            data = None if mine is None else save(mine)
+            mine = load(tell_all(generation, ("model", section), data, f"section {section} of the trained model"))
+        found.update(mine or {})
+    return found
 
 
 def _part(state: SectionState, wanted: Callable[[str], bool]) -> SectionState:

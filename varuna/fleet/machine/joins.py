@@ -77,6 +77,11 @@ def _difference(hello: Hello, job: JobFacts, version: str) -> Objection | None:
     if found is None:
         return None
     field, theirs, ours = found
+    if field == "job.initialisation":
+        return Objection(
+            f"its model begins with other values than the run's ({field}: {theirs}, {ours}). What the script builds "
+            "itself must be the same on every worker: seed whatever draws, such as with torch.manual_seed(0)"
+        )
     return Objection(f"its {field} is {theirs!r}, but the run's is {ours!r}")
 
 

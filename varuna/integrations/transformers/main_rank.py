@@ -16,8 +16,8 @@ from varuna.engine.worker.export import gather_model
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.session import Session
 from varuna.engine.worker.tell import tell_all
-from varuna.integrations.transformers.model import load
 from varuna.integrations.transformers.packing import pack, unpack
+from varuna.job.built import fill
 from varuna.partition.model import PartitionedModel
 
 Found = TypeVar("Found")
@@ -114,7 +114,7 @@ class OnMainRank(_Base):
             return
         found = session.aside(partial(_gathered, model=job._spec.partitioned), "gathers the model")
         if found is not None:
-            load(self.model, found)
+            fill(self.model, found)
         self._at = now
 
     def _tell(self, value: Any, what: str) -> Any:

@@ -1,21 +1,21 @@
 """The script's model with its loss computed inside, and which optimizers can be built again for a stage."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from varuna.core.errors import UsageError
-from varuna.job.built import BuiltModel
+from varuna.job.built import GivenModel
 
 ComputeLoss = Callable[[nn.Module, dict[str, Any]], Tensor]
 _inside: set[int] = set()
 """modules whose loss is being computed: the call in there is the model's own"""
 
 
-class ReturningLoss(BuiltModel):
+class ReturningLoss(GivenModel):
     """Builds copies of a module that return their loss."""
 
     def __init__(self, module: nn.Module, compute_loss: ComputeLoss) -> None:
@@ -65,11 +65,3 @@ def check_optimizer(whole: object) -> torch.optim.Optimizer:
             "Use one that is built from parameter groups, such as optim='adamw_torch'."
         )
     return whole
-
-
-def load(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give a module trained values; a tied parameter is in ``values`` once."""
-    own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
-    with torch.no_grad():
-        for name, value in values.items():
-            own[name].copy_(value)

@@ -32,8 +32,8 @@ from varuna.integrations.transformers.arguments import (
 )
 from varuna.integrations.transformers.data import Ordered, one_length
 from varuna.integrations.transformers.main_rank import IS_LAUNCHED, OnMainRank
-from varuna.integrations.transformers.model import ReturningLoss, check_optimizer, load
-from varuna.job.built import BuiltModel, optimizer_like, scheduler_like
+from varuna.integrations.transformers.model import ReturningLoss, check_optimizer
+from varuna.job.built import GivenModel, fill, optimizer_like, scheduler_like
 from varuna.process.console import say_once
 from varuna.results import Step
 
@@ -172,7 +172,7 @@ class _OverVaruna(OnMainRank):
             **self._options,
         }
         return varuna.Trainer(
-            ReturningLoss(self.model, self._loss) if computes else BuiltModel(self.model),
+            ReturningLoss(self.model, self._loss) if computes else GivenModel(self.model),
             schedule.dataset,
             optimizer_like(whole, list(self.model.named_parameters())),
             args.per_device_train_batch_size * args.gradient_accumulation_steps,
@@ -330,7 +330,7 @@ class _OverVaruna(OnMainRank):
         self._gather()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None and self._is_main:
-            load(self.model, load_file(Path(best) / _WEIGHTS))
+            fill(self.model, load_file(Path(best) / _WEIGHTS))
         self._call("on_train_end")
         return TrainOutput(self.state.global_step, metrics["train_loss"], metrics)
 
@@ -340,7 +340,7 @@ class _OverVaruna(OnMainRank):
             sys.exit(0)  # a spare, or a worker that came after the last step: the others have all results
         folder = Path(self.args.output_dir) / f"checkpoint-{schedule.steps}"
         if (folder / _WEIGHTS).exists():
-            load(self.model, load_file(folder / _WEIGHTS))
+            fill(self.model, load_file(folder / _WEIGHTS))
             self.state = transformers.TrainerState.load_from_json(str(folder / _STATE))
 
     def _call(self, event: str) -> None:
