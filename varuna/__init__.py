@@ -68,6 +68,9 @@ _LATE = {
 }
 """Where names are that are loaded when they are asked for: planning and the command line run without torch."""
 
+_TORCH = "2.13"
+"""A capture relies on what differs between versions."""
+
 
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
@@ -85,6 +88,28 @@ def _load(module: str) -> Any:
     gc.disable()
     try:
         return import_module(module)
+    except (ImportError, AttributeError) as error:
+        if remedy := _remedy(error, _torch_version()):
+            raise ImportError(f"{error}. {remedy}") from error
+        raise
     finally:
         if was_enabled:
             gc.enable()
+
+
+def _torch_version() -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("torch")
+    except PackageNotFoundError:
+        return None
+
+
+def _remedy(error: Exception, torch_version: str | None) -> str:
+    """What to do about an error while torch, or what uses it, is imported; empty if that is not known."""
+    if torch_version is None or getattr(error, "name", None) == "torch":
+        return "Training needs torch. In a clone of Varuna: pip install '.[torch]'"
+    if torch_version.startswith(f"{_TORCH}."):
+        return ""
+    return f"Varuna {__version__} needs torch {_TORCH}, found {torch_version}: pip install 'torch=={_TORCH}.*'"

@@ -65,3 +65,12 @@ def test_what_training_needs_is_imported_without_collections_in_between(
         assert (seen, gc.isenabled()) == ([False], enabled)
     finally:
         gc.enable()
+
+
+def test_a_torch_that_is_missing_or_too_new_is_said_with_the_command_that_helps() -> None:
+    program = "import sys; sys.modules['torch'] = None; import varuna; varuna.Trainer"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert "Training needs torch. In a clone of Varuna: pip install '.[torch]'" in done.stderr
+    odd = AttributeError("no attribute '__func__'")
+    assert varuna._remedy(odd, "2.15.0").endswith("found 2.15.0: pip install 'torch==2.13.*'")
+    assert varuna._remedy(odd, "2.13.0+cpu") == ""
