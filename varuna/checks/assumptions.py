@@ -29,7 +29,9 @@ _TOLERANCE = 1e-4
 _Outcome = tuple[Tensor, dict[str, Tensor]]
 
 
-def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial, source: SampleSource) -> None:
+def check_assumptions(
+    model: PartitionedModel, recipe: Recipe, initial: Initial, source: SampleSource, micro_batch: int = 1
+) -> None:
     """Check the first samples against branches that capture took, and its loops against those of the model.
 
     Args:
@@ -37,15 +39,17 @@ def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial,
         recipe: from which it was captured.
         initial: the whole model with initial values.
         source: reads samples.
+        micro_batch: examples, if the user fixed it: a branch may go the same way for each so many, but not for one.
 
     Raises:
         DataError: a branch of forward() goes two ways for the first samples already, or not as it was captured.
         ModelError: a loop over the places where a mask is true does something for other places as well.
     """
     count = _LOOKED_AT if source.size is None else min(_LOOKED_AT, source.size)
+    groups = [range(first, first + micro_batch) for first in range(0, max(count - micro_batch, 0) + 1, micro_batch)]
     if any(graph.conditions for graph in model.graphs):
-        for position in range(count):
-            batch = source.micro_batch([position])
+        for positions in groups:
+            batch = source.micro_batch(positions)
             graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
             check_conditions(graph.conditions, batch.tensors, batch.indices, initial.buffers)
     if model.visits_all:
@@ -53,19 +57,19 @@ def check_assumptions(model: PartitionedModel, recipe: Recipe, initial: Initial,
     places = dict.fromkeys(place for graph in model.graphs for section in graph.sections for place in section.truths)
     if places:
         with computing(initial, recipe.dtype) as cast:
-            _check_truths(model, cast, source, count, places)
+            _check_truths(model, cast, source, groups, places)
 
 
 def _check_truths(
-    model: PartitionedModel, initial: Initial, source: SampleSource, count: int, places: Iterable[str]
+    model: PartitionedModel, initial: Initial, source: SampleSource, groups: Iterable[range], places: Iterable[str]
 ) -> None:
     """Run the sections one after another, and see whether branches on activations go as they were captured."""
     say(
         f"forward() branches on computed values ({', '.join(places)}): captured with the branches of the first "
         "samples; a step that takes another branch is refused"
     )
-    for position in range(count):
-        batch = source.micro_batch([position])
+    for positions in groups:
+        batch = source.micro_batch(positions)
         graph = model.graphs[variant_of(model, batch.tensors, batch.indices)]
         odd = _first_false(graph, initial, batch.tensors)
         if odd is not None:

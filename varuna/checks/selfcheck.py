@@ -144,7 +144,7 @@ class SelfCheck:
         self, model: PartitionedModel, initial: Initial, groups: Sequence[Sequence[int]], extent: Extent
     ) -> tuple[Errors, tuple[str, ...]]:
         """Compare on data; returns the largest errors, and what is left out."""
-        check_assumptions(model, self.recipe, initial, self.source)
+        check_assumptions(model, self.recipe, initial, self.source, self.micro_batch or 1)
         check = _Check(self, model, initial, extent.sizes)
         found, left_out = [check.captured(positions) for positions in groups], list[str]()
         mixes = self.micro_batch is not None and self.per_micro_batch and any(graph.mixing for graph in model.graphs)

@@ -234,4 +234,15 @@ def _place(asserted: Node, lines: Mapping[str, str]) -> str:
     if _is_own(asserted):
         return f"{line_of(asserted) or 'an unknown line'} (an assertion)"
     names = [name for name in re.findall(r"\w+", str(asserted.args[1])) if name in lines]
-    return lines[names[-1]] if names else "an unknown line"
+    return lines[names[-1]] if names else _line_before(asserted) or "an unknown line"
+
+
+def _line_before(node: Node) -> str | None:
+    """The line of the nearest operation that a node is computed from: of a size that depends on data."""
+    near, seen = [node], {node}
+    for each in near:
+        if (line := line_of(each)) is not None:
+            return line
+        near += [source for source in each.all_input_nodes if source not in seen]
+        seen.update(each.all_input_nodes)
+    return None

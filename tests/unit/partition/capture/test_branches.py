@@ -92,8 +92,10 @@ def test_samples_that_disagree_at_once_are_refused_at_the_start() -> None:
     source = SampleSource(Plain(), seed=0)
     odd = source.micro_batch([9]).indices[0]
     check_assumptions(job.model, job.recipe, materialise(job.recipe, 0), source)
-    with pytest.raises(DataError, match=rf"indices \[{odd}\]"):
-        check_assumptions(job.model, job.recipe, materialise(job.recipe, 0), SampleSource(Plain(odd), seed=0))
+    other = SampleSource(Plain(odd), seed=0)
+    for micro_batch, indices in ((1, f"{odd}"), (2, rf"\d+, {odd}")):
+        with pytest.raises(DataError, match=rf"indices \[{indices}\]"):
+            check_assumptions(job.model, job.recipe, materialise(job.recipe, 0), other, micro_batch)
 
 
 class Dropping(Layers):
