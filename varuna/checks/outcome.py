@@ -99,7 +99,7 @@ def plainly(losses: LossModule, parts: Sequence[Part], *, draws: Draws = SameDra
                 torch.autograd.backward([loss], [torch.full_like(loss, part.weight / total)])
         buffers = {name: value.detach().clone() for name, value in losses.model.named_buffers()}
     named = dict(losses.model.named_parameters())
-    gradients = {name: _dense(value.grad) for name, value in named.items() if value.grad is not None}
+    gradients = {name: _taken(value) for name, value in named.items() if value.grad is not None}
     losses.zero_grad()
     return Outcome(tuple(found), _mean(found, parts), gradients, buffers, _added(sums), seen)
 
@@ -152,8 +152,11 @@ def _mean(losses: Sequence[float], parts: Sequence[Part]) -> float:
     return sum(loss * part.weight for loss, part in zip(losses, parts, strict=True) if part.weight) / _total(parts)
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return (gradient.to_dense() if gradient.is_sparse else gradient).detach().clone()
+def _taken(leaf: Tensor) -> Tensor:
+    """The gradient of a leaf, which has none afterwards: a copy would take the memory of another model."""
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None
+    return (gradient.to_dense() if gradient.is_sparse else gradient).detach()
 
 
 def run_sections(
@@ -207,7 +210,8 @@ def run_sections(
     for mine in leaves:
         for name, leaf in mine.items():
             if leaf.grad is not None:
-                sums[name] = sums[name] + leaf.grad if name in sums else _dense(leaf.grad)
+                found = _taken(leaf)
+                sums[name] = sums[name] + found if name in sums else found
     return tuple(value.detach() for value in tapes[-1].made), statistics
 
 
