@@ -13,6 +13,7 @@ from varuna.data.randomness import generator_lock
 from varuna.data.samples import SampleSource
 from varuna.engine.stage.guards import Truths, another_way
 from varuna.engine.stage.section import Examples, SectionRunner, Tensors
+from varuna.partition.batch_weight import completed
 from varuna.partition.capture.capture import LossModule, Recipe
 from varuna.partition.capture.loops import EveryPlace
 from varuna.partition.graph.sample_guards import check_conditions
@@ -78,12 +79,13 @@ def _check_truths(
 
 def _first_false(graph: PartitionedModel, initial: Initial, batch: Mapping[str, Tensor]) -> str | None:
     truths, values = Truths(), dict[str, Tensor]()
+    examples = Examples(completed(graph, batch, initial.buffers), len(next(iter(batch.values()))))
     crossings = {each.name: each for into in graph.split.crossings for each in into}
     for section in graph.sections:
         fixed = [initial.buffers[name] for name in section.buffers] + [graph.constants[n] for n in section.constants]
         tensors = Tensors(tuple(initial.parameters[name] for name in section.parameters), tuple(fixed))
         runner = SectionRunner(section, tensors, crossings, 0, guard=truths.note)
-        made = runner.forward(values, Examples(batch, len(next(iter(batch.values())))), 0, 0)
+        made = runner.forward(values, examples, 0, 0)
         values.update(zip(section.makes, made, strict=True))
     odd = truths.take_false()
     return None if odd is None else odd[1]

@@ -108,6 +108,22 @@ def test_samples_that_disagree_at_once_are_refused_at_the_start(capsys: pytest.C
         check_assumptions(model, recipe, materialise(recipe, 0), SampleSource(Small(odd), seed=0))
 
 
+class Penalised(Guarded):
+    """Two terms, each with a divisor of its own."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        penalty: Tensor = self.embed(input_ids).pow(2).sum(-1).mean()
+        return super().forward(input_ids, labels) + 0.01 * penalty
+
+
+def test_branches_are_looked_at_where_the_whole_batch_is_counted() -> None:
+    recipe, source = Recipe(Penalised), SampleSource(Tokens(padded=True), seed=0)
+    model = partition(recipe, source.micro_batch([0, 1]).tensors)
+    assert model.whole is not None
+    assert any(section.truths for section in model.sections)
+    check_assumptions(model, recipe, materialise(recipe, 0), source, 4)
+
+
 class Limited(Layers):
     """As CLIP's own training code does: what is beyond is written back, unseen by autograd."""
 
