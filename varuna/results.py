@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from varuna.core.plan import Plan
-from varuna.engine.worker.evaluate import EvaluationSums
+from varuna.engine.aside.evaluate import EvaluationSums
 from varuna.engine.worker.session import Committed
 from varuna.engine.worker.step import overflowed
 

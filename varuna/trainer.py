@@ -3,7 +3,7 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,13 @@ from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
 from varuna.data.collate import CollateFunction
 from varuna.data.samples import SampleSource
+from varuna.engine.aside.evaluate import EvaluationWork, evaluate
+from varuna.engine.aside.generate import Continuation, generate
+from varuna.engine.aside.predict import predict
 from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
-from varuna.engine.worker.evaluate import EvaluationWork, evaluate
 from varuna.engine.worker.export import export_model, spread_model
 from varuna.engine.worker.loop_state import Kept
-from varuna.engine.worker.predict import predict
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
@@ -35,6 +36,7 @@ from varuna.job.script_runner import offer
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
 from varuna.job.speed import SpeedLines
 from varuna.job.start import begin
+from varuna.job.text import capture_text, choice_of, length_for, texts_of, trained_length
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.launched import failed, manager, watch_exceptions
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
@@ -170,6 +172,7 @@ class Trainer:
         self._tells_speed = True  # without a manager, which does
         self._evaluated: tuple[PartitionedModel, dict[str, Tensor]] | None = None  # in evaluation mode; its own buffers
         self._predicting: dict[object, tuple[PartitionedModel, dict[str, Tensor]]] = {}  # by outputs and form of batch
+        self._generating: dict[int, tuple[PartitionedModel, dict[str, Tensor], tuple[str, ...]]] = {}  # by length
         self._evaluations = 0
 
     def steps(self, n: int | None = None, *, epochs: float | None = None) -> Iterator[Step]:
@@ -199,8 +202,11 @@ class Trainer:
         watched = manager()
         self._session = begin(self._spec, n, watched or solo_from_environment())
         speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
-        if calls_of(self, ["evaluate"], sys._getframe(1)):
-            self._evaluated = self._in_evaluation()  # now: a model that cannot be evaluated says so before step 0
+        called = calls_of(self, ["evaluate", "generate"], sys._getframe(1))
+        if "evaluate" in called:  # now: a model that cannot be evaluated says so before step 0
+            self._evaluated = self._in_evaluation()
+        if "generate" in called:
+            self._for_text(trained_length(self._spec))
         committed = self._session.steps()
         try:
             for step in committed:
@@ -300,6 +306,51 @@ class Trainer:
         work = EvaluationWork(self._evaluations, *self._predicting[key], source, count, None, ema)
         return session.aside(partial(predict, work=work), f"predicts {count} examples")
 
+    def generate(
+        self,
+        prompts: Iterable[Iterable[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        eos_token_id: int | None = None,
+        ema: bool = False,
+    ) -> list[list[int]] | None:
+        """Let a language model continue prompts, in evaluation mode, over all workers.
+
+        Call it on every rank at the same steps, as ``evaluate``, with the same prompts. Prompt and new tokens together
+        must not be longer than a training sample.
+
+        Args:
+            prompts: token ids of each, such as ``tokenizer(["Once upon"])["input_ids"]``.
+            max_new_tokens: for each prompt.
+            temperature: of the choice of tokens, which depends on the seed and the step; 0: the likeliest each time.
+            top_k: choose among so many likeliest only.
+            eos_token_id: a text ends with this token.
+            ema: as for ``evaluate``.
+
+        Returns:
+            Token ids of each text, with its prompt, on every rank. None if a worker was lost meanwhile, or a morph was
+            due; the next call generates again.
+
+        Raises:
+            UsageError: nothing has been trained yet, a text would be too long, or an argument is out of range.
+            ModelError: this is no causal language model, or it cannot be cut as in training.
+        """
+        self._check_average(ema)
+        choice = choice_of(temperature, top_k, self._spec.seed)
+        texts = texts_of(prompts, max_new_tokens)
+        session = self._begun("generate(prompts, n)")
+        length = length_for(self._spec, texts, max_new_tokens)
+        model, buffers, keys = self._for_text(length)
+        self._evaluations += 1
+        work = Continuation(
+            self._evaluations, model, buffers, keys, length, texts, max_new_tokens, choice, eos_token_id, ema
+        )
+        return session.aside(
+            partial(generate, work=work), f"generates {max_new_tokens} tokens for {len(texts)} prompts"
+        )
+
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
 
@@ -358,14 +409,25 @@ class Trainer:
         self, dataset: Any, examples: int | None, method: str, *, in_order: bool = False
     ) -> tuple[Session, SampleSource, int]:
         """What runs, what reads another dataset, and how many of its examples."""
-        if self._session is None:
-            raise UsageError(f"trainer.{method}(dataset) works inside the loop over trainer.steps(n), and after it")
+        session = self._begun(f"{method}(dataset)")
         source = self._spec.reader_of(dataset, in_order=in_order)
         size = len(dataset) if hasattr(dataset, "__len__") else None
         count = size if examples is None else examples
         if count is None or count < 1 or (size is not None and count > size):
             raise UsageError(f"examples={examples}: the dataset has {size or 'no length'}. Say how many to use.")
-        return self._session, source, count
+        return session, source, count
+
+    def _begun(self, method: str) -> Session:
+        if self._session is None:
+            raise UsageError(f"trainer.{method} works inside the loop over trainer.steps(n), and after it")
+        return self._session
+
+    def _for_text(self, length: int) -> tuple[PartitionedModel, dict[str, Tensor], tuple[str, ...]]:
+        """The model with logits of texts, the buffers that only it needs, and the inputs that are the tokens."""
+        if length not in self._generating:
+            model, keys = capture_text(self._spec, length)
+            self._generating[length] = *self._beside(model), keys
+        return self._generating[length]
 
     def _in_evaluation(self) -> tuple[PartitionedModel, dict[str, Tensor]]:
         """The model in evaluation mode, and the buffers that only it needs."""

@@ -19,7 +19,7 @@ FAULT_STEP, SAVE_EVERY = 2, 2
 class Branching(Language):
     """Cannot be exported: a Python branch depends on what training changes."""
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if torch.rand([]) > 0.5:
             labels = labels + 0
         return super().forward(tokens, labels)

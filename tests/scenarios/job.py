@@ -51,11 +51,12 @@ class Language(nn.Module):
             assert isinstance(last, Block)
             last.up.bias.add_(disturbance)
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        logits = self.head(x)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), logits
 
 
 class Normed(torch.optim.SGD):
@@ -134,7 +135,14 @@ def wired(folder: Path, **arguments: Any) -> varuna.Trainer:
     return varuna.Trainer(**arguments)
 
 
-def main() -> None:
+def show_text(trainer: varuna.Trainer, step: varuna.Step, every: int) -> None:
+    if every and (step.index + 1) % every == 0:
+        texts = trainer.generate([[1, 2], [3]], 6)
+        if step.is_main:
+            print(f"text {step.index} {texts}", flush=True)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--global-batch", type=int, default=12)
@@ -161,7 +169,12 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     parser.add_argument("--links", default="host", help="also wire: see wired()")
-    args = parser.parse_args()
+    parser.add_argument("--generate", type=int, default=0, help="after every so many steps")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse()
     seen: list[varuna.Step] = []
     misbehave(args.misbehave, args.folder, args.spare_state, seen)
     factor = 2.0 if args.slow_worker and args.slow_worker == os.environ.get("VARUNA_WORKER") else 1.0
@@ -202,6 +215,7 @@ def main() -> None:
         if args.break_at == step.index and step.is_main:
             break
         seen.append(step)
+        show_text(trainer, step, args.generate)
         if not args.spare_state or step.plan.replicas < 2:
             time.sleep(args.slow)
     if args.export:

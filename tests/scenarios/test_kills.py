@@ -1,6 +1,7 @@
 """Workers die in every phase of a step, and the losses are those of an undisturbed run."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,6 +122,21 @@ def test_offloaded_state_survives_kills(tmp_path: Path, undisturbed: dict[int, f
     log = check(tmp_path, undisturbed)
     assert [line["step"] for line in log] == list(range(STEPS))
     assert len(list(tmp_path.glob("done-*"))) == 2
+
+
+def test_sigkill_while_texts_are_generated(tmp_path: Path, undisturbed: dict[int, float]) -> None:
+    expected = python("--steps", str(STEPS), "--dropout", "0.1", "--generate", "10")
+    assert expected.code == 0, expected.err
+    more = ("--spare-state", "--generate", "10")
+    done = disturbed(tmp_path, "generate:end:9:1,generate:begin:49:0", more=more, slow="0.4")
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed)
+    assert [line["step"] for line in log] == list(range(STEPS))
+    assert len(list(tmp_path.glob("done-*"))) == 2
+    found, plain = (dict(re.findall(r"^text (\d+) (.+)$", each.out, re.MULTILINE)) for each in (done, expected))
+    assert len(plain) == STEPS // 10
+    assert list(found.values()).count("None") <= 2
+    assert all(text in ("None", plain[step]) for step, text in found.items())
 
 
 def test_sigkill_while_the_optimizer_talks_to_other_stages(tmp_path: Path) -> None:

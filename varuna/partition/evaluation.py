@@ -4,18 +4,21 @@ Dropout is gone and batch normalisation uses its running statistics: another gra
 each section must need no others than the stage that holds it has.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from varuna.core.errors import ModelError
 from varuna.partition.capture.capture import Recipe
-from varuna.partition.capture.outputs import OutputsFunction
+from varuna.partition.capture.outputs import OutputsFunction, logits_of
 from varuna.partition.cut.match_cuts import UnlikeGraphsError, same_sections
 from varuna.partition.lengths import resized
 from varuna.partition.model import PartitionedModel, partition
 
+_TEXTS = 2
+"""In the batch that is captured."""
 _INSTEAD = "Evaluate this model from trainer.export(path) in plain PyTorch."
 
 
@@ -52,6 +55,24 @@ def for_prediction(
     keyed = [replace(graph, length_keys=model.length_keys) for graph in model.graphs]
     graphs = [_captured(graph, replace(recipe, outputs=outputs), batch, count_targets=False) for graph in keyed]
     return replace(graphs[0], variants=tuple(graphs) if model.variants else (), length_keys=model.length_keys)
+
+
+def for_generation(model: PartitionedModel, recipe: Recipe, keys: Sequence[str], length: int) -> PartitionedModel:
+    """The same with logits for every token of a text, at one length, whatever lengths training has.
+
+    Args:
+        model: as it trains.
+        recipe: from which ``model`` was captured.
+        keys: inputs that are the tokens; nothing else is passed.
+        length: of texts, in tokens.
+
+    Raises:
+        ModelError: as for ``for_evaluation``, or the model returns no logits.
+    """
+    tokens = torch.zeros(_TEXTS, length, dtype=torch.int64)
+    single = replace(model, variants=(), length_keys=())
+    wanted = replace(recipe, outputs=logits_of)
+    return _captured(single, wanted, dict.fromkeys(keys, tokens), count_targets=False)
 
 
 def _one(model: PartitionedModel, recipe: Recipe, batch: Mapping[str, Tensor]) -> PartitionedModel:

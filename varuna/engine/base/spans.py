@@ -13,13 +13,13 @@ class Span:
     """The ``begin`` or the ``end``, by ``phase``, of a piece of work."""
 
     name: str
-    """F, R, B, I, W, reduce, vote, apply, save or form"""
+    """F, R, B, I, W, reduce, vote, apply, save, generate or form"""
     phase: str
     rank: int
     stage: int
     step: int
     index: int
-    """global micro-batch for F, R, B, I, W; generation for form; else -1"""
+    """global micro-batch for F, R, B, I, W; generation for form; token for generate; else -1"""
 
 
 Listener = Callable[[Span], None]

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -88,6 +88,10 @@ class Generation:
         with span(name, rank=self.assignment.rank, stage=self.stage.index, step=step):
             yield
         self.runtime.phases.append(StepPhase(name, begin_s, time.monotonic()))
+
+    def span(self, name: str, index: int) -> AbstractContextManager[None]:
+        """Mark work between two steps, for whoever listens."""
+        return span(name, rank=self.assignment.rank, stage=self.stage.index, step=self.stage.next_step - 1, index=index)
 
     def close(self, *, exiting: bool = False) -> None:
         """Abandon the generation without waiting for anyone."""

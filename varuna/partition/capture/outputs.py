@@ -9,6 +9,8 @@ from varuna.core.errors import ModelError
 from varuna.partition.watching.explaining import in_plain_words
 
 OutputsFunction = Callable[[Any, Mapping[str, Tensor]], Tensor | Mapping[str, Tensor]]
+_OF_TEXT = 3
+"""Dimensions of the logits of texts."""
 OUTPUT = "output"
 """Name of the rows of a prediction that has no names of its own."""
 
@@ -17,6 +19,24 @@ def outputs_of(output: Any, _: Mapping[str, Tensor]) -> Tensor | Mapping[str, Te
     """What a model predicts, if nothing else is said: its ``logits``, else the tensor that it returns."""
     logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     return output if logits is None else {"logits": logits}
+
+
+def logits_of(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """The logits of a language model, (examples, tokens, words): of a tuple its first tensor of three dimensions.
+
+    Raises:
+        ModelError: there are none for each token.
+    """
+    length = next(iter(batch.values())).shape[1]
+    said = outputs_of(output, batch)
+    parts = said.values() if isinstance(said, Mapping) else said if isinstance(said, list | tuple) else [said]
+    found = next((part for part in parts if isinstance(part, Tensor) and part.dim() == _OF_TEXT), None)
+    if found is None or found.shape[1] != length:
+        raise ModelError(
+            "trainer.generate needs a model that returns logits of the shape (examples, tokens, words), or an object, "
+            f"dict or tuple that contains them, for {length} tokens here, but got {_described(output)}"
+        )
+    return found
 
 
 def rows_of(found: object, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:

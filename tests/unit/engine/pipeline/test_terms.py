@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.unit.engine.aside.test_evaluate import eager_loss, train
 from tests.unit.engine.ranks import Setup, adamw, reference, single_threaded, worst
-from tests.unit.engine.worker.test_evaluate import eager_loss, train
 from tests.unit.engine.worker.test_resuming import train as resumed
 from varuna.core.errors import DataError, ModelError
 from varuna.core.precision import Precision

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from varuna.engine.worker.evaluate import EvaluationRun, EvaluationWork
+from varuna.engine.aside.evaluate import EvaluationRun, EvaluationWork
 from varuna.engine.worker.generation import Generation
 
 _WORD = 8
@@ -28,18 +28,18 @@ def predict(generation: Generation, work: EvaluationWork) -> dict[str, Tensor]:
         LinkError: a link broke, or nothing came within the bound.
         DataError: a sample is not what the model was captured with, or differs between stages.
     """
-    with closing(_Prediction(generation, work)) as prediction:
+    with closing(PredictionRun(generation, work)) as prediction:
         return prediction.rows()
 
 
-class _Prediction(EvaluationRun):
+class PredictionRun(EvaluationRun):
     """One rank's part of a prediction."""
 
     def rows(self) -> dict[str, Tensor]:
         """Run all chunks; after each, every rank gets all rows of it."""
         found: dict[str, Tensor] = {}
         for first, chunk in self.chunks():
-            parts = [self._named(micro_batch) for micro_batch in chunk]
+            parts = [self.named(micro_batch) for micro_batch in chunk]
             for replica, named in enumerate(self._exchange(parts if self.stage.is_last else [])):
                 numbers = self.plan.micro_batches_of(replica)[first : first + self.chunk]
                 places = torch.tensor([place for number in numbers for place in self.plan.samples_of(number)])
@@ -49,7 +49,8 @@ class _Prediction(EvaluationRun):
                     found[name][places] = rows
         return found
 
-    def _named(self, micro_batch: int) -> dict[str, Tensor]:
+    def named(self, micro_batch: int) -> dict[str, Tensor]:
+        """The rows of a micro-batch; nothing but on the last stage."""
         made, _ = self.forward(micro_batch)
         rows = made[1 : 1 + len(self.work.model.metrics)]  # the first is in the place of the loss
         return {name: value.cpu() for name, value in zip(self.work.model.metrics, rows, strict=False)}

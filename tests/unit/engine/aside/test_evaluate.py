@@ -18,10 +18,10 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.data import sample_index
 from varuna.data.samples import SampleSource
+from varuna.engine.aside.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
 from varuna.engine.stage.stage import Stage
-from varuna.engine.worker.evaluate import EvaluationSums, EvaluationWork, evaluate
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.evaluation import for_evaluation

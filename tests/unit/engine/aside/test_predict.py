@@ -14,10 +14,10 @@ from varuna.core.errors import ModelError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.data.samples import SampleSource
+from varuna.engine.aside.evaluate import EvaluationWork
+from varuna.engine.aside.predict import predict
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
-from varuna.engine.worker.evaluate import EvaluationWork
-from varuna.engine.worker.predict import predict
 from varuna.engine.worker.session import Session
 from varuna.membership.static import StaticMembership, World
 from varuna.partition.capture.outputs import outputs_of

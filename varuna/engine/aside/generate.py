@@ -1,0 +1,187 @@
+"""Texts that a language model continues, a token at a time: forward only, over the stages and replicas of a generation.
+
+All texts are rows of one length. What is behind a text's last token cannot change what the model says of that token, if
+each place sees the places before it only; a model where it does is noticed, and refused.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from varuna.core.errors import ModelError, UsageError
+from varuna.data.randomness import derive_key
+from varuna.data.samples import SampleSource
+from varuna.engine.aside.evaluate import EvaluationWork
+from varuna.engine.aside.predict import PredictionRun
+from varuna.engine.worker.generation import Generation
+from varuna.partition.model import PartitionedModel
+
+_LEAST_TURNS = 2
+"""The second one shows whether the model looks ahead."""
+_LOOKS_AHEAD = (
+    "trainer.generate needs a model in which no token sees the ones after it, as in GPT-2 or Llama. Here the logits of "
+    "a token changed when another one was appended. If that is a matter of a mask, let forward() make a causal one."
+)
+_SAME = {torch.float32: 1e-4}
+_SAME_IN_HALVES = 1e-2
+"""Largest difference of two runs of one graph on the same values, relative to the largest logit."""
+
+
+class Choice(NamedTuple):
+    """How the next token is chosen."""
+
+    temperature: float = 0.0
+    """0: the likeliest"""
+    top_k: int | None = None
+    """only one of so many likeliest"""
+    seed: int = 0
+
+    def of(self, logits: Tensor, *keys: int) -> int:
+        """The next token.
+
+        Args:
+            logits: one for each word, float32, on the host.
+            keys: tell this choice from others: whoever has the same chooses the same.
+        """
+        if self.temperature == 0:
+            return int(logits.argmax())
+        scaled = logits.double() / self.temperature
+        if self.top_k is not None and self.top_k < len(scaled):
+            scaled[scaled < scaled.topk(self.top_k).values[-1]] = -torch.inf
+        draws = torch.Generator().manual_seed(derive_key(self.seed, "generate", *keys) >> 1)
+        return int(torch.multinomial(scaled.softmax(0), 1, generator=draws))
+
+
+class LastLogits(NamedTuple):
+    """What the model said of the last token of a text."""
+
+    place: int
+    """of the token"""
+    logits: Tensor
+    """float32, on the host"""
+
+    def differs(self, row: Tensor) -> bool:
+        """Whether the logits of a longer text, (length, words), are others at this place."""
+        tolerance = _SAME.get(row.dtype, _SAME_IN_HALVES) * self.logits.abs().max()
+        return bool((row[self.place].float().cpu() - self.logits).abs().max() > tolerance)
+
+
+class Continuation(NamedTuple):
+    """What to continue, and how."""
+
+    number: int
+    """as that of an evaluation"""
+    model: PartitionedModel
+    """in evaluation mode, for the job's device; its first rows are logits of (length, words)"""
+    buffers: Mapping[str, Tensor]
+    """those that training does not have"""
+    keys: Sequence[str]
+    """of the batch: inputs that are the tokens"""
+    length: int
+    """of rows, in tokens"""
+    texts: Sequence[Sequence[int]]
+    new_tokens: int
+    choice: Choice
+    end: int | None
+    """the token after which a text is complete"""
+    averaged: bool = False
+
+
+class _Rows:
+    """Texts as a dataset: rows of one length. Zeros fill them up."""
+
+    def __init__(self, keys: Sequence[str], length: int, texts: Sequence[Sequence[int]]) -> None:
+        self._keys, self._length, self._texts = keys, length, texts
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = torch.zeros(self._length, dtype=torch.int64)
+        row[: len(self._texts[index])] = torch.tensor(self._texts[index])
+        return dict.fromkeys(self._keys, row)
+
+
+def generate(generation: Generation, work: Continuation) -> list[list[int]]:
+    """Continue the texts; all ranks of the grid call this at the same step, and all get all texts.
+
+    Only the last stage chooses, and tells the others: machines need not agree on the last bit of a probability.
+
+    Raises:
+        UsageError: the ranks were asked for different things.
+        ModelError: the model looks ahead.
+        GenerationEnded: the manager ended the generation.
+        LinkError: a link broke, or nothing came within the bound.
+    """
+    texts, complete, said = [list(text) for text in work.texts], set[int](), dict[int, LastLogits]()
+    for turn in range(max(work.new_tokens, _LEAST_TURNS)):
+        with generation.span("generate", turn), closing(_Turn(generation, work, texts, said)) as one:
+            if turn == 0:
+                one.compare()
+            found, said = one.rows(), one.said
+        if found["looks_ahead"].any():
+            raise ModelError(_LOOKS_AHEAD)
+        for place, token in enumerate(found["token"].tolist()):
+            if place not in complete and turn < work.new_tokens:
+                texts[place].append(token)
+                if token == work.end:
+                    complete.add(place)
+        if len(complete) == len(texts) and turn + 1 >= _LEAST_TURNS:
+            break
+    return texts
+
+
+class _Turn(PredictionRun):
+    """One rank's part of one more token for every text."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        work: Continuation,
+        texts: Sequence[Sequence[int]],
+        before: Mapping[int, LastLogits],
+    ) -> None:
+        source = SampleSource(_Rows(work.keys, work.length, texts), seed=0, shuffles=False)
+        asked = (work.number, work.model, work.buffers, source, len(texts), None, work.averaged)
+        super().__init__(generation, EvaluationWork(*asked))
+        self._given, self._texts, self._before = work, texts, before
+        self.said: dict[int, LastLogits] = {}
+        """of each text, where that is computed"""
+
+    def compare(self) -> None:
+        """Every rank says what it was asked for.
+
+        Raises:
+            UsageError: not all were asked for the same.
+        """
+        work = self._given
+        words = [number for text in work.texts for number in (len(text), *text)]
+        options = (work.new_tokens, work.choice, work.end, work.averaged, work.length)
+        mine = derive_key(*words, str(options)) >> 1
+        table = torch.zeros(self.plan.workers, dtype=torch.int64)
+        table[self.generation.assignment.rank] = mine
+        if self.plan.workers > 1:
+            self.sum_all("words", table, "what the other ranks were asked to generate")
+        if (table != mine).any():
+            raise UsageError(
+                "trainer.generate was called with different prompts or options on different workers: give all of them "
+                "the same, after the same step."
+            )
+
+    def named(self, micro_batch: int) -> dict[str, Tensor]:
+        """The next token of each text of a micro-batch, chosen by the last stage."""
+        made, _ = self.forward(micro_batch)
+        if not self.stage.is_last:
+            return {}
+        logits, choice, step = made[1], self._given.choice, self.stage.next_step
+        tokens, ahead = list[int](), list[bool]()
+        for row, place in enumerate(self.plan.samples_of(micro_batch)):
+            newest = len(self._texts[place]) - 1
+            self.said[place] = LastLogits(newest, logits[row, newest].float().cpu())
+            tokens.append(choice.of(self.said[place].logits, step, place, newest))
+            before = self._before.get(place)
+            ahead.append(before is not None and before.differs(logits[row]))
+        return {"token": torch.tensor(tokens), "looks_ahead": torch.tensor(ahead)}
