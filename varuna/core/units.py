@@ -15,6 +15,8 @@ _BYTES_PER = {
     "gi": 2**30,
     "ti": 2**40,
 }
+_ENDLESS_STEPS = 10**8
+"""Nobody counts on so many: ``steps(10**9)`` means until the loop breaks."""
 _FAR_S = 30 * 86400.0
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([kmgt]i?)?b?\s*", re.IGNORECASE)
 
@@ -72,6 +74,11 @@ def counted(number: int, noun: str) -> str:
     """``"1 worker"``, ``"1,200 steps"``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def step_number(step: int, total: int | None) -> str:
+    """Step 11 of 48 as ``"12/48"``, since steps count from 0; only ``"12"`` where the loop ends by itself."""
+    return f"{step + 1}/{total}" if total and total < _ENDLESS_STEPS else f"{step + 1}"
 
 
 def time_left(left_s: float) -> str:

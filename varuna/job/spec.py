@@ -29,7 +29,7 @@ from varuna.partition.initial.constructor import Initial
 from varuna.partition.initial.initial_values import Init, InitialParameters, begin_with, check_beginning
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
-from varuna.partition.optimizers import averaging
+from varuna.partition.optimizers import AveragingFactory
 
 CAPTURED_SAMPLES = 2
 
@@ -115,7 +115,9 @@ class JobSpec:
     @cached_property
     def update(self) -> OptimizerFactory:
         """Builds the optimizer, with averages if they are wanted."""
-        return self.optimizer if self.ema is None else averaging(self.optimizer, self.ema)
+        if self.ema is None:
+            return self.optimizer
+        return AveragingFactory(self.optimizer, self.ema)
 
     @cached_property
     def source(self) -> SampleSource:

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from varuna.core.units import counted, format_duration, format_rate, time_left
+from varuna.core.units import counted, format_duration, format_rate, step_number, time_left
 from varuna.process.console import say
 
 _EVERY_S = 10.0
@@ -50,7 +50,7 @@ class SpeedLines:
         (first, first_s), (last, last_s) = self._recent[0], self._recent[-1]
         step_s = (last_s - first_s) / (last - first)
         left = time_left(step_s * (self._total - 1 - step))
-        self._tell(f"step {step + 1}/{self._total}  loss {loss:.4f}  {self._rate(step_s)}{left}")
+        self._tell(f"step {step_number(step, self._total)}  loss {loss:.4f}  {self._rate(step_s)}{left}")
 
     def close(self) -> None:
         """The run is over: say how fast it was since its first step, which had to wait for all that comes before."""

@@ -116,8 +116,15 @@ def open_session(
         connect=lambda assignment: membership.store(assignment.generation),
         interface_host=os.environ.get("VARUNA_INTERFACE", "127.0.0.1"),
         loop=LoopState(spec.state),
+        left_out=_in_files(model, first),
         patience=_patience(),
     )
+
+
+def _in_files(model: PartitionedModel, first: InitialParameters) -> LeftOut | None:
+    """Leaves out frozen parameters that every worker can read; None: there are none."""
+    frozen = first.stored - model.trainable
+    return LeftOut(model.shapes.keys() - frozen) if frozen else None
 
 
 def job_facts(spec: JobSpec, n: int, *, initialisation: str = "constructor", saves: bool = False) -> JobFacts:

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from varuna.core.units import format_duration, format_rate
+from varuna.core.units import format_duration, format_rate, step_number
 
 _NEWEST = 8
 """Generations that are shown."""
@@ -32,7 +32,7 @@ def _headline(status: Mapping[str, Any]) -> Text:
     line = Text(no_wrap=True, overflow="ellipsis")
     line.append(state, style=f"bold {_STATES.get(state, 'yellow')}")
     if status["step"] is not None:
-        line.append(f"  step {status['step'] + 1}/{status['steps']}")
+        line.append(f"  step {step_number(status['step'], status['steps'])}")
         line.append("  loss " + ("nan" if status["loss"] is None else f"{status['loss']:.4f}"))
         line.append(f"  {format_rate(status['examples_per_s'])} examples/s")
     if plan is not None:

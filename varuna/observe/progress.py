@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from varuna.core.model import JobFacts
-from varuna.core.units import counted, format_duration, format_rate, time_left
+from varuna.core.units import counted, format_duration, format_rate, step_number, time_left
 from varuna.observe.report import GenerationRow, Morph, RunHistory
 
 
@@ -26,7 +26,7 @@ def progress_line(
     )
     left = "" if left_s is None else time_left(left_s)
     return (
-        f"step {step + 1}{f'/{total}' if total else ''}  loss {loss:.4f}  {rate}{left}  plan {row.plan}"
+        f"step {step_number(step, total)}  loss {loss:.4f}  {rate}{left}  plan {row.plan}"
         f"  {counted(row.workers, 'worker')}"
     )
 

@@ -8,7 +8,14 @@ from torch import Tensor
 from torch.optim import optimizer as _torch_optimizer
 
 from varuna.core.errors import ModelError, VarunaError
-from varuna.partition.optimizers import Averaging, OptimizerFactory, SeveralOptimizers, build_optimizer, parts_of
+from varuna.partition.optimizers import (
+    Averaging,
+    AveragingFactory,
+    OptimizerFactory,
+    SeveralOptimizers,
+    build_optimizer,
+    parts_of,
+)
 from varuna.partition.watching.fake_mode import FakeMode
 from varuna.partition.watching.live_bytes import Allocated
 
@@ -53,7 +60,7 @@ class _Trial(NamedTuple):
     is_torchs: bool
 
 
-_known: dict[tuple[int, Shapes, bool], tuple[OptimizerFactory, _Trial | None]] = {}
+_known: dict[tuple[int, bool, Shapes, bool], tuple[OptimizerFactory, _Trial | None]] = {}
 """Trials by factory, which is kept lest another takes its id: a model is captured again for other lengths."""
 
 
@@ -94,7 +101,8 @@ def try_update(
 
 
 def _known_or_tried(factory: OptimizerFactory, shapes: Shapes, *, on_cpu: bool) -> _Trial | None:
-    key = (id(factory), shapes, on_cpu)
+    own, averages = (factory.factory, True) if isinstance(factory, AveragingFactory) else (factory, False)
+    key = (id(own), averages, shapes, on_cpu)
     if key not in _known:
         tried = _try(factory, shapes, on_cpu=on_cpu)
         while len(_known) >= _REMEMBERED:

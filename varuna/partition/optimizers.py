@@ -3,7 +3,7 @@
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import wraps
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,16 +88,18 @@ class Averaging:
                 state[AVERAGE] = parameter.detach().clone()
 
 
-def averaging(factory: OptimizerFactory, decay: float) -> OptimizerFactory:
+@dataclass(frozen=True)
+class AveragingFactory:
     """Builds the user's optimizer, which also averages what it updates."""
 
-    @wraps(factory)
-    def build(named: NamedParameters) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(factory, named)
-        optimizer.register_step_post_hook(Averaging(decay))
-        return optimizer
+    factory: OptimizerFactory
+    decay: float
 
-    return build
+    def __call__(self, named: NamedParameters) -> torch.optim.Optimizer:
+        """As the user's factory."""
+        optimizer = build_optimizer(self.factory, named)
+        optimizer.register_step_post_hook(Averaging(self.decay))
+        return optimizer
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
-from varuna.core.units import format_bytes, format_duration, parse_bytes
+from varuna.core.units import format_bytes, format_duration, parse_bytes, step_number
 from varuna.core.vote import VoteLayout
 
 
@@ -131,3 +131,7 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 def test_sizes_and_durations_are_printed_short() -> None:
     assert [format_bytes(size) for size in (12, 1536, 3 * 2**29)] == ["12 B", "1.5 KiB", "1.5 GiB"]
     assert [format_duration(s) for s in (0.25, 3.0, 100.0, 3720.0)] == ["250 ms", "3.0 s", "1m 40s", "1h 02m"]
+
+
+def test_steps_count_from_0_and_a_run_without_end_tells_no_total() -> None:
+    assert [step_number(11, 48), step_number(11, 10**9), step_number(11, None)] == ["12/48", "12", "12"]

@@ -17,7 +17,8 @@ from varuna.checkpoint.manifest import read_manifest
 from varuna.core.errors import UsageError
 from varuna.core.model import Memory
 from varuna.data import sample_index
-from varuna.partition.optimizers import AVERAGE, averaging
+from varuna.partition.optimizer_needs import try_update
+from varuna.partition.optimizers import AVERAGE, AveragingFactory
 from varuna.store.opening import open_store
 from varuna.testing import fail_at, run
 from varuna.trainer import Trainer
@@ -94,7 +95,7 @@ def averages_of(setup: Setup) -> dict[str, Tensor]:
 
 
 def test_averages_are_torchs_own_in_every_plan_and_after_another_one(tmp_path: Path) -> None:
-    place, optimizer = str(tmp_path), averaging(adamw, 0.8)
+    place, optimizer = str(tmp_path), AveragingFactory(adamw, 0.8)
     with single_threaded():
         expected = dict(plain_average(4, 0.8).module.named_parameters())
         for stages, replicas in ((1, 1), (2, 2)):
@@ -109,6 +110,19 @@ def test_averages_are_torchs_own_in_every_plan_and_after_another_one(tmp_path: P
     export_checkpoint(store, read_manifest(store, 4), exported, average=True)
     found = load_file(exported / "model.safetensors")
     torch.testing.assert_close(found, {name: value.detach() for name, value in expected.items()})
+
+
+def test_the_trial_of_an_optimizer_with_averages_is_remembered() -> None:
+    tried = []
+
+    def factory(named: Any) -> torch.optim.Optimizer:
+        tried.append(len(named))
+        return adamw(named)
+
+    for decay in (0.8, 0.8, 0.9):  # an average takes as much memory, whatever its decay
+        needs = try_update(AveragingFactory(factory, decay), {"w": (4, 4)}, [["w"]], on_cpu=True)
+        assert needs.state_bytes["w"] == 3 * 64 + 4
+    assert tried == [1]
 
 
 def test_a_script_evaluates_and_exports_the_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """Parameters that stand in for real ones: how long an op takes does not depend on values, and no model is built."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from zlib import crc32
 
 import torch
@@ -17,6 +17,7 @@ class StandIns:
     """An ``InitialParameters`` of made-up parameters; buffers (masks, rotary tables) are the model's own."""
 
     name = "stand-ins"
+    stored: Set[str] = frozenset()
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], real: InitialParameters) -> None:
         """Take the place of ``real``, whose parameters are never asked for."""

@@ -50,8 +50,12 @@ def is_average(path: str) -> bool:
 
 def averaged_names(state: SectionState) -> dict[str, Tensor]:
     """The model's tensors in a section, by its own names: averages where there are any."""
-    averages = {path.split("/", 1)[1].rsplit("/", 1)[0]: v for path, v in state.tensors.items() if is_average(path)}
-    return {**own_names(state), **averages}
+    return {**own_names(state), **{_averaged(path): v for path, v in state.tensors.items() if is_average(path)}}
+
+
+def _averaged(path: str) -> str:
+    """The parameter of an average."""
+    return path.split("/", 1)[1].rsplit("/", 1)[0]
 
 
 def export_checkpoint(
@@ -86,7 +90,7 @@ def export_checkpoint(
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} has no averages of parameters: train with Trainer(..., ema=0.999)"
         )
-    sizes = _sizes(manifest)
+    sizes = _sizes(manifest, average=average)
     groups = _groups(sizes, file_bytes)
     names = [f"model-{n + 1:05d}-of-{len(groups):05d}.safetensors" for n in range(len(groups))]
     if len(groups) == 1:
@@ -125,14 +129,12 @@ def _check_whole(manifest: Manifest) -> None:
         )
 
 
-def _sizes(manifest: Manifest) -> dict[str, int]:
-    """Bytes of each tensor of the model, in the order of sections."""
-    found: dict[str, int] = {}
-    for shard in manifest.shards:
-        for piece in shard.pieces:
-            if is_exported(piece.name):
-                found[piece.name.partition("/")[2]] = prod(piece.shape) * ITEM_BYTES[piece.dtype]
-    return found
+def _sizes(manifest: Manifest, *, average: bool) -> dict[str, int]:
+    """Bytes of each tensor of the model, in the order of sections; an average may have another dtype."""
+    pieces = {piece.name: prod(piece.shape) * ITEM_BYTES[piece.dtype] for s in manifest.shards for piece in s.pieces}
+    found = {path.partition("/")[2]: size_bytes for path, size_bytes in pieces.items() if is_exported(path)}
+    averages = {_averaged(path): size_bytes for path, size_bytes in pieces.items() if average and is_average(path)}
+    return {name: averages.get(name, size_bytes) for name, size_bytes in found.items()}
 
 
 def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

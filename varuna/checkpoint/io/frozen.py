@@ -1,7 +1,7 @@
-"""Frozen parameters that checkpoints leave out: what these keep of them, and how they come back.
+"""Frozen parameters that checkpoints and morphs leave out: what is kept of them, and how they come back.
 
-They never change, so they are where the run began: in the files of ``weights=``, or in what ``model=`` builds. A
-checkpoint keeps a checksum of each, and whoever resumes from another base is told.
+They never change, so they are where the run began: in the files of ``weights=``, or in what ``model=`` builds. What
+leaves them out keeps a checksum of each, and whoever reads another base is told.
 """
 
 import zlib
@@ -19,11 +19,11 @@ _NAMED = 3
 
 
 class LeftOut:
-    """Leaves frozen parameters out of the states that are saved; each is read once, for its checksum."""
+    """Leaves frozen parameters out of states that are saved or sent; each is read once, for its checksum."""
 
-    def __init__(self, trainable: Collection[str]) -> None:
-        """Leave out all parameters but the ``trainable`` ones."""
-        self._trainable = trainable
+    def __init__(self, kept: Collection[str]) -> None:
+        """Leave out all parameters but the ``kept`` ones."""
+        self._kept = kept
         self._marks: dict[str, JSON] = {}
 
     def of(self, state: SectionState) -> SectionState:
@@ -31,7 +31,7 @@ class LeftOut:
         frozen = {
             path.removeprefix("parameters/"): value
             for path, value in state.tensors.items()
-            if path.startswith("parameters/") and path.removeprefix("parameters/") not in self._trainable
+            if path.startswith("parameters/") and path.removeprefix("parameters/") not in self._kept
         }
         for name, value in frozen.items():
             if name not in self._marks:
@@ -49,13 +49,13 @@ def put_back(
     initial: Callable[[Sequence[str]], Mapping[str, Tensor]],
     place: str,
 ) -> None:
-    """Add the parameters that a checkpoint left out.
+    """Add the parameters that were left out.
 
     Args:
-        states: what was read, by section; changed. Those of other sections may hold checksums.
+        states: what was read or received, by section; changed. Those of other sections may hold checksums.
         parameters: what the sections need.
         initial: first values of named parameters.
-        place: the checkpoint, for messages.
+        place: the checkpoint, or who sent them, for messages.
 
     Raises:
         CheckpointError: the run began with other values.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor
 
-from varuna.checkpoint.io.frozen import FROZEN, put_back
+from varuna.checkpoint.io.frozen import FROZEN, LeftOut, put_back
 from varuna.checkpoint.io.restore import Wanted, everything, read_states
 from varuna.checkpoint.io.section_state import JSON, SectionState
 from varuna.checkpoint.manifest import read_manifest
@@ -106,6 +106,7 @@ def form_generation(
     told: Told,
     model: PartitionedModel,
     initial: FirstValues,
+    left_out: LeftOut | None,
     buffers: Mapping[str, Tensor],
     combines: bool | None,
     shard_optimizer: bool,
@@ -161,7 +162,9 @@ def form_generation(
     states: dict[int, SectionState] = {}
     damage: DamagedCheckpoint | None = None
     try:
-        states = _states(assignment, groups, held, model, initial, buffers, shard_optimizer=shard_optimizer, at=at)
+        states = _states(
+            assignment, groups, held, model, initial, left_out, buffers, shard_optimizer=shard_optimizer, at=at
+        )
     except DamagedCheckpoint as error:
         damage = error
     at(Awaited("the end of forming", others))
@@ -193,6 +196,7 @@ def _states(
     held: dict[int, SectionState],
     model: PartitionedModel,
     initial: FirstValues,
+    left_out: LeftOut | None,
     buffers: Mapping[str, Tensor],
     *,
     shard_optimizer: bool,
@@ -205,7 +209,11 @@ def _states(
     sources = {each.source_rank for each in assignment.transfers if each.target_rank == rank}
     targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
     at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
-    received = exchange(groups.world, assignment.transfers, rank, held) if assignment.transfers else {}
+    received = exchange(groups.world, assignment.transfers, rank, held, left_out) if assignment.transfers else {}
+    if received:
+        at(Awaited("frozen parameters from the files of weights="))
+        used = {section: model.sections[section].parameters for section in received}
+        put_back(received, used, partial(initial, checks=False), "what another worker sent")
     states: dict[int, SectionState] = {}
     refusal: VarunaError | None = None
     what = f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"

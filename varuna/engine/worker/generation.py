@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import ModelError
 from varuna.core.messages import Assignment
@@ -48,6 +49,8 @@ class Setting(NamedTuple):
     """address that the data plane binds to"""
     loop: LoopState
     """what the training loop keeps of its own"""
+    left_out: LeftOut | None = None
+    """what workers do not send each other, because files have it"""
 
 
 @dataclass
@@ -145,6 +148,7 @@ def form(
             told=told,
             model=setting.job.model,
             initial=lambda names, *, checks: _first_values(setting, names, checks=checks and assignment.rank == 0),
+            left_out=setting.left_out,
             buffers=setting.job.buffers,
             combines=combines,
             shard_optimizer=setting.job.memory.shard_optimizer,

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from varuna.checkpoint.io.frozen import LeftOut
 from varuna.core.errors import DamagedCheckpoint, FleetError, LinkError
 from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Assign, Assignment, Finish, WorkerPhase
@@ -67,6 +68,7 @@ class Session:
         connect: Callable[[Assignment], Any],
         interface_host: str,
         loop: LoopState | None = None,
+        left_out: LeftOut | None = None,
         patience: Patience | None = None,
     ) -> None:
         """Prepare; nothing runs before ``steps``.
@@ -82,10 +84,13 @@ class Session:
             connect: opens the store of an assignment.
             interface_host: address that the data plane binds to.
             loop: what the training loop keeps of its own.
+            left_out: parameters that a morph reads from files; the others move between workers.
             patience: of waits for other ranks.
         """
         self._loop = loop or LoopState()
-        self._setting = Setting(job, source, weight, facts.steps, initial, connect, interface_host, self._loop)
+        self._setting = Setting(
+            job, source, weight, facts.steps, initial, connect, interface_host, self._loop, left_out
+        )
         self._facts, self._membership, self._saver = facts, membership, saver
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Transfer
 from varuna.engine.base.transport import Group, Work
@@ -14,7 +15,11 @@ _TAG = 100_000
 
 
 def exchange(
-    group: Group, transfers: Sequence[Transfer], rank: int, held: Mapping[int, SectionState]
+    group: Group,
+    transfers: Sequence[Transfer],
+    rank: int,
+    held: Mapping[int, SectionState],
+    left_out: LeftOut | None = None,
 ) -> dict[int, SectionState]:
     """Take part in all transfers of this rank at once; returns what it received.
 
@@ -27,6 +32,7 @@ def exchange(
         transfers: all copies, the same list on every rank.
         rank: this one.
         held: by section, state that this rank has; storages are read in place.
+        left_out: frozen parameters that receivers read from disk.
 
     Raises:
         RuntimeError: a peer is gone (from gloo).
@@ -39,6 +45,7 @@ def exchange(
             key = transfer.section, transfer.lent
             if key not in packed:
                 state = _lent(held[transfer.section]) if transfer.lent else held[transfer.section]
+                state = state if left_out is None else left_out.of(state)
                 packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
             length = torch.tensor([packed[key].numel()], dtype=torch.int64)
             sends.append(group.send(length, transfer.target_rank, _tag(transfer)))

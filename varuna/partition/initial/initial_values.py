@@ -4,7 +4,7 @@ All three are the same for every P and D. Only the first needs the memory of a w
 """
 
 import gc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Protocol
@@ -37,6 +37,10 @@ class InitialParameters(Protocol):
     @property
     def name(self) -> str:
         """The source's name in the job's facts, on which all workers must agree."""
+
+    @property
+    def stored(self) -> Set[str]:
+        """Parameters that files have, from which any worker can read each by itself."""
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
         """Values of some parameters, which the caller may change; ``check`` sees the whole model, if any may."""
@@ -103,6 +107,7 @@ class Constructor:
     """The model's own initialisation, as ``torch.manual_seed(seed); build()``."""
 
     name = "constructor"
+    stored: Set[str] = frozenset()
 
     def __init__(self, recipe: Recipe, shapes: Shapes, seed: int, digest: str) -> None:
         self._recipe, self._shapes, self._seed, self._digest = recipe, shapes, seed, digest
@@ -146,6 +151,7 @@ class PerParameter:
     """Every parameter drawn by itself, from a generator keyed by (seed, name)."""
 
     name = "per_parameter"
+    stored: Set[str] = frozenset()
 
     def __init__(self, recipe: Recipe, shapes: Shapes, seed: int, digest: str) -> None:
         self._recipe, self._shapes, self._seed, self._digest = recipe, shapes, seed, digest
@@ -204,6 +210,11 @@ class Pretrained:
         self._buffers: dict[str, TensorEntry] = {name: entry for name, entry in entries.items() if name in saved}
         self._path = path
         self.name = f"weights:{fingerprint(entries)}" + (f"+{self._drawn.name}" if self._drawn else "")
+
+    @property
+    def stored(self) -> Set[str]:
+        """All but those that the files lack."""
+        return self._shapes.keys() - self._fit.without
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
         """Read these tensors and no others; draw those that the files lack."""

@@ -1,14 +1,20 @@
 """Sections move between live ranks bit for bit, all at once, in any pattern."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_model
 
-from tests.unit.engine.ranks import connected, run_all
-from varuna.checkpoint.io.section_state import SectionState
+from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw, connected, run_all
+from varuna.checkpoint.io.frozen import LeftOut, put_back
+from varuna.checkpoint.io.section_state import SectionState, to_bytes
+from varuna.core.errors import VarunaError
 from varuna.core.messages import Transfer
 from varuna.engine.worker.state_transfer import exchange
+from varuna.testing import fail_at, run
+from varuna.trainer import Trainer
 
 
 def state_of(section: int, *, size: int = 1000) -> SectionState:
@@ -39,14 +45,17 @@ def assert_same(found: SectionState, expected: SectionState) -> None:
 
 
 def exchanged(
-    size: int, transfers: list[Transfer], held: dict[int, dict[int, SectionState]]
+    size: int,
+    transfers: list[Transfer],
+    held: dict[int, dict[int, SectionState]],
+    left_out: LeftOut | None = None,
 ) -> dict[int, dict[int, SectionState]]:
     groups = connected(size)
     received: dict[int, dict[int, SectionState]] = {}
 
     def work(rank: int) -> None:
         own = [each for each in transfers if rank in (each.source_rank, each.target_rank)]
-        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}))
+        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}), left_out)
 
     run_all([partial(work, rank) for rank in range(size)])
     return received
@@ -67,6 +76,47 @@ def test_several_sections_between_three_ranks_in_all_directions_at_once() -> Non
             assert sorted(received[rank]) == [section for section in range(12) if section % 3 != rank]
             for section, state in received[rank].items():
                 assert_same(state, state_of(section))
+
+
+def test_what_files_have_is_not_sent() -> None:
+    state, left_out = state_of(3), LeftOut({"half", "transposed"})
+    [found] = exchanged(2, [move(3, 0, 1)], {0: {3: state}}, left_out)[1].values()
+    assert "parameters/w" not in found.tensors
+    put_back(
+        {3: found},
+        {3: ["w", "half"]},
+        lambda names: {name: state.tensors[f"parameters/{name}"] for name in names},
+        "rank 0",
+    )
+    assert_same(found, state)
+    assert len(to_bytes(left_out.of(state))) < len(to_bytes(state)) - state.tensors["parameters/w"].nbytes + 100
+
+
+class Frozen(SmallLanguage):
+    """Its later layers do not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers[2:]:
+            layer.requires_grad_(False)
+
+
+def test_a_morph_reads_frozen_parameters_from_disk_and_moves_the_others(tmp_path: Path) -> None:
+    file = tmp_path / "base.safetensors"
+    save_model(Frozen(), str(file))
+
+    def script(spoils: bool = False) -> None:
+        trainer = Trainer(Frozen, Tokens(size=32), adamw, 8, weights=file, micro_batch=2)
+        for step in trainer.steps(4):
+            if spoils and step.is_main and step.index == 1:
+                save_model(Frozen(), str(file))
+
+    alone = run(script)
+    lived = run(script, workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=1, step=2, phase="B")])
+    assert lived.plans == ("2x2", "3x1")
+    assert lived.losses == pytest.approx(alone.losses, rel=1e-5)
+    with pytest.raises(VarunaError, match="what another worker sent holds trained parameters only"):
+        run(partial(script, spoils=True), workers=4, stages={4: 2, 3: 3}, faults=[fail_at(rank=1, step=2, phase="B")])
 
 
 def test_large_sections_cross_each_other_without_a_deadlock() -> None:
