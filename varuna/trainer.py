@@ -18,9 +18,8 @@ from varuna.core.errors import UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
 from varuna.data.collate import CollateFunction
-from varuna.data.samples import SampleSource
-from varuna.engine.aside.evaluate import EvaluationWork, evaluate
-from varuna.engine.aside.generate import Continuation, generate
+from varuna.engine.aside.evaluate import evaluate
+from varuna.engine.aside.generate import generate
 from varuna.engine.aside.predict import predict
 from varuna.engine.graphs.compiled import compiler_of
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
@@ -29,27 +28,20 @@ from varuna.engine.worker.loop_state import Kept
 from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
+from varuna.job.aside import Aside
 from varuna.job.built import as_functions
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
-from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
+from varuna.job.spec import JobSpec
 from varuna.job.speed import SpeedLines
 from varuna.job.start import begin
-from varuna.job.text import capture_text, choice_of, length_for, texts_of, trained_length
 from varuna.membership.detect import solo_from_environment
 from varuna.membership.launched import failed, manager, watch_exceptions
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
 from varuna.partition.capture.outputs import OutputsFunction, outputs_of
-from varuna.partition.evaluation import for_evaluation, for_prediction
-from varuna.partition.initial.constructor import needed_buffers
 from varuna.partition.initial.initial_values import Init
-from varuna.partition.model import PartitionedModel
-from varuna.partition.on_device import on_device
 from varuna.results import Evaluation, Step, evaluation_of, step_of
-
-_KEPT = 4
-"""Graphs for predictions that are kept: one for each ``output`` and form of batch."""
 
 
 class Trainer:
@@ -170,10 +162,7 @@ class Trainer:
         )
         self._session: Session | None = None
         self._tells_speed = True  # without a manager, which does
-        self._evaluated: tuple[PartitionedModel, dict[str, Tensor]] | None = None  # in evaluation mode; its own buffers
-        self._predicting: dict[object, tuple[PartitionedModel, dict[str, Tensor]]] = {}  # by outputs and form of batch
-        self._generating: dict[int, tuple[PartitionedModel, dict[str, Tensor], tuple[str, ...]]] = {}  # by length
-        self._evaluations = 0
+        self._aside = Aside(self._spec)
 
     def steps(self, n: int | None = None, *, epochs: float | None = None) -> Iterator[Step]:
         """Train until the whole run has ``n`` steps, and yield each; a resumed run yields the steps that are left.
@@ -202,11 +191,7 @@ class Trainer:
         watched = manager()
         self._session = begin(self._spec, n, watched or solo_from_environment())
         speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
-        called = calls_of(self, ["evaluate", "generate"], sys._getframe(1))
-        if "evaluate" in called:  # now: a model that cannot be evaluated says so before step 0
-            self._evaluated = self._in_evaluation()
-        if "generate" in called:
-            self._for_text(trained_length(self._spec))
+        self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
         committed = self._session.steps()
         try:
             for step in committed:
@@ -266,12 +251,10 @@ class Trainer:
             DataError: a sample does not match the samples that the model was captured with.
         """
         self._check_average(ema)
-        session, source, count = self._other(dataset, examples, "evaluate")
-        if self._evaluated is None:
-            self._evaluated = self._in_evaluation()
-        self._evaluations += 1
-        work = EvaluationWork(self._evaluations, *self._evaluated, source, count, self._spec.loss.weight, ema)
-        return evaluation_of(session.aside(partial(evaluate, work=work), f"evaluates {count} examples"), count)
+        session = self._begun("evaluate(dataset)")
+        work = self._aside.evaluation(dataset, examples, averaged=ema)
+        found = session.aside(partial(evaluate, work=work), f"evaluates {work.examples} examples")
+        return evaluation_of(found, work.examples)
 
     def predict(
         self, dataset: Any, output: OutputsFunction = outputs_of, *, examples: int | None = None, ema: bool = False
@@ -295,16 +278,9 @@ class Trainer:
             UsageError, ModelError, DataError: as for ``evaluate``.
         """
         self._check_average(ema)
-        session, source, count = self._other(dataset, examples, "predict", in_order=True)
-        batch = source.micro_batch(range(min(CAPTURED_SAMPLES, count)))
-        key = (output, tuple((name, value.dtype, value.shape[1:]) for name, value in sorted(batch.tensors.items())))
-        if key not in self._predicting:
-            spec = self._spec
-            self._predicting = dict(list(self._predicting.items())[1 - _KEPT :])  # ``output`` may be new in every call
-            self._predicting[key] = self._beside(for_prediction(spec.partitioned, spec.recipe, batch.tensors, output))
-        self._evaluations += 1
-        work = EvaluationWork(self._evaluations, *self._predicting[key], source, count, None, ema)
-        return session.aside(partial(predict, work=work), f"predicts {count} examples")
+        session = self._begun("predict(dataset)")
+        work = self._aside.prediction(dataset, output, examples, averaged=ema)
+        return session.aside(partial(predict, work=work), f"predicts {work.examples} examples")
 
     def generate(
         self,
@@ -338,18 +314,12 @@ class Trainer:
             ModelError: this is no causal language model, or it cannot be cut as in training.
         """
         self._check_average(ema)
-        choice = choice_of(temperature, top_k, self._spec.seed)
-        texts = texts_of(prompts, max_new_tokens)
         session = self._begun("generate(prompts, n)")
-        length = length_for(self._spec, texts, max_new_tokens)
-        model, buffers, keys = self._for_text(length)
-        self._evaluations += 1
-        work = Continuation(
-            self._evaluations, model, buffers, keys, length, texts, max_new_tokens, choice, eos_token_id, ema
+        work = self._aside.continuation(
+            prompts, max_new_tokens, temperature=temperature, top_k=top_k, end=eos_token_id, averaged=ema
         )
-        return session.aside(
-            partial(generate, work=work), f"generates {max_new_tokens} tokens for {len(texts)} prompts"
-        )
+        doing = f"generates {max_new_tokens} tokens for {len(work.texts)} prompts"
+        return session.aside(partial(generate, work=work), doing)
 
     def export(self, path: str | os.PathLike[str], *, ema: bool = False) -> None:
         """Write the model as safetensors under its own names. Call it on all ranks; the main one writes.
@@ -405,38 +375,7 @@ class Trainer:
         assert epochs is not None
         return math.ceil(Fraction(epochs) * self._spec.source.size / self._spec.global_batch)
 
-    def _other(
-        self, dataset: Any, examples: int | None, method: str, *, in_order: bool = False
-    ) -> tuple[Session, SampleSource, int]:
-        """What runs, what reads another dataset, and how many of its examples."""
-        session = self._begun(f"{method}(dataset)")
-        source = self._spec.reader_of(dataset, in_order=in_order)
-        size = len(dataset) if hasattr(dataset, "__len__") else None
-        count = size if examples is None else examples
-        if count is None or count < 1 or (size is not None and count > size):
-            raise UsageError(f"examples={examples}: the dataset has {size or 'no length'}. Say how many to use.")
-        return session, source, count
-
     def _begun(self, method: str) -> Session:
         if self._session is None:
             raise UsageError(f"trainer.{method} works inside the loop over trainer.steps(n), and after it")
         return self._session
-
-    def _for_text(self, length: int) -> tuple[PartitionedModel, dict[str, Tensor], tuple[str, ...]]:
-        """The model with logits of texts, the buffers that only it needs, and the inputs that are the tokens."""
-        if length not in self._generating:
-            model, keys = capture_text(self._spec, length)
-            self._generating[length] = *self._beside(model), keys
-        return self._generating[length]
-
-    def _in_evaluation(self) -> tuple[PartitionedModel, dict[str, Tensor]]:
-        """The model in evaluation mode, and the buffers that only it needs."""
-        spec = self._spec
-        return self._beside(for_evaluation(spec.partitioned, spec.recipe, spec.batch(CAPTURED_SAMPLES)))
-
-    def _beside(self, model: PartitionedModel) -> tuple[PartitionedModel, dict[str, Tensor]]:
-        """A model beside the one that trains, where it computes, and the buffers that only it needs."""
-        spec = self._spec
-        needed = needed_buffers(model) - needed_buffers(spec.partitioned)
-        buffers = spec.beginning().buffers(needed) if needed else {}
-        return on_device(model, spec.device), spec.cast(buffers)
