@@ -18,6 +18,7 @@ from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
 from varuna.partition.capture.construction import construct, drawing
 from varuna.partition.watching.fake_mode import Copying
+from varuna.partition.watching.user_caches import without_fakes
 
 MOST_ELEMENTS = 1 << 20
 """Known values of up to this many elements are real."""
@@ -75,11 +76,11 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
         Exception: whatever ``build`` raises.
     """
     try:
-        with generator_lock, torch.random.fork_rng(devices=[]), drawing(), KnownValues():  # type: ignore[no-untyped-call]
+        with without_fakes(), generator_lock, torch.random.fork_rng(devices=[]), drawing(), KnownValues():  # type: ignore[no-untyped-call]
             model = build()
         known = True
     except Exception:  # noqa: BLE001 - models that assign tensors across devices; the error of the second way is told
-        with generator_lock, drawing(), mode, Copying():
+        with without_fakes(), generator_lock, drawing(), mode, Copying():
             model = build()
         known = False
     if not isinstance(model, nn.Module):

@@ -15,6 +15,7 @@ from varuna.core.errors import ModelError
 from varuna.data.randomness import seeded
 from varuna.partition.capture.recording import Recorder, View
 from varuna.partition.watching.fake_mode import Copying, FakeMode
+from varuna.partition.watching.user_caches import without_fakes
 
 _init: Any = nn.init
 
@@ -82,7 +83,7 @@ def construct(build: Callable[[], nn.Module], seed: int) -> Construction:
     """
     recorder = Recorder()
     mode = FakeMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with seeded(seed), mode, drawing(recorder), idle_moves(), Copying(), recorder:
+    with without_fakes(), seeded(seed), mode, drawing(recorder), idle_moves(), Copying(), recorder:
         try:
             model = build()
         except Exception as error:

@@ -37,6 +37,7 @@ from varuna.partition.opaque.eager_modules import AgainError, Pieces, check_foll
 from varuna.partition.watching.explaining import ASKS_FOR_DATA, ForwardFindings, NotExportedError
 from varuna.partition.watching.noticing import Noticing
 from varuna.partition.watching.own_code import OWN
+from varuna.partition.watching.user_caches import without_fakes
 
 _trace: Any = _torch_trace
 _proxy: Any = _torch_proxy
@@ -179,7 +180,8 @@ def _with_lists(
 def _attempt(module: nn.Module, fake: Mapping[str, Tensor]) -> torch.export.ExportedProgram:
     def attempt(batch: Any) -> torch.export.ExportedProgram:
         dynamic = ({key: {0: batch} for key in fake},)
-        with kept_functions(), general_sizes(), general_lengths(), hashed_sizes(), _lines_of_functions():
+        helped = kept_functions(), general_sizes(), general_lengths(), hashed_sizes(), _lines_of_functions()
+        with without_fakes(), _all(helped):
             return torch.export.export(module, (dict(fake),), strict=False, dynamic_shapes=dynamic)
 
     try:
