@@ -182,6 +182,31 @@ class Thinned(nn.Module):
         return x + thinned.mean(1, keepdim=True)
 
 
+class Holder(nn.Module):
+    """Uses a module that has another name, too."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.held = held
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.held(x, mask)
+        return found
+
+
+class Shared(nn.Module):
+    """Has a module with two names, which must run as written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outside = Outside()
+        self.holder = Holder(self.outside)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = self.holder(x, mask)
+        return found
+
+
 class All(nn.Module):
     """One of each kind in turn, so that all are captured at once."""
 

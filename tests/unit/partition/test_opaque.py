@@ -23,6 +23,7 @@ from tests.unit.partition.odd_modules import (
     Overwriting,
     Packed,
     Remembering,
+    Shared,
     Starting,
     Thinned,
     Whole,
@@ -58,6 +59,12 @@ def test_a_number_of_tokens_that_is_always_the_same_is_learned() -> None:
     model, found = differences(Family(lambda: Net(Thinned), sample))
     assert found == []
     assert sorted(model.eager) == ["middle.outside", "middle.picking"]
+
+
+def test_one_with_two_names_runs_as_written() -> None:
+    model, found = differences(Family(lambda: Net(Shared), sample))
+    assert found == []
+    assert list(model.eager) == ["middle.outside"]
 
 
 def test_a_tied_and_a_frozen_parameter_within() -> None:

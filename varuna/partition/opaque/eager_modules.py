@@ -187,7 +187,7 @@ class Pieces:
 
     def _as_operation(self, path: str, called: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_made_there = calls.is_kind(path)
-        module = called if is_made_there else self.model.get_submodule(path)
+        module = called if is_made_there else _bare(self.model.get_submodule(path))
         batch = self._batch_size
         if not self._takes_any_number:
             raise UnfitError("the number of samples is fixed already")
@@ -281,6 +281,12 @@ def _unwind(calls: int, batch_size: Any) -> None:
         _module_stack().popitem()
     if isinstance(batch_size, torch.SymInt):  # sizes that depend on data: the next operation would be asked for them
         batch_size.node.shape_env.pending_fresh_unbacked_symbols.clear()
+
+
+def _bare(module: Any) -> nn.Module:
+    """The module itself where export has put something in front of it, as it does if the module has several names."""
+    found: nn.Module = module.get_base() if isinstance(module, _proxies._AttrProxy) else module
+    return found
 
 
 def _depends_on_data(result: Any) -> bool:
