@@ -27,16 +27,27 @@ from tests.scenarios.warm import Process
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
-STEPS = 80
+STEPS, TEXT_EVERY = 80, 5
 PATIENT: dict[str, Any] = {"more": ("--spare-state",), "slow": "0.8"}
 """The next kill waits until the last one's replacement has made every section double again."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict[int, float]:
-    done = python("--steps", str(STEPS), "--dropout", "0.1")
+def alone() -> Done:
+    """One process. That it generates texts as well changes no loss."""
+    done = python("--steps", str(STEPS), "--dropout", "0.1", "--generate", str(TEXT_EVERY))
     assert done.code == 0, done.err
-    return done.losses
+    return done
+
+
+@pytest.fixture(scope="module")
+def undisturbed(alone: Done) -> dict[int, float]:
+    return alone.losses
+
+
+def texts(done: Done) -> dict[int, str]:
+    """By step; None where a worker was lost meanwhile."""
+    return {int(step): text for step, text in re.findall(r"^text (\d+) (.+)$", done.out, re.MULTILINE)}
 
 
 def check(folder: Path, undisturbed: dict[int, float], *, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -60,12 +71,13 @@ def disturbed(
     flags: tuple[str, ...] = ("--stages", "2"),
     more: tuple[str, ...] = (),
     slow: str = "0.02",
+    steps: int = STEPS,
 ) -> Done:
     log = ["--json-log", str(folder / "log.jsonl")]
     return varuna(
         workers,
         [*flags, *log],
-        *("--steps", str(STEPS), "--dropout", "0.1", "--slow", slow, "--folder", str(folder)),
+        *("--steps", str(steps), "--dropout", "0.1", "--slow", slow, "--folder", str(folder)),
         *("--misbehave", misbehaviour, *more),
     )
 
@@ -124,19 +136,17 @@ def test_offloaded_state_survives_kills(tmp_path: Path, undisturbed: dict[int, f
     assert len(list(tmp_path.glob("done-*"))) == 2
 
 
-def test_sigkill_while_texts_are_generated(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    expected = python("--steps", str(STEPS), "--dropout", "0.1", "--generate", "10")
-    assert expected.code == 0, expected.err
-    more = ("--spare-state", "--generate", "10")
-    done = disturbed(tmp_path, "generate:end:9:1,generate:begin:49:0", more=more, slow="0.4")
+def test_sigkill_while_texts_are_generated(tmp_path: Path, alone: Done) -> None:
+    steps, more = STEPS // 2, ("--spare-state", "--generate", str(TEXT_EVERY))
+    done = disturbed(tmp_path, "generate:end:4:1,generate:begin:9:0", more=more, slow="0.8", steps=steps)
     assert done.code == 0, done.err
-    log = check(tmp_path, undisturbed)
-    assert [line["step"] for line in log] == list(range(STEPS))
+    log = check(tmp_path, alone.losses, steps=steps)
+    assert [line["step"] for line in log] == list(range(steps))  # no committed step was redone
     assert len(list(tmp_path.glob("done-*"))) == 2
-    found, plain = (dict(re.findall(r"^text (\d+) (.+)$", each.out, re.MULTILINE)) for each in (done, expected))
-    assert len(plain) == STEPS // 10
+    found, expected = texts(done), texts(alone)
     assert list(found.values()).count("None") <= 2
-    assert all(text in ("None", plain[step]) for step, text in found.items())
+    assert len(found) >= steps // TEXT_EVERY - 2
+    assert all(text in ("None", expected[step]) for step, text in found.items())
 
 
 def test_sigkill_while_the_optimizer_talks_to_other_stages(tmp_path: Path) -> None:
