@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -35,14 +35,28 @@ from varuna.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [[5, 9, 2], [7], [11, 3, 40, 41, 1, 8], [60, 2]]
-NEW = 8
+NEW = 6
 GREEDY = Choice()
+DRAWN, OTHERWISE = (Choice(temperature=1.5, top_k=20, seed=seed) for seed in (3, 4))
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     with single_threaded():
         yield
+
+
+class Causal(SmallLanguage):
+    """Logits, and a loss if there are labels; every token sees those before it."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x.cumsum(1)))
+        logits = self.head(x)
+        if labels is None:
+            return {"logits": logits}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 class Looking(nn.Module):
@@ -53,7 +67,7 @@ class Looking(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(64, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
         self.head = nn.Linear(8, 64)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -82,32 +96,48 @@ class Pairs(Tokens):
         return {"idx": sample["input_ids"], "targets": sample["labels"]}
 
 
-def as_transformers_does(module: Any, parameters: dict[str, Tensor], **options: Any) -> list[list[int]]:
-    module = module.eval()
-    module.load_state_dict(parameters, strict=False)
-    made = []
-    for prompt in PROMPTS:
-        made.append(module.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW, **options)[0].tolist())
+def as_transformers_does(module: Any) -> list[list[int]]:
+    options = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0, "eos_token_id": None}
+    return [module.generate(torch.tensor([prompt]), **options)[0].tolist() for prompt in PROMPTS]
+
+
+def as_a_loop_does(logits_of: Callable[[Tensor], Tensor], prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
+    made = [list(prompt) for prompt in prompts]
+    for text in made:
+        for _ in range(NEW):
+            text.append(int(logits_of(torch.tensor([text]))[0, -1].argmax()))
     return made
 
 
-_in_text: dict[int, tuple[PartitionedModel, PartitionedModel]] = {}
-"""By the identity of a model, which is kept: it, and what generates."""
+def trained(module: nn.Module, parameters: dict[str, Tensor]) -> Any:
+    module.load_state_dict(parameters, strict=False)
+    return module.eval()
 
 
-def in_text(setup: Setup) -> PartitionedModel:
-    if id(setup.model) not in _in_text:
-        made = for_generation(setup.model, setup.recipe, ["input_ids"], 16)
-        _in_text[id(setup.model)] = setup.model, made
-    return _in_text[id(setup.model)][1]
+@cache
+def in_text(build: Callable[[], nn.Module]) -> PartitionedModel:
+    setup = Setup(build=build)
+    return for_generation(setup.model, setup.recipe, ["input_ids"], 16)
 
 
-def texts(setup: Setup, stages: int, replicas: int, choice: Choice = GREEDY, prompts: Any = None) -> list[list[int]]:
-    """After one step, on every rank the same."""
-    model = in_text(setup)
+def texts(setup: Setup, plans: list[tuple[int, int]], *choices: Choice, prompts: Any = None) -> list[Any]:
+    """Of each plan, after one step, the texts of each choice, on every rank the same."""
+    model = in_text(setup.build)
     buffers = setup.beginning.buffers(needed_buffers(model) - needed_buffers(setup.model))
+    return [_texts(setup, model, buffers, *plan, choices or (GREEDY,), prompts) for plan in plans]
+
+
+def _texts(
+    setup: Setup,
+    model: PartitionedModel,
+    buffers: dict[str, Tensor],
+    stages: int,
+    replicas: int,
+    choices: tuple[Choice, ...],
+    prompts: Any,
+) -> list[list[list[int]]]:
     store, size = local_store(), stages * replicas
-    found: list[Any] = [None] * size
+    found: list[list[Any]] = [[] for _ in range(size)]
 
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
         return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
@@ -115,40 +145,47 @@ def texts(setup: Setup, stages: int, replicas: int, choice: Choice = GREEDY, pro
     def loop(rank: int, session: Session) -> None:
         given = PROMPTS if prompts is None else prompts(rank)
         for _ in session.steps():
-            work = Continuation(1, model, buffers, ["input_ids"], 16, given, NEW, choice, None)
-            found[rank] = session.aside(partial(generate, work=work), "generates")
+            for number, choice in enumerate(choices, 1):
+                work = Continuation(number, model, buffers, ["input_ids"], 16, given, NEW, choice, None)
+                found[rank].append(session.aside(partial(generate, work=work), "generates"))
 
     setup.finished = [
         setup.session(StaticMembership(World(rank, size, store, "127.0.0.1", 0), plan), store, 1)
         for rank in range(size)
     ]
     run_all([partial(loop, rank, session) for rank, session in enumerate(setup.finished)])
-    first = found[0]
-    assert first is not None
-    assert all(each == first for each in found)
-    return list(first)
+    assert None not in found[0]
+    assert all(each == found[0] for each in found)
+    return found[0]
 
 
-@pytest.mark.parametrize(("build", "plan"), [(tiny_gpt2, (2, 2)), (tiny_llama, (3, 1))])
-def test_every_plan_continues_texts_as_transformers_does(build: Callable[[], nn.Module], plan: tuple[int, int]) -> None:
+def short_gpt2() -> nn.Module:
+    return tiny_gpt2(layers=1)
+
+
+def short_llama() -> nn.Module:
+    return tiny_llama(layers=1)
+
+
+@pytest.mark.parametrize(("build", "plan"), [(short_gpt2, (2, 2)), (short_llama, (3, 1))])
+def test_texts_are_continued_as_transformers_does(build: Callable[[], nn.Module], plan: tuple[int, int]) -> None:
     setup = Setup(build=build)
-    alone = texts(setup, 1, 1)
-    assert [len(text) for text in alone] == [len(prompt) + NEW for prompt in PROMPTS]
-    assert alone == as_transformers_does(build(), setup.parameters(), pad_token_id=0, eos_token_id=None)
-    assert texts(setup, *plan) == alone
+    [[found]] = texts(setup, [plan])
+    assert found == as_transformers_does(trained(build(), setup.parameters()))
 
 
-def test_drawn_texts_depend_on_the_seed_not_on_the_plan() -> None:
-    setup = Setup(build=tiny_gpt2)
-    drawn = texts(setup, 1, 1, Choice(temperature=1.5, top_k=20, seed=3))
-    assert drawn != texts(setup, 1, 1)
-    assert texts(setup, 2, 2, Choice(temperature=1.5, top_k=20, seed=3)) == drawn
-    assert texts(setup, 1, 1, Choice(temperature=1.5, top_k=20, seed=4)) != drawn
+def test_greedy_and_drawn_texts_are_the_same_in_every_plan() -> None:
+    setup = Setup(build=Causal)
+    alone, *others = texts(setup, [(1, 1), (2, 2), (3, 1)], GREEDY, DRAWN, OTHERWISE)
+    assert others == [alone, alone]
+    model = trained(Causal(), setup.parameters())
+    assert alone[0] == as_a_loop_does(lambda tokens: model(tokens)["logits"])
+    assert len({str(each) for each in alone}) == len(alone)  # drawn texts depend on the seed
 
 
 def test_workers_that_ask_for_different_texts_are_told() -> None:
     with pytest.raises(UsageError, match="different prompts or options on different workers"):
-        texts(Setup(build=tiny_gpt2), 2, 1, prompts=lambda rank: [[1, 2, rank]])
+        texts(Setup(build=Causal), [(2, 1)], prompts=lambda rank: [[1, 2, rank]])
 
 
 def test_choices_follow_the_probabilities() -> None:
@@ -169,14 +206,12 @@ def test_a_script_generates_with_a_module_of_its_own(monkeypatch: pytest.MonkeyP
         pass
     found = trainer.generate(torch.tensor([[5, 9], [7, 7]]), NEW)
     assert found is not None
-    model, session = HandWritten().eval(), trainer._session
+    session = trainer._session
     assert session is not None
     assert session.current is not None
-    model.load_state_dict({name: value.detach() for name, value in session.current.stage.parameters.items()})
-    text = [5, 9]
-    for _ in range(NEW):
-        text.append(int(model(torch.tensor([text]))[0][0, -1].argmax()))
-    assert found[0] == text
+    model = trained(HandWritten(), dict(session.current.stage.parameters))
+    assert found == as_a_loop_does(lambda tokens: model(tokens)[0], [[5, 9], [7, 7]])
+    text = found[0]
     [ended, other] = trainer.generate([[5, 9], [7, 7]], NEW, eos_token_id=text[4]) or []
     assert (ended, len(other)) == (text[: text.index(text[4], 2) + 1], 2 + NEW)
     assert trainer.generate([[5, 9]], 1) == [text[:3]]
@@ -184,7 +219,7 @@ def test_a_script_generates_with_a_module_of_its_own(monkeypatch: pytest.MonkeyP
         (["Once"], {}, "token ids, not text"),
         ([5, 9], {}, "a list of prompts, each a list"),
         ([[]], {}, "at least one token"),
-        ([[1] * 10], {}, "make 18 tokens, but the model is trained on 16"),
+        ([[1] * 12], {}, "make 18 tokens, but the model is trained on 16"),
         ([[1]], {"temperature": -1}, "must be above 0"),
         ([[1]], {"top_k": 5}, "needs temperature="),
     ]:
