@@ -203,6 +203,9 @@ def section_graph(
     """The section that runs ``own`` and rebuilds what it needs; returns ``made``, then statistics, then truths."""
     statistics = list(dict.fromkeys(node for update in updates for node in update.statistics))
     truths = [truth for truth in flow.capture.truths if truth.node in set(own)]
+    if index == 0:  # those that follow from inputs alone are rebuilt, and belong to no section
+        every = set(flow.ops)
+        truths += [truth for truth in flow.capture.truths if truth.node not in every]
     results = [*made, *statistics, *(truth.node for truth in truths)]
     members = set(own) | _closure(own, results, flow)
     order = [node for node in flow.capture.graph.nodes if node in members]

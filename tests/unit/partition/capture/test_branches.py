@@ -72,6 +72,23 @@ def test_a_branch_on_the_samples_goes_as_for_the_first_of_them() -> None:
         assert job.losses(2, 1, steps=2) == Setup(build=Layers, dataset=Plain()).losses(1, 1, steps=2)
 
 
+class Padding(Layers):
+    """A branch on samples that were written before, as in FSMT."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        input_ids.masked_fill_(input_ids == -100, 1)
+        if (input_ids == 0).any():
+            labels = labels.flip(0)
+        return super().forward(input_ids, labels)
+
+
+def test_a_branch_on_samples_that_were_written_is_looked_at_by_one_section() -> None:
+    with single_threaded():
+        job = Setup(build=Padding, dataset=Plain())
+        assert [len(section.truths) for section in job.model.sections][:2] == [1, 0]
+        assert job.losses(2, 1, steps=2) == job.losses(1, 1, steps=2)
+
+
 def test_a_batch_for_which_it_goes_another_way_is_refused_by_line_and_sample() -> None:
     job = Setup(build=Branching, dataset=Plain())
     conditions = job.model.conditions
