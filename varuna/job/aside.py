@@ -11,8 +11,9 @@ from torch import Tensor
 from varuna.core.errors import UsageError
 from varuna.engine.aside.evaluate import EvaluationWork
 from varuna.engine.aside.generate import Continuation
+from varuna.job.arguments import check_whole
 from varuna.job.spec import CAPTURED_SAMPLES, JobSpec
-from varuna.job.text import capture_text, choice_of, length_for, texts_of, trained_length
+from varuna.job.text import capture_text, check_vocabulary, choice_of, length_for, texts_of, trained_length
 from varuna.partition.capture.outputs import OutputsFunction
 from varuna.partition.evaluation import for_evaluation, for_prediction
 from varuna.partition.initial.constructor import needed_buffers
@@ -99,9 +100,11 @@ class Aside:
             ModelError: this is no causal language model, or it cannot be cut as in training.
         """
         choice = choice_of(temperature, top_k, self._spec.seed)
+        check_whole(eos_token_id=end)
         texts = texts_of(prompts, new_tokens)
         length = length_for(self._spec, texts, new_tokens)
         graphs, keys = self._for_text(length)
+        check_vocabulary(graphs.model, keys[0], texts)
         return Continuation(self._number(), *graphs, keys, length, texts, new_tokens, choice, end, averaged)
 
     def _number(self) -> int:

@@ -1,7 +1,9 @@
 """What ``Trainer.generate`` is given, checked, and the graph that it needs."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
 
 from varuna.core.errors import ModelError, UsageError
 from varuna.engine.aside.generate import Choice
@@ -14,6 +16,8 @@ from varuna.partition.model import PartitionedModel
 _TOKENS = "input_ids"
 _NO_TARGETS = ("mask", "position", "type", "segment")
 """In names of inputs."""
+_SAME_TOKENS = (torch.ops.aten.reshape.default, torch.ops.aten.view.default, torch.ops.aten.to.dtype)
+"""Operations that leave tokens what they are."""
 _SHORTEST = 16
 """Lengths of graphs are powers of two from here on: few prompts need another graph than those before."""
 
@@ -94,6 +98,42 @@ def capture_text(spec: JobSpec, length: int) -> tuple[PartitionedModel, tuple[st
         if len(keys) == 1:
             raise
         return for_generation(spec.partitioned, spec.recipe, keys, length), keys
+
+
+def check_vocabulary(model: PartitionedModel, key: str, texts: Sequence[Sequence[int]]) -> None:
+    """On every rank, since only the first stage would see that its table has no such row, and others would wait for it.
+
+    Args:
+        model: as captured for texts.
+        key: the input that is the tokens.
+        texts: token ids.
+
+    Raises:
+        UsageError: a token is in no vocabulary, or not in the model's.
+    """
+    words = min(_rows_of_tables(model, key), default=1 << 63)
+    for number, text in enumerate(texts):
+        for token in text:
+            if not 0 <= token < words:
+                raise UsageError(
+                    f"prompts[{number}] has the token {token}, but token ids of this model are from 0 to {words - 1}. "
+                    "Use the tokenizer that the model was made for."
+                )
+
+
+def _rows_of_tables(model: PartitionedModel, key: str) -> Iterator[int]:
+    """Of each embedding in which tokens are looked up as they come; elsewhere they may have been changed before."""
+    for section in model.sections:
+        graph = section.module.graph
+        size = ("",) if section.needs_batch_size else ()
+        names = (*section.takes, *section.inputs, *size, *section.parameters, *section.buffers, *section.constants)
+        given = dict(zip(graph.find_nodes(op="placeholder"), names, strict=True))
+        for node in graph.find_nodes(op="call_function", target=torch.ops.aten.embedding.default):
+            table, tokens = node.args[:2]
+            while tokens.target in _SAME_TOKENS:
+                tokens = tokens.args[0]
+            if given.get(tokens) == key and given.get(table) in model.shapes:
+                yield model.shapes[given[table]][0]
 
 
 def _token_keys(spec: JobSpec) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from varuna.core.errors import ModelError, UsageError
+from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.data.randomness import derive_key
 from varuna.data.samples import SampleSource
 from varuna.engine.aside.evaluate import EvaluationWork
@@ -28,6 +28,8 @@ _LOOKS_AHEAD = (
 _SAME = {torch.float32: 1e-4}
 _SAME_IN_HALVES = 1e-2
 """Largest difference of two runs of one graph on the same values, relative to the largest logit."""
+_NO_TOKEN = -1
+"""In place of one, where the logits are no numbers to choose by."""
 
 
 class Choice(NamedTuple):
@@ -48,7 +50,7 @@ class Choice(NamedTuple):
         """
         if self.temperature == 0:
             return int(logits.argmax())
-        scaled = logits.double() / self.temperature
+        scaled = (logits.double() - logits.max()) / self.temperature  # else a low temperature would overflow
         if self.top_k is not None and self.top_k < len(scaled):
             scaled[scaled < scaled.topk(self.top_k).values[-1]] = -torch.inf
         draws = torch.Generator().manual_seed(derive_key(self.seed, "generate", *keys) >> 1)
@@ -65,8 +67,9 @@ class LastLogits(NamedTuple):
 
     def differs(self, row: Tensor) -> bool:
         """Whether the logits of a longer text, (length, words), are others at this place."""
-        tolerance = _SAME.get(row.dtype, _SAME_IN_HALVES) * self.logits.abs().max()
-        return bool((row[self.place].float().cpu() - self.logits).abs().max() > tolerance)
+        said = self.logits.isfinite()  # a model may exclude words
+        before, now = self.logits[said], row[self.place].float().cpu()[said]
+        return bool((now - before).abs().max() > _SAME.get(row.dtype, _SAME_IN_HALVES) * before.abs().max())
 
 
 class Continuation(NamedTuple):
@@ -113,17 +116,22 @@ def generate(generation: Generation, work: Continuation) -> list[list[int]]:
     Raises:
         UsageError: the ranks were asked for different things.
         ModelError: the model looks ahead.
+        DivergedError: logits are not finite.
         GenerationEnded: the manager ended the generation.
         LinkError: a link broke, or nothing came within the bound.
     """
+    _compare(generation, work)
     texts, complete, said = [list(text) for text in work.texts], set[int](), dict[int, LastLogits]()
     for turn in range(max(work.new_tokens, _LEAST_TURNS)):
         with generation.span("generate", turn), closing(_Turn(generation, work, texts, said)) as one:
-            if turn == 0:
-                one.compare()
             found, said = one.rows(), one.said
         if found["looks_ahead"].any():
             raise ModelError(_LOOKS_AHEAD)
+        if (found["token"] == _NO_TOKEN).any():
+            raise DivergedError(
+                "trainer.generate got logits that are not finite (NaN or infinity), so no token can be chosen. Train "
+                "in bf16 or fp32, or with a lower learning rate, and look at the losses of the steps before."
+            )
         for place, token in enumerate(found["token"].tolist()):
             if place not in complete and turn < work.new_tokens:
                 texts[place].append(token)
@@ -132,6 +140,29 @@ def generate(generation: Generation, work: Continuation) -> list[list[int]]:
         if len(complete) == len(texts) and turn + 1 >= _LEAST_TURNS:
             break
     return texts
+
+
+def _compare(generation: Generation, work: Continuation) -> None:
+    """Every rank says what it was asked for, before a link waits for messages that another rank does not send.
+
+    Raises:
+        UsageError: not all were asked for the same.
+    """
+    workers = generation.plan.workers
+    if workers == 1:
+        return
+    words = [number for text in work.texts for number in (len(text), *text)]
+    options = (work.new_tokens, work.choice, work.end, work.averaged, work.length)
+    mine = derive_key(*words, str(options)) >> 1
+    table = torch.zeros(workers, dtype=torch.int64)
+    table[generation.assignment.rank] = mine
+    what = "what the other ranks were asked to generate"
+    generation.reducer.sum_over_grid(("generation's words", work.number), table, what)
+    if (table != mine).any():
+        raise UsageError(
+            "trainer.generate was called with different prompts or options on different workers: give all of them the "
+            "same, after the same step."
+        )
 
 
 class _Turn(PredictionRun):
@@ -147,41 +178,22 @@ class _Turn(PredictionRun):
         source = SampleSource(_Rows(work.keys, work.length, texts), seed=0, shuffles=False)
         asked = (work.number, work.model, work.buffers, source, len(texts), None, work.averaged)
         super().__init__(generation, EvaluationWork(*asked))
-        self._given, self._texts, self._before = work, texts, before
+        self._choice, self._texts, self._before = work.choice, texts, before
         self.said: dict[int, LastLogits] = {}
         """of each text, where that is computed"""
-
-    def compare(self) -> None:
-        """Every rank says what it was asked for.
-
-        Raises:
-            UsageError: not all were asked for the same.
-        """
-        work = self._given
-        words = [number for text in work.texts for number in (len(text), *text)]
-        options = (work.new_tokens, work.choice, work.end, work.averaged, work.length)
-        mine = derive_key(*words, str(options)) >> 1
-        table = torch.zeros(self.plan.workers, dtype=torch.int64)
-        table[self.generation.assignment.rank] = mine
-        if self.plan.workers > 1:
-            self.sum_all("words", table, "what the other ranks were asked to generate")
-        if (table != mine).any():
-            raise UsageError(
-                "trainer.generate was called with different prompts or options on different workers: give all of them "
-                "the same, after the same step."
-            )
 
     def named(self, micro_batch: int) -> dict[str, Tensor]:
         """The next token of each text of a micro-batch, chosen by the last stage."""
         made, _ = self.forward(micro_batch)
         if not self.stage.is_last:
             return {}
-        logits, choice, step = made[1], self._given.choice, self.stage.next_step
+        logits, choice, step = made[1], self._choice, self.stage.next_step
         tokens, ahead = list[int](), list[bool]()
         for row, place in enumerate(self.plan.samples_of(micro_batch)):
             newest = len(self._texts[place]) - 1
             self.said[place] = LastLogits(newest, logits[row, newest].float().cpu())
-            tokens.append(choice.of(self.said[place].logits, step, place, newest))
+            said = self.said[place].logits
+            tokens.append(choice.of(said, step, place, newest) if said.max().isfinite() else _NO_TOKEN)
             before = self._before.get(place)
             ahead.append(before is not None and before.differs(logits[row]))
         return {"token": torch.tensor(tokens), "looks_ahead": torch.tensor(ahead)}

@@ -19,10 +19,10 @@ from tests.unit.engine.ranks import (
     tiny_gpt2,
     tiny_llama,
 )
-from varuna.core.errors import ModelError, UsageError
+from varuna.core.errors import DivergedError, ModelError, UsageError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.engine.aside.generate import Choice, Continuation, generate
+from varuna.engine.aside.generate import Choice, Continuation, LastLogits, generate
 from varuna.engine.base.inbox import GenerationEnded
 from varuna.engine.base.transport import local_store
 from varuna.engine.worker.session import Session
@@ -120,11 +120,14 @@ def in_text(build: Callable[[], nn.Module]) -> PartitionedModel:
     return for_generation(setup.model, setup.recipe, ["input_ids"], 16)
 
 
-def texts(setup: Setup, plans: list[tuple[int, int]], *choices: Choice, prompts: Any = None) -> list[Any]:
-    """Of each plan, after one step, the texts of each choice, on every rank the same."""
+def texts(setup: Setup, plans: list[tuple[int, int]], *choices: Choice, told: Any = None) -> list[Any]:
+    """Of each plan, after one step, the texts of each choice, on every rank the same.
+
+    ``told``: prompts of each rank for a call before these, which is refused.
+    """
     model = in_text(setup.build)
     buffers = setup.beginning.buffers(needed_buffers(model) - needed_buffers(setup.model))
-    return [_texts(setup, model, buffers, *plan, choices or (GREEDY,), prompts) for plan in plans]
+    return [_texts(setup, model, buffers, *plan, choices or (GREEDY,), told) for plan in plans]
 
 
 def _texts(
@@ -134,7 +137,7 @@ def _texts(
     stages: int,
     replicas: int,
     choices: tuple[Choice, ...],
-    prompts: Any,
+    told: Callable[[int], list[list[int]]] | None,
 ) -> list[list[list[int]]]:
     store, size = local_store(), stages * replicas
     found: list[list[Any]] = [[] for _ in range(size)]
@@ -143,10 +146,13 @@ def _texts(
         return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
 
     def loop(rank: int, session: Session) -> None:
-        given = PROMPTS if prompts is None else prompts(rank)
         for _ in session.steps():
+            if told is not None:
+                work = Continuation(0, model, buffers, ["input_ids"], 16, told(rank), NEW, GREEDY, None)
+                with pytest.raises(UsageError, match="different prompts or options on different workers"):
+                    session.aside(partial(generate, work=work), "generates")
             for number, choice in enumerate(choices, 1):
-                work = Continuation(number, model, buffers, ["input_ids"], 16, given, NEW, choice, None)
+                work = Continuation(number, model, buffers, ["input_ids"], 16, PROMPTS, NEW, choice, None)
                 found[rank].append(session.aside(partial(generate, work=work), "generates"))
 
     setup.finished = [
@@ -183,9 +189,11 @@ def test_greedy_and_drawn_texts_are_the_same_in_every_plan() -> None:
     assert len({str(each) for each in alone}) == len(alone)  # drawn texts depend on the seed
 
 
-def test_workers_that_ask_for_different_texts_are_told() -> None:
-    with pytest.raises(UsageError, match="different prompts or options on different workers"):
-        texts(Setup(build=Causal), [(2, 1)], prompts=lambda rank: [[1, 2, rank]])
+def test_workers_that_ask_for_different_texts_are_told_and_may_ask_again() -> None:
+    setup = Setup(build=Causal)
+    [[again]] = texts(setup, [(2, 1)], told=lambda rank: PROMPTS[: 1 + rank])
+    model = trained(Causal(), setup.parameters())
+    assert again == as_a_loop_does(lambda tokens: model(tokens)["logits"])
 
 
 def test_choices_follow_the_probabilities() -> None:
@@ -195,6 +203,16 @@ def test_choices_follow_the_probabilities() -> None:
     assert set(few) == {1, 3}
     assert few.count(1) / 400 == pytest.approx(1 / (1 + torch.e**-1), abs=0.06)
     assert {Choice(3.0, None, 0).of(logits, key) for key in range(100)} == {0, 1, 2, 3}
+    assert Choice(1e-310, None, 0).of(logits, 0) == 1
+    excluded = torch.tensor([-torch.inf, 3.0, -torch.inf, 3.0])
+    assert {Choice(1.0, 3, 0).of(excluded, key) for key in range(50)} == {1, 3}
+
+
+def test_words_that_a_model_excludes_hide_no_look_ahead() -> None:
+    said = LastLogits(1, torch.tensor([1.0, -torch.inf, 2.0]))
+    again = torch.tensor([[0.0, 0.0, 0.0], [1.0, -torch.inf, 2.0]])
+    assert not said.differs(again)
+    assert said.differs(again + torch.tensor([0.0, 0.0, 0.1]))
 
 
 def test_a_script_generates_with_a_module_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,9 +240,17 @@ def test_a_script_generates_with_a_module_of_its_own(monkeypatch: pytest.MonkeyP
         ([[1] * 12], {}, "make 18 tokens, but the model is trained on 16"),
         ([[1]], {"temperature": -1}, "must be above 0"),
         ([[1]], {"top_k": 5}, "needs temperature="),
+        ([[1], [2, 64]], {}, r"prompts\[1\] has the token 64, but token ids of this model are from 0 to 63"),
+        ([[-1]], {}, "has the token -1"),
+        ([[1 << 70]], {}, "from 0 to 63"),
+        ([[1]], {"eos_token_id": [0, 1]}, r"eos_token_id=\[0, 1\] must be a whole number"),
     ]:
         with pytest.raises(UsageError, match=said):
             trainer.generate(prompts, NEW, **options)  # type: ignore[arg-type]
+    with torch.no_grad():
+        session.current.stage.parameters["head.bias"].fill_(torch.nan)
+    with pytest.raises(DivergedError, match="logits that are not finite"):
+        trainer.generate([[5, 9]], NEW)
     session.current.inbox.abort(GenerationEnded(0))
     assert trainer.generate([[5, 9]], NEW) is None
 
