@@ -135,7 +135,7 @@ class Differentiated(Layers):
 
 class Looping(Layers):
     def middle(self, x: Tensor) -> Tensor:
-        return torch.stack([torch.tanh(one) for one in list(x)])
+        return torch.stack([one / one.norm() for one in list(x)])
 
 
 class Leaving(Layers):
