@@ -181,7 +181,7 @@ class Unreduced(Layers):
         (Unfit, "torch.ones(7, 7)", r"at {place}: RuntimeError: .*16\*batch, 16"),
         (Limited, "data.mul_", r"\.data of a parameter at {place}"),
         (Differentiated, "autograd.grad(", r"computes gradients itself at {place}"),
-        (Looping, "in list(x)", r"one number of samples only.* at {place}.*loop over the samples"),
+        (Looping, "in list(x)", r"one number of samples only.* at {place}.*loops over the samples"),
         (Leaving, "x.detach().numpy()", r"at {place}: values leave the graph for NumPy"),
         (Noted, "self.table[0] =", r"plain attribute in place at {place}"),
         (Noisy, "", r"attribute noise of the model .* random"),
