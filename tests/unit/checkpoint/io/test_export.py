@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
@@ -13,7 +14,7 @@ from tests.unit.checkpoint.saves import make_job, make_plan, save, save_parts
 from tests.unit.engine.ranks import tiny_gpt2, tiny_llama
 from varuna.checkpoint.collector import Collector
 from varuna.checkpoint.io.export import export_checkpoint
-from varuna.checkpoint.io.section_state import SectionState
+from varuna.checkpoint.io.section_state import AVERAGE, SectionState
 from varuna.checkpoint.manifest import Manifest, commit
 from varuna.checkpoint.names import CONFIG, step_folder
 from varuna.cli.main import app
@@ -23,14 +24,16 @@ from varuna.store.base import Store
 from varuna.store.opening import open_store
 
 
-def saved_model(store: Store, model: nn.Module, step: int = 7) -> Manifest:
-    """A checkpoint of a model in five sections, each parameter in two halves."""
+def saved_model(store: Store, model: nn.Module, step: int = 7, average: torch.dtype | None = None) -> Manifest:
+    """A checkpoint of a model in five sections, each parameter in two halves; ``average``: dtype of averages."""
     named = list(model.named_parameters())
     states = {}
     for section in range(5):
         share = named[section * len(named) // 5 : (section + 1) * len(named) // 5]
         tensors = {f"parameters/{name}": value.detach() for name, value in share}
         tensors |= {f"optimizer/{name}/exp_avg": torch.ones_like(value) for name, value in share}
+        if average is not None:
+            tensors |= {f"optimizer/{name}/{AVERAGE}": value.detach().to(average) for name, value in share}
         states[section] = SectionState(section, tensors)
     plan = make_plan(1, 2)
     collector = Collector(make_job(), run_id="run", writer="w")
@@ -88,6 +91,16 @@ def test_an_export_is_what_a_trainer_starts_from(store: Store, tmp_path: Path) -
     assert not found.unexpected
     tensors = read_tensors(found.entries)
     assert all(torch.equal(tensors[name], value) for name, value in model.named_parameters())
+
+
+def test_the_index_counts_the_bytes_of_averages_in_their_own_dtype(store: Store, tmp_path: Path) -> None:
+    manifest = saved_model(store, tiny_gpt2(), average=torch.float64)
+    done = export_checkpoint(store, manifest, tmp_path / "out", file_bytes=40_000, average=True)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    written = {k: v for file in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(file).items()}
+    assert len(written) == done.tensors
+    assert {value.dtype for value in written.values()} == {torch.float64}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in written.values()) == done.size_bytes
 
 
 def test_a_folder_that_is_used_is_left_alone(store: Store, tmp_path: Path) -> None:
