@@ -170,12 +170,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="optimizer state in host memory")
     parser.add_argument("--links", default="host", help="also wire: see wired()")
     parser.add_argument("--generate", type=int, default=0, help="after every so many steps")
+    parser.add_argument("--notes", action="store_true", help="state of the user's own, printed at the end")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
     seen: list[varuna.Step] = []
+    notes = {"turns": 0, "losses": 0.0}  # the user's own state
     misbehave(args.misbehave, args.folder, args.spare_state, seen)
     factor = 2.0 if args.slow_worker and args.slow_worker == os.environ.get("VARUNA_WORKER") else 1.0
     if args.compute:
@@ -206,8 +208,10 @@ def main() -> None:
         init=args.init,
         memory=varuna.Memory(offload_optimizer=args.offload, shard_optimizer=args.share),
         precision=args.precision,
+        state={"notes": notes} if args.notes else None,
     )
     for step in trainer.steps(args.steps):
+        notes.update(turns=notes["turns"] + 1, losses=notes["losses"] + step.loss)
         if step.is_main:
             print(f"step {step.index} loss {step.loss!r} generation {step.generation}", flush=True)
         if args.raise_at == step.index and stage[-1] == step.plan.stages - 1:
@@ -220,6 +224,8 @@ def main() -> None:
             time.sleep(args.slow)
     if args.export:
         trainer.export(args.export)
+    if args.notes:
+        print(f"notes {notes['turns']} {notes['losses']!r}", flush=True)
     print("after the loop", file=sys.stderr)
 
 

@@ -63,6 +63,13 @@ def check(folder: Path, undisturbed: dict[int, float], *, steps: int = STEPS) ->
     return log
 
 
+def check_notes(done: Done, log: list[dict[str, Any]]) -> None:
+    """The user's own state counts each turn of the loop once, on workers that joined late too."""
+    [(turns, losses)] = set(re.findall(r"^notes (\S+) (\S+)", done.out, re.MULTILINE))
+    assert int(turns) == STEPS
+    assert float(losses) == sum(line["loss"] for line in log)  # bit for bit, in the order of steps
+
+
 def disturbed(
     folder: Path,
     misbehaviour: str,
@@ -83,10 +90,13 @@ def disturbed(
 
 
 def test_sigkill_in_each_phase_of_the_computation(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    done = disturbed(tmp_path, "F:begin:3:0,R:begin:8:0,B:begin:14:1,B:end:22:0", **PATIENT)
+    done = disturbed(
+        tmp_path, "F:begin:3:0,R:begin:8:0,B:begin:14:1,B:end:22:0", more=("--spare-state", "--notes"), slow="0.8"
+    )
     assert done.code == 0, done.err
     log = check(tmp_path, undisturbed)
     assert [line["step"] for line in log] == list(range(STEPS))  # no committed step was redone
+    check_notes(done, log)
     assert log[-1]["generation"] >= 4
     assert len(list(tmp_path.glob("done-*"))) == 4
 
