@@ -121,6 +121,13 @@ def _write_then_read_twice(v: Values, x: Tensor, y: Tensor, layer: nn.Linear) ->
     return torch.cat([view, view], 1) + y
 
 
+def _fill(v: Values, x: Tensor, y: Tensor, layer: nn.Linear) -> Tensor:
+    filled = torch.zeros_like(y, requires_grad=False)
+    filled[:, 1:] = y[:, :-1]
+    v.floats.append(filled)
+    return x * 0.5
+
+
 def _double(v: Values, x: Tensor, y: Tensor, layer: nn.Linear) -> Tensor:
     return (x.double() * 1.5).sin().float() + y
 
@@ -175,6 +182,7 @@ OPERATIONS: dict[str, Callable[[Values, Tensor, Tensor, nn.Linear], Tensor]] = {
         _add_in_place,
         _write_view,
         _write_then_read_twice,
+        _fill,
         _double,
         _half,
         _scalar,

@@ -124,6 +124,23 @@ class Depth(nn.Module):
         return y * (1 - self.rate) + self.table
 
 
+class Filling(nn.Module):
+    """Fills memory that was empty part by part, and uses it much later, as RF-DETR does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.after = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = torch.empty((x.shape[0], len(self.heads), 16), dtype=x.dtype, device=x.device)
+        for place, head in enumerate(self.heads):
+            filled[:, place] = head(x).mean(1)
+        for layer in self.after:
+            x = x + torch.tanh(layer(x))
+        return x + filled.sum(1, keepdim=True)
+
+
 class Sizes(nn.Module):
     """Reads sizes of what it has computed."""
 
@@ -138,7 +155,7 @@ class Sizes(nn.Module):
         return reshaped + torch.zeros(y.shape[0], 16).view(-1, 16, 16) + x.new_ones(x.shape)
 
 
-@pytest.mark.parametrize("middle", [Experts, Rounded, Average, Depth, Sizes])
+@pytest.mark.parametrize("middle", [Experts, Rounded, Average, Depth, Filling, Sizes])
 def test_sections_in_turn_equal_eager(middle: Callable[[], nn.Module]) -> None:
     model, found = differences(Family(lambda: Stack(middle)))
     assert found == []

@@ -41,9 +41,20 @@ class Flow:
             if node in self.rebuilt:
                 continue
             self.ops.append(node)
-            carries = any(value.is_floating_point() or value.is_complex() for value in tensors_of(node))
-            if carries and any(source in self.differentiable for source in node.all_input_nodes):
-                self.differentiable.add(node)
+        self._find_differentiable()
+
+    def _find_differentiable(self) -> None:
+        """Follow gradients from op to op, and through memory: after ``out[:, i] = x`` they go from ``out`` to ``x``."""
+        written, before = set[Hashable](), -1
+        while len(self.differentiable) > before:
+            before = len(self.differentiable)
+            for node in self.ops:
+                if any(source in self.differentiable for source in node.all_input_nodes):
+                    written.update(memory for each in written_arguments(node) for memory in self.memory.of(each))
+                elif written.isdisjoint(self.memory.of(node)):
+                    continue
+                if any(value.is_floating_point() or value.is_complex() for value in tensors_of(node)):
+                    self.differentiable.add(node)
 
     def _find_rebuilt(self) -> set[Node]:
         """Ops that depend on inputs and constants only, in memory to which nothing else writes."""
