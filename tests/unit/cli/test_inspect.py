@@ -56,8 +56,8 @@ def test_what_mixes_examples_is_listed_with_its_place_and_verified(tmp_path: Pat
         "import torch, varuna\n"
         "from tests.scenarios.job import Language, Sentences\n"
         "def balanced(output, batch):\n"
-        "    share = torch.softmax(output.flatten()[:4] * batch['tokens'][:, :4].float(), -1).mean(0)\n"
-        "    return output + (share * share).sum()\n"
+        "    share = torch.softmax(output[1].flatten()[:4] * batch['tokens'][:, :4].float(), -1).mean(0)\n"
+        "    return output[0] + (share * share).sum()\n"
         "model = lambda: Language(2, 0.0)\n"
         "train = lambda named: torch.optim.SGD(named)\n"
         "varuna.Trainer(model, Sentences(False), train, 4, loss=balanced).steps(3).__next__()\n"
@@ -65,7 +65,7 @@ def test_what_mixes_examples_is_listed_with_its_place_and_verified(tmp_path: Pat
     result = CliRunner().invoke(app, ["inspect", "--verify", "--json", str(script)])
     report = json.loads(result.stdout)
     found = [each["where"] for each in report["mixes"] if each["operation"] == "aten::mul" and each["certain"]]
-    assert any("balanced.py:5 (return output + (share * share).sum())" in each for each in found)
+    assert any("balanced.py:5 (return output[0] + (share * share).sum())" in each for each in found)
     assert "per_micro_batch=True" in report["verify"]["finding"]
     assert result.exit_code == 1
     shown = CliRunner().invoke(app, ["inspect", str(script)]).stdout

@@ -112,7 +112,7 @@ def test_workers_that_built_other_values_are_refused() -> None:
             pass
 
     with pytest.raises(varuna.VarunaError, match="initialisation"):
-        run(script, workers=2, stages=2, bound_s=20.0)
+        run(script, workers=2, bound_s=20.0)
 
 
 def other(scheduler: Any) -> dict[str, Any]:

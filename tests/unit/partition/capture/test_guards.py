@@ -31,7 +31,7 @@ class Guarded(Layers):
                 x = torch.nan_to_num(x)
         assert x.abs().max() < 100.0
         spread = functional.softplus(x)
-        chance: Tensor = torch.distributions.Normal(x, spread).log_prob(x.detach())  # type: ignore[no-untyped-call]
+        chance: Tensor = torch.distributions.Normal(x, spread, validate_args=True).log_prob(x.detach())  # type: ignore[no-untyped-call]
         return torch.tanh(x) + 0.1 * chance
 
 
