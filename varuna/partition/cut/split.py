@@ -202,12 +202,14 @@ def section_graph(
 ) -> SectionGraph:
     """The section that runs ``own`` and rebuilds what it needs; returns ``made``, then statistics, then truths."""
     statistics = list(dict.fromkeys(node for update in updates for node in update.statistics))
-    truths = [truth for truth in flow.capture.truths if truth.node in set(own)]
-    if index == 0:  # those that follow from inputs alone are rebuilt, and belong to no section
-        every = set(flow.ops)
-        truths += [truth for truth in flow.capture.truths if truth.node not in every]
+    mine = set(own)
+    truths = [
+        truth  # of inputs alone: it is rebuilt, belongs to no section, and is looked at by the first
+        for truth in flow.capture.truths
+        if truth.node in mine or (index == 0 and (truth.node in flow.rebuilt or truth.node.op == "placeholder"))
+    ]
     results = [*made, *statistics, *(truth.node for truth in truths)]
-    members = set(own) | _closure(own, results, flow)
+    members = mine | _closure(own, results, flow)
     order = [node for node in flow.capture.graph.nodes if node in members]
     builder = _Builder(flow, members)
     builder.declare(order, results)

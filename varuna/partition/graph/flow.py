@@ -46,8 +46,8 @@ class Flow:
     def _find_differentiable(self) -> None:
         """Follow gradients from op to op, and through memory: after ``out[:, i] = x`` they go from ``out`` to ``x``."""
         written, before = set[Hashable](), -1
-        while len(self.differentiable) > before:
-            before = len(self.differentiable)
+        while len(written) > before:  # once, where nothing is written
+            before = len(written)
             for node in self.ops:
                 if any(source in self.differentiable for source in node.all_input_nodes):
                     written.update(memory for each in written_arguments(node) for memory in self.memory.of(each))
