@@ -17,7 +17,9 @@ from varuna.core.errors import DataError
 from varuna.process.console import say_once
 
 _LABELS = "labels"
-_TARGETS = frozenset(("target", "targets", "tgt", "y", "label", "labels"))
+TARGETS = frozenset(("target", "targets", "label", "labels"))
+"""What loss modules of torch and of others, such as timm's, call what they compare the output with."""
+_TARGETS_OF_MODELS = TARGETS | {"tgt", "y"}
 """What models call the optional parameter that they compare with."""
 _LABEL = "label"
 """What Hugging Face's datasets call the column that its models take as ``labels``."""
@@ -132,7 +134,9 @@ class Columns:
         if _LABELS not in order:
             if len(values) == len(order) + 1 and names.read_apart:
                 order = (*order, _LABELS)
-            elif len(values) - 1 == names.needed and order[names.needed] not in _TARGETS:  # ``mask=None`` is no target
+            elif (
+                len(values) - 1 == names.needed and order[names.needed] not in _TARGETS_OF_MODELS
+            ):  # ``mask=None`` is no target
                 order = (*order[: names.needed], _LABELS)
         if len(values) > len(order):
             raise DataError(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 from varuna.core.errors import UsageError
+from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
 from varuna.partition.capture.capture import LossFunction
@@ -181,13 +182,9 @@ def _an(optimizer: Callable[..., Any] | torch.optim.Optimizer) -> str:
     return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 
-_TARGETS = {"target", "targets", "label", "labels"}
-"""What loss modules of torch and of others, such as timm's, call what they compare the output with."""
-
-
 def loss_of(criterion: Callable[..., Tensor] | None) -> LossFunction | None:
     """A loss module as a function of the output and the batch, with labels for its target; any other as it is."""
-    if not isinstance(criterion, nn.Module) or not _TARGETS & {*inspect.signature(criterion.forward).parameters}:
+    if not isinstance(criterion, nn.Module) or not TARGETS & {*inspect.signature(criterion.forward).parameters}:
         return criterion
 
     def compare(output: Any, batch: Mapping[str, Tensor]) -> Tensor:
