@@ -19,6 +19,7 @@ from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
 from varuna.partition.capture.capture import LossFunction
+from varuna.process.console import say
 
 
 class GivenModel:
@@ -82,7 +83,8 @@ class GivenModel:
 
     def _refuse_use(self, *_: object) -> None:
         if self._is_spare:
-            sys.exit(0)  # the others have the trained model, and go on
+            say("this worker was a spare when the loop ended: it has no trained model, and ends; the others go on")
+            sys.exit(0)
         raise UsageError(
             "this model was passed to varuna.Trainer, which trains copies of it on the workers: until the loop has "
             "ended, its own values are those from before step 0. The loop over trainer.steps(n) has no forward or "
