@@ -24,6 +24,7 @@ from varuna.cli import (
     run_commands,
     simulate,
 )
+from varuna.cli.cluster.engine_options import EngineCommand
 from varuna.core.errors import UsageError, VarunaError
 from varuna.core.version import __version__
 from varuna.process.console import say
@@ -68,7 +69,7 @@ def _root(
 
 _PASSES_ON = {"allow_interspersed_args": False}  # what follows the script is the script's
 
-app.command(epilog=run.EXAMPLES, context_settings=_PASSES_ON)(run.run)
+app.command(cls=EngineCommand, epilog=run.EXAMPLES, context_settings=_PASSES_ON)(run.run)
 app.command(context_settings=_PASSES_ON)(inspect.inspect)
 app.command(context_settings=_PASSES_ON)(calibrate.calibrate)
 app.command(epilog=plan.EXAMPLES)(plan.plan)

@@ -1,4 +1,4 @@
-"""``varuna run``: an elastic run on this machine."""
+"""``varuna run``: an elastic run, on this machine or on an engine that has others."""
 
 import shutil
 import tempfile
@@ -9,6 +9,8 @@ from typing import Annotated
 import typer
 
 from varuna.cli import options
+from varuna.cli.cluster.engine_options import engine_values
+from varuna.core.errors import UsageError
 from varuna.process.console import say
 from varuna.process.gpus import default_workers
 
@@ -18,7 +20,10 @@ EXAMPLES = """Examples:
 varuna run --workers 4 train.py
 varuna run --workers 4 --memory-per-worker 2GiB train.py --lr 1e-3
 varuna run --workers 4 --stages 2 --json-log steps.jsonl train.py
+varuna run --on aws:trainers --nodes 4:32 train.py
+varuna run --on aws --help                   the options of this engine
 """
+_LOCAL = "local"
 
 
 def run(
@@ -27,22 +32,42 @@ def run(
     args: options.ScriptArguments = None,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-n", min=1, help="Worker processes to keep alive. Default: one per GPU, else 1."),
+        typer.Option(
+            "--workers",
+            "-n",
+            min=1,
+            help="Worker processes to keep alive (on each node). Default: one per GPU, else 1.",
+        ),
     ] = None,
+    on: Annotated[
+        str,
+        typer.Option(
+            metavar="ENGINE", help="Where to run: this machine (local), or what starts agents on others (see below)."
+        ),
+    ] = _LOCAL,
+    nodes: Annotated[
+        str, typer.Option(metavar="LEAST:MOST", help="With --on: nodes to wait for at the start, and to ask for.")
+    ] = "",
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
     calibration: options.PlannedFrom = None,
     json_log: options.JsonLog = None,
     run_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep logs and journal here. Default: only if the run fails.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep logs and journal here. Default: only if the run fails; with --on: varuna-run."
+        ),
     ] = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Port of the status page on loopback; 0 picks a free one.")
+        int, typer.Option(min=0, max=65535, help="Port of the status page and of agents; 0 picks a free one.")
     ] = 0,
+    advertise: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="With --on: address of this machine that nodes reach it by.")
+    ] = "",
 ) -> None:
-    """Train SCRIPT on N local workers; workers that die are replaced.
+    """Train SCRIPT on N local workers, or on nodes of an engine; those that die are replaced.
 
     Only the main worker's standard output is shown. Progress, morphs and warnings
     go to standard error. With checkpoints= in the script, the same command
@@ -51,7 +76,32 @@ def run(
     options.check_misplaced(context, script, args or [])
     options.check_replacing(new, overwrite)
     memory_bytes = options.memory_bytes_of(memory_per_worker)
-    given, count = options.calibration_of(calibration), workers or default_workers()
+    given = options.calibration_of(calibration)
+    if on != _LOCAL:
+        from varuna.cli.cluster.engine_run import EngineRun, manage_on_engine
+
+        started = EngineRun(
+            on=on,
+            nodes=nodes,
+            options=engine_values(context),
+            script=script,
+            args=tuple(args or ()),
+            workers=workers,
+            run_dir=run_dir or Path("varuna-run"),
+            port=port,
+            advertise=advertise,
+            stages=stages,
+            memory_bytes=memory_bytes,
+            given=given,
+            json_log=json_log,
+            new=new,
+            overwrite=overwrite,
+        )
+        raise typer.Exit(manage_on_engine(started))
+    for flag, is_given in (("--nodes", nodes), ("--advertise", advertise)):
+        if is_given:
+            raise UsageError(f"{flag} needs an engine: --on NAME, such as --on aws:trainers")
+    count = workers or default_workers()
     # Workers plan nothing, but need not measure either.
     environment = {"VARUNA_CALIBRATION": str(calibration.absolute())} if given is not None and calibration else {}
 

@@ -213,8 +213,6 @@ def test_without_a_run_people_are_told_where_one_is_looked_for(
         (("agent", "varuna://half", "--", "x.py"), "not a JOIN string"),
         (("agent", f"varuna://{'t' * 20}@127.0.0.1:9/{'ab' * 32}", "--", "missing.py"), "no script at missing.py"),
         (("manager", "--overwrite"), "--new --overwrite"),
-        (("manager", "--asg", "group"), "--nodes LEAST:MOST"),
-        (("manager", "--asg", "group", "--nodes", "4-8"), "--nodes 4:32"),
     ],
 )
 def test_wrong_use_of_manager_and_agent_is_explained(shell: Shell, arguments: tuple[str, ...], said: str) -> None:

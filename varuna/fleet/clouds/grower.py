@@ -1,14 +1,17 @@
 """Keeps asking a provider for the requested size, on a thread of its own, since a cloud's API may be slow."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
 
 from varuna.core.errors import FleetError
 from varuna.fleet.clouds.growth import Growth, GrowthConfig
-from varuna.fleet.clouds.provider import CapacityError, Provider
+from varuna.fleet.clouds.provider import CancelledThere, CapacityError, Provider
 
 _LOOK_S = 0.5
+_ALONE_S = 60.0
+"""A run without a machine, whose provider gives none any more, ends after so long."""
 
 
 class Grower:
@@ -18,6 +21,8 @@ class Grower:
         provider: of nodes.
         config: bounds and patience.
         warn: gets a message when the cloud refuses, once until it grants again.
+        end: ends the run, with a reason and an exit code: 0 is in order, after the current step.
+        machines: how many the run has now.
         clock: seconds that only grow.
     """
 
@@ -27,12 +32,15 @@ class Grower:
         config: GrowthConfig,
         *,
         warn: Callable[[str], None],
+        end: Callable[[str, int], None],
+        machines: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._provider, self._warn, self._clock = provider, warn, clock
+        self._provider, self._warn, self._end, self._machines, self._clock = provider, warn, end, machines, clock
         self._lock = threading.Lock()
         self._growth = Growth(config=config)
-        self._warned = ""
+        self._warned = self._refusal = ""
+        self._alone_since_s = math.inf
         self._changed, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="varuna-grower", daemon=True)
 
@@ -53,7 +61,11 @@ class Grower:
         self._changed.set()
 
     def close(self) -> None:
-        """Ask no more, and let go of the group; bounded by the provider's own timeouts."""
+        """Ask no more, and let go of the group; bounded by the provider's own timeouts.
+
+        Raises:
+            FleetError: not everything could be given back.
+        """
         self._closed.set()
         self._changed.set()
         if self._thread.is_alive():
@@ -61,8 +73,11 @@ class Grower:
         self._provider.close()
 
     def ask(self) -> None:
-        """Ask once, if it is time."""
+        """Ask once, if it is time; what was refused for good is not asked for again."""
         now_s, growth = self._clock(), self.growth
+        if self._refusal:
+            self._see_who_is_left(now_s)
+            return
         if not growth.due(now_s) or (growth.wanted == 0 and growth.asked is None):
             return
         try:
@@ -71,8 +86,11 @@ class Grower:
         except CapacityError as error:
             self._settle(growth.refused(now_s), growth)
             self._say(f"requested {growth.wanted} nodes: {error}. Trying again.")
-        except FleetError as error:
+        except CancelledThere as error:
             self._closed.set()
+            self._end(str(error), 0)
+        except FleetError as error:
+            self._refusal = str(error)
             self._say(f"no longer requesting nodes: {error}")
         except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave the run at its size
             self._settle(growth.refused(now_s), growth)
@@ -80,6 +98,13 @@ class Grower:
         else:
             self._settle(growth.granted(size, now_s), growth)
             self._warned = ""
+
+    def _see_who_is_left(self, now_s: float) -> None:
+        """End a run that has no machine, and gets none."""
+        self._alone_since_s = math.inf if self._machines() else min(self._alone_since_s, now_s)
+        if now_s >= self._alone_since_s + _ALONE_S:
+            self._closed.set()
+            self._end(f"no machine is left, and no more can be requested: {self._refusal}", 1)
 
     def _settle(self, after: Growth, before: Growth) -> None:
         """Keep the outcome, unless the request has changed meanwhile."""

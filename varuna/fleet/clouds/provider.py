@@ -9,6 +9,10 @@ class CapacityError(FleetError):
     """The cloud cannot supply what was asked for now; it may later, so it is asked again."""
 
 
+class CancelledThere(FleetError):
+    """A person has ended the run where its nodes come from, by the tools of that place: the run ends in order."""
+
+
 class Provider(Protocol):
     """A group of nodes with a requested size. Engines and clouds keep it at that size as well as they can."""
 

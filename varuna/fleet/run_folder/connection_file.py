@@ -67,12 +67,12 @@ def known_runs() -> list[KnownRun]:
     return sorted(found, key=lambda run: run.started_s, reverse=True)
 
 
-def read_token(run_dir: Path) -> str:
-    """The operator's token of a run that was here before; empty if there is none."""
+def read_access(run_dir: Path) -> Access | None:
+    """Where the manager before this one was, and its operator's token; None if there was none."""
     try:
-        return Access.model_validate_json((run_dir / _FILE).read_bytes()).token
+        return Access.model_validate_json((run_dir / _FILE).read_bytes())
     except (OSError, ValidationError):
-        return ""
+        return None
 
 
 def find(run_dir: Path | None) -> tuple[Path, Access]:

@@ -1,4 +1,4 @@
-"""Workers on other machines, reached through an agent on each: ``varuna manager``."""
+"""Workers on other machines, reached through an agent on each: ``varuna manager`` and ``varuna run --on``."""
 
 import gc
 import secrets
@@ -142,6 +142,11 @@ class ClusterWorkers:
             return False
         self._serving.call(self._door.send_away, node, "its machine was removed")
         return True
+
+    @property
+    def machines(self) -> int:
+        """How many agents are connected; for any thread."""
+        return len(self._door.connected)
 
     def status(self) -> dict[str, object]:
         """Which agents are there."""

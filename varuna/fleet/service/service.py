@@ -27,7 +27,7 @@ from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.status import Picture
 from varuna.fleet.net.ca import make_private
 from varuna.fleet.run_folder.audit import Audit
-from varuna.fleet.run_folder.connection_file import Access, publish, read_token
+from varuna.fleet.run_folder.connection_file import Access, publish, read_access
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended, Running
@@ -225,7 +225,8 @@ class ManagerService(Generic[B]):
                 past=past,
                 calibrator=calibrator,
             )
-            token = (read_token(place.run_dir) if launch.outlives else "") or secrets.token_urlsafe(24)
+            known = read_access(place.run_dir) if launch.outlives else None
+            token = known.token if known is not None else secrets.token_urlsafe(24)
             self._api = self.workers.operator_api(
                 OperatorApi(status=self.status, logs=logs, ask=self.mailbox.ask, audit=audit, operator_token=token)
             )

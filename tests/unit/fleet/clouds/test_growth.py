@@ -8,7 +8,7 @@ from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.clouds.grower import Grower
 from varuna.fleet.clouds.growth import Growth, GrowthConfig
-from varuna.fleet.clouds.provider import CapacityError
+from varuna.fleet.clouds.provider import CancelledThere, CapacityError
 
 
 def test_wishes_stay_within_the_users_bounds() -> None:
@@ -74,7 +74,15 @@ class Cloud:
 def grower(cloud: Cloud) -> tuple[Grower, list[str], list[float]]:
     warnings: list[str] = []
     clock = [0.0]
-    return Grower(cloud, GrowthConfig(most=8), warn=warnings.append, clock=lambda: clock[0]), warnings, clock
+    asking = Grower(
+        cloud,
+        GrowthConfig(most=8),
+        warn=warnings.append,
+        end=lambda reason, code: warnings.append(f"{code}: {reason}"),
+        machines=lambda: cloud.nodes,
+        clock=lambda: clock[0],
+    )
+    return asking, warnings, clock
 
 
 def test_a_cloud_without_capacity_is_asked_again_and_people_are_told_once() -> None:
@@ -111,12 +119,31 @@ def test_an_error_that_nobody_foresaw_is_told_and_tried_again() -> None:
     asking.close()
 
 
-def test_what_never_works_is_not_tried_again() -> None:
+def test_what_never_works_is_not_tried_again_and_a_run_that_has_nobody_ends() -> None:
     cloud = Cloud(most=2, error=FleetError("AWS refused: not authorized"))
-    asking, warnings, _ = grower(cloud)
-    asking.start()
+    asking, warnings, clock = grower(cloud)
     asking.want(3)
-    wait_for(lambda: warnings, 10)
-    asking.close()
+    cloud.nodes = 1
+    for _ in range(200):
+        clock[0] += 1.0
+        asking.ask()
     assert cloud.asked == 1
     assert warnings == ["no longer requesting nodes: AWS refused: not authorized"]
+    cloud.nodes = 0
+    for _ in range(61):
+        clock[0] += 1.0
+        asking.ask()
+    assert warnings[1:] == [
+        "1: no machine is left, and no more can be requested: AWS refused: not authorized",
+    ]
+
+
+def test_a_run_that_a_person_cancelled_elsewhere_ends_in_order() -> None:
+    cloud = Cloud(most=2, error=CancelledThere("job 7 was cancelled"))
+    asking, ends, _ = grower(cloud)
+    asking.start()
+    asking.want(3)
+    wait_for(lambda: ends, 10)
+    asking.close()
+    assert cloud.asked == 1
+    assert ends == ["0: job 7 was cancelled"]

@@ -1,0 +1,112 @@
+"""``varuna run --on ENGINE``: a manager in this process, and agents that the engine starts for it."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from varuna.cli.cluster.engine_options import nodes_of
+from varuna.cli.cluster.managing import ClusterRun, manage_cluster
+from varuna.process.console import say
+from varuna.process.scripts import check_script
+
+if TYPE_CHECKING:
+    from varuna.calibration.format import Calibration
+    from varuna.fleet.clouds.grower import Grower
+    from varuna.fleet.service.cluster_workers import ClusterWorkers
+    from varuna.fleet.service.service import ManagerService
+
+_TOKEN_USES, _TOKEN_LIFE_S = 1_000_000, 365 * 24 * 3600.0  # machines come and go for as long as the run lasts
+_PASSED_ON = ("OMP_NUM_THREADS", "VARUNA_PATIENCE")
+_PASSED_ON_PREFIXES = ("NCCL_", "GLOO_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineRun:
+    """What the command line says of a run on an engine; see there."""
+
+    on: str
+    nodes: str
+    options: Mapping[str, str] = field(repr=False)
+    script: Path
+    args: tuple[str, ...]
+    workers: int | None
+    run_dir: Path
+    port: int
+    advertise: str
+    stages: int | None
+    memory_bytes: int | None
+    given: "Calibration | None"
+    json_log: Path | None
+    new: bool
+    overwrite: bool
+
+
+def manage_on_engine(run: EngineRun) -> int:
+    """Manage to the end; returns the exit code.
+
+    Raises:
+        UsageError: no such engine, or a value that it does not accept.
+        FleetError: the engine cannot be used, or the port or the folder.
+    """
+    from varuna.fleet.clouds.grower import Grower
+    from varuna.fleet.engines.engine import AgentCommand, EnginePlace
+    from varuna.fleet.engines.registry import engine_of, kind_of
+    from varuna.fleet.service.service import ServiceConfig
+    from varuna.fleet.state.inputs import FinishRequested
+
+    kind, _ = kind_of(run.on)
+    least, most = nodes_of(run.nodes)
+    growth = kind.growth(least, most)
+    check_script(run.script)
+    engine = engine_of(run.on, EnginePlace(run_dir=run.run_dir.absolute(), most=most), run.options)
+
+    def attach(service: "ManagerService[ClusterWorkers]") -> "Grower":
+        def end(reason: str, exit_code: int) -> None:
+            if exit_code:
+                service.stop(reason, exit_code)
+            else:
+                service.mailbox.post(FinishRequested(reason))
+
+        join = service.workers.invite(uses=_TOKEN_USES, life_s=_TOKEN_LIFE_S)
+        engine.start(
+            AgentCommand(
+                join=str(join),
+                script=run.script.absolute(),
+                args=run.args,
+                workers=run.workers,
+                environment=_passed_on(is_planned=run.given is not None),
+            )
+        )
+        say(engine.describe())
+        say(f"`varuna status --run {run.run_dir}` shows the run; the same command again continues it")
+        grower = Grower(engine, growth, warn=service.mailbox.warn, end=end, machines=lambda: service.workers.machines)
+        grower.want(most)
+        return grower
+
+    place = ServiceConfig(
+        run_dir=run.run_dir,
+        host="0.0.0.0",
+        port=run.port,
+        json_log=run.json_log,
+        new=run.new,
+        overwrite=run.overwrite,
+    )
+    managed = ClusterRun(
+        place=place,
+        advertise=run.advertise,
+        workers=max(1, least) * (run.workers or 1),
+        stages=run.stages,
+        memory_bytes=run.memory_bytes,
+        given=run.given,
+    )
+    return manage_cluster(managed, attach, "start the same command again")
+
+
+def _passed_on(*, is_planned: bool) -> dict[str, str]:
+    """Variables of this shell that workers elsewhere must have too; their plans come from the manager."""
+    passed = {
+        name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith(_PASSED_ON_PREFIXES)
+    }
+    return {**passed, **({"VARUNA_CALIBRATION": "none"} if is_planned else {})}

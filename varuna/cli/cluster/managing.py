@@ -1,0 +1,136 @@
+"""What ``varuna manager`` and ``varuna run --on`` have in common: a manager for machines that come and go."""
+
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from varuna.core.errors import FleetError
+from varuna.process.console import say, warn
+
+if TYPE_CHECKING:
+    from varuna.calibration.format import Calibration
+    from varuna.fleet.clouds.grower import Grower
+    from varuna.fleet.service.cluster_workers import ClusterWorkers
+    from varuna.fleet.service.service import ManagerService, ServiceConfig
+
+_EXPECTED_WORKERS = 8
+"""Micro-batches, which keep their size, are small enough for so many workers, however few begin."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterRun:
+    """What is managed: where, and how it is planned.
+
+    Args:
+        place: the manager's.
+        advertise: address at which agents reach it; empty: the one that it listens on, or this machine's own.
+        workers: to wait for before the first step.
+        stages: P; None: the planner's choice.
+        memory_bytes: that plans must fit into.
+        given: plan from this.
+    """
+
+    place: "ServiceConfig"
+    advertise: str
+    workers: int
+    stages: int | None
+    memory_bytes: int | None
+    given: "Calibration | None"
+
+
+def manage_cluster(
+    run: ClusterRun, attach: "Callable[[ManagerService[ClusterWorkers]], Grower | None]", again: str
+) -> int:
+    """Manage to the end; returns the exit code.
+
+    Args:
+        run: what.
+        attach: sees the manager before anybody is let in; what it returns asks for machines, until the run is over.
+        again: how the same command is called where a message says that it continues the run.
+    """
+    from varuna.calibration.file import RUN_FILE
+    from varuna.fleet.manager.calibrator import Calibrator
+    from varuna.fleet.service.cluster_workers import ClusterLaunch, cluster_config
+    from varuna.fleet.service.service import ManagerService
+    from varuna.observe.run_view import RunView
+    from varuna.observe.terminal import beside_a_script
+    from varuna.planner.choose import planner
+    from varuna.process.output_pump import unread_allowed
+
+    place = replace(run.place, port=run.place.port or _port_before(run.place.run_dir, run.place.host))
+    with unread_allowed(), ExitStack() as closing:
+        progress, write = beside_a_script()
+        closing.enter_context(progress)
+        view = RunView(progress)
+        # Other machines than this one compute: what a run knows of them stays with it, over managers' restarts too.
+        calibrator = Calibrator(
+            planner(memory_bytes=run.memory_bytes, stages=run.stages),
+            run_dir=place.run_dir,
+            cache=lambda job: place.run_dir / RUN_FILE,
+            given=run.given,
+            most_workers=max(run.workers, _EXPECTED_WORKERS),
+        )
+        service = ManagerService(
+            place,
+            ClusterLaunch(run.advertise),
+            config=cluster_config(run.workers),
+            planner=calibrator.plan,
+            calibrator=calibrator,
+            on_event=view,
+            on_past=view.recall,
+            write=write,
+        )
+        grower = attach(service)
+        view.watch(lambda: service.manager.fleet)
+        ended = None
+        is_interrupted = False
+        try:
+            if grower is not None:
+                grower.start()
+            ended = service.manage()
+        except KeyboardInterrupt:  # in the moment before the manager listens to signals
+            is_interrupted = True
+            raise
+        finally:
+            if grower is not None and (ended is not None or is_interrupted):
+                _give_back(grower)
+        view.close(ended, service.checkpoint)
+        if ended is None:
+            say(f"the run continues without its manager; {again} to resume managing it")
+        elif ended.exit_code:
+            say(ended.text)
+    return 0 if ended is None else ended.exit_code
+
+
+def _give_back(grower: "Grower") -> None:
+    """Let go of what was asked for; a run that is over is over in any case."""
+    try:
+        grower.close()
+    except FleetError as error:
+        say(str(error))
+
+
+def _port_before(run_dir: Path, host: str) -> int:
+    """The port of the manager before this one, where its agents look for it; 0, which picks one, if it is not free."""
+    from varuna.fleet.run_folder.connection_file import read_access
+    from varuna.process.file_lock import is_owned
+
+    known = read_access(run_dir)
+    if known is None:
+        return 0
+    if is_owned(run_dir):  # by a manager that is just leaving, or one that is named soon
+        return known.port
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, known.port))
+        except OSError as error:
+            warn(
+                f"port {known.port}, at which agents of {run_dir} look for their manager, cannot be used again "
+                f"({error.strerror}): those that still run do not find this one. --port names another port."
+            )
+            return 0
+    return known.port

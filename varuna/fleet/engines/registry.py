@@ -1,0 +1,35 @@
+"""All engines by name: what ``varuna run --on`` accepts."""
+
+from collections.abc import Mapping
+
+from varuna.core.errors import UsageError
+from varuna.fleet.engines.aws import AWS
+from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
+
+LOCAL = "local"
+"""This machine alone: no engine, and the default."""
+KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (AWS,)}
+
+
+def kind_of(on: str) -> tuple[EngineKind, str]:
+    """The engine that ``--on NAME`` or ``--on NAME:WHERE`` names, and what follows the colon.
+
+    Raises:
+        UsageError: there is no such engine.
+    """
+    name, _, where = on.partition(":")
+    if name not in KINDS:
+        listed = "".join(f"\n  {kind.name:<8}{kind.summary}" for kind in KINDS.values())
+        raise UsageError(f"--on {on}: no engine is called {name!r}. There are:\n  {LOCAL:<8}this machine{listed}")
+    return KINDS[name], where
+
+
+def engine_of(on: str, place: EnginePlace, given: Mapping[str, str]) -> Engine:
+    """Make the engine of ``--on``, with values of its own options.
+
+    Raises:
+        UsageError: there is none, a value is wrong, or something must be installed first.
+        FleetError: it cannot be used.
+    """
+    kind, where = kind_of(on)
+    return kind.make(place, kind.values(where, given))
