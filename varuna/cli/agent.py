@@ -59,10 +59,12 @@ def agent(
     unencrypted, so the interface must be private. Other users of the machine
     can see arguments: give the JOIN string in --join-file or VARUNA_JOIN.
     """
-    from varuna.fleet.agent.agent import Agent, AgentConfig, SpotWarning
+    from varuna.fleet.agent.agent import Agent, AgentConfig
     from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
+    from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
+    from varuna.fleet.clouds.notices import CloudNotice, SpotNotice
     from varuna.fleet.clouds.spot_notices import SpotNotices
     from varuna.process.output_pump import unread_allowed
 
@@ -76,8 +78,19 @@ def agent(
     def run(card: AgentIdentity) -> int:
         place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem)
         member = Agent(place, home, card, config, say)
-        SpotNotices(lambda notice: member.notify(SpotWarning(notice.in_s, f"spot notice: {notice.action}"))).start()
-        return member.run()
+
+        def warn(notice: CloudNotice) -> None:
+            if isinstance(notice, SpotNotice):
+                member.notify(SpotWarning(notice.in_s, f"spot notice: {notice.action}"))
+            else:
+                member.notify(RiskWarning(notice.reason))
+
+        notices = SpotNotices(warn)
+        notices.start()
+        exit_code = member.run()
+        if member.is_released and (untold := notices.acknowledge()):
+            say(untold)
+        return exit_code
 
     with unread_allowed():
         exit_code = serve(invitation, home, run, say)

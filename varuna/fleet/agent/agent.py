@@ -20,12 +20,12 @@ from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.join import job_identity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import FromUplink, ManagerAddress, ManagerClient, Refused, Trouble, Welcomed
+from varuna.fleet.agent.own_departure import OwnDeparture, RiskWarning, SpotWarning
 from varuna.fleet.agent.slots import Slot, Slots
 from varuna.fleet.agent.worker_records import WorkerRecords
 from varuna.fleet.net.client import VoidSecretError
 from varuna.fleet.net.host_facts import HostWatch
 from varuna.fleet.net.protocol import (
-    MAX_REASON,
     Dismiss,
     DownBody,
     End,
@@ -35,7 +35,6 @@ from varuna.fleet.net.protocol import (
     Printed,
     ProcessEnded,
     Said,
-    SpotNoticeSeen,
     Started,
     Tell,
 )
@@ -58,14 +57,6 @@ _STUCK_S = 1800.0  # with neither a manager nor a step: a machine that costs mon
 
 
 @dataclass(frozen=True)
-class SpotWarning:
-    """This machine will be taken away in ``in_s`` seconds."""
-
-    in_s: float
-    reason: str
-
-
-@dataclass(frozen=True)
 class _Impatience:
     """A second signal."""
 
@@ -78,7 +69,15 @@ class _Confirmed:
 
 
 _Input = (
-    MessageReceived | ConnectionLost | WorkerExited | FromUplink | SpotWarning | DownBody | _Impatience | _Confirmed
+    MessageReceived
+    | ConnectionLost
+    | WorkerExited
+    | FromUplink
+    | SpotWarning
+    | RiskWarning
+    | DownBody
+    | _Impatience
+    | _Confirmed
 )
 
 
@@ -142,14 +141,14 @@ class Agent:
         )
         self._place, self._run, self._interface, self._main = place, "", config.interface, ""
         self._connected = self._complained = False
-        self._notice_until_s: float | None = None
-        self._notice_reason = ""
+        self._departure = OwnDeparture()
+        self.is_released = False  # whether the run does not need this machine any more
         self._quiet_since_s = time.monotonic()  # since when there is neither a worker nor a manager
         self._progress_s = time.monotonic()  # newest moment at which a step was done, or the manager was there
         self._exit: int | None = None
 
-    def notify(self, notice: SpotWarning) -> None:
-        """This machine will be taken away."""
+    def notify(self, notice: SpotWarning | RiskWarning) -> None:
+        """This machine will be taken away, or may be."""
         self._inputs.put(notice)
 
     def run(self) -> int:
@@ -200,8 +199,8 @@ class Agent:
                 self._uplink.send(Parted(worker=worker))
             case WorkerExited():
                 self._note_exit(event)
-            case SpotWarning(in_s=in_s, reason=reason):
-                self._note_notice(in_s, reason)
+            case SpotWarning() | RiskWarning():
+                self._note_notice(event)
             case _Impatience(number=number):
                 self._exit = 128 + number
             case _:
@@ -259,8 +258,7 @@ class Agent:
         self._run = welcome.run
         if not welcome.resumed:
             self._forwarder.begin(event.epoch, welcome.kept)
-            if self._notice_until_s is not None:
-                self._say_notice()
+            self._say_departure()
 
     def _note_trouble(self, reason: str, was_welcome: bool) -> None:
         """The connection broke; it is made again until somebody answers. Said once."""
@@ -279,18 +277,19 @@ class Agent:
         if self._roster.ended(event.worker, exited):
             self._uplink.send(ProcessEnded(worker=event.worker, exited=exited))
 
-    def _note_notice(self, in_s: float, reason: str) -> None:
-        """Record a preemption notice; of several, the earliest deadline counts."""
-        until_s = time.monotonic() + in_s
-        if self._notice_until_s is None or until_s < self._notice_until_s:
-            self._notice_until_s, self._notice_reason = until_s, reason
-            self._tell(f"this machine will leave in {in_s:.0f} s ({reason})")
-            self._say_notice()
+    def _note_notice(self, warning: SpotWarning | RiskWarning) -> None:
+        """Record a preemption notice or an advice, and pass it on if it says more than the ones before."""
+        match warning:
+            case SpotWarning(in_s=in_s, reason=reason) if self._departure.note(warning, time.monotonic()):
+                self._tell(f"this machine will leave in {in_s:.0f} s ({reason})")
+                self._say_departure()
+            case RiskWarning(reason=reason) if self._departure.note_advice(warning):
+                self._tell(f"this machine may be taken away soon ({reason})")
+                self._say_departure()
 
-    def _say_notice(self) -> None:
-        assert self._notice_until_s is not None
-        left_s = max(0.0, self._notice_until_s - time.monotonic())
-        self._uplink.send(SpotNoticeSeen(in_s=left_s, reason=self._notice_reason[:MAX_REASON]))
+    def _say_departure(self) -> None:
+        for body in self._departure.to_say(time.monotonic()):
+            self._uplink.send(body)
 
     def _note_main(self, worker: str, message: Assign) -> None:
         """Only the main worker's lines are shown, wherever it runs."""
@@ -307,6 +306,7 @@ class Agent:
             if record.hello is None:  # it is still starting, and would wait for a part that never comes
                 self._launcher.kill(record.name)
         self._launcher.stop_all(_LEAVE_S)
+        self.is_released = True
         if dismissal.drained:
             self._home.forget()
         self._exit = dismissal.exit_code
@@ -317,13 +317,13 @@ class Agent:
         """Start workers, forward logs, and see whether there is anything left to do."""
         if self._exit is not None:
             return
-        if self._run and self._connected and self._notice_until_s is None:
+        if self._run and self._connected and not self._departure.is_near:
             for slot in self._slots.due(now_s):
                 self._start(slot, now_s)
         if self._connected:
             for output in self._forwarder.take():
                 self._uplink.send(output, epoch=self._forwarder.epoch)
-        if self._notice_until_s is not None and now_s >= self._notice_until_s:
+        if self._departure.is_over(now_s):
             self._tell("the notice period is over")
             self._exit = 0
         if self._connected:
@@ -393,8 +393,8 @@ class Agent:
         self._uplink.send(Printed(worker=self._main or self._card.identity.node + ".0", data=line[: 2**15]))
 
     def _on_signal(self, number: int) -> None:
-        """The first one is a notice; a second one means now."""
-        if self._notice_until_s is not None:
+        """The first one is a notice, even after a cloud's: machines that are shut down get one. A second means now."""
+        if self._departure.note_signal():
             self._inputs.put(_Impatience(number))
         else:
             self._inputs.put(SpotWarning(SIGTERM_NOTICE_S, f"received {signal.Signals(number).name}"))

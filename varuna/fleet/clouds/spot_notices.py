@@ -1,112 +1,126 @@
-"""AWS spot notices: the instance metadata service says two minutes ahead when a VM will be taken back."""
+"""Finds out which cloud this machine is on, then listens for notices that it will be taken back."""
 
-import json
 import os
 import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from http.client import HTTPException
-from urllib.error import HTTPError, URLError
-from urllib.request import ProxyHandler, Request, build_opener
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
-METADATA_URL = "http://169.254.169.254"
-ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
-"""Names another address of the service, for us as for AWS's own tools."""
-_EVERY_S = 5.0  # as AWS recommends
-_TOKEN_TTL_S = 21600
-_TIMEOUT_S = 2.0
-_LARGEST_BYTES = 4096
+from varuna.fleet.clouds import aws_notices, azure_notices, gcp_notices
+from varuna.fleet.clouds.metadata import METADATA_URL, MetadataService, NoAnswerError
+from varuna.fleet.clouds.notices import CloudNotice, SpotNotice
+
+_LOOK_AFTER_S = (0.0, 5.0, 30.0)
+"""Pauses before each look for a service: a machine that boots may have no network yet."""
+_AFTER_A_FAULT_S = 5.0
+_JOIN_S = 6.0
 
 
-@dataclass(frozen=True, slots=True)
-class SpotNotice:
-    """This VM will be taken back."""
+class CloudNotices(Protocol):
+    """What one cloud's metadata service says of this machine."""
 
-    action: str
-    """terminate, stop or hibernate."""
-    in_s: float
-    """Seconds from now; 0 if the time has passed."""
+    name: str
+    every_s: float
+    """Seconds between two questions."""
+
+    def is_here(self) -> bool:
+        """Whether this machine is on that cloud."""
+        ...
+
+    def poll(self) -> list[CloudNotice]:
+        """What it says now.
+
+        Raises:
+            NoAnswerError: nothing that makes sense.
+        """
+        ...
+
+    def acknowledge(self) -> None:
+        """This machine may be taken now.
+
+        Raises:
+            NoAnswerError: nobody took it.
+        """
+        ...
+
+
+def clouds(environment: Mapping[str, str] = os.environ) -> list[CloudNotices]:
+    """Those to look for: all three at the link-local address, or only those that the environment names."""
+    aws, azure = environment.get(aws_notices.ENDPOINT_VARIABLE), environment.get(azure_notices.ENDPOINT_VARIABLE)
+    gcp = environment.get(gcp_notices.ENDPOINT_VARIABLE)
+    is_free = not (aws or azure or gcp)
+    found: list[CloudNotices] = []
+    if aws or is_free:
+        found.append(aws_notices.AwsNotices(MetadataService(aws or METADATA_URL)))
+    if azure or is_free:
+        found.append(azure_notices.AzureNotices(MetadataService(azure or METADATA_URL)))
+    if gcp or is_free:
+        found.append(gcp_notices.GcpNotices(MetadataService(f"http://{gcp}" if gcp else METADATA_URL)))
+    return found
 
 
 class SpotNotices:
-    """Polls IMDSv2 ``spot/instance-action`` on a thread, until the notice comes or it is closed.
-
-    On a machine without the service nothing happens. The link-local address is asked without any proxy.
+    """Asks on a thread, until the notice comes or it is closed; on a machine without a service it soon ends.
 
     Args:
-        on_notice: gets the notice, once, on the poller's thread.
-        url: of the service; by default what the environment says, else the link-local address.
-        every_s: between two questions.
-        now: the wall clock, with which AWS writes the time.
+        on_notice: gets each notice once, on that thread: advice, if there is any, and one end.
+        among: clouds to look for.
+        look_after_s: pauses before each look.
     """
 
     def __init__(
         self,
-        on_notice: Callable[[SpotNotice], None],
+        on_notice: Callable[[CloudNotice], None],
         *,
-        url: str = "",
-        every_s: float = _EVERY_S,
-        now: Callable[[], float] = time.time,
+        among: Sequence[CloudNotices] | None = None,
+        look_after_s: Sequence[float] = _LOOK_AFTER_S,
     ) -> None:
-        self._on_notice, self._every_s, self._now = on_notice, every_s, now
-        self._url = (url or os.environ.get(ENDPOINT_VARIABLE) or METADATA_URL).rstrip("/")
-        self._open = build_opener(ProxyHandler({})).open
-        self._token = ""
+        self._on_notice, self._look_after_s = on_notice, look_after_s
+        self._among = clouds() if among is None else among
+        self._cloud: CloudNotices | None = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="varuna-spot-notices", daemon=True)
 
     def start(self) -> None:
-        """Poll from now on."""
+        """Listen from now on."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; returns once the thread is gone, or at most after the service's timeouts."""
+        """Stop; returns once the thread is gone, or at most after six seconds: it holds nothing but a question."""
         self._closed.set()
         if self._thread.is_alive():
-            self._thread.join(3 * _TIMEOUT_S)
+            self._thread.join(_JOIN_S)
 
-    def poll(self) -> SpotNotice | None:
-        """Ask once; None if there is no notice, or no such service."""
+    def acknowledge(self) -> str:
+        """Tell the cloud that this machine may be taken now; returns why it could not be told, or nothing."""
         try:
-            return self._ask()
-        except (HTTPError, URLError, HTTPException, OSError, ValueError, KeyError, TypeError):
-            return None  # no service here, or it hiccups: the next poll asks again
+            if self._cloud is not None:
+                self._cloud.acknowledge()
+        except NoAnswerError as error:
+            return f"{self._cloud.name} was not told that this machine may be taken now: {error}" if self._cloud else ""
+        return ""
 
     def _run(self) -> None:
-        while not self._closed.is_set():
-            notice = self.poll()
-            if notice is not None:
-                self._on_notice(notice)
-                return
-            self._closed.wait(self._every_s)
-
-    def _ask(self) -> SpotNotice | None:
-        """IMDSv2: a session token first; it expires, and then the service answers 401."""
-        for _ in range(2):
-            if not self._token:
-                ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TOKEN_TTL_S)}
-                self._token = self._fetch(Request(f"{self._url}/latest/api/token", method="PUT", headers=ttl))
-            headers = {"X-aws-ec2-metadata-token": self._token}
+        self._cloud = self._find()
+        told: list[type[CloudNotice]] = []
+        while self._cloud is not None and not self._closed.is_set():
+            pause_s = self._cloud.every_s
             try:
-                body = self._fetch(Request(f"{self._url}/latest/meta-data/spot/instance-action", headers=headers))
-            except HTTPError as error:
-                if error.code != 401:
-                    return None  # 404: nothing is planned
-                self._token = ""
-                continue
-            return self._read(body)
+                notices = self._cloud.poll()
+            except NoAnswerError:
+                notices, pause_s = [], _AFTER_A_FAULT_S  # the next poll asks again
+            for notice in notices:
+                if type(notice) not in told and not self._closed.is_set():
+                    told.append(type(notice))
+                    self._on_notice(notice)
+            if SpotNotice in told:
+                return
+            self._closed.wait(pause_s)
+
+    def _find(self) -> CloudNotices | None:
+        for pause_s in self._look_after_s:
+            if self._closed.wait(pause_s):
+                return None
+            for cloud in self._among:
+                if cloud.is_here():
+                    return cloud
         return None
-
-    def _fetch(self, request: Request) -> str:
-        with self._open(request, timeout=_TIMEOUT_S) as answer:
-            body: bytes = answer.read(_LARGEST_BYTES)
-        return body.decode("ascii")
-
-    def _read(self, body: str) -> SpotNotice:
-        """``{"action": "terminate", "time": "2017-09-18T08:22:00Z"}``."""
-        content = json.loads(body)
-        moment = datetime.fromisoformat(content["time"])
-        at_s = (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-        return SpotNotice(str(content["action"]), max(0.0, at_s - self._now()))

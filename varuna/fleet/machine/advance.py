@@ -17,13 +17,14 @@ from varuna.fleet.machine.joins import note_hello, note_spawned, spawn_missing
 from varuna.fleet.machine.leases import hear, look_around, note_parted, note_tick, take_back
 from varuna.fleet.machine.leases import note_beat as note_waiting
 from varuna.fleet.machine.planned_morphs import plan_ahead
-from varuna.fleet.machine.preemption import note_departure, release, reprieve
+from varuna.fleet.machine.preemption import note_departure, note_risk, release, reprieve
 from varuna.fleet.machine.standstill import note_standstill
 from varuna.fleet.machine.stragglers import note_beat, readmit
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
+    AdviceReceived,
     AnswerReceived,
     ConnectionLost,
     DrainRequested,
@@ -80,8 +81,8 @@ def _note(transition: Transition, event: Event) -> None:
         case MessageReceived() | WorkerExited() | ConnectionLost() | WorkerDistrusted():
             if event.worker in transition.fleet.workers:  # the lost and the refused are not heard any more
                 _note_worker(transition, event)
-        case NoticeReceived() | DrainRequested():
-            note_departure(transition, event)
+        case NoticeReceived() | DrainRequested() | AdviceReceived():
+            _note_future(transition, event)
         case AnswerReceived(question=question, number=number, answer=answer):
             transition.note_answer(question, number, answer)
         case Recalibrated(generation=generation, expected_s=expected_s):
@@ -90,6 +91,15 @@ def _note(transition: Transition, event: Event) -> None:
                 transition.update(expected_s=expected_s)
         case SpawnRequested() | MorphRequested() | FinishRequested() | StopRequested():
             _note_wish(transition, event)
+
+
+def _note_future(transition: Transition, event: NoticeReceived | DrainRequested | AdviceReceived) -> None:
+    """Take down that a machine will leave, or may."""
+    if isinstance(event, AdviceReceived):
+        hear(transition, event.node)
+        note_risk(transition, event)
+    else:
+        note_departure(transition, event)
 
 
 def _note_wish(

@@ -1,5 +1,6 @@
 """A new generation: its workers, where state comes from, and the assignments."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from varuna.core.errors import NoPlanError
@@ -175,11 +176,15 @@ def _plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Pl
     choices = [fleet.available, staying, live]
     for usable in choices[:-1]:
         if usable and usable != live:
-            try:
-                return _plan_keeping(transition, len(usable)), usable
-            except NoPlanError:
-                continue
-    return _plan_keeping(transition, len(live)), live
+            with suppress(NoPlanError):
+                return _seated_safely(fleet, _plan_keeping(transition, len(usable)), usable)
+    return _seated_safely(fleet, _plan_keeping(transition, len(live)), live)
+
+
+def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+    """If there are spares, those on nodes that may be taken away soon are the spares."""
+    safe = fleet.without_risk(usable)
+    return plan, safe if plan.workers <= len(safe) else usable
 
 
 def _plan_keeping(transition: Transition, workers: int) -> Plan:

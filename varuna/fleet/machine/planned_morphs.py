@@ -52,9 +52,9 @@ def _plan_ahead(transition: Transition, phase: Running) -> None:
     if transition.fleet.morph_asked:
         _answer_request(transition)
     else:
-        _consider_slow(transition)
-        if transition.fleet.phase is phase:
-            _consider_newcomers(transition, phase)
+        for consider in (_consider_slow, _consider_risk, _consider_newcomers):
+            if transition.fleet.phase is phase:
+                consider(transition, phase)
 
 
 def _raise_flag(transition: Transition, flag: Flag) -> None:
@@ -150,7 +150,7 @@ def _answer_request(transition: Transition) -> None:
         _regroup(transition, fleet.morph_reason)
 
 
-def _consider_slow(transition: Transition) -> None:
+def _consider_slow(transition: Transition, phase: Running) -> None:
     """Leave stragglers out, if the run is faster without them."""
     fleet = transition.fleet
     ranks = sorted(fleet.record.ranks[name] for name in fleet.slow if _takes_part(fleet, name))
@@ -161,6 +161,26 @@ def _consider_slow(transition: Transition) -> None:
     worst = max(slow, key=lambda name: slow[name].ratio)
     if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * slow[worst].ratio:
         _regroup(transition, " and ".join(f"worker {name} is slow ({slow[name]})" for name in slow))
+
+
+def _consider_risk(transition: Transition, phase: Running) -> None:
+    """Let spares take the seats of nodes that may be taken away, while their state can still move without hurry."""
+    fleet = transition.fleet
+    nodes = sorted(
+        node
+        for node, risk in fleet.at_risk.items()
+        if not risk.replaced and any(_takes_part(fleet, name) for name in fleet.workers.on(node))
+    )
+    safe = fleet.without_risk(fleet.available)
+    if not nodes or len(safe) < fleet.record.plan.workers:
+        return
+    answer = look_ahead(transition, len(fleet.available))
+    known = answer if isinstance(answer, Planned) else Planned(fleet.record.plan, answer.running_s)
+    if plan_to_come(transition, known, len(fleet.available)).workers <= len(safe):
+        tried = {node: replace(fleet.at_risk[node], replaced=True) for node in nodes}
+        transition.update(at_risk={**fleet.at_risk, **tried})
+        reasons = " and ".join(f"node {node} may be taken away soon ({tried[node].reason})" for node in nodes)
+        _regroup(transition, f"{reasons}; spares take its place" if len(nodes) == 1 else f"{reasons}; spares take over")
 
 
 def _consider_newcomers(transition: Transition, phase: Running) -> None:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from varuna.core.messages import Finish
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.fleet import Departure, Ended, Finishing, Fleet, Running
-from varuna.fleet.state.inputs import DrainRequested, NoticeReceived
+from varuna.fleet.state.fleet import Departure, Ended, Finishing, Fleet, Risk, Running
+from varuna.fleet.state.inputs import AdviceReceived, DrainRequested, NoticeReceived
 from varuna.fleet.state.outputs import Release
 from varuna.fleet.state.run_events import Answered, Asked
 from varuna.fleet.state.worker import Standing
@@ -29,6 +29,14 @@ def note_departure(transition: Transition, event: NoticeReceived | DrainRequeste
     if isinstance(event, DrainRequested):
         transition.publish(Asked(what="drain", node=event.node))
     transition.notice(f"node {event.node} will leave {when} ({departure.reason})")
+
+
+def note_risk(transition: Transition, event: AdviceReceived) -> None:
+    """Note that a node may be taken away: it keeps its seats until spares on other nodes can have them."""
+    node, reason = event.node, event.reason
+    if node not in transition.fleet.at_risk:
+        transition.update(at_risk={**transition.fleet.at_risk, node: Risk(reason)})
+        transition.notice(f"node {node} may be taken away soon ({reason}): spares take its place once there are enough")
 
 
 def leavers(fleet: Fleet) -> list[str]:
@@ -70,8 +78,11 @@ def _is_free(fleet: Fleet, node: str) -> bool:
 
 
 def reprieve(transition: Transition) -> None:
-    """Forget departures that are over: the node is gone, or was not taken."""
+    """Forget departures that are over: the node is gone, or was not taken. Forget risks of nodes that are gone."""
     fleet = transition.fleet
+    if any(node not in fleet.nodes for node in fleet.at_risk):
+        at_risk = {node: risk for node, risk in fleet.at_risk.items() if node in fleet.nodes}
+        transition.update(at_risk=at_risk)
     if not fleet.departing:
         return
     kept = {

@@ -23,6 +23,7 @@ from varuna.fleet.net.protocol import (
     BAD_TWIN,
     MAX_JOIN_BYTES,
     STALLED,
+    AdviceSeen,
     Dismiss,
     DownBody,
     Greet,
@@ -48,6 +49,7 @@ from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import RefusedError, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
 from varuna.fleet.state.inputs import (
+    AdviceReceived,
     ConnectionLost,
     Event,
     MessageReceived,
@@ -330,7 +332,7 @@ class AgentServer:
 
     def _note(self, link: AgentLink, body: UpBody) -> None:
         """Pass on what an agent says."""
-        if not isinstance(body, SpotNoticeSeen):
+        if not isinstance(body, SpotNoticeSeen | AdviceSeen):
             check_belongs(link.node, body.worker)
         match body:
             case Started(worker=worker):
@@ -347,6 +349,8 @@ class AgentServer:
                 self._pulses.post(WorkerExited(worker, exited.code, exited.stderr_tail))
             case SpotNoticeSeen(in_s=in_s, reason=reason):
                 self._pulses.post(NoticeReceived(link.node, time.monotonic() + in_s, reason))
+            case AdviceSeen(reason=reason):
+                self._pulses.post(AdviceReceived(link.node, reason))
             case Output():
                 self._logs.write(body)
             case Printed(worker=worker, data=data):

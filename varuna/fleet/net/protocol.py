@@ -163,8 +163,15 @@ class SpotNoticeSeen(Value):
     reason: str = Field(max_length=MAX_REASON)
 
 
+class AdviceSeen(Value):
+    """This machine is more likely than others to be taken away soon."""
+
+    kind: Literal["advised"] = "advised"
+    reason: str = Field(max_length=MAX_REASON)
+
+
 UpBody = Annotated[
-    Started | Said | Parted | ProcessEnded | Output | Printed | SpotNoticeSeen, Field(discriminator="kind")
+    Started | Said | Parted | ProcessEnded | Output | Printed | SpotNoticeSeen | AdviceSeen, Field(discriminator="kind")
 ]
 
 

@@ -6,7 +6,7 @@ The life of a generation, as phases::
                         └──────everybody left──────> Finishing ──> Ended <── failure, from anywhere
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from varuna.core.devices import worker_bytes
@@ -36,6 +36,15 @@ class Departure:
     def is_drain(self) -> bool:
         """Whether somebody wants the node back, and nobody takes it away."""
         return self.deadline_s == float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Risk:
+    """A node may be taken away soon; spares on other nodes are better."""
+
+    reason: str
+    replaced: bool = False
+    """A morph to spares was asked for; another would not go better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +221,8 @@ class Fleet:
     experience: Experience = field(default_factory=lambda: Experience(began_s=0.0))
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""
+    at_risk: Mapping[str, Risk] = field(default_factory=dict)
+    """By node: those that a cloud advises to replace."""
     slow: Mapping[str, Straggler] = field(default_factory=dict)
     """By worker: those that are left out of plans."""
     strikes: Mapping[str, int] = field(default_factory=dict)
@@ -357,6 +368,10 @@ class Fleet:
     def is_departing(self, name: str) -> bool:
         """Whether a worker's node is about to leave."""
         return self.workers[name].node in self.departing
+
+    def without_risk(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those of these workers whose nodes no cloud advises to replace."""
+        return tuple(name for name in names if self.workers[name].node not in self.at_risk)
 
     def is_joined(self, name: str) -> bool:
         """Whether ``name`` is alive and takes directives."""

@@ -81,6 +81,14 @@ class NoticeReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class AdviceReceived:
+    """``node`` is more likely than others to be taken away soon; it may also stay."""
+
+    node: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class DrainRequested:
     """An operator wants ``node`` back; there is no hurry."""
 
@@ -143,6 +151,7 @@ Event = (
     | WorkerDistrusted
     | SpawnRequested
     | NoticeReceived
+    | AdviceReceived
     | DrainRequested
     | MorphRequested
     | FinishRequested

@@ -1,17 +1,19 @@
 """An agent's own thread: what it survives, and which logs it sends to whom."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from varuna.fleet.agent.agent import Agent, AgentConfig, SpotWarning
+from varuna.fleet.agent.agent import Agent, AgentConfig
 from varuna.fleet.agent.agent_folder import AgentFolder, AgentIdentity
 from varuna.fleet.agent.log_forwarder import LogForwarder
 from varuna.fleet.agent.manager_client import ManagerAddress, ManagerClient
+from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
 from varuna.fleet.net.ca import open_authority
-from varuna.fleet.net.protocol import MAX_REASON, MAX_TAIL, Identity, ProcessEnded, SpotNoticeSeen, UpBody
+from varuna.fleet.net.protocol import MAX_REASON, MAX_TAIL, AdviceSeen, Identity, ProcessEnded, SpotNoticeSeen, UpBody
 from varuna.fleet.state.inputs import WorkerExited
 
 
@@ -109,3 +111,28 @@ def test_old_logs_of_workers_go(bench: Bench) -> None:
     bench.home.prune(bench.card, 2)
     assert sorted(path.name for path in folder.iterdir()) == ["n0-vm.3.log", "n0-vm.4.log"]
     assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_a_shutdown_that_follows_a_clouds_notice_is_not_impatience(bench: Bench) -> None:
+    """Google Cloud and Azure shut a machine down, and so send SIGTERM, within the notice."""
+    agent = bench.agent
+    agent.notify(SpotWarning(30.0, "spot notice: preempted"))
+    agent._take_next()
+    agent._on_signal(signal.SIGTERM)
+    agent._take_next()
+    assert agent._exit is None
+    assert [body.reason for body in bench.sent if isinstance(body, SpotNoticeSeen)] == [
+        "spot notice: preempted",
+        "received SIGTERM",
+    ]
+    agent._on_signal(signal.SIGTERM)
+    agent._take_next()
+    assert agent._exit == 128 + signal.SIGTERM
+
+
+def test_advice_is_passed_on_once_and_ends_nothing(bench: Bench) -> None:
+    for _ in range(2):
+        bench.agent.notify(RiskWarning("AWS recommends to rebalance"))
+        bench.agent._take_next()
+    assert bench.sent == [AdviceSeen(reason="AWS recommends to rebalance")]
+    assert not bench.agent._departure.is_near

@@ -1,65 +1,244 @@
-"""Spot notices, against a local server that speaks IMDSv2."""
+"""Notices of three clouds, against local servers that speak their metadata services, or lie."""
 
 import json
 import queue
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.fleet.metadata import Metadata, metadata_service
-from varuna.fleet.clouds.spot_notices import SpotNotice, SpotNotices
-
-
-@pytest.fixture
-def url() -> Iterator[str]:
-    with metadata_service() as url:
-        yield url
-
+from tests.unit.fleet.metadata import (
+    LIES,
+    AzureMetadata,
+    GoogleMetadata,
+    Metadata,
+    lying,
+    metadata_service,
+    serving,
+)
+from varuna.fleet.clouds.aws_notices import AwsNotices
+from varuna.fleet.clouds.azure_notices import AzureNotices, parse_events
+from varuna.fleet.clouds.gcp_notices import GcpNotices, parse_maintenance
+from varuna.fleet.clouds.metadata import MetadataService, NoAnswerError
+from varuna.fleet.clouds.notices import LEAST_LEAD_S, CloudNotice, RebalanceAdvice, SpotNotice
+from varuna.fleet.clouds.spot_notices import CloudNotices, SpotNotices, clouds
 
 ACTION = json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"})
 AT_S = 1505722920.0
+NOTICED = SpotNotice("terminate", 120.0)
+ADVICE = json.dumps({"noticeTime": "2017-09-18T08:00:00Z"})
 
 
-def poller(url: str, now_s: float = AT_S - 120) -> SpotNotices:
-    return SpotNotices(lambda notice: None, url=url, now=lambda: now_s)
+@pytest.fixture
+def aws() -> Iterator[AwsNotices]:
+    with metadata_service() as url:
+        yield AwsNotices(MetadataService(url), now=lambda: AT_S - 120)
 
 
-def test_without_a_notice_there_is_none_and_one_token_serves_many_questions(url: str) -> None:
-    asking = poller(url)
-    assert [asking.poll() for _ in range(3)] == [None] * 3
+@pytest.fixture
+def azure() -> Iterator[AzureNotices]:
+    AzureMetadata.events, AzureMetadata.approved = [], []
+    with serving(AzureMetadata) as url:
+        yield AzureNotices(MetadataService(url), now=lambda: AT_S - 40)
+
+
+@pytest.fixture
+def google() -> Iterator[GcpNotices]:
+    GoogleMetadata.preempted, GoogleMetadata.maintenance = "FALSE", "NONE"
+    GoogleMetadata.changed.clear()
+    GoogleMetadata.held.clear()
+    with serving(GoogleMetadata) as url:
+        yield GcpNotices(MetadataService(url), has_gpu=False)
+        GoogleMetadata.changed.set()
+
+
+def event(**other: object) -> dict[str, object]:
+    return {
+        "EventId": "A-1",
+        "EventStatus": "Scheduled",
+        "EventType": "Preempt",
+        "ResourceType": "VirtualMachine",
+        "Resources": ["trainers_3"],
+        "NotBefore": "Mon, 18 Sep 2017 08:22:00 GMT",
+        "Description": "",
+        "EventSource": "Platform",
+        "DurationInSeconds": -1,
+        **other,
+    }
+
+
+# -- AWS
+
+
+def test_aws_says_nothing_and_one_token_serves_many_questions(aws: AwsNotices) -> None:
+    assert aws.is_here()
+    assert [aws.poll() for _ in range(3)] == [[]] * 3
     assert Metadata.tokens_given == 1
 
 
-def test_a_notice_says_what_will_happen_and_when(url: str) -> None:
+def test_aws_says_when_the_machine_goes_and_that_it_may(aws: AwsNotices) -> None:
+    Metadata.rebalance = ADVICE
+    assert aws.poll() == [RebalanceAdvice("AWS recommends to rebalance")]
     Metadata.action = ACTION
-    assert poller(url).poll() == SpotNotice("terminate", 120.0)
-    assert poller(url, AT_S + 5).poll() == SpotNotice("terminate", 0.0)
+    assert aws.poll() == [NOTICED, RebalanceAdvice("AWS recommends to rebalance")]
+    Metadata.rebalance = "soon"
+    assert aws.poll() == [NOTICED]  # what can be read counts
 
 
-def test_an_expired_token_is_renewed(url: str) -> None:
-    asking = poller(url)
-    asking.poll()
+def test_a_time_that_has_passed_is_another_clocks(aws: AwsNotices) -> None:
+    """Whoever is told still runs, so there are some seconds: an agent that took it literally would drop its state."""
+    Metadata.action = json.dumps({"action": "terminate", "time": "2017-09-18T07:22:00Z"})
+    assert aws.poll() == [SpotNotice("terminate", LEAST_LEAD_S)]
+
+
+def test_an_expired_token_is_renewed(aws: AwsNotices) -> None:
+    aws.poll()
     Metadata.token, Metadata.action = "t1", ACTION
-    assert asking.poll() == SpotNotice("terminate", 120.0)
+    assert aws.poll() == [NOTICED]
     assert Metadata.tokens_given == 2
 
 
 @pytest.mark.parametrize("body", ["", "{", "[]", '{"action": "stop"}', '{"action": "stop", "time": 3}', '"x"'])
-def test_an_answer_that_makes_no_sense_is_no_notice(url: str, body: str) -> None:
+def test_an_action_that_makes_no_sense_is_no_notice(aws: AwsNotices, body: str) -> None:
     Metadata.action = body
-    assert poller(url).poll() is None
+    with pytest.raises(NoAnswerError):
+        aws.poll()
 
 
-def test_a_machine_without_the_service_has_no_notices() -> None:
-    assert poller("http://127.0.0.1:9").poll() is None
+# -- Azure
 
 
-def test_the_thread_tells_once_and_ends(url: str) -> None:
-    told: queue.Queue[SpotNotice] = queue.Queue()
-    asking = SpotNotices(told.put, url=url, every_s=0.01, now=lambda: AT_S - 60)
+def test_azure_names_this_vm_and_waits_for_a_yes(azure: AzureNotices) -> None:
+    assert azure.is_here()
+    assert azure.poll() == []
+    AzureMetadata.events = [event(Resources=["trainers_4"], EventId="B-2"), event(EventType="Freeze", EventId="C-3")]
+    assert azure.poll() == []
+    azure.acknowledge()
+    assert AzureMetadata.approved == []
+    AzureMetadata.events.append(event(Resources=["trainers_1", "TRAINERS_3"]))
+    assert azure.poll() == [SpotNotice("Preempt", 40.0)]
+    azure.acknowledge()
+    assert AzureMetadata.approved == ["A-1"]
+    AzureMetadata.events = []
+    with pytest.raises(NoAnswerError, match="status 400"):
+        azure.acknowledge()
+
+
+@pytest.mark.parametrize(
+    ("other", "notices"),
+    [
+        ({"NotBefore": "", "EventStatus": "Started"}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
+        ({"NotBefore": "Mon, 18 Sep 2007 08:22:00 GMT"}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
+        ({"NotBefore": "tomorrow"}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
+        ({"NotBefore": 7}, [SpotNotice("Preempt", LEAST_LEAD_S)]),
+        ({"EventType": "Reboot"}, [SpotNotice("Reboot", 40.0)]),
+        ({"EventType": "Party"}, []),
+        ({"EventId": 7}, []),
+        ({"Resources": "trainers_3"}, []),
+        ({"Resources": [3, None]}, []),
+        ({"Resources": []}, []),
+    ],
+)
+def test_events_of_azure_are_read_with_care(other: dict[str, object], notices: list[SpotNotice]) -> None:
+    body = json.dumps({"DocumentIncarnation": 1, "Events": ["junk", event(**other)]})
+    assert [found.notice for found in parse_events(body, "trainers_3", AT_S - 40)] == notices
+
+
+# -- Google Cloud
+
+
+def test_google_says_so_as_soon_as_it_is_known(google: GcpNotices) -> None:
+    assert google.is_here()
+    assert google.poll() == []
+    told: queue.Queue[CloudNotice] = queue.Queue()
+    asking = SpotNotices(told.put, among=[google])
     asking.start()
-    Metadata.action = ACTION
-    assert told.get(timeout=5) == SpotNotice("terminate", 60.0)
+    assert GoogleMetadata.held.wait(20)  # the question is open
+    GoogleMetadata.preempted = "TRUE"
+    GoogleMetadata.changed.set()
+    assert told.get(timeout=20) == SpotNotice("preempted", 30.0)
     asking.close()
+
+
+def test_maintenance_ends_a_vm_that_cannot_migrate(google: GcpNotices) -> None:
+    GoogleMetadata.maintenance = "MIGRATE_ON_HOST_MAINTENANCE"
+    assert google.poll() == []
+    GoogleMetadata.changed.set()
+    GoogleMetadata.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
+    assert google.poll() == [SpotNotice("host maintenance", 60.0)]
+    assert parse_maintenance("TERMINATE_ON_HOST_MAINTENANCE", has_gpu=True) == SpotNotice("host maintenance", 3600.0)
+
+
+# -- whichever it is
+
+
+def every_cloud(service: MetadataService) -> list[CloudNotices]:
+    return [AwsNotices(service), AzureNotices(service), GcpNotices(service)]
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_no_metadata_service_says_is_no_notice(lie: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None is taken for a cloud, but for AWS and Azure whoever gives one word: their notices are read with care."""
+    with serving(lying(LIES[lie])) as url:
+        service = MetadataService(url)
+        ask = service.ask
+        monkeypatch.setattr(
+            service, "ask", lambda path, headers, **more: ask(path, headers, **{**more, "timeout_s": 0.3})
+        )
+        began_s = time.monotonic()
+        for cloud in every_cloud(service):
+            assert not cloud.is_here() or (lie == "one word" and cloud.name != "Google Cloud")
+            with pytest.raises(NoAnswerError):
+                cloud.poll()
+        assert time.monotonic() - began_s < 30  # each trickle would last twenty seconds
+
+
+def test_each_cloud_is_recognised_by_its_own_service() -> None:
+    AzureMetadata.events = []
+    for handler, name in ((Metadata, "AWS"), (AzureMetadata, "Azure"), (GoogleMetadata, "Google Cloud")):
+        with serving(handler) as url:
+            here = [cloud.name for cloud in every_cloud(MetadataService(url)) if cloud.is_here()]
+        assert here == [name]
+
+
+def test_the_environment_names_services_as_for_the_clouds_own_tools() -> None:
+    assert [cloud.name for cloud in clouds({})] == ["AWS", "Azure", "Google Cloud"]
+    assert [cloud.name for cloud in clouds({"IMDS_ENDPOINT": "http://localhost:40342"})] == ["Azure"]
+    with serving(GoogleMetadata) as url:
+        [google] = clouds({"GCE_METADATA_HOST": url.removeprefix("http://")})
+        assert google.is_here()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "https://127.0.0.1", "127.0.0.1", "http://[::", ""])
+def test_a_machine_without_the_service_is_left_in_peace(url: str) -> None:
+    told: queue.Queue[CloudNotice] = queue.Queue()
+    asking = SpotNotices(told.put, among=every_cloud(MetadataService(url)), look_after_s=(0.0, 0.0))
+    asking.start()
+    asking._thread.join(20)
+    assert not asking._thread.is_alive()
+    assert told.empty()
+    assert asking.acknowledge() == ""
+
+
+def test_advice_is_told_once_and_the_end_ends_the_thread(aws: AwsNotices) -> None:
+    told: queue.Queue[CloudNotice] = queue.Queue()
+    Metadata.rebalance, aws.every_s = ADVICE, 0.01
+    asking = SpotNotices(told.put, among=[aws])
+    asking.start()
+    assert isinstance(told.get(timeout=20), RebalanceAdvice)
+    Metadata.action = ACTION
+    assert told.get(timeout=20) == NOTICED
+    asking._thread.join(20)
     assert told.empty()
     assert not asking._thread.is_alive()
+
+
+def test_a_cloud_that_takes_no_yes_is_named(azure: AzureNotices) -> None:
+    AzureMetadata.events = [event()]
+    told: queue.Queue[CloudNotice] = queue.Queue()
+    asking = SpotNotices(told.put, among=[azure])
+    asking.start()
+    assert told.get(timeout=20) == SpotNotice("Preempt", 40.0)
+    AzureMetadata.events = []
+    assert asking.acknowledge() == "Azure was not told that this machine may be taken now: status 400"
+    asking.close()

@@ -9,6 +9,7 @@ from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
+    AdviceReceived,
     DrainRequested,
     FinishRequested,
     MorphRequested,
@@ -135,6 +136,42 @@ def test_a_worker_that_comes_from_a_leaving_node_is_sent_home() -> None:
     driver.feed(WorkerSpawned("w5", "f"))
     driver.hello("w5")
     assert [worker for worker, _ in sends(driver.done, Finish)] == ["w5"]
+
+
+def advised(nodes: str) -> Driver:
+    """A run over machines, of which the first two workers' are said to be at risk."""
+    driver = on_nodes(nodes, replace=False, elastic=True)
+    driver.feed(AdviceReceived(nodes[1], "AWS recommends to rebalance"))
+    return driver
+
+
+def test_a_node_at_risk_keeps_its_seat_until_a_spare_on_another_node_is_there() -> None:
+    driver = advised("abcd")
+    driver.wait(5)
+    assert flags(driver) == []  # nobody could take over, and nobody has taken it away
+    driver.feed(WorkerSpawned("w4", "e"))
+    driver.hello("w4")
+    driver.wait(1)
+    assert flags(driver) == ["regroup"]
+    regroup(driver, 3)
+    record = driver.fleet.record
+    assert record.cause == "node b may be taken away soon (AWS recommends to rebalance); spares take its place"
+    assert (record.grid, record.steps_redone, record.rollback) == (("w0", "w4", "w2", "w3"), 0, False)
+    assert not any(isinstance(item, Release) for item in driver.done)  # it stays, as a spare
+    driver.voted(3)
+    driver.wait(30)
+    assert flags(driver) == ["regroup"]
+
+
+def test_a_node_at_risk_is_a_spare_after_any_morph_and_a_rank_if_nobody_else_is_there() -> None:
+    driver = advised("abcde")
+    regroup(driver, 3)
+    assert driver.fleet.record.grid == ("w0", "w4", "w2", "w3")
+    driver.voted(3)
+    driver.kill("w4")
+    for name in ("w0", "w1", "w2", "w3"):
+        driver.held(name, 4 if name != "w1" else None)
+    assert "w1" in driver.fleet.record.grid
 
 
 def test_a_node_that_outlives_its_deadline_is_welcome_again() -> None:

@@ -1,0 +1,31 @@
+"""What a cloud says of this machine's future: it will be taken back, or it may be. Pure."""
+
+from dataclasses import dataclass
+
+LEAST_LEAD_S = 20.0
+"""Who has just been told still has some seconds: a time that has passed is another clock's."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpotNotice:
+    """This machine will be taken back."""
+
+    action: str
+    """In the cloud's words: terminate, Preempt, ..."""
+    in_s: float
+    """Seconds from now, at least ``LEAST_LEAD_S``."""
+
+    @staticmethod
+    def at(action: str, at_s: float, now_s: float) -> "SpotNotice":
+        """For a time by the wall clock."""
+        return SpotNotice(action, max(LEAST_LEAD_S, at_s - now_s))
+
+
+@dataclass(frozen=True, slots=True)
+class RebalanceAdvice:
+    """This machine is more likely than others to be taken back soon; it may also stay for days."""
+
+    reason: str
+
+
+CloudNotice = SpotNotice | RebalanceAdvice
