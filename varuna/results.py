@@ -71,6 +71,23 @@ class Evaluation:
     """False if a worker was lost meanwhile, or a morph was due; the next call measures again."""
 
 
+def values_of(step: Step) -> dict[str, float]:
+    """What charts show of a step."""
+    values = {
+        "loss": step.loss,
+        "lr": step.lr,
+        "grad_norm": step.grad_norm,
+        "examples_per_s": step.examples_per_s,
+        "targets_per_s": step.targets_per_s,
+        **{f"metrics/{name}": value for name, value in step.metrics.items()},
+        "run/step_s": step.step_s,
+        "run/generation": float(step.generation),
+        "run/stages": float(step.plan.stages),
+        "run/replicas": float(step.plan.replicas),
+    }
+    return values if step.epoch is None else {**values, "epoch": step.epoch}
+
+
 def evaluation_of(found: EvaluationSums | None, examples: int) -> Evaluation:
     """The evaluation of ``examples`` examples from its sums; ``found`` is None if a morph interrupted it."""
     if found is None:

@@ -36,12 +36,14 @@ from varuna.job.script_runner import offer
 from varuna.job.spec import JobSpec
 from varuna.job.speed import SpeedLines
 from varuna.job.start import begin
+from varuna.job.tracking import trackers_of
 from varuna.membership.detect import solo_from_environment
-from varuna.membership.launched import failed, manager, watch_exceptions
+from varuna.membership.launched import at_end, failed, manager, watch_exceptions
 from varuna.partition.capture.capture import LossFunction, MetricsFunction
 from varuna.partition.capture.outputs import OutputsFunction, outputs_of
 from varuna.partition.initial.initial_values import Init
-from varuna.results import Evaluation, Step, evaluation_of, step_of
+from varuna.results import Evaluation, Step, evaluation_of, step_of, values_of
+from varuna.trackers.tracker import Tracker
 
 
 class Trainer:
@@ -70,6 +72,7 @@ class Trainer:
         cut: int | Sequence[str] | None = None,
         checkpoints: str | os.PathLike[str] | Checkpoints | None = None,
         state: Mapping[str, Kept] | None = None,
+        loggers: Sequence[str | Tracker] = (),
         device: str | torch.device | None = None,
         precision: Precision = "fp32",
         compile: bool | str = False,
@@ -77,7 +80,7 @@ class Trainer:
         network: Network | None = None,
         **unknown: Never,
     ) -> None:
-        """Describe the job. Nothing is built before ``steps`` is called.
+        """Describe the job; nothing is built before ``steps``.
 
         Args:
             model: the unmodified module, or, so that no worker need hold all of it, a function that builds it.
@@ -115,6 +118,8 @@ class Trainer:
                 ``Checkpoints(path, every=, keep_last=, ...)``. The same command then resumes from it.
             state: what else is saved with each checkpoint and the same on all workers, by name: dicts, or objects with
                 ``state_dict()`` and ``load_state_dict(state)``, which the loop changes.
+            loggers: where each step is charted once: ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, or objects with
+                ``log(step, values)``.
             device: where to compute. Default: this worker's GPU if there is one, else the CPU.
             precision: ``"bf16"`` or ``"fp16"``: compute and send in it, as ``model.to(dtype)`` does, over parameters,
                 optimizer state and sums of gradients in fp32; fp16 scales the loss dynamically.
@@ -154,6 +159,7 @@ class Trainer:
             cut=cut,
             checkpoints=saved,
             state=state,
+            loggers=loggers,
             device=where,
             precision=precision,
             compiler=compiler_of(compile, where),
@@ -162,7 +168,7 @@ class Trainer:
         )
         self._session: Session | None = None
         self._tells_speed = True  # without a manager, which does
-        self._aside = Aside(self._spec)
+        self._aside, self._trackers = Aside(self._spec), trackers_of(self._spec)
 
     def steps(self, n: int | None = None, *, epochs: float | None = None) -> Iterator[Step]:
         """Train until the whole run has ``n`` steps, and yield each; a resumed run yields the steps that are left.
@@ -190,6 +196,7 @@ class Trainer:
         self._given.guard()
         watched = manager()
         self._session = begin(self._spec, n, watched or solo_from_environment())
+        at_end(self._trackers.close, self._trackers.close)
         speed = SpeedLines(n, self._spec.global_batch) if watched is None and self._tells_speed else None
         self._aside.prepare(calls_of(self, ["evaluate", "generate"], sys._getframe(1)))
         committed = self._session.steps()
@@ -198,6 +205,7 @@ class Trainer:
                 done = step_of(step, self._spec.global_batch, self._spec.dtype, self._spec.source.size)
                 if speed is not None and done.is_main:
                     speed.take(done.index, done.loss)
+                self._trackers.take(done.index, values_of(done), is_main=done.is_main)
                 yield done
             self._give_back()
         except GeneratorExit:
@@ -222,6 +230,17 @@ class Trainer:
         if self._session is None:
             raise UsageError("trainer.checkpoint() works inside the loop over trainer.steps(n)")
         self._session.checkpoint()
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Add values to the charts of the newest step, such as the loss of ``evaluate``; those of the main rank count.
+
+        Raises:
+            UsageError: there is no ``loggers=``, or a value is not a number.
+        """
+        if not self._spec.loggers:
+            raise UsageError('trainer.log(values) needs a place: Trainer(..., loggers=["tensorboard"])')
+        check_number(**values)
+        self._trackers.more({name: float(value) for name, value in values.items()})
 
     def step_scheduler(self, value: float) -> None:
         """Tell ``ReduceLROnPlateau`` what was measured, such as ``step.loss`` or the loss of ``evaluate``.

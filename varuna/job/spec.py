@@ -30,6 +30,8 @@ from varuna.partition.initial.initial_values import Init, InitialParameters, beg
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.optimizers import AveragingFactory
+from varuna.trackers.services import check_loggers
+from varuna.trackers.tracker import Tracker
 
 CAPTURED_SAMPLES = 2
 
@@ -64,6 +66,7 @@ class JobSpec:
     cut: int | Sequence[str] | None = None
     checkpoints: Checkpoints | None = None
     state: Mapping[str, Kept] | None = None
+    loggers: Sequence[str | Tracker] = ()
     device: torch.device = field(default_factory=choose_device)
     precision: Precision = "fp32"
     compiler: Compiler | None = None
@@ -83,6 +86,7 @@ class JobSpec:
             raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
         self._check_before_step()
         self._check_state()
+        check_loggers(self.loggers)
         weights = self.weights
         check_beginning(self.init, None if weights is None else weights.path, may_miss=self._may_miss)
         _ = self.source

@@ -255,7 +255,7 @@ class Agent:
             self._tell(f"joined the run as {self._card.identity.node}; data plane on {self._interface}")
         else:
             self._tell("connected to the manager again")
-        self._run = welcome.run
+        self._run = self._local["VARUNA_CHART"] = welcome.run
         if not welcome.resumed:
             self._forwarder.begin(event.epoch, welcome.kept)
             self._say_departure()

@@ -76,6 +76,7 @@ class LocalWorkers:
                 "VARUNA_MANAGER": self._server.worker_url,
                 "VARUNA_TOKEN": token,
                 "VARUNA_RESCUE": str(self._rescue),
+                "VARUNA_CHART": parts.run,
             },
             run_dir=place.run_dir,
             on_exit=parts.mailbox.post,
