@@ -1,13 +1,15 @@
 """What slow samples cost: throughput with a dataset that takes 20 ms a sample, over that of one that takes none.
 
-A small model on two workers, read by a thread and by processes (`num_workers=`); samples are the same. A ratio near 1
-says that reading is hidden. Rounds are interleaved and the best of each counts, since the machine may be busy. The
-last line is JSON.
+A small model on two workers, read as it turns out to be best (`default`), by a thread (0) and by processes
+(`num_workers=`); samples are the same. A ratio near 1 says that reading is hidden. With `--computes` a sample takes
+processor time; else it sleeps, as a disk or a network does. Rounds are interleaved and the best of each counts, since
+the machine may be busy. The last line is JSON.
 
-    python benchmarks/slow_samples.py [--steps 40] [--sample-ms 20] [--processes 0 4] [--rounds 3]
+    python benchmarks/slow_samples.py [--steps 40] [--sample-ms 20] [--processes default 0 8] [--computes] [--rounds 3]
 """
 
 import argparse
+import hashlib
 import json
 import os
 import sys
@@ -26,6 +28,7 @@ from benchmarks.forked import run_ranks
 from varuna import Trainer
 
 MICRO_BATCH, GLOBAL_BATCH, WORKERS = 4, 16, 2
+_BLOCK = bytes(65_536)
 
 
 class Net(nn.Module):
@@ -42,26 +45,31 @@ class Net(nn.Module):
 
 
 class Slow:
-    """Waits before each sample, as a disk or a decoder does."""
+    """Waits or computes before each sample, as a disk or a decoder does."""
 
-    def __init__(self, sample_s: float) -> None:
-        self._sample_s = sample_s
+    def __init__(self, sample_s: float, computes: bool) -> None:
+        self._sample_s, self._computes = sample_s, computes
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        time.sleep(self._sample_s)
+        if self._computes:
+            until_s = time.thread_time() + self._sample_s
+            while time.thread_time() < until_s:
+                hashlib.sha1(_BLOCK).digest()
+        else:
+            time.sleep(self._sample_s)
         return {"x": torch.full((16, 1024), index / 4096)}
 
 
-def examples_per_s(sample_s: float, processes: int, steps: int) -> float:
-    """Of two workers, without the first three steps, which fill what is read ahead."""
+def examples_per_s(sample_s: float, computes: bool, processes: int | None, steps: int) -> float:
+    """Of two workers, over the second half of the steps: before, it may turn out who reads."""
 
     def job() -> Iterator[float]:
         trainer = Trainer(
             Net,
-            Slow(sample_s),
+            Slow(sample_s, computes),
             lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
             GLOBAL_BATCH,
             micro_batch=MICRO_BATCH,
@@ -72,7 +80,8 @@ def examples_per_s(sample_s: float, processes: int, steps: int) -> float:
 
     def rate() -> float:
         times = list(job())
-        return (len(times) - 4) * GLOBAL_BATCH / (times[-1] - times[3])
+        half = len(times) // 2
+        return (len(times) - 1 - half) * GLOBAL_BATCH / (times[-1] - times[half])
 
     return float(run_ranks(WORKERS, rate))
 
@@ -80,22 +89,27 @@ def examples_per_s(sample_s: float, processes: int, steps: int) -> float:
 def main() -> None:
     """Measure, print, and end with JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--sample-ms", type=float, default=20.0)
-    parser.add_argument("--processes", type=int, nargs="+", default=[0, 4])
+    parser.add_argument("--processes", nargs="+", default=["default", "0", "8"])
+    parser.add_argument("--computes", action="store_true")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    kinds = {"ready": (0.0, 0)} | {str(each): (given.sample_ms / 1000, each) for each in given.processes}
+    kinds: dict[str, tuple[float, int | None]] = {
+        "ready": (0.0, 0),
+        **dict.fromkeys(given.processes, (given.sample_ms / 1000, None)),
+    }
+    kinds |= {each: (given.sample_ms / 1000, int(each)) for each in given.processes if each != "default"}
     rates: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(given.rounds):
         for kind, (sample_s, processes) in kinds.items():
-            rates[kind].append(examples_per_s(sample_s, processes, given.steps))
+            rates[kind].append(examples_per_s(sample_s, given.computes, processes, given.steps))
             print(f"{kind}: {rates[kind][-1]:.1f} examples/s", file=sys.stderr, flush=True)
     best = {kind: max(found) for kind, found in rates.items()}
     print(f"samples that are ready: {best['ready']:.1f} examples/s on {WORKERS} workers, best of {given.rounds}")
     ratios = {kind: round(rate / best["ready"], 3) for kind, rate in best.items() if kind != "ready"}
     for kind, ratio in ratios.items():
-        how = "a thread each" if kind == "0" else f"{kind} processes each"
+        how = {"0": "a thread each", "default": "what the default finds"}.get(kind, f"{kind} processes each")
         print(f"{given.sample_ms:g} ms a sample, read by {how}: {best[kind]:.1f} examples/s, {ratio:.2f} of that")
     print(json.dumps({"of_ready_samples": ratios, "examples_per_s": best}))
 

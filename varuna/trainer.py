@@ -59,7 +59,7 @@ class Trainer:
         loss: LossFunction | Loss | None = None,
         metrics: MetricsFunction | None = None,
         collate: CollateFunction | Collate | None = None,
-        num_workers: int = 0,
+        num_workers: int | None = None,
         micro_batch: int | None = None,
         seed: int = 0,
         weights: str | os.PathLike[str] | Weights | None = None,
@@ -96,7 +96,8 @@ class Trainer:
             metrics: ``fn(output, batch)`` that returns named scalar sums; they are added up over the global batch.
             collate: from a list of samples to a dict of tensors whose first dimension is the batch, or
                 ``Collate(fn, lengths=)``. Default: stack.
-            num_workers: processes that read and collate samples, for each worker. Default: a thread does.
+            num_workers: processes that read and collate samples, for each worker; 0: a thread does. Default: a thread
+                does, and processes once training turns out to wait for samples and they would help.
             micro_batch: examples per micro-batch, m. Default: chosen once for the run. Batch normalisation needs it.
             seed: seed of initialisation, sample order and dropout.
             weights: safetensors file, or folder written by ``save_pretrained``, to start from, or

@@ -69,7 +69,7 @@ class Collator:
     """A user's ``collate``, called so that what it draws belongs to a sample, not to who shares its micro-batch."""
 
     def __init__(self, function: CollateFunction, columns: Columns, seed: int) -> None:
-        self._function, self._columns, self._seed = function, columns, seed
+        self.function, self._columns, self._seed = function, columns, seed
 
     def batch(self, samples: Sequence[object], positions: Sequence[int]) -> dict[str, Tensor]:
         """What it makes of samples.
@@ -112,7 +112,7 @@ class Collator:
         with seeded(self._seed, "collate", *keys):
             draws = Draws()
             try:
-                found = self._function(given)
+                found = self.function(given)
             except Exception as error:
                 if texts := _texts(samples[0]):
                     error.add_note(

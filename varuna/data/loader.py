@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from varuna.core.errors import DataError
 from varuna.data.micro_batch import MicroBatch
+from varuna.data.readers import Ask
 from varuna.data.samples import SampleSource
 from varuna.process.threads import start
 
@@ -85,6 +86,10 @@ class Loader:
             self._open = max(0, self._open - 1)
             self._changed.notify_all()
 
+    def waited(self, seconds: float) -> None:
+        """Report that the training thread has waited for samples."""
+        self._reading.waited(seconds)
+
     def cancel(self) -> None:
         """Drop all requests. When this returns, nothing requested before it is delivered any more."""
         with self._changed:
@@ -144,7 +149,7 @@ class Loader:
     def _ask(self, work: _Work) -> tuple[_Work, DataError | None]:
         """Have a micro-batch read; if that cannot be, say why."""
         try:
-            self._reading.ask(work.positions, work.keys, work.compared)
+            self._reading.ask(Ask(tuple(work.positions), work.keys, work.compared))
         except DataError as error:
             return work, error
         return work, None

@@ -5,92 +5,94 @@ samples are asked for step by step, as far as a bound allows. So these are proce
 datasets and ``collate`` need not be pickled) that are told what to read.
 
 A reader reads one micro-batch at a time and keeps it until it is fetched: this process holds no more than without
-readers. Tensors cross as plain bytes, without shared memory that a kill could leave behind.
+readers.
 """
 
-import ctypes
-import gc
 import multiprocessing
 import os
 import signal
-import stat
 import sys
 import threading
-import traceback
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from multiprocessing.reduction import ForkingPickler
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
 from varuna.core.errors import DataError, UsageError
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.randomness import generator_lock
+from varuna.data.reader_process import LOST, Read, Took, receive, serve
 
-_PR_SET_PDEATHSIG = 1
 _END_S = 2.0
 """For readers to end by themselves."""
-_LOST = (EOFError, ConnectionResetError, BrokenPipeError)
+CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 
 
-class Read(Protocol):
-    """Reads a micro-batch."""
+class Ask(NamedTuple):
+    """A micro-batch to be read."""
 
-    def __call__(
-        self, positions: Sequence[int], keys: tuple[str, ...] | None = None, *, compared: bool = True
-    ) -> MicroBatch:
-        """Read the samples at ``positions``; see ``SampleSource.micro_batch``."""
-        ...
+    positions: tuple[int, ...]
+    keys: tuple[str, ...] | None
+    compared: bool = True
 
 
-class _Reader:
-    """One process, as its parent sees it."""
+class Reader:
+    """One process, as the one that trains sees it."""
 
-    def __init__(self, name: str, process: ForkProcess, link: "Connection[Any, Any]") -> None:
-        self.name, self.process, self.link = name, process, link
+    def __init__(self, name: str, link: "Connection[Any, Any]", died: Callable[[], str]) -> None:
+        """Take over a process.
+
+        Args:
+            name: for messages.
+            link: to it.
+            died: how it ended, once its end of the link is closed; with what to do about it.
+        """
+        self.name, self.link, self._died = name, link, died
         self.reading: list[tuple[int, ...]] = []
         """positions of what was asked for and not fetched; all but the last are of nobody's interest any more"""
+        self.took = Took(0.0, 0.0)
+        """for the micro-batch that was fetched last"""
 
-    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None, compared: bool) -> None:
-        """Let it read."""
-        self.reading.append(tuple(positions))
+    def ask(self, ask: Ask) -> None:
+        """Let it read.
+
+        Raises:
+            DataError: it is dead.
+        """
+        self.reading.append(ask.positions)
         try:
-            self.link.send((tuple(positions), keys, compared))
-        except _LOST as error:
-            raise self._dead() from error
+            self.link.send(tuple(ask))
+        except LOST as error:
+            raise self._lost() from error
 
-    def fetch(self) -> MicroBatch | BaseException:
-        """Wait for what was asked for last."""
+    def fetch(self, bound_s: float | None = None) -> MicroBatch | BaseException:
+        """Wait for what was asked for last; what its reading raised comes in its place.
+
+        Raises:
+            DataError: it is dead, or does not answer within the bound.
+        """
         try:
             while True:
-                found = _receive(self.link)
+                if bound_s is not None and not self.link.poll(bound_s):
+                    raise DataError(f"{self.name} has not answered for {bound_s:.0f} s")
+                found = receive(self.link)
                 self.reading.pop(0)
                 if not self.reading:
-                    return found
-        except _LOST as error:
-            raise self._dead() from error
+                    if isinstance(found, BaseException):
+                        return found
+                    batch, self.took = found
+                    return batch
+        except LOST as error:
+            raise self._lost() from error
 
-    def _dead(self) -> DataError:
-        self.process.join(_END_S)
-        code = self.process.exitcode
-        how = f"ended with exit code {code}"
-        if code is None:
-            how = "closed its connection"
-        elif code < 0:
-            how = f"was killed by {signal.Signals(-code).name}"
-        memory = " The machine may be out of memory: see dmesg." if code == -signal.SIGKILL else ""
+    def _lost(self) -> DataError:
         at = f" It was reading positions {list(self.reading[-1])} of the run." if self.reading else ""
-        return DataError(
-            f"{self.name} (process {self.process.pid}), which reads samples, {how}.{at}{memory} Run the script with "
-            "num_workers=0 to see where it fails, or with fewer of them if memory is short."
-        )
+        how, _, advice = self._died().partition(". ")
+        return DataError(f"{self.name}, which reads samples, {how}.{at} {advice}".rstrip())
 
 
 class InThread:
@@ -100,7 +102,7 @@ class InThread:
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._asked: tuple[Sequence[int], tuple[str, ...] | None, bool] | None = None
+        self._asked: Ask | None = None
         self.in_use = threading.Lock()
 
     @property
@@ -108,23 +110,29 @@ class InThread:
         """Nothing waits to be fetched."""
         return self._asked is None
 
-    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None, compared: bool = True) -> None:
+    def ask(self, ask: Ask) -> None:
         """Have this read by ``fetch``."""
-        self._asked = positions, keys, compared
+        self._asked = ask
 
-    def fetch(self) -> MicroBatch:
+    def fetch(self) -> MicroBatch | BaseException:
         """Read what was asked for.
 
         Raises:
             BaseException: whatever the dataset or ``collate`` raises.
         """
         assert self._asked is not None
-        (positions, keys, compared), self._asked = self._asked, None
-        return self._read(positions, keys, compared=compared)
+        ask, self._asked = self._asked, None
+        return self._read(ask.positions, ask.keys, compared=ask.compared)
 
     def forget(self) -> None:
         """What was asked for is not fetched any more."""
         self._asked = None
+
+    def waited(self, seconds: float) -> None:
+        """Training waited for samples: whoever said how they are read knows."""
+
+    def close(self) -> None:
+        """Nothing is left."""
 
 
 class Readers:
@@ -140,14 +148,15 @@ class Readers:
         Raises:
             UsageError: this system cannot fork.
         """
-        if "fork" not in multiprocessing.get_all_start_methods():
+        if not CAN_FORK:
             raise UsageError(f"num_workers= needs processes that are forked, which {sys.platform} has not: leave it 0")
         self.in_use = threading.Lock()
         """held by the loader that uses them"""
-        self._readers = [_start(read, f"reader {number + 1} of {count}") for number in range(count)]
+        started = [_start(read, f"reader {number + 1} of {count}") for number in range(count)]
+        self._readers, self._processes = [each for each, _ in started], [process for _, process in started]
         self._idle = deque(self._readers)
-        self._busy: deque[_Reader] = deque()
-        self._end = weakref.finalize(self, _end, self._readers)
+        self._busy: deque[Reader] = deque()
+        self._end = weakref.finalize(self, _end, self._readers, self._processes)
 
     @property
     def count(self) -> int:
@@ -162,15 +171,15 @@ class Readers:
     @property
     def pids(self) -> list[int]:
         """Their process ids."""
-        return [each.process.pid or 0 for each in self._readers]
+        return [each.pid or 0 for each in self._processes]
 
-    def ask(self, positions: Sequence[int], keys: tuple[str, ...] | None, compared: bool = True) -> None:
+    def ask(self, ask: Ask) -> None:
         """Let an idle one read.
 
         Raises:
             DataError: it is dead.
         """
-        self._idle[0].ask(positions, keys, compared)
+        self._idle[0].ask(ask)
         self._busy.append(self._idle.popleft())
 
     def fetch(self) -> MicroBatch | BaseException:
@@ -188,118 +197,51 @@ class Readers:
         self._idle.extend(self._busy)
         self._busy.clear()
 
+    def waited(self, seconds: float) -> None:
+        """Training waited for samples: whoever said how many processes there are is obeyed."""
+
     def close(self) -> None:
         """End the processes, those that do not answer by SIGKILL."""
         self._end()
 
 
-def _start(read: Read, name: str) -> _Reader:
-    """Fork one process.
-
-    No other thread draws random numbers at that moment, or the lock that says so would stay taken in the child.
-    """
-    mine, its = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(
-        target=_serve, args=(read, its, os.getpid()), name=name, daemon=True
-    )
+@contextmanager
+def forking() -> Iterator[None]:
+    """No other thread draws random numbers meanwhile, or the lock that says so would stay taken in the child."""
     with generator_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, from Python 3.12 on
+        yield
+
+
+def _start(read: Read, name: str) -> tuple[Reader, ForkProcess]:
+    mine, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(
+        target=serve, args=(read, its, os.getpid()), name=name, daemon=True
+    )
+    with forking():
         process.start()
     its.close()
-    return _Reader(name, process, mine)
+    return Reader(f"{name} (process {process.pid})", mine, lambda: _died(process)), process
 
 
-def _end(readers: Sequence[_Reader]) -> None:
+def _died(process: ForkProcess) -> str:
+    process.join(_END_S)
+    code = process.exitcode
+    how = "closed its connection"
+    if code is not None:
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    memory = "The machine may be out of memory: see dmesg. " if code == -signal.SIGKILL else ""
+    return (
+        f"{how}. {memory}Run the script with num_workers=0 to see where it fails, or with fewer of them if memory "
+        "is short."
+    )
+
+
+def _end(readers: Sequence[Reader], processes: Sequence[ForkProcess]) -> None:
     for reader in readers:
         reader.link.close()
-    for reader in readers:
-        reader.process.join(_END_S if reader is readers[0] else 0.1)
-        if reader.process.is_alive():
-            reader.process.kill()
-            reader.process.join(_END_S)
-
-
-# -- in the child ----------------------------------------------------------------------------------------------
-
-
-def _serve(read: Read, link: "Connection[Any, Any]", parent: int) -> None:
-    """Read what the parent asks for, until it is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's business
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    _let_go_of_sockets(link.fileno())
-    gc.freeze()  # what the parent has is its own to collect
-    torch.set_num_threads(1)
-    with suppress(*_LOST):
-        while True:
-            positions, keys, compared = link.recv()
-            try:
-                batch = read(positions, keys, compared=compared)
-            except BaseException as error:  # noqa: BLE001 - for the thread that needs it, even SystemExit
-                link.send_bytes(ForkingPickler.dumps(_portable(error)))
-                continue
-            _send(link, batch)
-            del batch
-
-
-def _let_go_of_sockets(own: int) -> None:
-    """Sockets of the parent (links to other ranks, the manager) must close when it dies, whoever else lives.
-
-    Their numbers stay taken: an object that still knows one may close it.
-    """
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for name in os.listdir("/dev/fd"):
-        number = int(name)
-        with suppress(OSError):
-            if number != own and stat.S_ISSOCK(os.fstat(number).st_mode):
-                os.dup2(nothing, number)
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The same exception with the traceback of this process as a note; another one if it cannot be sent."""
-    name = multiprocessing.current_process().name
-    error.add_note(f"in {name} (process {os.getpid()}):\n{''.join(traceback.format_exception(error)).rstrip()}")
-    try:
-        ForkingPickler.loads(ForkingPickler.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its class does
-        sent = DataError(f"reading samples failed: {type(error).__name__}: {error}")
-        for note in error.__notes__:
-            sent.add_note(note)
-        return sent
-    return error
-
-
-def _send(link: "Connection[Any, Any]", batch: MicroBatch) -> None:
-    tensors = {
-        key: value.detach().cpu().resolve_conj().resolve_neg().contiguous() for key, value in batch.tensors.items()
-    }
-    layout = [(key, value.dtype, tuple(value.shape)) for key, value in tensors.items()]
-    link.send((batch.indices, batch.digests, layout))
-    for value in tensors.values():
-        view = _bytes_of(value)
-        while view:
-            view = view[os.write(link.fileno(), view) :]
-
-
-def _receive(link: "Connection[Any, Any]") -> MicroBatch | BaseException:
-    found = link.recv()
-    if isinstance(found, BaseException):
-        return found
-    indices, digests, layout = found
-    tensors: dict[str, Tensor] = {}
-    for key, dtype, shape in layout:
-        tensors[key] = torch.empty(shape, dtype=dtype)
-        view = _bytes_of(tensors[key])
-        while view:
-            count = os.readv(link.fileno(), [view])
-            if not count:
-                raise EOFError
-            view = view[count:]
-    return MicroBatch(tensors=tensors, digests=digests, indices=indices)
-
-
-def _bytes_of(value: Tensor) -> memoryview:
-    return value.reshape(-1).view(torch.uint8).numpy().data
+    for process in processes:
+        process.join(_END_S if process is processes[0] else 0.1)
+        if process.is_alive():
+            process.kill()
+            process.join(_END_S)

@@ -10,6 +10,7 @@ from varuna.core.errors import DataError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import Columns, InputNames
 from varuna.data.digests import row_digests, sample_digest
+from varuna.data.measured import Measured
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
@@ -37,7 +38,7 @@ class SampleSource:
         seed: int,
         collate: CollateFunction | None = None,
         names: Callable[[], InputNames] | None = None,
-        processes: int = 0,
+        processes: int | None = 0,
         shuffles: bool = True,
     ) -> None:
         """Check the dataset, without reading a sample.
@@ -47,7 +48,7 @@ class SampleSource:
             seed: of order and of randomness.
             collate: makes named tensors of a list of samples.
             names: tells what ``forward`` takes; see ``Columns``.
-            processes: how many read for a loader; 0: a thread does.
+            processes: how many read for a loader; 0: a thread does. None: as many as turn out to be needed.
             shuffles: anew in each epoch, if the dataset has a length.
 
         Raises:
@@ -62,7 +63,7 @@ class SampleSource:
         self._seed = seed
         self._columns = Columns(names)
         self._processes = processes
-        self._readers: Readers | None = None
+        self._reading: InThread | Readers | Measured | None = None
         self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
@@ -117,19 +118,36 @@ class SampleSource:
             batch = self._collator.batch(samples, positions)
         return MicroBatch(select(batch, keys), row_digests(batch, len(samples)) if compared else (), indices)
 
-    def reading(self) -> Readers | InThread:
+    def prepare(self, *, at_once: int = 0) -> None:
+        """Fork processes, or one that can fork them later, before there is state that they would keep copies of.
+
+        Args:
+            at_once: processes that another dataset of the job turned out to need, if their number is not given.
+        """
+        if self._processes is None:
+            held = self._dataset, None if self._collator is None else self._collator.function
+            self._reading = Measured(self.micro_batch, held, forks=True, at_once=at_once)
+        else:
+            self.reading()
+
+    def reading(self) -> InThread | Readers | Measured:
         """Reads for a loader: the processes, which are started by the first call, or the loader's thread."""
-        if not self._processes:
-            return InThread(self.micro_batch)
-        if self._readers is None:
-            self._readers = Readers(self.micro_batch, self._processes)
-        return self._readers
+        if self._reading is None and self._processes is None:
+            self._reading = Measured(self.micro_batch, (), forks=False)
+        elif self._reading is None:
+            self._reading = Readers(self.micro_batch, self._processes) if self._processes else None
+        return self._reading or InThread(self.micro_batch)
+
+    @property
+    def processes(self) -> int:
+        """That read now."""
+        return self._reading.processes if isinstance(self._reading, Measured) else self._processes or 0
 
     def close(self) -> None:
         """End the processes, if there are any."""
-        if self._readers is not None:
-            self._readers.close()
-            self._readers = None
+        if self._reading is not None:
+            self._reading.close()
+            self._reading = None
 
     def collates_alike(self, positions: Sequence[int]) -> bool:
         """Whether ``collate`` makes the same of the same samples when it is called again; there is none: True."""

@@ -53,7 +53,7 @@ class JobSpec:
     loss: Loss = field(default_factory=Loss)
     metrics: MetricsFunction | None = None
     collate: Collate = field(default_factory=Collate)
-    num_workers: int = 0
+    num_workers: int | None = None
     micro_batch: int | None = None
     seed: int = 0
     weights: Weights | None = None
@@ -126,7 +126,7 @@ class JobSpec:
     @cached_property
     def source(self) -> SampleSource:
         """Reads the samples."""
-        return self.reader_of(self.dataset)
+        return self._reader_of(self.dataset)
 
     @cached_property
     def checks(self) -> SelfCheck:
@@ -164,6 +164,12 @@ class JobSpec:
         Raises:
             DataError: it cannot be read by index.
         """
+        source = self._reader_of(dataset, in_order=in_order)
+        if at_once := self.source.processes:
+            source.prepare(at_once=at_once)
+        return source
+
+    def _reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
         return SampleSource(
             dataset,
             seed=self.seed,
@@ -208,7 +214,7 @@ class JobSpec:
     def _check_numbers(self) -> None:
         check_whole(global_batch=self.global_batch, micro_batch=self.micro_batch, seed=self.seed)
         check_whole(num_workers=self.num_workers)
-        if self.num_workers < 0:
+        if self.num_workers is not None and self.num_workers < 0:
             raise UsageError(f"num_workers={self.num_workers} must be 0 or more processes that read samples")
         check_number(clip_grad_norm=self.clip_grad_norm, ema=self.ema)
         if self.ema is not None and not 0 <= self.ema < 1:

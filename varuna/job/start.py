@@ -52,6 +52,7 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     """
     _check_links(spec)
     settle(spec.device)
+    spec.source.prepare()  # now: processes that are forked later keep copies of state, and share files that were opened
     saver = None
     if spec.checkpoints is not None:
         store = open_store(spec.checkpoints.place, upload_bytes_per_s=spec.checkpoints.upload_bytes_per_s)
@@ -65,7 +66,6 @@ def begin(spec: JobSpec, n: int, membership: Membership) -> Session:
     _check_normalisation(spec)
     if spec.checkpoints is None and (place := _rescue_place(spec)):
         saver = Snapshotter(open_store(place), None, membership.saved, membership.unsaved, alone_s=_RESCUED_S)
-    spec.source.reading()  # now: processes that are forked once there is state keep copies of what it was
     session = open_session(spec, n, membership, saver=saver, measures=membership.measures)
     at_end(session.leave, session.close)
     return session

@@ -142,6 +142,11 @@ class ForwardPass:
         """The copies that messages of this layout go by."""
         return self._stage.job.traffic.direct if layout.apart else self._copies
 
+    def waited(self, seconds: float) -> None:
+        """Report that the training thread has waited for samples."""
+        if self._loader is not None:
+            self._loader.waited(seconds)
+
     @property
     def steps_ahead(self) -> int:
         """For so many steps samples should be requested, so that all who can read do."""

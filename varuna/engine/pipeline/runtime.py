@@ -153,6 +153,8 @@ class Runtime:
         self._request(step)
         self._forward_pass.variants.forget(step)
         self._whole.begin(step, lambda table: self._reducer.add_up(step, table))
+        if self._whole.counts:
+            self._forward_pass.waited(time.monotonic() - begin_s)
         if self._whole.reads:
             self._whole.settle(lambda: self._reducer.added_up(step))
         self._stage.clear_gradients()
@@ -244,7 +246,11 @@ class Runtime:
                 return Awaited(f"places for the activation of {whole} (step {step})", (self._rank + 1,))
             return Awaited(f"the activation of {whole} (step {step})", (self._rank - 1,))
 
+        lacks_samples = awaited.kind is Kind.FORWARD and not self._forward_pass.has_samples(step, whole.micro_batch)
+        begin_s = time.monotonic()
         self._inbox.wait(lambda: self._arrived(step, policy) != arrived, describe)
+        if lacks_samples:
+            self._forward_pass.waited(time.monotonic() - begin_s)
 
     # -- actions -----------------------------------------------------------------------------------------
 

@@ -161,7 +161,7 @@ class _OverVaruna(OnMainRank):
         device = torch.device("cuda", _PLACE % torch.cuda.device_count()) if args.device.type == "cuda" else args.device
         options = {
             "collate": schedule.collate,
-            "num_workers": args.dataloader_num_workers,
+            "num_workers": args.dataloader_num_workers or None,
             "seed": args.seed,
             "lr_scheduler": self._scheduler(schedule.steps),
             "clip_grad_norm": args.max_grad_norm or None,
