@@ -47,7 +47,7 @@ class Columns:
     """Turns samples into dicts of tensors."""
 
     def __init__(self, names: Callable[[], InputNames] | None = None) -> None:
-        """Ask nothing yet.
+        """SampleRequest nothing yet.
 
         Args:
             names: builds the model without data; asked once, and only if samples need it. None: samples must be dicts

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from varuna.core.errors import DataError
 from varuna.data.micro_batch import MicroBatch
-from varuna.data.readers import Ask
+from varuna.data.readers import SampleRequest
 from varuna.data.samples import SampleSource
 from varuna.process.threads import start
 
@@ -149,7 +149,7 @@ class Loader:
     def _ask(self, work: _Work) -> tuple[_Work, DataError | None]:
         """Have a micro-batch read; if that cannot be, say why."""
         try:
-            self._reading.ask(Ask(tuple(work.positions), work.keys, work.compared))
+            self._reading.ask(SampleRequest(tuple(work.positions), work.keys, work.compared))
         except DataError as error:
             return work, error
         return work, None

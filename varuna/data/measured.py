@@ -20,8 +20,8 @@ from varuna.data.digests import sample_digest
 from varuna.data.handles import unshareable
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.pace import Pace
-from varuna.data.reader_process import Read, Took
-from varuna.data.readers import CAN_FORK, Ask, Reader
+from varuna.data.reader_process import Read, ReadTime
+from varuna.data.readers import CAN_FORK, SampleRequest, Reader
 from varuna.data.spare import Spare
 from varuna.process.console import say, say_once
 
@@ -35,7 +35,7 @@ _ANSWER_S, _TIMES = 30.0, 20
 _DETAILS = "docs/data.md#slow-samples"
 
 
-class Measured:
+class MeasuredReading:
     """How samples are read if nobody said ``num_workers=``; for one loader at a time."""
 
     def __init__(self, read: Read, held: Sequence[object], *, forks: bool, at_once: int = 0) -> None:
@@ -51,7 +51,7 @@ class Measured:
         """held by the loader that uses this"""
         self._read, self._held, self._at_once = read, held, at_once
         self._spare = Spare(read) if forks and CAN_FORK and sys.platform == "linux" else None
-        self._asked: deque[Ask] = deque()
+        self._asked: deque[SampleRequest] = deque()
         self._idle: deque[Reader] = deque()
         self._busy: deque[Reader] = deque()
         self._watch: _Watch | None = None
@@ -82,7 +82,7 @@ class Measured:
         """Training has waited for samples; called by its thread."""
         self._waited_s += seconds
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: SampleRequest) -> None:
         """Have this read, by an idle process or by ``fetch``."""
         self._asked.append(ask)
         if self._idle:
@@ -119,12 +119,12 @@ class Measured:
 
     # -- reading ------------------------------------------------------------------------------------------
 
-    def _here(self, ask: Ask) -> tuple[MicroBatch, Took]:
+    def _here(self, ask: SampleRequest) -> tuple[MicroBatch, ReadTime]:
         begin_s, used_s = time.monotonic(), time.thread_time()
         batch = self._read(ask.positions, ask.keys, compared=ask.compared)
-        return batch, Took(time.monotonic() - begin_s, time.thread_time() - used_s)
+        return batch, ReadTime(time.monotonic() - begin_s, time.thread_time() - used_s)
 
-    def _by_reader(self, ask: Ask) -> tuple[MicroBatch, Took]:
+    def _by_reader(self, ask: SampleRequest) -> tuple[MicroBatch, ReadTime]:
         reader = self._busy.popleft()
         self._idle.append(reader)
         try:
@@ -159,7 +159,7 @@ class Measured:
 
     # -- deciding -----------------------------------------------------------------------------------------
 
-    def _look(self, ask: Ask, batch: MicroBatch, took: Took) -> None:
+    def _look(self, ask: SampleRequest, batch: MicroBatch, took: ReadTime) -> None:
         """Count a micro-batch that was read; every now and then, decide."""
         self._longest_s = max(self._longest_s, took.seconds)
         at_once, self._at_once = self._at_once, 0
@@ -178,7 +178,7 @@ class Measured:
         pace, self._watch = self._watch.pace(self._waited_s), _Watch(self._waited_s)
         self._decide(pace, ask, batch)
 
-    def _decide(self, pace: Pace, ask: Ask, batch: MicroBatch) -> None:
+    def _decide(self, pace: Pace, ask: SampleRequest, batch: MicroBatch) -> None:
         had = self.processes
         if had and pace.period_s > self._thread_period_s:
             self._back_to_thread(f"{had} processes read samples no faster than a thread did")
@@ -223,7 +223,7 @@ class Measured:
             return f"the dataset or collate= holds {found}, which processes may not be able to share"
         return None
 
-    def _start(self, count: int, ask: Ask, batch: MicroBatch, text: str) -> None:
+    def _start(self, count: int, ask: SampleRequest, batch: MicroBatch, text: str) -> None:
         """Have readers forked; each must read what was read last, bit by bit."""
         assert self._spare is not None
         readers: list[Reader] = []
@@ -258,7 +258,7 @@ class _Watch:
         self._begin_s, self._idle_s, self._waited_s = time.monotonic(), _idle_s(), waited_s
         self._count, self._read_s, self._read_cpu_s = 0, 0.0, 0.0
 
-    def count(self, took: Took) -> None:
+    def count(self, took: ReadTime) -> None:
         self._count += 1
         self._read_s += took.seconds
         self._read_cpu_s += took.processor_s

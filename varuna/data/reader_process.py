@@ -39,7 +39,7 @@ class Read(Protocol):
         ...
 
 
-class Took(NamedTuple):
+class ReadTime(NamedTuple):
     """What reading a micro-batch took."""
 
     seconds: float
@@ -72,7 +72,7 @@ def serve(read: Read, link: "Connection[Any, Any]", parent: int) -> None:
             except BaseException as error:  # noqa: BLE001 - for the thread that needs it, even SystemExit
                 link.send_bytes(ForkingPickler.dumps(_portable(error)))
                 continue
-            _send(link, batch, Took(time.monotonic() - begin_s, time.process_time() - used_s))
+            _send(link, batch, ReadTime(time.monotonic() - begin_s, time.process_time() - used_s))
             del batch
 
 
@@ -103,7 +103,7 @@ def _portable(error: BaseException) -> BaseException:
     return error
 
 
-def _send(link: "Connection[Any, Any]", batch: MicroBatch, took: Took) -> None:
+def _send(link: "Connection[Any, Any]", batch: MicroBatch, took: ReadTime) -> None:
     tensors = {
         key: value.detach().cpu().resolve_conj().resolve_neg().contiguous() for key, value in batch.tensors.items()
     }
@@ -115,7 +115,7 @@ def _send(link: "Connection[Any, Any]", batch: MicroBatch, took: Took) -> None:
             view = view[os.write(link.fileno(), view) :]
 
 
-def receive(link: "Connection[Any, Any]") -> tuple[MicroBatch, Took] | BaseException:
+def receive(link: "Connection[Any, Any]") -> tuple[MicroBatch, ReadTime] | BaseException:
     """What a reader sends: a micro-batch, or what its reading raised.
 
     Raises:
@@ -134,7 +134,7 @@ def receive(link: "Connection[Any, Any]") -> tuple[MicroBatch, Took] | BaseExcep
             if not count:
                 raise EOFError
             view = view[count:]
-    return MicroBatch(tensors=tensors, digests=digests, indices=indices), Took(*took)
+    return MicroBatch(tensors=tensors, digests=digests, indices=indices), ReadTime(*took)
 
 
 def _bytes_of(value: Tensor) -> memoryview:

@@ -25,14 +25,14 @@ from typing import Any, NamedTuple
 from varuna.core.errors import DataError, UsageError
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.randomness import generator_lock
-from varuna.data.reader_process import LOST, Read, Took, receive, serve
+from varuna.data.reader_process import LOST, Read, ReadTime, receive, serve
 
 _END_S = 2.0
 """For readers to end by themselves."""
 CAN_FORK = "fork" in multiprocessing.get_all_start_methods()
 
 
-class Ask(NamedTuple):
+class SampleRequest(NamedTuple):
     """A micro-batch to be read."""
 
     positions: tuple[int, ...]
@@ -54,10 +54,10 @@ class Reader:
         self.name, self.link, self._died = name, link, died
         self.reading: list[tuple[int, ...]] = []
         """positions of what was asked for and not fetched; all but the last are of nobody's interest any more"""
-        self.took = Took(0.0, 0.0)
+        self.took = ReadTime(0.0, 0.0)
         """for the micro-batch that was fetched last"""
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: SampleRequest) -> None:
         """Let it read.
 
         Raises:
@@ -102,7 +102,7 @@ class InThread:
 
     def __init__(self, read: Read) -> None:
         self._read = read
-        self._asked: Ask | None = None
+        self._asked: SampleRequest | None = None
         self.in_use = threading.Lock()
 
     @property
@@ -110,7 +110,7 @@ class InThread:
         """Nothing waits to be fetched."""
         return self._asked is None
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: SampleRequest) -> None:
         """Have this read by ``fetch``."""
         self._asked = ask
 
@@ -173,7 +173,7 @@ class Readers:
         """Their process ids."""
         return [each.pid or 0 for each in self._processes]
 
-    def ask(self, ask: Ask) -> None:
+    def ask(self, ask: SampleRequest) -> None:
         """Let an idle one read.
 
         Raises:

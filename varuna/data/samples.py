@@ -10,7 +10,7 @@ from varuna.core.errors import DataError
 from varuna.data.collate import CollateFunction, Collator, select, stack, stack_all
 from varuna.data.columns import Columns, InputNames
 from varuna.data.digests import row_digests, sample_digest
-from varuna.data.measured import Measured
+from varuna.data.measured import MeasuredReading
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.order import sample_index
 from varuna.data.randomness import reseeded, states_kept
@@ -63,7 +63,7 @@ class SampleSource:
         self._seed = seed
         self._columns = Columns(names)
         self._processes = processes
-        self._reading: InThread | Readers | Measured | None = None
+        self._reading: InThread | Readers | MeasuredReading | None = None
         self._collator = None if collate is None else Collator(collate, self._columns, seed)
 
     def indices(self, positions: Sequence[int]) -> tuple[int, ...]:
@@ -126,14 +126,14 @@ class SampleSource:
         """
         if self._processes is None:
             held = self._dataset, None if self._collator is None else self._collator.function
-            self._reading = Measured(self.micro_batch, held, forks=True, at_once=at_once)
+            self._reading = MeasuredReading(self.micro_batch, held, forks=True, at_once=at_once)
         else:
             self.reading()
 
-    def reading(self) -> InThread | Readers | Measured:
+    def reading(self) -> InThread | Readers | MeasuredReading:
         """Reads for a loader: the processes, which are started by the first call, or the loader's thread."""
         if self._reading is None and self._processes is None:
-            self._reading = Measured(self.micro_batch, (), forks=False)
+            self._reading = MeasuredReading(self.micro_batch, (), forks=False)
         elif self._reading is None:
             self._reading = Readers(self.micro_batch, self._processes) if self._processes else None
         return self._reading or InThread(self.micro_batch)
@@ -141,7 +141,7 @@ class SampleSource:
     @property
     def processes(self) -> int:
         """That read now."""
-        return self._reading.processes if isinstance(self._reading, Measured) else self._processes or 0
+        return self._reading.processes if isinstance(self._reading, MeasuredReading) else self._processes or 0
 
     def close(self) -> None:
         """End the processes, if there are any."""

@@ -15,7 +15,7 @@ from tests.unit.data.test_loader import WAIT_S, Deliveries
 from tests.unit.data.test_readers import Drawn
 from varuna.data.handles import unshareable
 from varuna.data.loader import Loader
-from varuna.data.measured import Measured
+from varuna.data.measured import MeasuredReading
 from varuna.data.pace import MOST, Pace
 from varuna.data.samples import SampleSource
 
@@ -177,7 +177,7 @@ def test_what_processes_would_share_is_named_and_what_to_set(
 def test_a_file_that_is_read_by_place_is_noticed_though_nothing_holds_it(tmp_path: Path) -> None:
     (tmp_path / "words").write_text("a few words" * 10_000)
     with (tmp_path / "words").open("rb", buffering=0) as file:
-        measured = Measured(SampleSource([1], seed=0).micro_batch, (), forks=True)
+        measured = MeasuredReading(SampleSource([1], seed=0).micro_batch, (), forks=True)
         assert measured._why_not() is None
         os.pread(file.fileno(), 5, 3)
         assert measured._why_not() is None

@@ -157,11 +157,11 @@ def test_no_process_is_left_after_a_kill(tmp_path: Path) -> None:
     code = textwrap.dedent(f"""
         import sys, pathlib, time
         from tests.unit.data.test_readers import Drawn
-        from varuna.data.readers import Ask
+        from varuna.data.readers import SampleRequest
         from varuna.data.samples import SampleSource
         source = SampleSource(Drawn(pathlib.Path({str(tmp_path)!r})), seed=0, processes=2)
         readers = source.reading()
-        readers.ask(Ask((104,), None))
+        readers.ask(SampleRequest((104,), None))
         print(*readers.pids, flush=True)
         time.sleep(600)
     """)
