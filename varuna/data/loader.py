@@ -122,6 +122,7 @@ class Loader:
                         self._deliver(work.step, work.micro_batch, batch)
                 del batch  # else the last batch lives on while this thread waits for work
             self._reading.forget()
+        del self._deliver  # its owner has this loader: a whole stage would stay until Python looks for such circles
 
     def _next(self) -> tuple[int, _Work, DataError | None] | None:
         """Have requests read; wait until one may be fetched, which has a free slot; None once closed."""

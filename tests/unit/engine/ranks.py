@@ -327,7 +327,7 @@ def close_sessions() -> None:
         session, saver = _sessions.pop()
         if session.current is not None:
             session.current.close()
-            session.current = None
+            session.current = session.heartbeat.runtime = None  # a test's job refers to its sessions, and they to it
         if saver is not None:
             saver.close()
     reaped()
