@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from varuna.checkpoint.io.export import is_exported
 from varuna.core.errors import UsageError
 from varuna.core.model import Memory, Network
 from varuna.core.precision import Precision
@@ -29,7 +28,7 @@ from varuna.engine.worker.session import Session
 from varuna.job.adapter_export import export_adapter
 from varuna.job.arguments import check_number, check_whole, choose_device, refuse_unknown
 from varuna.job.aside import Aside
-from varuna.job.built import as_functions
+from varuna.job.built import as_functions, is_new
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.job.script_calls import calls_of
 from varuna.job.script_runner import offer
@@ -366,13 +365,13 @@ class Trainer:
 
     def _give_back(self) -> None:
         """After the loop, a model that the script has built has the trained values on every worker."""
-        built, session = self._given.built, self._session
+        built, session, model = self._given.built, self._session, self._spec.partitioned
         if built is None or session is None:
             return
         if session.current is None:
             built.take(None)
             return
-        spread = partial(spread_model, model=self._spec.partitioned, wanted=is_exported)
+        spread = partial(spread_model, model=model, wanted=partial(is_new, model.trainable))
         if (values := session.aside(spread, "gets the trained model")) is not None:
             built.take(values)
 

@@ -7,18 +7,20 @@ be a mistake that nothing shows, so it is an error with the remedy. After the lo
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple, Never
 
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from varuna.checkpoint.io.export import is_exported
 from varuna.core.errors import UsageError
 from varuna.data.columns import TARGETS
 from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, SchedulerFactory
 from varuna.engine.worker.agreement import checksum
 from varuna.partition.capture.capture import LossFunction
+from varuna.partition.opaque.quantized import quantized_layers, with_plain_tensors
 from varuna.process.console import say
 
 
@@ -36,6 +38,9 @@ class GivenModel:
         """
         _check_bare(module)
         self.module = module.to("cpu")  # devices hold stages
+        self.is_quantized = bool(quantized_layers(self.module))
+        self.pattern = _plain(self.module) if self.is_quantized else self.module
+        """what copies are made of, its parameters plain tensors"""
         self._guards: list[Any] = []
         self._is_spare = False
 
@@ -43,12 +48,12 @@ class GivenModel:
         """A copy."""
         made: dict[int, Any] = {}
         with torch.no_grad():
-            for parameter in self.module.parameters():
+            for parameter in self.pattern.parameters():
                 values = torch.empty_like(parameter).copy_(parameter)
                 made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-            for buffer in self.module.buffers():
+            for buffer in self.pattern.buffers():
                 made[id(buffer)] = buffer.clone()
-        copied: nn.Module = copy.deepcopy(self.module, made)
+        copied: nn.Module = copy.deepcopy(self.pattern, made)
         for guard in self._guards:
             copied._forward_pre_hooks.pop(guard.id, None)
             copied._state_dict_pre_hooks.pop(guard.id, None)
@@ -57,7 +62,7 @@ class GivenModel:
 
     def digest(self) -> str:
         """Of its values, which must be the same on all workers."""
-        return f"{checksum([*self.module.parameters(), *self.module.buffers()]) % 2**64:016x}"
+        return f"{checksum([*self.pattern.parameters(), *self.pattern.buffers()]) % 2**64:016x}"
 
     def guard(self) -> None:
         """From now on refuse to compute with the module or to save it, until it gets other values."""
@@ -93,8 +98,22 @@ class GivenModel:
         )
 
 
+def is_new(trained: Container[str], path: str) -> bool:
+    """Whether an entry of a section's state belongs to the model and may not be as the script has built it."""
+    kind, _, name = path.partition("/")
+    return is_exported(path) and (kind != "parameters" or name in trained)
+
+
+def _plain(module: nn.Module) -> nn.Module:
+    """A module with the same memory, in whose quantized layers there are plain tensors."""
+    own = {id(value): value for value in (*module.parameters(), *module.buffers())}
+    found = copy.deepcopy(module, own)
+    with_plain_tensors(found)
+    return found
+
+
 def fill(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Give a module trained values; a tied parameter is in ``values`` once."""
+    """Give a module trained values; a tied parameter is in ``values`` once, and those that were not trained are not."""
     own = {**dict(module.named_buffers()), **dict(module.named_parameters())}
     with torch.no_grad():
         for name, value in values.items():

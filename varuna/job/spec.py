@@ -19,7 +19,7 @@ from varuna.engine.stage.optimizer import NamedParameters, OptimizerFactory, Sch
 from varuna.engine.stage.precision import DTYPES, cast
 from varuna.engine.worker.loop_state import Kept, Stateful
 from varuna.job.arguments import check_function, check_kind, check_number, check_whole, choose_device, described
-from varuna.job.built import loss_of
+from varuna.job.built import GivenModel, loss_of
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
 from varuna.partition.capture.capture import MetricsFunction, Recipe
@@ -87,6 +87,11 @@ class JobSpec:
         self._check_before_step()
         self._check_state()
         check_loggers(self.loggers)
+        if self.precision != "fp32" and isinstance(self.model, GivenModel) and self.model.is_quantized:
+            raise UsageError(
+                f"precision={self.precision!r} would round the scales of a quantized base. Leave it out, and load the "
+                "base in the dtype that it shall compute in, such as dtype=torch.bfloat16; adapters train in float32."
+            )
         weights = self.weights
         check_beginning(self.init, None if weights is None else weights.path, may_miss=self._may_miss)
         _ = self.source
@@ -198,6 +203,7 @@ class JobSpec:
             weights=None if self.weights is None else Path(self.weights.path).absolute(),
             digest=model.facts.digest,
             may_miss=self._may_miss,
+            held=dict(self.model.pattern.named_parameters()) if isinstance(self.model, GivenModel) else None,
         )
 
     def initial(self) -> Initial:

@@ -250,7 +250,7 @@ def _facts(
     counts = {
         name: torch.Size(shape).numel() * (1 + (name in captured.pairs)) for name, shape in captured.shapes.items()
     }
-    own = captured.dtypes if dtype is torch.float32 else {}
+    own = {**(captured.dtypes if dtype is torch.float32 else {}), **captured.packed}
     sizes = {name: own.get(name, dtype).itemsize * count for name, count in counts.items()}
     if dtype is not torch.float32:  # the fp32 parameters that the optimizer updates
         for name in captured.trainable:

@@ -113,6 +113,12 @@ def _check(optimizer: Any) -> None:
             f"optimizer= must return a torch optimizer, or a list of them, but returned {type(optimizer).__name__}. "
             "Write optimizer=lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)"
         )
+    if type(optimizer).__module__.startswith("torchao."):
+        raise UsageError(
+            f"optimizer= returned {type(optimizer).__name__} of torchao, whose state consists of tensors of classes of "
+            "its own: they cannot be moved to another worker, or saved. Of optimizers with states in 8 bits those of "
+            "bitsandbytes work, such as bitsandbytes.optim.AdamW8bit."
+        )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise UsageError(

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from varuna.core.errors import ModelError
 from varuna.data.randomness import generator_lock
 from varuna.partition.capture.construction import construct, drawing
+from varuna.partition.opaque.quantized import quantized_by_function, quantized_layers
 from varuna.partition.watching.fake_mode import Copying
 from varuna.partition.watching.user_caches import without_fakes
 
@@ -85,6 +86,8 @@ def build_without_data(build: Callable[[], nn.Module], mode: FakeTensorMode) -> 
         known = False
     if not isinstance(model, nn.Module):
         raise ModelError(f"model= must build a torch.nn.Module, but returned {type(model).__name__}")
+    if layers := quantized_layers(model):
+        raise ModelError(quantized_by_function(layers))
     buffers: dict[str, Tensor] = {}
     if known:
         buffers = {name: value for name, value in model.named_buffers() if not value.is_meta}

@@ -327,6 +327,7 @@ def _describe(exported: ExportedGraph, model: nn.Module, keys: list[str], taken:
         shapes={name: tuple(value.shape) for name, value in named.items()},
         pairs=frozenset(name for name, value in named.items() if value.is_complex()),
         dtypes={name: value.dtype for name, value in named.items() if value.dtype in HALVES},
+        packed={name: v.dtype for name, v in named.items() if not v.is_floating_point() and not v.is_complex()},
         visits_all=exported.visits_all,
         conditions=taken.conditions,
         truths=(*taken.truths, *limits),

@@ -47,6 +47,8 @@ class Capture:
     """complex parameters"""
     dtypes: dict[str, torch.dtype]
     """parameter -> dtype, where that is bf16 or fp16"""
+    packed: dict[str, torch.dtype]
+    """parameter -> dtype, where that holds whole numbers, as quantized ones do"""
     visits_all: bool
     """loops over the places where a mask is true were captured for every place"""
     conditions: Conditions | None

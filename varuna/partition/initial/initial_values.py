@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 import torch
@@ -25,6 +26,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 Check = Callable[[Initial | None], None]
 """Looks at the whole model: what it does to it stays without consequence. None: it is too large to be built here."""
 
+_NOTHING: Mapping[str, Tensor] = MappingProxyType({})
 _WORTH_COLLECTING_BYTES = 64 * 2**20
 """Bytes from which garbage is collected: a collection takes some tenths of a second, however small the model."""
 CHECKED_BELOW_BYTES = 2**30
@@ -40,7 +42,7 @@ class InitialParameters(Protocol):
 
     @property
     def stored(self) -> Set[str]:
-        """Parameters that files have, from which any worker can read each by itself."""
+        """Parameters that any worker can read each by itself: from files, or from a model that all have built."""
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
         """Values of some parameters, which the caller may change; ``check`` sees the whole model, if any may."""
@@ -53,7 +55,15 @@ class InitialParameters(Protocol):
 
 
 def begin_with(
-    recipe: Recipe, shapes: Shapes, *, seed: int, init: Init, weights: Path | None, digest: str, may_miss: bool = False
+    recipe: Recipe,
+    shapes: Shapes,
+    *,
+    seed: int,
+    init: Init,
+    weights: Path | None,
+    digest: str,
+    may_miss: bool = False,
+    held: Mapping[str, Tensor] | None = None,
 ) -> InitialParameters:
     """The source of initial values that the user asked for.
 
@@ -65,6 +75,7 @@ def begin_with(
         weights: a safetensors file or folder.
         digest: of the job: its workers on one host build the model in turn.
         may_miss: parameters that ``weights`` lacks, or has in another shape, are drawn.
+        held: parameters of a model that every worker has in host memory.
 
     Raises:
         ModelError: the constructor cannot be replayed for one parameter at a time.
@@ -73,7 +84,7 @@ def begin_with(
     drawn = (
         partial(PerParameter, recipe, shapes, seed, digest)
         if init == "per_parameter"
-        else partial(Constructor, recipe, shapes, seed, digest)
+        else partial(Constructor, recipe, shapes, seed, digest, held or {})
     )
     return (
         drawn() if weights is None else Pretrained(recipe, shapes, seed, weights, digest, drawn if may_miss else None)
@@ -104,16 +115,24 @@ def check_beginning(init: str, weights: object, *, may_miss: bool = False) -> No
 
 
 class Constructor:
-    """The model's own initialisation, as ``torch.manual_seed(seed); build()``."""
+    """The model's own initialisation, as ``torch.manual_seed(seed); build()``; or one that is built already."""
 
     name = "constructor"
-    stored: Set[str] = frozenset()
 
-    def __init__(self, recipe: Recipe, shapes: Shapes, seed: int, digest: str) -> None:
-        self._recipe, self._shapes, self._seed, self._digest = recipe, shapes, seed, digest
+    def __init__(
+        self, recipe: Recipe, shapes: Shapes, seed: int, digest: str, held: Mapping[str, Tensor] = _NOTHING
+    ) -> None:
+        self._recipe, self._shapes, self._seed, self._digest, self._held = recipe, shapes, seed, digest, held
+
+    @property
+    def stored(self) -> Set[str]:
+        """Parameters that are in every worker's memory already."""
+        return self._held.keys()
 
     def parameters(self, names: Iterable[str], check: Check | None = None) -> dict[str, Tensor]:
         """Build the model when it is this worker's turn, keep some of it, free the rest."""
+        if self._held and check is None:
+            return {name: self._held[name].detach().clone() for name in names}
         with turn(self._digest):
             kept = self._kept(names, check)
             if sum(4 * torch.Size(shape).numel() for shape in self._shapes.values()) > _WORTH_COLLECTING_BYTES:
