@@ -12,7 +12,7 @@ from tests.scenarios.cluster import Cluster, ended, kill
 from tests.scenarios.launch import json_log, processes_with, python
 from tests.unit.fleet.metadata import Metadata, metadata_service
 from tests.waiting import wait_for
-from varuna.fleet.clouds.aws_notices import ENDPOINT_VARIABLE
+from varuna.fleet.notices.aws import ENDPOINT_VARIABLE
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 60

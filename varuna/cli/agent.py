@@ -64,8 +64,8 @@ def agent(
     from varuna.fleet.agent.join import serve
     from varuna.fleet.agent.manager_client import ManagerAddress
     from varuna.fleet.agent.own_departure import RiskWarning, SpotWarning
-    from varuna.fleet.clouds.notices import CloudNotice, SpotNotice
-    from varuna.fleet.clouds.spot_notices import SpotNotices
+    from varuna.fleet.notices.notice import CloudNotice, SpotNotice
+    from varuna.fleet.notices.spot_notices import SpotNotices
     from varuna.process.output_pump import unread_allowed
 
     invitation, (script, *args) = invited(words or [], join_file)

@@ -66,6 +66,9 @@ def run(
     advertise: Annotated[
         str, typer.Option(metavar="ADDRESS", help="With --on: address of this machine that nodes reach it by.")
     ] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="With --on: show what would be asked of a cloud, and change nothing.")
+    ] = False,
 ) -> None:
     """Train SCRIPT on N local workers, or on nodes of an engine; those that die are replaced.
 
@@ -96,9 +99,10 @@ def run(
             json_log=json_log,
             new=new,
             overwrite=overwrite,
+            dry_run=dry_run,
         )
         raise typer.Exit(manage_on_engine(started))
-    for flag, is_given in (("--nodes", nodes), ("--advertise", advertise)):
+    for flag, is_given in (("--nodes", nodes), ("--advertise", advertise), ("--dry-run", dry_run)):
         if is_given:
             raise UsageError(f"{flag} needs an engine: --on NAME, such as --on aws:trainers")
     count = workers or default_workers()

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from varuna.cli.cluster.engine_options import nodes_of
 from varuna.cli.cluster.managing import ClusterRun, manage_cluster
+from varuna.core.errors import UsageError
 from varuna.process.console import say
 from varuna.process.scripts import check_script
 
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
     from varuna.fleet.clouds.grower import Grower
+    from varuna.fleet.engines.engine import Engine
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService
 
@@ -41,6 +43,7 @@ class EngineRun:
     json_log: Path | None
     new: bool
     overwrite: bool
+    dry_run: bool
 
 
 def manage_on_engine(run: EngineRun) -> int:
@@ -61,6 +64,9 @@ def manage_on_engine(run: EngineRun) -> int:
     growth = kind.growth(least, most)
     check_script(run.script)
     engine = engine_of(run.on, EnginePlace(run_dir=run.run_dir.absolute(), most=most), run.options)
+
+    if run.dry_run:
+        return _rehearse(engine, run.on, most)
 
     def attach(service: "ManagerService[ClusterWorkers]") -> "Grower":
         def end(reason: str, exit_code: int) -> None:
@@ -102,6 +108,17 @@ def manage_on_engine(run: EngineRun) -> int:
         given=run.given,
     )
     return manage_cluster(managed, attach, "start the same command again")
+
+
+def _rehearse(engine: "Engine", on: str, nodes: int) -> int:
+    """Show what would be asked for, and change nothing."""
+    from varuna.fleet.engines.engine import Rehearsing
+
+    if not isinstance(engine, Rehearsing):
+        raise UsageError(f"--dry-run: --on {on} cannot say what it would do. Leave out --dry-run.")
+    for call in engine.rehearse(nodes) or ["nothing: the group has this size, or the one that its own bounds allow"]:
+        print(call)
+    return 0
 
 
 def _passed_on(*, is_planned: bool) -> dict[str, str]:

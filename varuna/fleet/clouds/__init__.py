@@ -1,4 +1,4 @@
 """Where machines come from: one small seam, asked again and again for the size that the run wants.
 
-In: a requested number of nodes. Out: calls of a cloud's API, and notices of machines that will be taken back.
+In: a requested number of nodes. Out: calls of a cloud's API.
 """

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from varuna.core.errors import UsageError
 from varuna.fleet.clouds.growth import GrowthConfig
@@ -76,6 +76,19 @@ class Engine(Provider, Protocol):
 
     def describe(self) -> str:
         """One line for the user, after ``start``: where agents run, and how to look at them there."""
+        ...
+
+
+@runtime_checkable
+class Rehearsing(Protocol):
+    """An engine that can say what it would do."""
+
+    def rehearse(self, nodes: int) -> list[str]:
+        """The calls that asking for so many nodes would make now: nothing is changed.
+
+        Raises:
+            FleetError: the engine cannot be used.
+        """
         ...
 
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 
 from varuna.core.errors import UsageError
-from varuna.fleet.engines.aws import AWS
 from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
+from varuna.fleet.engines.groups import AWS, AZURE, GCP, K8S
 
 LOCAL = "local"
 """This machine alone: no engine, and the default."""
-KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (AWS,)}
+KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (AWS, AZURE, GCP, K8S)}
 
 
 def kind_of(on: str) -> tuple[EngineKind, str]:

@@ -12,7 +12,8 @@ moto = pytest.importorskip("moto.server")
 from botocore.stub import Stubber  # noqa: E402
 
 from varuna.core.errors import FleetError  # noqa: E402
-from varuna.fleet.clouds.aws import AutoScalingProvider  # noqa: E402
+from varuna.fleet.clouds.aws import AutoScalingGroup  # noqa: E402
+from varuna.fleet.clouds.group import GroupProvider  # noqa: E402
 from varuna.fleet.clouds.original_size import OriginalSize  # noqa: E402
 from varuna.fleet.clouds.provider import CapacityError  # noqa: E402
 
@@ -49,8 +50,9 @@ def client(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     autoscaling.delete_launch_configuration(LaunchConfigurationName="spot")
 
 
-def provider_in(run_dir: Path, endpoint: str, group: str = GROUP) -> AutoScalingProvider:
-    return AutoScalingProvider(group, before=OriginalSize(run_dir, group), region=REGION, endpoint_url=endpoint)
+def provider_in(run_dir: Path, endpoint: str, group: str = GROUP) -> GroupProvider:
+    api = AutoScalingGroup(group, region=REGION, endpoint_url=endpoint)
+    return GroupProvider(api, OriginalSize(run_dir, group))
 
 
 def desired(client: Any) -> int:
@@ -103,8 +105,9 @@ def test_a_group_that_does_not_exist_is_named(client: Any, endpoint: str, tmp_pa
         provider_in(tmp_path, endpoint, "nobody")
 
 
-def stubbed(provider: AutoScalingProvider) -> Stubber:
-    return Stubber(provider._client)
+def stubbed(provider: GroupProvider) -> Stubber:
+    assert isinstance(provider._api, AutoScalingGroup)
+    return Stubber(provider._api._client)
 
 
 def group(desired_capacity: int, instances: int) -> dict[str, Any]:
@@ -150,7 +153,7 @@ def test_a_launch_that_found_no_machine_is_a_lack_of_capacity(client: Any, endpo
     with stubbed(provider) as aws:
         aws.add_response("describe_auto_scaling_groups", group(4, 1))
         aws.add_response("describe_scaling_activities", {"Activities": [activity("Failed", SPOT)]})
-        with pytest.raises(CapacityError, match="could not start a machine: Could not launch Spot"):
+        with pytest.raises(CapacityError, match="AWS has no such machines now: Could not launch Spot"):
             provider.resize(4)
 
 
@@ -167,7 +170,7 @@ def test_an_old_failure_behind_a_success_is_no_news(client: Any, endpoint: str, 
     ("code", "kind", "message"),
     [
         ("Throttling", CapacityError, "asks to retry later"),
-        ("AccessDenied", FleetError, "AWS refused set_desired_capacity"),
+        ("AccessDenied", FleetError, "AWS refused, because permissions are missing: set_desired_capacity"),
     ],
 )
 def test_throttling_is_asked_again_and_a_refusal_is_not(

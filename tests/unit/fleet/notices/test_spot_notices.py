@@ -16,12 +16,13 @@ from tests.unit.fleet.metadata import (
     metadata_service,
     serving,
 )
-from varuna.fleet.clouds.aws_notices import AwsNotices
-from varuna.fleet.clouds.azure_notices import AzureNotices, parse_events
-from varuna.fleet.clouds.gcp_notices import GcpNotices, parse_maintenance
-from varuna.fleet.clouds.metadata import MetadataService, NoAnswerError
-from varuna.fleet.clouds.notices import LEAST_LEAD_S, CloudNotice, RebalanceAdvice, SpotNotice
-from varuna.fleet.clouds.spot_notices import CloudNotices, SpotNotices, clouds
+from varuna.fleet.clouds.bounded_http import NoAnswerError
+from varuna.fleet.notices.aws import AwsNotices
+from varuna.fleet.notices.azure import AzureNotices, parse_events
+from varuna.fleet.notices.gcp import GcpNotices, parse_maintenance
+from varuna.fleet.notices.metadata import MetadataService
+from varuna.fleet.notices.notice import LEAST_LEAD_S, CloudNotice, RebalanceAdvice, SpotNotice
+from varuna.fleet.notices.spot_notices import CloudNotices, SpotNotices, clouds
 
 ACTION = json.dumps({"action": "terminate", "time": "2017-09-18T08:22:00Z"})
 AT_S = 1505722920.0

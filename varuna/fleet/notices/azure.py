@@ -7,8 +7,9 @@ from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from typing import NamedTuple
 
-from varuna.fleet.clouds.metadata import MetadataService, NoAnswerError
-from varuna.fleet.clouds.notices import CloudNotice, SpotNotice
+from varuna.fleet.clouds.bounded_http import NoAnswerError
+from varuna.fleet.notices.metadata import MetadataService
+from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 
 ENDPOINT_VARIABLE = "IMDS_ENDPOINT"
 """Names another address of the service, for us as for Azure's own tools."""

@@ -5,9 +5,12 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from varuna.fleet.clouds import aws_notices, azure_notices, gcp_notices
-from varuna.fleet.clouds.metadata import METADATA_URL, MetadataService, NoAnswerError
-from varuna.fleet.clouds.notices import CloudNotice, SpotNotice
+from varuna.fleet.clouds.bounded_http import NoAnswerError
+from varuna.fleet.notices import aws as aws_notices
+from varuna.fleet.notices import azure as azure_notices
+from varuna.fleet.notices import gcp as gcp_notices
+from varuna.fleet.notices.metadata import METADATA_URL, MetadataService
+from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 
 _LOOK_AFTER_S = (0.0, 5.0, 30.0)
 """Pauses before each look for a service: a machine that boots may have no network yet."""

@@ -3,8 +3,9 @@
 from pathlib import Path
 from urllib.parse import quote
 
-from varuna.fleet.clouds.metadata import Answer, MetadataService, NoAnswerError
-from varuna.fleet.clouds.notices import CloudNotice, SpotNotice
+from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
+from varuna.fleet.notices.metadata import MetadataService
+from varuna.fleet.notices.notice import CloudNotice, SpotNotice
 
 ENDPOINT_VARIABLE = "GCE_METADATA_HOST"
 """Names another host of the service (``HOST`` or ``HOST:PORT``), for us as for Google's own tools."""

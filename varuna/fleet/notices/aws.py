@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 
-from varuna.fleet.clouds.metadata import Answer, MetadataService, NoAnswerError
-from varuna.fleet.clouds.notices import CloudNotice, RebalanceAdvice, SpotNotice
+from varuna.fleet.clouds.bounded_http import Answer, NoAnswerError
+from varuna.fleet.notices.metadata import MetadataService
+from varuna.fleet.notices.notice import CloudNotice, RebalanceAdvice, SpotNotice
 
 ENDPOINT_VARIABLE = "AWS_EC2_METADATA_SERVICE_ENDPOINT"
 """Names another address of the service, for us as for AWS's own tools."""
