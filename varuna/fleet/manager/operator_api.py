@@ -17,6 +17,7 @@ from starlette.routing import Route
 from varuna.core.value import Value
 from varuna.dashboard import PAGE
 from varuna.fleet.manager.logins import Logins
+from varuna.fleet.manager.prometheus import CONTENT_TYPE, exposition, scraper_token
 from varuna.fleet.net.protocol import WORKER_NAME, WorkerName
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body, same
 from varuna.fleet.run_folder.audit import Audit
@@ -85,6 +86,7 @@ class OperatorApi:
             Route("/links/void", self._void_links, methods=["POST"]),
             Route("/status", self._status),
             Route("/hosts", self._hosts),
+            Route("/metrics", self._metrics),
             Route("/logs/{worker}", self._log),
             Route("/stop", self._stop, methods=["POST"]),
             Route("/morph", self._morph, methods=["POST"]),
@@ -108,6 +110,13 @@ class OperatorApi:
         if not self._may_read(request):
             return self._refuse(request, "read what machines tell")
         return JSONResponse(finite(self.hosts()), headers=_HEADERS)
+
+    async def _metrics(self, request: Request) -> Response:
+        """For Prometheus, whose token reads nothing else."""
+        given = bearer(request.headers.get("authorization", ""))
+        if not same(given, scraper_token(self.operator_token)) and not self._may_read(request):
+            return self._refuse(request, "read the metrics")
+        return Response(exposition(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
 
     async def _page(self, request: Request) -> Response:
         """The page, which says nothing of the run: its script asks for that with the session that a link gave it."""

@@ -42,6 +42,7 @@ class Picture:
         self._losses = LossCurve()
         self.failures: list[dict[str, str]] = []
         """Worker and cause, the first one first."""
+        self.lost_workers = 0
         self.members: tuple[str, ...] = ()
         """Of the newest generation, by rank."""
         self.ended: RunEnded | None = None
@@ -53,6 +54,7 @@ class Picture:
             case GenerationStarted(record=record):
                 self.members = record.members
             case WorkerLost(worker=worker, cause=cause):
+                self.lost_workers += 1
                 self._note(worker, cause)
             case RunEnded(worker=worker, text=text):
                 self.ended = event
@@ -67,7 +69,8 @@ class Picture:
 
     def describe(self, fleet: Fleet, now_s: float) -> dict[str, object]:
         """Everything, as plain JSON values; ``now_s`` by the manager's clock."""
-        return {**describe(fleet, now_s), **self._losses.describe(), "failures": self.failures}
+        lost = {"failures": self.failures, "lost_workers": self.lost_workers}
+        return {**describe(fleet, now_s), **self._losses.describe(), **lost}
 
 
 def describe(fleet: Fleet, now_s: float) -> dict[str, object]:

@@ -24,8 +24,9 @@ from varuna.fleet.manager.logins import Logins
 from varuna.fleet.manager.loop import Executor, Manager, Observer
 from varuna.fleet.manager.mailbox import Leave, Mailbox
 from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.manager.prometheus import scraper_token
 from varuna.fleet.manager.status import Picture
-from varuna.fleet.net.ca import make_private
+from varuna.fleet.net.ca import make_private, write_private
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_access
 from varuna.fleet.run_folder.journal import Journal
@@ -237,6 +238,7 @@ class ManagerService(Generic[B]):
                 token=token,
             )
             publish(place.run_dir, access)
+            write_private(place.run_dir / "metrics-token", scraper_token(token).encode())
             for notice in self.workers.introduction(self._api.logins):
                 self._observe(notice)
             if ownership.warning:

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from varuna.fleet.manager.logins import LINK_LIFE_S, Logins
 from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.manager.prometheus import CONTENT_TYPE, scraper_token
 from varuna.fleet.net import requests
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
@@ -104,6 +105,18 @@ def test_readers_need_a_session_which_a_link_gives_once(front: Front) -> None:
         "open the page",
         "void all links to the page",
     ]
+
+
+def test_the_token_of_scrapers_reads_the_metrics_and_nothing_else(front: Front) -> None:
+    scraper = {"Authorization": f"Bearer {scraper_token('operator-token')}"}
+    answer = front.client.get("/metrics", headers=scraper)
+    assert (answer.status_code, "varuna_steps 3.0" in answer.text) == (200, True)
+    assert answer.headers["content-type"] == CONTENT_TYPE
+    assert front.client.get("/metrics", headers=OPERATOR).status_code == 200
+    assert front.client.get("/metrics").status_code == 401
+    for path in ("/status", "/hosts", "/logs/n0-vm.0"):
+        assert front.client.get(path, headers=scraper).status_code == 401
+    assert front.client.post("/stop", headers=scraper).status_code == 401
 
 
 def test_the_page_says_nothing_of_the_run_leaves_no_cookie_and_runs_its_own_script_alone(front: Front) -> None:
