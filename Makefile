@@ -11,7 +11,7 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: chaos help install azurite field-libraries demo test test-field field-table check format clean bench-peers
+.PHONY: chaos help install azurite kubernetes-tools field-libraries demo test test-field field-table check format clean bench-peers
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
@@ -53,6 +53,11 @@ azurite:
 		npm install --silent --no-audit --no-fund --no-save --prefix .azurite azurite@3 >/dev/null 2>&1 || \
 		echo "azurite cannot be installed: the scenarios with Azure Blob will be skipped" >&2
 
+# Helm renders the chart, and Kubernetes' schemas judge it; without a network those tests are skipped.
+kubernetes-tools: install
+	@test -x .kubernetes-tools/helm || $(BIN)/python -m tests.unit.deploy.fetch_helm .kubernetes-tools >/dev/null 2>&1 || \
+		echo "helm cannot be installed: the tests of the Helm chart will be skipped" >&2
+
 # Models that nobody here chose. Their libraries lie in a folder of their own, so that nothing in .venv changes; without
 # a network the field is transformers alone.
 field-libraries: install
@@ -76,7 +81,7 @@ field-table: install field-libraries
 # their time, two files run at once.
 IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_scale_on_paper.py tests/scenarios/test_inductor.py
 
-test: install azurite field-libraries
+test: install azurite field-libraries kubernetes-tools
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/unit
 	$(BIN)/python -m pytest -q -n auto $(IN_PROCESS)
 	$(BIN)/python -m tests.field --sample 16 --begun-within 100 --fresh
@@ -102,5 +107,5 @@ bench-peers: .peers/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) .azurite .field .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .azurite .kubernetes-tools .field .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
