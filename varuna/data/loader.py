@@ -38,7 +38,7 @@ class Loader:
 
     def __init__(self, source: SampleSource, *, deliver: Deliver, lookahead: int = 4) -> None:
         """Start the thread, which waits for requests."""
-        self._reading = source.reading()
+        self._source, self._reading = source, source.reading()
         self._deliver = deliver
         self._lookahead = lookahead
         self._changed = threading.Condition()  # guards the fields below
@@ -73,8 +73,10 @@ class Loader:
             compared: another stage reads these samples too, and the digests will be compared.
         """
         wanted = None if keys is None else tuple(keys)
+        asked = [_Work(step, number, positions, wanted, compared) for number, positions in work]
+        self._source.announce([position for each in asked for position in each.positions])
         with self._changed:
-            self._queue.extend(_Work(step, number, positions, wanted, compared) for number, positions in work)
+            self._queue.extend(asked)
             self._changed.notify_all()
 
     def taken(self) -> None:

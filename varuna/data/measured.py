@@ -21,7 +21,7 @@ from varuna.data.handles import unshareable
 from varuna.data.micro_batch import MicroBatch
 from varuna.data.pace import Pace
 from varuna.data.reader_process import Read, ReadTime
-from varuna.data.readers import CAN_FORK, SampleRequest, Reader
+from varuna.data.readers import CAN_FORK, Reader, SampleRequest
 from varuna.data.spare import Spare
 from varuna.process.console import say, say_once
 

@@ -28,7 +28,8 @@ _RECIPE = (
 class SampleSource:
     """A map-style dataset, read by position.
 
-    With ``__len__`` the order is shuffled anew each epoch; without, position i is ``dataset[i]``, unshuffled.
+    With ``__len__`` the order is shuffled anew each epoch, by the dataset if it has ``index_at(position, seed)``;
+    without, position i is ``dataset[i]``, unshuffled.
     """
 
     def __init__(
@@ -70,7 +71,14 @@ class SampleSource:
         """Indices into the dataset of the samples at ``positions``, without reading them."""
         if self.size is None or not self._shuffles:
             return tuple(positions)
+        if (index_at := getattr(self._dataset, "index_at", None)) is not None:
+            return tuple(index_at(position, self._seed) for position in positions)
         return tuple(sample_index(position, size=self.size, seed=self._seed) for position in positions)
+
+    def announce(self, positions: Sequence[int]) -> None:
+        """Tell a dataset that can read ahead (``prefetch``) what will be read soon."""
+        if (prefetch := getattr(self._dataset, "prefetch", None)) is not None:
+            prefetch(self.indices(positions))
 
     def read(self, position: int) -> tuple[int, Any]:
         """Index and contents of the sample at ``position``, with randomness seeded from (seed, epoch, index).

@@ -148,7 +148,7 @@ class ObjectStore:
     def _doing(self, verb: str, name: str) -> Iterator[None]:
         """Turn obstore's errors into ours."""
         if os.getpid() != self._process:
-            raise StoreError(f"{self._url} was opened before a fork: open it again in the child, or it would hang")
+            raise StoreError(f"{self._url} was opened before a fork: a request of the child would hang")
         what = f"cannot {verb} {self._url}/{name}".rstrip("/")
         try:
             yield
@@ -171,12 +171,28 @@ class ObjectStore:
             raise StoreUnavailable(f"{what}: {_first_line(error)}{hint}") from error
 
 
+_process: int | None = None
+"""Where obstore's threads run: those of a process that is forked later are missing, and a request would hang."""
+
+
+def hangs_here() -> bool:
+    """Whether this process was forked from one that has used a bucket."""
+    return _process is not None and _process != os.getpid()
+
+
 def connect(url: str, throttle: Throttle | None) -> ObjectStore:
     """Open a bucket by its URL.
 
     Raises:
         StoreError: the URL, or what the environment says about it, cannot be used.
     """
+    global _process
+    if hangs_here():
+        raise StoreError(
+            f"{url} cannot be opened in a process that was forked from one that has used a bucket: a request would "
+            "hang. Start a new process instead"
+        )
+    _process = os.getpid()
     allows_http = any(os.environ.get(name, "").lower() == "true" for name in _ALLOW_HTTP)
     client = {**_CLIENT, "allow_http": allows_http}  # options that are given here replace those of the environment
     try:
