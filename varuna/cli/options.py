@@ -14,6 +14,20 @@ from varuna.process.scripts import may_read_arguments
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
 
+_ON_RAY = "ray:"
+
+
+def _folder_of(run: Path | None) -> Path | None:
+    """The folder of a run; one that runs in a Ray cluster gets a folder here, which says where its manager is."""
+    if run is None or not str(run).startswith(_ON_RAY):
+        return run
+    from varuna.fleet.engines.ray_follower import access_of
+    from varuna.fleet.run_folder.connection_file import keep_copy
+
+    name = str(run).removeprefix(_ON_RAY)
+    return keep_copy(f"ray-{name}", access_of(name))
+
+
 Stages = Annotated[
     int | None,
     typer.Option(min=1, envvar="VARUNA_STAGES", help="Number of pipeline stages P. Default: the planner's choice."),
@@ -45,7 +59,8 @@ RunDir = Annotated[
         "--run",
         metavar="DIR",
         envvar="VARUNA_RUN",
-        help="Folder of the run. Default: your running or newest run.",
+        callback=_folder_of,
+        help="Folder of the run, or ray:NAME in a Ray cluster. Default: your running or newest run.",
     ),
 ]
 JobScript = Annotated[Path, typer.Argument(help="Training script; it runs until it asks its Trainer for steps.")]

@@ -73,7 +73,7 @@ class ManagedMembership:
     Three daemon threads: one reads, and runs the callbacks of ``join``; one writes what the others queue; one
     beats. So neither a slow manager nor a busy training thread delays a heartbeat.
 
-    Losing the launcher ends a worker (see ``launcher.tether``): nobody could give it work any more.
+    Losing the launcher ends a worker (see ``process.tethering``): nobody could give it work any more.
     """
 
     survives = True

@@ -1,6 +1,7 @@
 """``varuna run --on ENGINE``: a manager in this process, and agents that the engine starts for it."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,14 +60,18 @@ def manage_on_engine(run: EngineRun) -> int:
     from varuna.fleet.service.service import ServiceConfig
     from varuna.fleet.state.inputs import FinishRequested
 
-    kind, _ = kind_of(run.on)
+    kind, where = kind_of(run.on)
     least, most = nodes_of(run.nodes)
     growth = kind.growth(least, most)
     check_script(run.script)
-    engine = engine_of(run.on, EnginePlace(run_dir=run.run_dir.absolute(), most=most), run.options)
-
+    engine_place = EnginePlace(run_dir=run.run_dir.absolute(), most=most)
+    engine = engine_of(run.on, engine_place, run.options)
     if run.dry_run:
         return _rehearse(engine, run.on, most)
+    if kind.elsewhere is not None:
+        code = kind.elsewhere(engine_place, kind.values(where, run.options), sys.argv[1:])
+        if code is not None:
+            return code
 
     def attach(service: "ManagerService[ClusterWorkers]") -> "Grower":
         def end(reason: str, exit_code: int) -> None:

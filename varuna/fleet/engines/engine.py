@@ -5,7 +5,7 @@ lease. An engine keeps the number of agents, starts each anew where it can, and 
 """
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -124,6 +124,8 @@ class EngineKind:
         summary: a few words, for lists.
         options: its own options. The first one may also follow the name and a colon: ``--on aws:trainers``.
         make: from the place and all options' values; raises UsageError with the next move, such as what to install.
+        elsewhere: has the command line's words run where the engine keeps a manager, and returns the exit code in the
+            end; None: this process is that manager. Engines without it have the manager in the user's own process.
         every_s: seconds between two looks at an engine that has the requested size.
         most_backoff_s: the same, at most, while it has fewer.
     """
@@ -132,6 +134,7 @@ class EngineKind:
     summary: str
     options: tuple[EngineOption, ...]
     make: Callable[[EnginePlace, Mapping[str, str]], Engine]
+    elsewhere: Callable[[EnginePlace, Mapping[str, str], Sequence[str]], int | None] | None = None
     every_s: float = 30.0
     most_backoff_s: float = 300.0
 

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from varuna.core.errors import UsageError
 from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
 from varuna.fleet.engines.groups import AWS, AZURE, GCP, K8S
+from varuna.fleet.engines.ray_engine import RAY
 
 LOCAL = "local"
 """This machine alone: no engine, and the default."""
-KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (AWS, AZURE, GCP, K8S)}
+KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (AWS, AZURE, GCP, K8S, RAY)}
 
 
 def kind_of(on: str) -> tuple[EngineKind, str]:

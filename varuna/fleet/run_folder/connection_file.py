@@ -98,6 +98,21 @@ def find(run_dir: Path | None) -> tuple[Path, Access]:
         raise UsageError(f"{folder / _FILE} is damaged, or was written by another version of Varuna") from error
 
 
+def keep_copy(name: str, access: str) -> Path:
+    """Keep how to reach a manager of another machine (JSON) in a folder of this user's; returns that folder.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    folder = _home() / "elsewhere" / name
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_private(folder / _FILE, access.encode())
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}. Set XDG_STATE_HOME.") from error
+    return folder
+
+
 def _only_run() -> Path:
     live = [run.folder for run in known_runs() if run.is_live]
     if len(live) > 1:

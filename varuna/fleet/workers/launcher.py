@@ -18,6 +18,7 @@ from varuna.fleet.net.join_string import JOIN_VARIABLE
 from varuna.fleet.state.inputs import WorkerExited
 from varuna.fleet.workers.output_lines import Lines, Tail
 from varuna.process.console import warn
+from varuna.process.tethering import tether
 
 _READ_BYTES = 64 * 2**10
 _PIPE_BYTES = 2**20
@@ -25,13 +26,6 @@ LOG_BYTES = 2**30
 """More of one worker's output than this is not kept: a machine's disk is shared with what it trains."""
 KILL_S = 10.0  # for the dead to be reaped and their output to be read; in the kernel's hands one may never end
 DRAIN_S = 2.0  # for the last output of a dead worker; a grandchild may keep its pipe open
-
-
-def tether() -> list[str]:
-    """What to put before a command, so that it dies with this process even if it never gets to any code of ours."""
-    if sys.platform != "linux":
-        return []  # there a worker's closed connection has to do
-    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("tether.py")), str(os.getpid())]
 
 
 class _Process:

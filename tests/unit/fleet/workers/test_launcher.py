@@ -12,7 +12,8 @@ import pytest
 
 from tests.waiting import wait_for
 from varuna.fleet.state.inputs import WorkerExited
-from varuna.fleet.workers.launcher import Launcher, tether
+from varuna.fleet.workers.launcher import Launcher
+from varuna.process.tethering import tether
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -171,6 +172,7 @@ def test_workers_end_with_their_launcher_whatever_they_run(tmp_path: Path) -> No
     program = f"""
 import pathlib, time
 from varuna.fleet.workers.launcher import Launcher
+from varuna.process.tethering import tether
 worker = "import time, sys; print(1, file=sys.stderr, flush=True); time.sleep(60)"
 launcher = Launcher(
     ["-c", worker],
