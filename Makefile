@@ -11,7 +11,7 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: chaos help install azurite kubernetes-tools field-libraries demo test test-field field-table check format clean bench-peers
+.PHONY: chaos help install azurite kubernetes-tools field-libraries demo test test-field field-table check format clean bench-peers sbom wheel
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
@@ -23,6 +23,7 @@ help:
 	@echo "make install  create .venv with everything; nothing to do when it is current"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make bench-peers  install torch, DeepSpeed and Megatron-core in .peers, for benchmarks/schedule_vs_peers.py"
+	@echo "make wheel    dist/: wheel and sdist, the same byte by byte from the same sources; make sbom lists what they need"
 	@echo "make clean    remove .venv, caches and build folders"
 	@echo "Another interpreter: make demo PYTHON=/path/to/python3.11"
 
@@ -55,7 +56,7 @@ azurite:
 
 # Helm renders the chart, and Kubernetes' schemas judge it; without a network those tests are skipped.
 kubernetes-tools: install
-	@test -x .kubernetes-tools/helm || $(BIN)/python -m tests.unit.deploy.fetch_helm .kubernetes-tools >/dev/null 2>&1 || \
+	@test -x .kubernetes-tools/helm || $(BIN)/python -m tests.scenarios.deploy.fetch_helm .kubernetes-tools >/dev/null 2>&1 || \
 		echo "helm cannot be installed: the tests of the Helm chart will be skipped" >&2
 
 # Models that nobody here chose. Their libraries lie in a folder of their own, so that nothing in .venv changes; without
@@ -105,6 +106,22 @@ bench-peers: .peers/.installed
 	.peers/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
 	.peers/bin/python -m pip install --quiet --disable-pip-version-check deepspeed==0.19.8 megatron-core==0.16.1
 	@touch $@
+
+# Byte by byte the same, wherever and whenever it is built from the same sources.
+wheel: install
+	SOURCE_DATE_EPOCH=1700000000 $(BIN)/python -m hatchling build --directory dist
+
+# What the wheel and its extras bring along, in the CycloneDX format: dist/sbom.json
+sbom: wheel
+	rm -rf dist/sbom-environment
+	"$(PYTHON)" -m venv dist/sbom-environment
+	dist/sbom-environment/bin/python -m pip install --quiet --disable-pip-version-check \
+		"$$(echo dist/varuna_train-*.whl)[aws,azure,gcp,manager]"
+	"$(PYTHON)" -m venv dist/sbom-tool
+	dist/sbom-tool/bin/python -m pip install --quiet --disable-pip-version-check "cyclonedx-bom>=7,<8"
+	dist/sbom-tool/bin/cyclonedx-py environment --output-reproducible --output-file dist/sbom.json \
+		dist/sbom-environment/bin/python
+	rm -rf dist/sbom-environment dist/sbom-tool
 
 clean:
 	rm -rf $(VENV) .azurite .kubernetes-tools .field .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis

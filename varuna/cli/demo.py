@@ -1,9 +1,13 @@
 """``varuna demo``: a run that loses workers, and the proof that its losses do not care."""
 
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from varuna.core.errors import UsageError
 
 
 def demo(
@@ -26,6 +30,14 @@ def demo(
     model on the same samples, and the losses are compared. Exit code 0 means
     that every morph happened and that no loss differs by more than 1e-5.
     """
+    absent = [name for name in ("torch", "transformers") if not _is_installed(name)]
+    if absent:
+        raise UsageError(f"varuna demo needs {' and '.join(absent)}. Install: pip install 'varuna-train[demo]'")
+
     from varuna.demo.run import run_demo
 
     raise typer.Exit(run_demo(output, steps))
+
+
+def _is_installed(name: str) -> bool:
+    return sys.modules.get(name, ...) is not None and find_spec(name) is not None

