@@ -30,6 +30,7 @@ from varuna.partition.initial.initial_values import Init, InitialParameters, beg
 from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.optimizers import AveragingFactory
+from varuna.process.garbage import old_left_out
 from varuna.trackers.services import check_loggers
 from varuna.trackers.tracker import Tracker
 
@@ -152,16 +153,17 @@ class JobSpec:
         Raises:
             ModelError: it cannot be captured, or not be cut where ``cut`` says.
         """
-        return partition_lengths(
-            self.recipe,
-            self.batch(CAPTURED_SAMPLES),
-            check_lengths(self.collate.lengths),
-            optimizer=self.update,
-            cut_points=None if self.cut is None or isinstance(self.cut, Sequence) else self.cut,
-            count_targets=self.loss.weight is None,
-            on_cpu=not self.memory_apart,
-            choose=chooser(self.cut) if isinstance(self.cut, Sequence) else None,
-        )
+        with old_left_out():
+            return partition_lengths(
+                self.recipe,
+                self.batch(CAPTURED_SAMPLES),
+                check_lengths(self.collate.lengths),
+                optimizer=self.update,
+                cut_points=None if self.cut is None or isinstance(self.cut, Sequence) else self.cut,
+                count_targets=self.loss.weight is None,
+                on_cpu=not self.memory_apart,
+                choose=chooser(self.cut) if isinstance(self.cut, Sequence) else None,
+            )
 
     def reader_of(self, dataset: Any, *, in_order: bool = False) -> SampleSource:
         """Reads another dataset as the job's own is read; ``in_order``: without shuffling.

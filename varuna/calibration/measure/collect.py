@@ -73,7 +73,7 @@ def _start(
     }
     with log.open("wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "varuna.calibration.measure.worker", *arguments],
+            [sys.executable, "-m", "varuna.calibration.measure", *arguments],
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,

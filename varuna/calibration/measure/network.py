@@ -19,7 +19,7 @@ from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.links.traffic import Traffic
 
-_ROUNDS = 100
+_ROUNDS = 60
 _WARM_ROUNDS = 4
 _BUDGET_S = 1.5
 """Time for one size; a slow network gets fewer rounds."""

@@ -1,11 +1,10 @@
-"""One measuring worker: ``python -m varuna.calibration.measure.worker OUTPUT SCRIPT [ARGS]``; see ``varuna calibrate``.
+"""One measuring worker: ``python -m varuna.calibration.measure OUTPUT SCRIPT [ARGS]``; see ``varuna calibrate``.
 
 Reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun sets them.
 """
 
 import json
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -208,7 +207,3 @@ def main(argv: Sequence[str]) -> int:
     whole.replace(output)  # the command goes on at once: Python and torch take a second or two to end
     join_all(_EXIT_BOUND_S)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
