@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # torch first and by exact version: the extras then find it installed and never pull another build.
 TORCH := torch==2.13.0
+# Also where the environment forbids it: each process of tests would compile all of them anew, for five seconds.
+export PYTHONDONTWRITEBYTECODE :=
 IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)

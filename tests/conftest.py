@@ -21,11 +21,15 @@ settings.register_profile("ci", settings.get_profile("here"), derandomize=True, 
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 
+gc.disable()  # until all is imported
+
+
 def pytest_collection_finish() -> None:
     """What was imported stays: garbage collections need not look through all of torch again and again."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 50, 20)  # an export alone makes 100,000 objects, of which nearly all go by themselves
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)
