@@ -180,12 +180,13 @@ def scheduler_like(whole: LRScheduler) -> SchedulerFactory:
     """What builds a scheduler like ``whole``, which has made no steps, over another optimizer with the same groups."""
     before = [{key: value for key, value in g.items() if key != "params"} for g in whole.optimizer.param_groups]
     beginning = copy.deepcopy(before)  # what its constructor has set: rates, and some the momentum
+    first = copy.deepcopy(whole, {id(whole.optimizer): whole.optimizer})  # the script's own will refuse to be used
 
     def build(optimizer: torch.optim.Optimizer) -> LRScheduler:
         LambdaLR(optimizer, lambda _: 1.0)  # counts the optimizer's steps, which every scheduler looks for
         for group, options in zip(optimizer.param_groups, copy.deepcopy(beginning), strict=True):
             group.update(options)
-        made: LRScheduler = copy.deepcopy(whole, {id(whole.optimizer): optimizer})
+        made: LRScheduler = copy.deepcopy(first, {id(first.optimizer): optimizer})
         return made
 
     return build
@@ -195,6 +196,20 @@ def _refuse_step(*_: object) -> Never:
     raise UsageError(
         "this optimizer was passed to varuna.Trainer, which makes the steps on the workers. Leave optimizer.step(), "
         "zero_grad() and loss.backward() out of the loop over trainer.steps(n)."
+    )
+
+
+def _refuse_state(*_: object) -> Never:
+    raise UsageError(
+        "this optimizer, or its scheduler, was passed to varuna.Trainer, which trains with copies on the workers: its "
+        "own state is that from before step 0. To resume, checkpoints=, which saves both; step.lr is the learning rate."
+    )
+
+
+def _refuse_schedule(*_: object) -> Never:
+    raise UsageError(
+        "this scheduler was passed to varuna.Trainer, which advances it once per step. Leave scheduler.step() out of "
+        "the loop over trainer.steps(n); ReduceLROnPlateau is told with trainer.step_scheduler(value)."
     )
 
 
@@ -231,6 +246,8 @@ class AsFunctions(NamedTuple):
     """the model, if the script has built it"""
     steps: torch.optim.Optimizer | None
     """the optimizer, if the script has built it"""
+    schedule: LRScheduler | None = None
+    """the scheduler, if the script has built it"""
 
     def guard(self) -> None:
         """Training begins: from now on refuse to use them."""
@@ -238,6 +255,9 @@ class AsFunctions(NamedTuple):
             self.built.guard()
         if self.steps is not None:
             self.steps.register_step_pre_hook(_refuse_step)
+            self.steps.register_state_dict_pre_hook(_refuse_state)
+        if self.schedule is not None:  # which has no hooks
+            vars(self.schedule).update(step=_refuse_schedule, state_dict=_refuse_state)
 
 
 def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
@@ -252,6 +272,7 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
         UsageError: one is built and belongs to something else than the others.
     """
     steps = optimizer if isinstance(optimizer, torch.optim.Optimizer) else None
+    schedule = lr_scheduler if isinstance(lr_scheduler, LRScheduler) else None
     if isinstance(lr_scheduler, LRScheduler):
         if lr_scheduler.optimizer is not optimizer:
             raise UsageError(
@@ -264,7 +285,7 @@ def as_functions(model: Any, optimizer: Any, lr_scheduler: Any) -> AsFunctions:
         built = GivenModel(model)
         if steps is not None:
             optimizer = optimizer_like(steps, list(model.named_parameters()))
-        return AsFunctions(built, optimizer, lr_scheduler, built, steps)
+        return AsFunctions(built, optimizer, lr_scheduler, built, steps, schedule)
     if steps is not None:
         raise UsageError(
             f"optimizer= is {_an(optimizer)} that is built already, but model= builds a model with new parameters. "

@@ -90,6 +90,8 @@ def test_stages_replicas_and_a_lost_worker_train_as_the_plain_loop_does() -> Non
 
 def test_using_what_was_handed_over_is_an_error_while_it_trains() -> None:
     made, model, optimizer = trainer()
+    schedule = made._given.schedule
+    assert schedule is not None
     x = torch.ones(1, 8)
     before = model(x)
     for step in made.steps(9):
@@ -97,6 +99,10 @@ def test_using_what_was_handed_over_is_an_error_while_it_trains() -> None:
             model(x)
         with pytest.raises(UsageError, match=r"trainer\.export\(path\) after the loop"):
             model.state_dict()
+        with pytest.raises(UsageError, match=r"To resume, checkpoints="):
+            optimizer.state_dict()
+        with pytest.raises(UsageError, match=r"Leave scheduler\.step\(\) out"):
+            schedule.step()
         with pytest.raises(UsageError, match=r"Leave optimizer\.step\(\)"):
             optimizer.step()
         if step.index == 1:
