@@ -171,7 +171,7 @@ def test_nodes_come_and_go_the_manager_and_the_driver_are_killed_and_no_loss_cha
     # The same command follows it again, to an end that gives everything back.
     driver = cluster.start(tmp_path, *command)
     wait_for(lambda: "following it again" in said(), BOUND_S)
-    assert cluster.run("stop", "--run", "ray:gpt").code == 0
+    driver.send_signal(signal.SIGINT)
     assert driver.wait(BOUND_S) == 0, said()
     assert cluster.left() == (0, 2.0)
     assert processes_with(str(run_dir)) == []

@@ -14,8 +14,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Ask for the signal, see that the parent still lives, and become the program."""
+    """Hear all signals, ask for this one, see that the parent still lives, and become the program."""
     parent, program = int(sys.argv[1]), sys.argv[2:]
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # processes of Ray's block SIGINT, and what they start would too
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() == parent:  # else it died before we asked
         os.execv(program[0], program)

@@ -245,9 +245,9 @@ class RayEngine:
         nodes = self._nodes()
         if self._workers() is not None or any(node.fits for node in nodes):
             return
-        what = "GPU" if self._cpus_per_worker is None else f"{self._cpus_per_worker:g} CPUs"
+        what = "a GPU" if self._cpus_per_worker is None else f"{self._cpus_per_worker:g} CPUs"
         raise UsageError(
-            f"none of the {len(nodes)} nodes of the Ray cluster at {self._address} has a free {what} for a worker. "
+            f"none of the {len(nodes)} nodes of the Ray cluster at {self._address} has {what} for a worker. "
             "Give --cpus-per-worker 1 to train on CPUs, or --workers N if an autoscaler starts nodes of N GPUs."
         )
 

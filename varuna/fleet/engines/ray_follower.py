@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +23,7 @@ from varuna.fleet.engines.ray_manager import (
 )
 from varuna.process.console import say
 
-_LOOK_S = 0.3
+_LOOK_S, _TURN_S = 0.3, 0.1
 _ANSWER_S = 5.0
 _SILENT_S = 45.0
 """A cluster whose head is gone ends this process after 60 s, without a word."""
@@ -179,40 +180,58 @@ class _Following:
     def __init__(self, name: str, manager: Any) -> None:
         self._name, self._manager = name, manager
         self._signal = 0
+        self._trouble: Exception | None = None
         self._heard = ManagerOutput(life=0, out=b"", out_end=0, err=b"", err_end=0, code=None)
 
     def run(self) -> int:
         """Follow to the end; returns the exit code.
+
+        Signals are heeded at once, on this thread: Ray kills a job 3 s after it is to stop.
 
         Raises:
             FleetError: the cluster is lost, or the manager.
         """
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._note)
-        silent_since_s, is_told = time.monotonic(), False
-        while self._heard.code is None:
+        thread = threading.Thread(target=self._follow, name="varuna-follower", daemon=True)
+        thread.start()
+        while thread.is_alive():
             if self._signal and self._act():
                 return 0
+            thread.join(_TURN_S)
+        if self._trouble is not None:
+            raise self._trouble
+        ray_cluster.kill(self._manager)
+        assert self._heard.code is not None
+        return self._heard.code
+
+    def _follow(self) -> None:
+        """Show what is said, until the run is over or something is wrong."""
+        silent_since_s, is_told = time.monotonic(), False
+        while self._heard.code is None:
             try:
                 self._hear()
                 silent_since_s, is_told = time.monotonic(), False
             except _gone() as error:
-                raise FleetError(
+                self._trouble = FleetError(
                     f"the manager of {self._name} is gone from the Ray cluster ({_last_line(error)}). With its folder, "
                     "the same command continues the run."
-                ) from error
+                )
+                return
             except _silent() as error:
                 if time.monotonic() > silent_since_s + _SILENT_S:
-                    raise FleetError(
+                    self._trouble = FleetError(
                         f"the Ray cluster did not answer for {_SILENT_S:.0f} s ({_last_line(error)}). Is its head node "
                         "there? Training goes on if the cluster does; the same command follows it again."
-                    ) from error
+                    )
+                    return
                 if not is_told and time.monotonic() > silent_since_s + _GONE_S:
                     say("the manager does not answer; Ray starts it again where it was lost")
                     is_told = True
+            except Exception as error:  # noqa: BLE001 a thread that ends in silence would look like the run's end
+                self._trouble = error
+                return
             time.sleep(_LOOK_S)
-        ray_cluster.kill(self._manager)
-        return self._heard.code
 
     def _hear(self) -> None:
         import ray

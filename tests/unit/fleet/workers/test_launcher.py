@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -225,3 +226,13 @@ def test_a_worker_that_writes_without_end_does_not_fill_its_machines_disk(bench:
     wait_for(lambda: len(bench.lines) == 50, 5)  # who watches sees all of it
     assert 0 < (bench.folder / "w0.log").stat().st_size <= 100
     launcher.stop_all(5)
+
+
+def test_a_tethered_process_hears_signals_that_its_parent_blocks() -> None:
+    program = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, ()))"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        done = subprocess.run([*tether(), sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert done.stdout == "set()\n"
