@@ -190,17 +190,17 @@ def _face(w: SimulatedWorker) -> object:
 
 def explore(start: Small, most: int) -> int:
     """Expand every state once, depth first; assertions of the world fail on the way. Returns how many there were."""
-    seen = {start.key()}
-    stack = [start]
+    stack = [(start.key(), start)]
+    seen = {stack[0][0]}
     while stack:
-        world = stack.pop()
-        leaf, here = True, world.key()
+        here, world = stack.pop()
+        leaf = True
         for successor in world.successors():
             key = successor.key()
             leaf = leaf and key == here
             if key not in seen:
                 seen.add(key)
-                stack.append(successor)
+                stack.append((key, successor))
         if leaf:
             phase = world.driver.fleet.phase
             assert not isinstance(phase, Stopping) or any(w.outbox or w.inbox for w in world.workers.values()), (
