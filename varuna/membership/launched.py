@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from varuna.core.errors import VarunaError
+from varuna.process.signals import leave_termination_to_parent
 
 if TYPE_CHECKING:
     from varuna.membership.managed import ManagedMembership
@@ -73,6 +74,8 @@ def _manager_of_process() -> "ManagedMembership | None":
         return None
     from varuna.membership.managed import from_environment
 
+    if "VARUNA_INTERFACE" in os.environ:  # an agent started this process: it hears of the machine's end, and tells
+        leave_termination_to_parent()
     return from_environment()
 
 

@@ -59,6 +59,7 @@ def manage_on_engine(run: EngineRun) -> int:
     from varuna.fleet.engines.registry import engine_of, kind_of
     from varuna.fleet.service.service import ServiceConfig
     from varuna.fleet.state.inputs import FinishRequested
+    from varuna.fleet.state.run_events import Notice
 
     kind, where = kind_of(run.on)
     least, most = nodes_of(run.nodes)
@@ -78,6 +79,7 @@ def manage_on_engine(run: EngineRun) -> int:
             if exit_code:
                 service.stop(reason, exit_code)
             else:
+                service.mailbox.post(Notice(text=f"{reason}: ending the run after the current step"))
                 service.mailbox.post(FinishRequested(reason))
 
         join = service.workers.invite(uses=_TOKEN_USES, life_s=_TOKEN_LIFE_S)

@@ -6,10 +6,11 @@ from varuna.core.errors import UsageError
 from varuna.fleet.engines.engine import Engine, EngineKind, EnginePlace
 from varuna.fleet.engines.groups import AWS, AZURE, GCP, K8S
 from varuna.fleet.engines.ray_engine import RAY
+from varuna.fleet.engines.slurm import SLURM
 
 LOCAL = "local"
 """This machine alone: no engine, and the default."""
-KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (AWS, AZURE, GCP, K8S, RAY)}
+KINDS: dict[str, EngineKind] = {kind.name: kind for kind in (SLURM, RAY, AWS, AZURE, GCP, K8S)}
 
 
 def kind_of(on: str) -> tuple[EngineKind, str]:

@@ -1,0 +1,218 @@
+"""One command on a real Slurm: nodes are requeued, lost and preempted, and the losses are those of one process."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.cluster import CLI, ended, kill
+from tests.scenarios.launch import JOB, Done, environment, json_log, processes_with, python, run
+from tests.scenarios.slurm import Slurm, missing
+from tests.scenarios.warm import Process
+from tests.waiting import wait_for
+from varuna.core.errors import FleetError, UsageError
+from varuna.fleet.clouds.provider import CapacityError
+from varuna.fleet.engines.engine import AgentCommand, EnginePlace
+from varuna.fleet.engines.registry import engine_of
+from varuna.fleet.run_folder.connection_file import find
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed: {', '.join(missing())}"),
+]
+STEPS = 120
+ARGS = ("--dropout", "0.1", "--slow", "0.1", "--steps", "100000")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, float]:
+    done = python("--steps", str(STEPS), "--dropout", "0.1")
+    assert done.code == 0, done.err
+    return done.losses
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    slurm = Slurm(tmp_path_factory.mktemp("slurm"), nodes=3)
+    yield slurm
+    slurm.close()
+
+
+class OnSlurm:
+    """``varuna run --on slurm``, and its user."""
+
+    def __init__(self, folder: Path, slurm: Slurm, *flags: str) -> None:
+        self.folder, self.run_dir, self.log = folder, folder / "run", folder / "log.jsonl"
+        self.environment = environment(XDG_STATE_HOME=str(folder / "state"), **slurm.environment)
+        own = ["--run-dir", str(self.run_dir), "--json-log", str(self.log), "--workers", "1"]
+        checkpoints = ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "100000"]
+        self.command = [*CLI, "run", "--on", "slurm", *flags, *own, JOB, *ARGS, *checkpoints]
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.start()
+
+    def start(self) -> None:
+        out = self.folder / f"{len(self.processes)}.out"
+        with out.open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
+            self.manager = Process(
+                self.command, env=self.environment, stdout=stdout, stderr=stderr, start_new_session=True
+            )
+        self.processes.append(self.manager)
+
+    @property
+    def name(self) -> str:
+        """Of its jobs."""
+        return next(word for word in self.said().split("`")[1].split() if word.startswith("varuna-"))
+
+    def said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
+
+    def verb(self, *arguments: str) -> Done:
+        extra = {"XDG_STATE_HOME": str(self.folder / "state")}
+        return run([*CLI, arguments[0], "--run", str(self.run_dir), *arguments[1:]], **extra)
+
+    def newest(self) -> int:
+        """Newest step."""
+        lines = json_log(self.log) if self.log.exists() else []
+        return lines[-1]["step"] if lines else -1
+
+    def until_steps(self, steps: int) -> None:
+        """So many more are done."""
+        last = self.newest()
+        wait_for(lambda: self.newest() >= last + steps)
+
+    def machines(self) -> int:
+        """How many agents the manager has."""
+        return len(json.loads(find(self.run_dir)[1].remote().get("/status").body)["connected"])
+
+    def check(self, undisturbed: dict[int, float]) -> None:
+        log = json_log(self.log)
+        assert {line["step"] for line in log} == set(range(log[-1]["step"] + 1)), self.said()
+        for line in log:
+            assert line["loss"] == pytest.approx(undisturbed.get(line["step"], line["loss"]), rel=1e-5), line
+
+    def close(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(10)
+
+
+@pytest.fixture
+def begin(tmp_path: Path, slurm: Slurm) -> Iterator[Callable[..., OnSlurm]]:
+    """Starts the command, and waits until so many nodes train."""
+    runs: list[OnSlurm] = []
+
+    def begin(nodes: int) -> OnSlurm:
+        runs.append(OnSlurm(tmp_path, slurm, "--partition", "spot", "--nodes", f"{nodes}:{nodes}"))
+        wait_for(lambda: runs[0].newest() >= 0 and runs[0].machines() == nodes)
+        return runs[0]
+
+    yield begin
+    for started in runs:
+        started.close()
+    slurm.clear()
+
+
+def test_nodes_are_preempted_and_lost_and_nothing_stays(
+    begin: Callable[..., OnSlurm], slurm: Slurm, undisturbed: dict[int, float]
+) -> None:
+    started = begin(3)
+    before = slurm.jobs()
+    slurm.ask("sbatch", "-p", "urgent", "-o", "/dev/null", "--wrap", "sleep 300")
+    wait_for(lambda: "will leave in 25 s (received SIGTERM)" in started.said())
+    [lost, *_] = [number for number, state in slurm.jobs().items() if state == "RUNNING"]
+    [agent] = processes_with(f"--state-dir {started.run_dir}/slurm/{lost} ")
+    os.kill(agent, signal.SIGKILL)
+    wait_for(lambda: "1 of 3 jobs wait in the queue (Resources)" in started.said())
+    slurm.ask("scancel", "-p", "urgent")
+    wait_for(lambda: set(slurm.jobs().values()) == {"RUNNING"} and started.machines() == 3)
+    assert (
+        len(before.keys() & slurm.jobs().keys()) == 2
+    )  # the preempted one is back, in place of the lost one is another
+    started.until_steps(3)
+
+    assert started.verb("stop").code == 0
+    assert ended(started.manager, 100) == 0, started.said()
+    assert slurm.jobs() == {}
+    wait_for(lambda: not processes_with(str(started.folder)), 10)
+    assert not (started.run_dir / "join").exists()
+    started.check(undisturbed)
+    cards = [json.loads(path.read_text()) for path in started.run_dir.glob("slurm/*/agent.json")]
+    nodes = {card["identity"]["node"].partition("-")[0] for card in cards}
+    assert nodes == {"n0", "n1", "n2", "n3"}  # an agent that was requeued is the same machine
+
+
+def test_the_same_command_continues_and_who_cancels_the_jobs_ends_the_run_in_order(
+    begin: Callable[..., OnSlurm], slurm: Slurm, undisturbed: dict[int, float]
+) -> None:
+    started = begin(2)
+    jobs = slurm.jobs()
+    kill(started.manager)
+    started.start()
+    wait_for(lambda: "of which 2 are there already" in started.said())
+    wait_for(lambda: started.machines() == 2)
+    started.until_steps(3)
+    kill(slurm.controller)
+    wait_for(lambda: "squeue says: Unable to contact slurm controller" in started.said())
+    started.until_steps(3)  # it costs nobody anything
+    slurm.start_controller()
+    wait_for(slurm.jobs)
+    assert slurm.jobs() == jobs
+
+    slurm.ask("scancel", "--name", started.name)
+    assert ended(started.manager, 100) == 0, started.said()
+    assert "its Slurm jobs were cancelled" in started.said()
+    assert slurm.jobs() == {}
+    started.check(undisturbed)
+    assert f"checkpoint {started.folder}/checkpoints/step-{started.newest() + 1:08}" in started.said()
+
+
+@pytest.mark.parametrize(
+    ("on", "options", "said"),
+    [
+        pytest.param("slurm:nowhere", {}, "Partitions of this cluster: spot, urgent, short.", id="partition"),
+        pytest.param("slurm:short", {}, "give --time, of at least 10 minutes", id="default-limit"),
+        pytest.param("slurm:spot", {"time": "0:30"}, "--time is 0:30", id="limit"),
+        pytest.param("slurm", {"gpus-per-node": "8"}, "Invalid generic resource", id="gpus"),
+        pytest.param("slurm", {"sbatch": "--constraint=nvlink"}, "Invalid feature", id="sbatch"),
+    ],
+)
+def test_what_slurm_would_refuse_is_refused_at_once(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, on: str, options: dict[str, str], said: str
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    with pytest.raises(UsageError, match=re.escape(said)):
+        engine_of(on, EnginePlace(run_dir=tmp_path, most=4), options)
+    assert slurm.jobs() == {}
+
+
+def test_jobs_that_fail_at_once_are_told_and_not_submitted_again_and_again(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agents' Varuna, or their script, is not what the head has."""
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    engine = engine_of("slurm:spot", EnginePlace(run_dir=tmp_path, most=3), {})
+    engine.start(AgentCommand(join=f"varuna://{'t' * 20}@127.0.0.1:9/{'ab' * 32}", script=tmp_path / "train.py"))
+    (tmp_path / "slurm" / "agent.sh").write_text("echo the manager refused this agent; exit 1\n")
+    said: list[str] = []
+
+    def is_hopeless() -> bool:
+        try:
+            engine.resize(3)
+        except CapacityError as error:
+            said.append(str(error))
+        except FleetError as error:
+            said.append(str(error))
+            return True
+        return False
+
+    wait_for(is_hopeless, 60)
+    assert "jobs failed at once and none works" in said[-1]
+    assert "said: the manager refused this agent" in said[-1]
+    engine.close()
+    assert slurm.jobs() == {}
