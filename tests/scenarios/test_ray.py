@@ -18,7 +18,7 @@ from tests.waiting import wait_for
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.state.run_events import RunEvent
 
-ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'varuna-train[ray]')")
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
 pytestmark = pytest.mark.timeout(400)
 CLI = [sys.executable, "-m", "varuna.cli.main"]
 ROOT = str(Path(__file__).parents[2])

@@ -32,7 +32,7 @@ def demo(
     """
     absent = [name for name in ("torch", "transformers") if not _is_installed(name)]
     if absent:
-        raise UsageError(f"varuna demo needs {' and '.join(absent)}. Install: pip install 'varuna-train[demo]'")
+        raise UsageError(f"varuna demo needs {' and '.join(absent)}. Install: pip install 'torch==2.13.*' transformers")
 
     from varuna.demo.run import run_demo
 

@@ -37,7 +37,7 @@ def load() -> Any:
         core.get_version()
     except (ImportError, RuntimeError) as error:  # the latter: no library
         raise UsageError(
-            f'links="nccl" needs nccl4py and the NCCL that torch brings ({error}). Install varuna-train[nccl] where '
+            f'links="nccl" needs nccl4py and the NCCL that torch brings ({error}). Install nccl4py where '
             "torch is built with CUDA, or leave links= out to send through host memory."
         ) from None
     return core

@@ -48,7 +48,7 @@ class AutoScalingGroup:
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
-            raise UsageError("AWS Auto Scaling needs boto3. Install it: pip install 'varuna-train[aws]'") from error
+            raise UsageError("AWS Auto Scaling needs boto3. Install it: pip install boto3") from error
         config = Config(connect_timeout=_TIMEOUT_S, read_timeout=_TIMEOUT_S, retries={"max_attempts": 2})
         self._group, self.name = group, f"Auto Scaling group {group}"
         try:

@@ -158,7 +158,7 @@ def _identity(url: str) -> Callable[[], str]:
     try:
         from azure.identity import DefaultAzureCredential
     except ImportError as error:
-        needed = "Azure scale sets need azure-identity. Install it: pip install 'varuna-train[azure]'"
+        needed = "Azure scale sets need azure-identity. Install it: pip install azure-identity"
         raise UsageError(needed) from error
     credential = DefaultAzureCredential(exclude_powershell_credential=True)
     scope = f"{url}/.default"

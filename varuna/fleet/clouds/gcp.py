@@ -145,7 +145,7 @@ def _adc() -> Callable[[], str]:
         import google.auth
         from google.auth.transport.requests import Request as Transport
     except ImportError as error:
-        needed = "managed instance groups need google-auth. Install it: pip install 'varuna-train[gcp]'"
+        needed = "managed instance groups need google-auth. Install it: pip install 'google-auth[requests]'"
         raise UsageError(needed) from error
     found: list[Any] = []
 

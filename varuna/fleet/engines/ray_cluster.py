@@ -15,7 +15,7 @@ from varuna.fleet.engines.ray_placement import Node
 
 NAMESPACE = "varuna"
 _CONNECT_S = 60.0
-_INSTALL = "pip install 'varuna-train[ray]', with the Ray version of the cluster"
+_INSTALL = "pip install ray==VERSION, the version of the cluster"
 _HEAD = "node:__internal_head__"
 T = TypeVar("T")
 

@@ -49,7 +49,7 @@ def test_without_ray_people_are_told_what_to_install(tmp_path: Path, monkeypatch
     kind, _ = kind_of("ray")
     place = EnginePlace(run_dir=tmp_path / "gpt2", most=2)
     assert kind.elsewhere is not None
-    with pytest.raises(UsageError, match=r"pip install 'varuna-train\[ray\]'"):
+    with pytest.raises(UsageError, match=r"pip install ray==VERSION"):
         kind.elsewhere(place, kind.values("", {}), ["run"])
     with pytest.raises(UsageError, match="'a/b' is not a name"):
         kind.elsewhere(place, kind.values("a/b", {}), ["run"])
