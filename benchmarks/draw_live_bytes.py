@@ -64,7 +64,7 @@ def measure() -> list[Point]:
 
     def choose(flow: Flow, costs: Sequence[Cost]) -> list[int]:
         seconds, live = [cost.forward_s for cost in costs], flow.live_bytes()
-        cuts = choose_cuts(seconds, live)
+        cuts = choose_cuts(seconds, live, layers=flow.layers())
         ends = list(accumulate(seconds))
         for i, node in enumerate(flow.ops):
             stack = node.meta.get("nn_module_stack") or {"": ("",)}

@@ -158,7 +158,7 @@ def partition(
     flow = Flow(captured, sizes)
     costs = [cost_of(node, sizes) for node in flow.ops]
     if choose is None:
-        cuts = choose_cuts([cost.forward_s for cost in costs], flow.live_bytes(), cut_points)
+        cuts = choose_cuts([cost.forward_s for cost in costs], flow.live_bytes(), cut_points, layers=flow.layers())
     else:
         cuts = choose(flow, costs)
     if cut_points is not None and len(cuts) < cut_points:

@@ -1,10 +1,10 @@
 """Cut-points: few live bytes after equally heavy sections (paper §"Auto-partitioning").
 
 Pure arithmetic over two curves along the graph: the cost of each op and the bytes that would cross a
-cut after it.
+cut after it. Besides, it is told which ops are layers: those that apply parameters.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
@@ -18,7 +18,13 @@ LIGHTEST = 0.25
 """Sections lighter than this share of the median one join their neighbour."""
 
 
-def choose_cuts(costs: Sequence[float], live_bytes: Sequence[float | None], requested: int | None = None) -> list[int]:
+def choose_cuts(
+    costs: Sequence[float],
+    live_bytes: Sequence[float | None],
+    requested: int | None = None,
+    *,
+    layers: Sequence[int] = (),
+) -> list[int]:
     """Positions to cut after, ascending.
 
     Args:
@@ -26,18 +32,21 @@ def choose_cuts(costs: Sequence[float], live_bytes: Sequence[float | None], requ
         live_bytes: bytes that cross a cut after each op; None where cutting is not allowed.
         requested: number of cut-points; fewer come back where the graph has fewer places to cut. None: as many
             valleys as there are, up to 255 of equal weight.
+        layers: positions of the ops that apply parameters, ascending.
     """
     reached = list(accumulate(costs))
     total = reached[-1] if reached else 0.0
     allowed = [i for i, size in enumerate(live_bytes[:-1]) if size is not None and 0 < reached[i] < total]
     if not allowed or total <= 0:
         return []
-    valleys = _without_plateaus(_valleys(allowed, reached, live_bytes), reached, live_bytes)
+    found = _valleys(allowed, reached, live_bytes)
+    valleys = _not_within_losses(_without_plateaus(found, reached, live_bytes), allowed, found, layers, live_bytes)
     if requested is None:
         gaps = [b - a for a, b in pairwise([0.0, *(reached[i] for i in valleys), total])]
         spaced = _spaced(valleys, reached, max(total / MOST_SECTIONS / 2, LIGHTEST * median(gaps)))
         return spaced if len(spaced) < MOST_SECTIONS else _even(spaced, reached, MOST_SECTIONS - 1)
-    candidates = valleys if len(valleys) >= requested else allowed
+    narrow = _not_within_losses(allowed, allowed, found, layers, live_bytes)
+    candidates = next((some for some in (valleys, narrow) if len(some) >= requested), allowed)
     return _lightest_in_windows(candidates, reached, live_bytes, requested)
 
 
@@ -80,6 +89,33 @@ def _without_plateaus(
         rises = reached[position] <= edge or lower(left, position)
         falls = reached[-1] - reached[position] <= edge or lower(right, position)
         if not (rises and falls):
+            kept.append(position)
+    return kept
+
+
+def _not_within_losses(
+    positions: Sequence[int],
+    allowed: Sequence[int],
+    valleys: Sequence[int],
+    layers: Sequence[int],
+    live_bytes: Sequence[float | None],
+) -> list[int]:
+    """Drop places between a layer with a wide result (a head, logits) and the loss that makes few bytes of it.
+
+    Ops without parameters have no state that a stage of their own would take off another, and to send so many bytes,
+    or to keep them for backward, costs more than what they compute. So between two layers a cut must not carry more
+    than twice the bytes of another place between the same two; and after the last layer, where nothing but the loss
+    follows, not more than twice those of the last valley before that layer, however heavy head and loss are.
+    """
+    kept = []
+    for position in positions:
+        following = bisect_right(layers, position)
+        begin = layers[following - 1] if following else 0
+        if following < len(layers):
+            instead = allowed[bisect_left(allowed, begin) : bisect_left(allowed, layers[following])]
+        else:
+            instead = valleys[: bisect_left(valleys, begin)][-1:]
+        if not any(2 * _size(live_bytes, other) < _size(live_bytes, position) for other in instead):
             kept.append(position)
     return kept
 

@@ -95,6 +95,26 @@ class Flow:
             for node in self.ops
         }
 
+    def layers(self) -> list[int]:
+        """Positions (in ``ops``) of the ops that apply parameters to values: products, convolutions, norms.
+
+        Not those that work element by element: a bias belongs to the op before it, the learned weight of a loss to the
+        loss. What is computed from parameters alone is as good as one.
+        """
+        capture = self.capture
+        weights = {node for node in capture.graph.nodes if node.name in capture.parameters}
+        fixed = {node for node in capture.graph.nodes if node.name in {**capture.buffers, **capture.constants}}
+        found = list[int]()
+        for i, node in enumerate(self.ops):
+            sources = set(node.all_input_nodes)
+            if sources.isdisjoint(weights):
+                continue
+            if sources <= weights | fixed:
+                weights.add(node)
+            elif not is_pointwise(node):
+                found.append(i)
+        return found
+
     def live_bytes(self) -> list[float | None]:
         """Bytes per example that cross a cut after each op; None where cutting is impossible.
 
@@ -139,6 +159,11 @@ def _curve(change: Sequence[float], forbidden: Sequence[int]) -> list[float | No
         blocked += block
         curve.append(None if blocked else live)
     return curve
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether the op works element by element."""
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
 def is_random(node: Node) -> bool:

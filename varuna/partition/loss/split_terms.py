@@ -86,9 +86,11 @@ class Splitting:
     def _rewritten(self, node: Node) -> Node:
         name = op_name(node)
         if any(isinstance(self._t.of(source), Rows) for source in flat(node.args)):
-            if name in LOSSES and argument(node, "reduction", MEAN) == MEAN:
-                return self._mean_loss(node)
-            return self._mean(node) if name == "aten::mean" else node
+            is_loss = name in LOSSES and argument(node, "reduction", MEAN) == MEAN
+            if not is_loss and name != "aten::mean":
+                return node
+            self._replaced.append(node)
+            return self._mean_loss(node) if is_loss else self._mean(node)
         if name in QUOTIENTS and isinstance(self._t.of(node.args[1]), Total):  # drawn: as large for each example
             with self._graph.inserting_before(node.next):
                 return self._scaled(node)
