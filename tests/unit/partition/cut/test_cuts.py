@@ -120,7 +120,7 @@ class Capped(nn.Module):
         logits = self.norm(x) @ self.embed.weight.T + self.bias
         capped = (30 * torch.tanh(logits / 30)).double()
         loss = nn.functional.cross_entropy(capped.flatten(0, 1), labels.flatten())
-        return loss * self.certainty + 1e-3 * self.layers[0].weight.pow(2).sum()
+        return loss * self.certainty + 1e-3 * self.norm.weight.pow(2).sum()
 
 
 def test_the_last_layer_of_a_model_is_its_head() -> None:
