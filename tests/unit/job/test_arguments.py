@@ -119,7 +119,7 @@ def test_every_option_that_is_written_elsewhere_exists_there() -> None:
 
 def test_a_trainer_shows_what_it_does_and_nothing_else() -> None:
     shown = [name for name in dir(trainer()) if not name.startswith("_")]
-    assert shown == ["checkpoint", "evaluate", "export", "generate", "predict", "step_scheduler", "steps"]
+    assert shown == ["checkpoint", "evaluate", "export", "generate", "log", "predict", "step_scheduler", "steps"]
 
 
 @pytest.mark.parametrize(("changes", "text"), BAD, ids=[text for _, text in BAD])

@@ -135,7 +135,7 @@ def test_nccl_keeps_to_the_private_interface_unless_the_user_says_otherwise(
 
 def test_without_the_binding_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nccl", None)
-    with pytest.raises(UsageError, match=r"needs nccl4py .*Install varuna-train\[nccl\] .*or leave links= out"):
+    with pytest.raises(UsageError, match=r"needs nccl4py .*Install nccl4py .*or leave links= out"):
         load()
 
 
