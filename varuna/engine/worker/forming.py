@@ -145,6 +145,7 @@ def form_generation(
     )
     made.append(groups)
     if ended():
+        groups.abandon()  # whoever ended it may have looked into ``made`` before
         raise RuntimeError("the generation ended while it formed")
     if traffic.fabric is not None and traffic.streams is not None and groups.vote is not None and plan.workers > 1:
         traffic.fabric.bind(interface_host)

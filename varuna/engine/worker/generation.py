@@ -166,6 +166,7 @@ def form(
         try:
             formed: Formed = inbox.take("formed", lambda: parts[-1])
         except BaseException:
+            inbox.abort(GenerationEnded(assignment.generation))  # first: the courier may be about to make groups
             for groups in made:  # frees a courier that waits for a frozen peer
                 groups.abandon()
             raise

@@ -122,12 +122,13 @@ class Snapshotter:
 
         ``loop`` is asked for the state of the training loop where section 0 is.
         """
-        self._last_s, self.newest = time.monotonic(), (assignment.generation, stage.next_step)
+        self._last_s = time.monotonic()
         if self._writer.is_saving:
             self._warn(
                 f"the checkpoint of step {stage.next_step} is skipped, because the previous one is still being written"
             )
             return
+        self.newest = assignment.generation, stage.next_step
         self.flush()  # memory for it may still be made ready
         states = {section: self._kept(stage.state_of(section, owned_only=True)) for section in stage.sharding.held}
         if 0 in states and (said := loop()) is not None:

@@ -6,8 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import distributed
 
 from tests.unit.engine.ranks import Setup, close_sessions, reaped
+from varuna.core.messages import Assignment
+from varuna.core.plan import Plan
+from varuna.engine.links.groups import Groups
+from varuna.engine.worker.forming import form_generation
+from varuna.process.threads import join_all
 
 
 @pytest.fixture
@@ -33,3 +39,23 @@ def test_what_a_generation_held_goes_when_it_ends_and_not_once_python_looks_for_
     close_sessions()
     reaped(5.0, "varuna-loader", "varuna-send", "varuna-receive")  # which are ending
     assert [each() for each in held if each() is not None] == []
+
+
+def test_groups_of_a_generation_that_ended_while_it_formed_are_abandoned_by_the_thread_that_made_them() -> None:
+    """The thread that waits for it has looked before there were any."""
+    plan = Plan(stages=1, replicas=1, micro_batch=1, global_batch=8, starts=(0,), sections=1, stash_limits=(1,))
+    unused = ["held", "told", "model", "initial", "left_out", "buffers", "combines", "traffic"]
+    made, rest = list[Groups](), dict[str, Any].fromkeys([*unused, "shard_optimizer", "bf16_reduction"])
+    form: Any = form_generation
+    with pytest.raises(RuntimeError, match="the generation ended while it formed"):
+        form(
+            Assignment(generation=0, plan=plan, rank=0, members=1, next_step=0, fresh=True),
+            store=distributed.HashStore(),  # type: ignore[attr-defined]
+            ended=lambda: True,
+            made=made,
+            interface_host="127.0.0.1",
+            at=lambda part: None,
+            **rest,
+        )
+    join_all(5.0)
+    assert [vars(groups).get("world") for groups in made] == [None]

@@ -241,6 +241,7 @@ def test_a_save_on_top_of_an_unfinished_one_is_skipped_and_says_so(
         "the checkpoint of step 5 is skipped, because the previous one is still being written"
         in capsys.readouterr().err
     )
+    assert saver.newest == (assigned(plan).generation, 4), "a run that stops after step 5 has to save it"
     gated.gate.set()
     saver.flush()
     saver.save(stage_of(setup, plan, next_step=6), assigned(plan))
