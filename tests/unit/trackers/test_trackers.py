@@ -2,6 +2,7 @@
 
 import struct
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,14 +141,21 @@ def test_weights_and_biases_gets_each_step_once(tmp_path: Path, monkeypatch: pyt
         charts.take(step, {"loss": float(step)}, is_main=True)
     charts.close()
     [file] = tmp_path.glob("wandb/offline-run-*/run-abc.wandb")
-    steps = []
-    for data in logged(file.read_bytes()):
-        record = record_of.Record()
-        record.ParseFromString(data)
-        if record.HasField("history"):
-            values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
-            steps.append((record.history.step.num, values["loss"], values.get(REDONE)))
-    assert steps == [(0, "0", None), (1, "1", None), (2, "2", "2")]
+
+    def history() -> list[tuple[int, str, str | None]]:
+        steps = []
+        for data in logged(file.read_bytes()):
+            record = record_of.Record()
+            record.ParseFromString(data)
+            if record.HasField("history"):
+                values = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
+                steps.append((record.history.step.num, values["loss"], values.get(REDONE)))
+        return steps
+
+    deadline_s = time.monotonic() + 30
+    while len(history()) < 3 and time.monotonic() < deadline_s:  # a process of wandb's own writes, and may still do so
+        time.sleep(0.05)
+    assert history() == [(0, "0", None), (1, "1", None), (2, "2", "2")]
 
 
 def test_mlflow_goes_on_with_a_run_that_another_process_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
