@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from varuna.cli import options
-from varuna.core.units import format_duration
+from varuna.core.units import counted, format_duration
 
 if TYPE_CHECKING:
     from varuna.replay.report import ReplayOutcome
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(help="CSV: `time, add|remove, node` or `time, number of nodes`.")],
+    trace: Annotated[Path, typer.Argument(help="CSV of `time, add|remove, node` or `time, number of nodes`; or JSON.")],
     calibration: Annotated[Path, typer.Option(metavar="FILE", help="Calibration of the model on the hardware.")],
     global_batch: Annotated[int, typer.Option(min=1, help="Examples per step.")],
     gpus_per_node: Annotated[int, typer.Option(min=1, help="Number of workers per node.")] = 1,
@@ -25,6 +25,10 @@ def replay(
             help="morph; or restart, which kills all workers and reads the last checkpoint, with morph for comparison."
         ),
     ] = "morph",
+    time_unit: Annotated[
+        Literal["ms", "s", "min", "h"] | None,
+        typer.Option(help="Unit of times that are numbers. Default: found from the recording."),
+    ] = None,
     notice: Annotated[float, typer.Option(min=0, metavar="SECONDS", help="How early a node gives notice.")] = 0.0,
     as_json: options.AsJson = False,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw examples per second over time.")] = None,
@@ -32,18 +36,16 @@ def replay(
     """Replay a recorded cluster in virtual time, with the real state machine and planner.
 
     Goodput is the number of committed examples relative to a run that is always
-    on the best plan and whose morphs cost nothing. Times in the trace are
-    milliseconds or timestamps.
+    on the best plan and whose morphs cost nothing.
     """
     from varuna.calibration.file import read_calibration
     from varuna.replay.figure import draw
+    from varuna.replay.recording import read_trace
     from varuna.replay.replay import Replay
-    from varuna.replay.trace import read_trace
 
     known = read_calibration(calibration)
-    cluster = Replay(
-        read_trace(trace), known, gpus_per_node=gpus_per_node, global_batch=global_batch, micro_batch=micro_batch
-    )
+    recorded = read_trace(trace, time_unit)
+    cluster = Replay(recorded, known, gpus_per_node=gpus_per_node, global_batch=global_batch, micro_batch=micro_batch)
     morphing = cluster.morphing(notice_s=notice)
     outcomes = [morphing] if recovery == "morph" else [cluster.restarting(), morphing]
     if svg is not None:
@@ -53,6 +55,8 @@ def replay(
         first = outcomes[0].describe()
         print(json.dumps(first if len(outcomes) == 1 else {**first, "beside": outcomes[1].describe()}, indent=2))
     else:
+        lasts = f"{format_duration(recorded.end_s)}, at most {counted(recorded.most_nodes, 'node')}"
+        print(f"{trace.name}: {lasts}; times read as {recorded.clock}")
         for outcome in outcomes:
             print(_sentences(outcome))
 

@@ -83,13 +83,15 @@ class Replay:
     def _acts(self, cluster: SimulatedCluster, notice_s: float) -> list[tuple[float, Callable[[], None]]]:
         """The cloud's actions, in time order."""
         acts: list[tuple[float, Callable[[], None]]] = []
+        added_s: dict[str, float] = {}
         for change in self._trace.changes:
             for node in change.removed:
                 acts.append((change.at_s, lambda node=node: cluster.remove(node)))  # type: ignore[misc]
                 if notice_s > 0:
                     warn = lambda node=node, at_s=change.at_s: cluster.warn(node, at_s)  # noqa: E731
-                    acts.append((max(0.0, change.at_s - notice_s), warn))
+                    acts.append((max(added_s[node], change.at_s - notice_s), warn))
             for node in change.added:
+                added_s[node] = change.at_s
                 acts.append((change.at_s, lambda node=node: cluster.add(node, self._gpus)))  # type: ignore[misc]
         return sorted(acts, key=lambda act: act[0])
 
@@ -205,7 +207,7 @@ class _History:
 
     def stretches(self, end_s: float) -> tuple[Stretch, ...]:
         """Stretches by time, without gaps after the first generation's start."""
-        ends = [*(mark[0] for mark in self._marks[1:]), end_s]
+        ends = [*(mark[0] for mark in self._marks), end_s][1:]
         return tuple(
             Stretch(begin_s=at_s, end_s=end, nodes=self._nodes(at_s), plan=record.plan if record else None, kind=kind)
             for (at_s, record, kind), end in zip(self._marks, ends, strict=True)

@@ -1,19 +1,16 @@
-"""Recorded traces: when nodes came and went."""
+"""A trace: when nodes came and went. Several happenings of one instant are one change, in whatever order they stand."""
 
-import csv
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from itertools import pairwise
-from pathlib import Path
+from itertools import groupby
 
 from varuna.core.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """Nodes that came or went at one instant."""
+    """Nodes that came or went at one instant. A node that is in both was replaced by another of its name."""
 
     at_s: float
     """Seconds since the start of the trace."""
@@ -23,10 +20,12 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Changes in time order; the first may be at 0, and the trace ends at ``end_s``."""
+    """Changes in time order; the first is at 0, and the trace ends at ``end_s``."""
 
     changes: tuple[Change, ...]
     end_s: float
+    clock: str = "seconds"
+    """How the times of the recording were read, for people."""
 
     @property
     def most_nodes(self) -> int:
@@ -36,100 +35,78 @@ class Trace:
     def spans(self) -> list[tuple[float, float, int]]:
         """Begin, end and number of nodes of each stretch between changes."""
         spans, count = [], 0
-        ends_s = [*(change.at_s for change in self.changes[1:]), self.end_s]
+        ends_s = [*(change.at_s for change in self.changes), self.end_s][1:]
         for change, end_s in zip(self.changes, ends_s, strict=True):
             count += len(change.added) - len(change.removed)
             spans.append((change.at_s, end_s, count))
         return spans
 
 
-def read_trace(path: Path) -> Trace:
-    """Read a CSV file of ``time, add|remove, node`` or of ``time, number of nodes``.
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """What one line of a recording says."""
 
-    Times are milliseconds, or timestamps (ISO, in one or two columns), ascending. A header line and lines that start
-    with ``#`` are skipped. Where only numbers of nodes are given, those that go are drawn by a fixed seed: a cloud does
-    not ask which stage a VM runs.
+    at_s: float
+    """Seconds since the start of the trace."""
+    node: str | None = None
+    """The node that comes or goes; None where only a number is given."""
+    comes: bool = True
+    count: int = 0
+    """How many nodes there are from now on, if no node is named."""
+
+
+def assembled(happenings: Sequence[Happening], end_s: float, clock: str) -> Trace:
+    """A trace of what happened, in time order.
+
+    Where only numbers of nodes are given, those that go are drawn by a fixed seed: a cloud does not ask which stage a
+    VM runs. Of several numbers at one instant, the last one counts.
 
     Raises:
-        UsageError: the file cannot be read, or a line is something else.
+        UsageError: a node leaves that is not there, or comes twice, or more come at an instant than are counted.
     """
-    try:
-        with path.open(newline="") as file:
-            rows = [(number, [cell.strip() for cell in row]) for number, row in enumerate(csv.reader(file), 1) if row]
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"cannot read the trace {path}: {error}. Name a CSV file.") from error
-    rows = [(number, row) for number, row in rows if any(row) and not row[0].startswith("#")]
-    if rows and _time_ms(rows[0][1]) is None:
-        rows = rows[1:]  # a header
-    if not rows:
-        raise UsageError(f"the trace {path} has no lines. It needs at least: time, number of nodes")
-    events = [_event(path, number, row) for number, row in rows]
-    if any(a[0] > b[0] for a, b in pairwise(events)):
-        raise UsageError(f"the times of the trace {path} must ascend. Sort it.")
-    return _assembled(path, events)
-
-
-def _event(path: Path, number: int, row: Sequence[str]) -> tuple[float, str, str]:
-    """Time in ms, what (``add``, ``remove`` or ``count``), and the node or the number."""
-    parsed = _time_ms(row)
-    where = f"line {number} of the trace {path}"
-    if parsed is None:
-        raise UsageError(f"{where} has no time: {', '.join(row)!r}. Write milliseconds or a timestamp first.")
-    time_ms, rest = parsed
-    match rest:
-        case ["add" | "remove" as what, node] if node:
-            return time_ms, what, node
-        case [count] if count.isascii() and count.isdigit():
-            return time_ms, "count", count
-    raise UsageError(f"{where} is {', '.join(row)!r}. Write 'time, add|remove, node' or 'time, number of nodes'.")
-
-
-def _time_ms(row: Sequence[str]) -> tuple[float, list[str]] | None:
-    """The time at the start of a row, and the other cells."""
-    try:
-        return float(row[0]), list(row[1:])
-    except ValueError:
-        pass
-    for cells in (2, 1):
-        try:
-            moment = datetime.fromisoformat(" ".join(row[:cells]))
-        except ValueError:
-            continue
-        return moment.timestamp() * 1000.0, list(row[cells:])
-    return None
-
-
-def _assembled(path: Path, events: Sequence[tuple[float, str, str]]) -> Trace:
-    """Events of one instant become one change; numbers of nodes become names."""
-    begin_ms, alive, spent = events[0][0], dict[str, None](), 0
-    choose = random.Random(0)
+    alive: dict[str, None] = {}
+    draw = random.Random(0)
+    spent = 0
     changes: list[Change] = []
-    for time_ms, what, value in events:
-        added: list[str] = []
-        removed: list[str] = []
-        if what == "count":
-            more = int(value) - len(alive)
-            added = [f"node{spent + i}" for i in range(more)]
-            spent += len(added)
-            removed = choose.sample(list(alive), -more) if more < 0 else []
-        elif what == "add":
-            if value in alive:
-                raise UsageError(f"the trace {path} adds {value} twice. Each node must leave before it comes again.")
-            added = [value]
-        elif value not in alive:
-            raise UsageError(f"the trace {path} removes {value}, which is not there. Add it first.")
-        else:
-            removed = [value]
-        alive = {**dict.fromkeys(node for node in alive if node not in removed), **dict.fromkeys(added)}
-        _merge(changes, Change((time_ms - begin_ms) / 1000.0, tuple(added), tuple(removed)))
-    return Trace(tuple(changes), (events[-1][0] - begin_ms) / 1000.0)
+    for at_s, group in groupby(happenings, key=lambda happening: happening.at_s):
+        told = list(group)
+        counts = [each.count for each in told if each.node is None]
+        added, removed = _named(at_s, (each for each in told if each.node is not None), alive)
+        if counts:
+            more = counts[-1] - len(alive) - len(added) + len(removed)
+            fresh = [f"node{spent + i}" for i in range(more)]
+            spent += len(fresh)
+            added += fresh
+            leaving = [node for node in alive if node not in removed]
+            if -more > len(leaving):
+                raise UsageError(
+                    f"it counts {counts[-1]} nodes {at_s:g} s after its start, but names {len(added)} that come at that "
+                    "instant. Count those that are named, too."
+                )
+            removed += draw.sample(leaving, max(0, -more))
+        if added or removed or not changes:
+            alive = {**{node: None for node in alive if node not in removed}, **dict.fromkeys(added)}
+            changes.append(Change(at_s, tuple(added), tuple(removed)))
+    return Trace(tuple(changes), end_s, clock)
 
 
-def _merge(changes: list[Change], change: Change) -> None:
-    """Append, or add to the last change if it is of the same instant."""
-    if changes and (changes[-1].at_s == change.at_s or not (change.added or change.removed)):
-        last = changes[-1]
-        if change.added or change.removed:
-            changes[-1] = Change(last.at_s, (*last.added, *change.added), (*last.removed, *change.removed))
-    else:
-        changes.append(change)
+def _named(at_s: float, told: Iterable[Happening], alive: dict[str, None]) -> tuple[list[str], list[str]]:
+    """Who is added and who is removed, at one instant: recorders write an instant's lines in any order."""
+    comings: dict[str, list[bool]] = {}
+    for each in told:
+        assert each.node is not None
+        comings.setdefault(each.node, []).append(each.comes)
+    added, removed = [], []
+    for node, ways in comings.items():
+        before, more = node in alive, 2 * sum(ways) - len(ways)
+        if before + more not in (0, 1):
+            if more > 0:
+                raise UsageError(
+                    f"it adds {node} twice, {at_s:g} s after its start. Let it leave before it comes again."
+                )
+            raise UsageError(f"it removes {node}, which is not there, {at_s:g} s after its start. Add it first.")
+        if before and False in ways:
+            removed.append(node)
+        if (before + more) and True in ways:
+            added.append(node)
+    return added, removed

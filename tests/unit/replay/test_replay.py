@@ -6,6 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
 from typer.testing import CliRunner
 
 from tests.unit.replay.models import make_calibration
@@ -16,7 +18,8 @@ from varuna.replay.costs import MorphCosts
 from varuna.replay.figure import draw
 from varuna.replay.replay import Replay
 from varuna.replay.report import ReplayOutcome
-from varuna.replay.trace import Change, Trace
+from varuna.replay.recording import read_trace
+from varuna.replay.trace import Change, Happening, Trace, assembled
 
 FREE = MorphCosts(stop_s=0.0, form_s=0.0, warm_s=0.0, checkpoints=False)
 
@@ -129,3 +132,41 @@ def test_the_command_prints_json_and_draws(tmp_path: Path) -> None:
     printed = CliRunner().invoke(app, command)
     assert "policy restart: goodput" in printed.stdout
     assert "policy morph: goodput" in printed.stdout
+
+
+@some.composite
+def recordings(draw: some.DrawFn) -> Trace:
+    """Nodes that come and go in any pattern, several at one instant, named or counted."""
+    at_s, alive = 0.0, set[str]()
+    told: list[Happening] = []
+    for _ in range(draw(some.integers(1, 12))):
+        for _ in range(draw(some.integers(1, 4))):
+            if draw(some.booleans()) and not any(each.at_s == at_s and each.node is None for each in told):
+                node = draw(some.sampled_from("abcdef"))
+                told.append(Happening(at_s, node, comes=node not in alive))
+                alive ^= {node}
+            elif all(each.node is None for each in told):
+                told.append(Happening(at_s, count=draw(some.integers(0, 6))))
+        at_s += draw(some.sampled_from([0.0, 0.4, 7.0, 44.0, 300.0]))
+    return assembled(told, at_s + draw(some.sampled_from([0.0, 1.0, 400.0])), "seconds")
+
+
+def test_an_instant_that_counts_fewer_nodes_than_it_names_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("0,0\n0,add,a\n")
+    with pytest.raises(UsageError, match="counts 0 nodes 0 s after its start, but names 1 that come"):
+        read_trace(path)
+
+
+@settings(max_examples=20, deadline=None)
+@given(recordings(), some.sampled_from([0.0, 30.0, 600.0]))
+def test_any_recording_can_be_replayed(recorded: Trace, notice_s: float) -> None:
+    try:
+        cluster = replay(recorded)
+    except (UsageError, NoPlanError):
+        assert recorded.most_nodes < 4 or recorded.end_s == 0  # fewer nodes than hold the model
+        return
+    for outcome in (cluster.morphing(notice_s=notice_s), cluster.restarting()):
+        assert 0 <= outcome.goodput <= 1
+        assert ET.fromstring(draw(outcome, 1, "any")) is not None
+        assert json.dumps(outcome.describe())
