@@ -22,6 +22,7 @@ from varuna.job.arguments import check_function, check_kind, check_number, check
 from varuna.job.built import GivenModel, loss_of
 from varuna.job.model_config import Configured
 from varuna.job.options import Checkpoints, Collate, Loss, OnNan, Weights
+from varuna.job.shared_capture import captured_once
 from varuna.partition.capture.capture import MetricsFunction, Recipe
 from varuna.partition.capture.signature import input_names
 from varuna.partition.cut_at import chooser
@@ -31,7 +32,6 @@ from varuna.partition.lengths import check_lengths, partition_lengths
 from varuna.partition.model import PartitionedModel
 from varuna.partition.optimizers import AveragingFactory
 from varuna.process.garbage import old_left_out
-from varuna.trackers.services import check_loggers
 from varuna.trackers.tracker import Tracker
 
 CAPTURED_SAMPLES = 2
@@ -87,7 +87,6 @@ class JobSpec:
             raise UsageError(f"on_nan={self.on_nan!r} must be one of {', '.join(get_args(OnNan))}")
         self._check_before_step()
         self._check_state()
-        check_loggers(self.loggers)
         if self.precision != "fp32" and isinstance(self.model, GivenModel) and self.model.is_quantized:
             raise UsageError(
                 f"precision={self.precision!r} would round the scales of a quantized base. Leave it out, and load the "
@@ -153,10 +152,18 @@ class JobSpec:
         Raises:
             ModelError: it cannot be captured, or not be cut where ``cut`` says.
         """
+        batch = self.batch(CAPTURED_SAMPLES)
+        given = (
+            *(self.model, self.loss.function, self.metrics, self.dtype, batch, self.collate.lengths),
+            *(self.optimizer, self.ema, self.cut, self.loss.weight is None, self.memory_apart),
+        )
+        return captured_once(given, self.built, lambda: self._partition(batch))
+
+    def _partition(self, batch: dict[str, Tensor]) -> PartitionedModel:
         with old_left_out():
             return partition_lengths(
                 self.recipe,
-                self.batch(CAPTURED_SAMPLES),
+                batch,
                 check_lengths(self.collate.lengths),
                 optimizer=self.update,
                 cut_points=None if self.cut is None or isinstance(self.cut, Sequence) else self.cut,

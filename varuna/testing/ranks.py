@@ -44,6 +44,8 @@ class RunResult:
     """by step; of a step that was done again, the last"""
     plans: tuple[str, ...]
     """of each generation, as ``PxD``: the first, and one for each change"""
+    kept: tuple[int, ...]
+    """of each generation: how many micro-batches of the step that was broken off did not run again"""
     returned: Mapping[str, Any]
     """by worker: what ``script`` returned; nothing for a worker that was killed"""
     warnings: tuple[str, ...]
@@ -60,8 +62,9 @@ def run(
 ) -> RunResult:
     """Run a training script on several workers, each a thread of this process.
 
-    Captures of the model take turns, since PyTorch can capture one at a time in a process. Whatever ``script`` uses
-    must bear threads: variables outside of it are shared by all workers, and so is PyTorch's random generator.
+    PyTorch can capture one model at a time in a process: captures take turns, and workers that give the same functions
+    and first samples share one. Whatever ``script`` uses must bear threads: variables outside of it are shared by all
+    workers, and so is PyTorch's random generator.
 
     Args:
         script: what each worker runs: makes a ``Trainer`` and loops over its steps.
@@ -143,7 +146,7 @@ class _Workers:
         bound_s: float,
     ) -> None:
         self._script, self._bound_s = script, bound_s
-        self._capturing = threading.Lock()
+        self._capturing, self._captures = threading.Lock(), list[Any]()
         self._turns: dict[str, _Turn] = {}
         self._lines: dict[str, _Line] = {}
         self._threads: dict[str, threading.Thread] = {}
@@ -197,9 +200,11 @@ class _Workers:
         if ended.exit_code:
             raise VarunaError(ended.text)
         losses = {event.step: event.loss for event in self._events if isinstance(event, StepRecorded)}
+        records = [event.record for event in self._events if isinstance(event, GenerationStarted)]
         return RunResult(
             losses=tuple(losses[step] for step in sorted(losses)),
-            plans=tuple(event.record.plan.shape for event in self._events if isinstance(event, GenerationStarted)),
+            plans=tuple(record.plan.shape for record in records),
+            kept=tuple(record.kept_micro_batches for record in records),
             returned=dict(self._returned),
             warnings=tuple(event.text for event in self._events if isinstance(event, Notice) and event.warning),
         )
@@ -231,7 +236,8 @@ class _Workers:
             turn.end()  # captured; the run begins once all are here
             return line
 
-        self._places[name] = WorkerThread(ManagedMembership("this process", "", name, dial=dial, measures=False))
+        membership = ManagedMembership("this process", "", name, dial=dial, measures=False)
+        self._places[name] = WorkerThread(membership, self._captures)
         self._threads[name] = threading.Thread(target=self._live, args=(name,), name=f"worker {name}", daemon=True)
         self._threads[name].start()
         return name

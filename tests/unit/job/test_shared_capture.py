@@ -1,0 +1,93 @@
+"""Workers that are threads share a capture if they were given the same, and only then."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.engine.ranks import Dropping, SmallLanguage, Tokens, adamw
+from varuna.core.errors import VarunaError
+from varuna.job.shared_capture import same
+from varuna.testing import run
+from varuna.trainer import Trainer
+
+
+def closing_over(value: object) -> Callable[[], object]:
+    return lambda: value
+
+
+def other_code(value: object) -> Callable[[], object]:
+    return lambda: [value]
+
+
+def defaulting(value: object) -> Callable[..., object]:
+    def function(given: object = value) -> object:
+        return given
+
+    return function
+
+
+def keeping(value: object) -> Callable[[], object]:
+    def function() -> object:
+        return None
+
+    vars(function)["kept"] = value
+    return function
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        pytest.param(closing_over, (0.1, "a", SmallLanguage, adamw, None, (1, [2])), id="closures"),
+        pytest.param(defaulting, (1, "a"), id="defaults"),
+        pytest.param(lambda value: closing_over(closing_over(value)), (1, 2), id="functions in closures"),
+        pytest.param(lambda value: partial(torch.full, value, fill_value=value), (1, 2), id="partials"),
+        pytest.param(lambda value: {"ids": torch.full((2,), value)}, (0, 1), id="batches"),
+    ],
+)
+def test_functions_of_the_same_code_are_the_same_if_they_see_the_same(
+    make: Callable[[Any], object], values: tuple[Any, ...]
+) -> None:
+    for value in values:
+        assert [same(make(value), make(other)) for other in values] == [value is other for other in values]
+
+
+def test_what_may_differ_is_not_the_same() -> None:
+    assert not same(closing_over(1), other_code(1))
+    assert not same(closing_over(1), closing_over(1.0))
+    assert not same(closing_over(object()), closing_over(object()))
+    assert not same(closing_over(SmallLanguage()), closing_over(SmallLanguage()))
+    assert not same(keeping(1), keeping(1))
+    assert not same(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+    assert not same({"a": 1}, {"b": 1})
+
+
+class Counted(SmallLanguage):
+    captures = 0
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        Counted.captures += torch.compiler.is_exporting()
+        return super().forward(input_ids, labels)
+
+
+def test_workers_capture_once_what_is_the_same_for_all() -> None:
+    def script() -> None:
+        for _ in Trainer(lambda: Counted(), Tokens(), adamw, 8, micro_batch=2).steps(1):
+            pass
+
+    Counted.captures = 0
+    run(script, workers=2, stages=2)
+    assert Counted.captures == 1
+
+
+def test_a_worker_with_another_model_is_still_found_out() -> None:
+    kinds = [SmallLanguage, Dropping]
+
+    def script() -> None:
+        for _ in Trainer(kinds.pop(), Tokens(), adamw, 8, micro_batch=2).steps(1):
+            pass
+
+    with pytest.raises(VarunaError, match=r"was refused: its job\.model\.digest is"):
+        run(script, workers=2, stages=1)
