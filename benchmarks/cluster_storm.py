@@ -284,7 +284,7 @@ class Storm:
 
     def finish(self) -> None:
         """A person looks at the run and ends it."""
-        full = self._enter("manager", [*_VARUNA, "doctor", str(self.run_dir), "--json"])
+        full = self._enter("manager", [*_VARUNA, "doctor", "--run", str(self.run_dir), "--json"])
         said = subprocess.run(full, env=self._env("manager"), capture_output=True, text=True, timeout=60).stdout
         doctor = json.loads(said)
         self.faults += [f"doctor: {f['subject']}: {f['text']}" for f in doctor["findings"] if f["level"] == "fault"]

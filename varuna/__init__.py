@@ -1,4 +1,4 @@
-"""Varuna trains massive PyTorch models on whatever GPUs you can get."""
+"""Varuna trains PyTorch models that are too big or too slow for one GPU, on machines that come and go."""
 
 import gc
 from importlib import import_module

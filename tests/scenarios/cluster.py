@@ -44,12 +44,17 @@ class Cluster:
         self.port = int(self.join.rpartition(":")[2].partition("/")[0])
         return self.manager
 
-    def agent(self, name: str, *args: str, workers: int = 1, join: str = "") -> subprocess.Popen[bytes]:
+    def agent(
+        self, name: str, *args: str, workers: int = 1, join: str = "", join_file: Path | None = None
+    ) -> subprocess.Popen[bytes]:
         """One more machine; the same name is the same state folder."""
         state = ["--state-dir", str(self.folder / name)]
         out = self.folder / f"{name}-{len(self.processes)}"
-        join = join or (self.join if not self.agents else self.verb("join-token").out.strip())
-        return self._start(["agent", join, "--workers", str(workers), *state, "--", JOB, *args], out, name)
+        if join_file is not None:
+            where = ["--join-file", str(join_file)]
+        else:
+            where = [join or (self.join if not self.agents else self.verb("join-token").out.strip())]
+        return self._start(["agent", *where, "--workers", str(workers), *state, "--", JOB, *args], out, name)
 
     @property
     def agents(self) -> list[Path]:

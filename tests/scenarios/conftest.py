@@ -4,6 +4,21 @@ import pytest
 
 from tests.scenarios import warm
 
+_LONGEST = (
+    "test_kills.py",
+    "test_ray.py",
+    "test_bad_input.py",
+    "test_slurm.py",
+    "test_object_stores.py",
+    "test_cluster.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The files that take longest come first: at the end, one of them would run for minutes while a core idles."""
+    places = {name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _nursery() -> Iterator[None]:

@@ -138,7 +138,7 @@ def why_no_azurite() -> str:
 @contextmanager
 def azurite() -> Iterator[Server]:
     """Azure Blob, as Azurite serves it."""
-    port = _free_port()
+    port = free_port()
     options = ("--inMemoryPersistence", "--silent", "--skipApiVersionCheck", "--disableTelemetry")
     process = subprocess.Popen(
         [str(AZURITE), *options, "--blobHost", "127.0.0.1", "--blobPort", str(port)],
@@ -191,7 +191,7 @@ def _create_container(port: int, name: str) -> None:
     urllib.request.urlopen(request, timeout=10).close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port: int = taken.getsockname()[1]
         return port

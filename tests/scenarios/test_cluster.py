@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -58,6 +59,27 @@ def test_training_goes_on_while_the_manager_is_away_and_when_a_machine_dies(
     logs = b"".join(path.read_bytes() for path in (cluster.run_dir / "logs").glob(f"{cluster.node('a')}.*.log"))
     assert b"step 0 loss" in logs  # forwarded to the manager, both before and after it was away
     assert f"step {STEPS - 1} loss".encode() in logs
+
+
+def test_a_manager_that_moves_to_another_address_is_found_by_the_join_file(
+    cluster: Cluster, undisturbed: dict[int, float]
+) -> None:
+    file = cluster.run_dir / "join"
+    file.write_text(cluster.verb("join-token", "--uses", "3").out)
+    agents = [cluster.agent(name, *ARGS, workers=2, join_file=file) for name in "ab"]
+    cluster.until_step(3)
+    kill(cluster.manager)
+    kill(agents.pop())  # nobody can tell the others
+    before, cluster.port, cluster.flags = cluster.port, 0, (*cluster.flags, "--host", "127.0.0.2")
+    with socket.create_server(("127.0.0.2", before)):  # where it was, somebody else is
+        cluster.start_manager()
+        assert cluster.port != before
+        agents.append(cluster.agent("b", *ARGS, workers=2, join_file=file))
+        last = max(cluster.steps())
+        cluster.until_step(last + 4)
+        assert f"connected to the manager again, at 127.0.0.2:{cluster.port}" in cluster.said()
+    assert [ended(process) for process in [*agents, cluster.manager]] == [0, 0, 0]
+    cluster.check(undisturbed)
 
 
 def test_machines_are_drained_and_return_and_a_person_ends_the_run(

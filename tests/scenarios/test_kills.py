@@ -308,3 +308,16 @@ def test_without_checkpoints_the_only_holder_of_a_section_takes_few_steps_with_i
     assert next(line["step"] for line in log if line["generation"] == 1) > 0
     assert len(log) < steps + 20
     assert "no checkpoint" in done.err.splitlines()[-1]
+
+
+def test_a_loss_late_in_a_step_costs_the_micro_batches_that_are_lacking(tmp_path: Path) -> None:
+    """64 micro-batches over two pipelines; the last stage of one is lost when it is through with its half."""
+    batch = ("--global-batch", "128")
+    alone = python("--steps", "8", "--dropout", "0.1", *batch)
+    assert alone.code == 0, alone.err
+    done = disturbed(tmp_path, "reduce:begin:4:1", more=batch, slow="0", steps=8)
+    assert done.code == 0, done.err
+    for line in json_log(tmp_path / "log.jsonl"):
+        assert line["loss"] == pytest.approx(alone.losses[line["step"]], rel=1e-6), line
+    [kept] = re.findall(r"kept (\d+) of 64 micro-batches of step 4; the others run again", done.err)
+    assert 16 <= int(kept) < 64

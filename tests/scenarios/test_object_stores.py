@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.scenarios.gcs import fake_gcs, why_no_gcs
 from tests.scenarios.launch import JOB, environment, run, varuna_command
 from tests.scenarios.servers import Server, azurite, moto, why_no_azurite
 from tests.unit.checkpoint.saves import make_states, same_states, save
@@ -32,10 +33,18 @@ def s3() -> Iterator[Server]:
         yield server
 
 
-@pytest.fixture(scope="module", params=["s3", "azure"])
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[Server]:
+    if why := why_no_gcs():
+        pytest.skip(why)
+    with fake_gcs() as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["s3", "azure", "gcs"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    if request.param == "s3":
-        yield request.getfixturevalue("s3")
+    if request.param in ("s3", "gcs"):
+        yield request.getfixturevalue(request.param)
         return
     if why := why_no_azurite():
         pytest.skip(why)
@@ -45,7 +54,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.fixture
 def store(server: Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    for key in [key for key in os.environ if key.startswith(("AWS_", "AZURE_"))]:
+    for key in [key for key in os.environ if key.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(key)
     for key, value in server.environment.items():
         monkeypatch.setenv(key, value)
@@ -168,29 +177,33 @@ def test_an_upload_that_fails_here_leaves_nothing_behind(s3: Server, monkeypatch
 
 
 def test_wrong_credentials_and_buckets_are_named_at_once(store: Store, server: Server) -> None:
-    with pytest.raises(StoreError, match=r"nowhere"):
+    with pytest.raises(StoreError, match=r"nowhere/a/x: there is no such bucket"):
         open_store(server.place.replace("runs", "nowhere") + "/a").create("x", b"")
 
 
-def test_a_run_saves_to_a_bucket_through_an_outage_and_resumes_in_another_plan(s3: Server, tmp_path: Path) -> None:
-    s3.proxy.set("pass")
-    place = f"{s3.place}/run"
+@pytest.mark.parametrize("name", ["s3", "gcs"])
+def test_a_run_saves_to_a_bucket_through_an_outage_and_resumes_in_another_plan(
+    request: pytest.FixtureRequest, tmp_path: Path, name: str
+) -> None:
+    bucket: Server = request.getfixturevalue(name)
+    bucket.proxy.set("pass")
+    place = f"{bucket.place}/run"
     args = ["--checkpoint-dir", place, "--checkpoint-every", "4", "--folder", str(tmp_path), "--slow", "0.05"]
     command = varuna_command(2, [], *args, "--steps", "12")
 
-    before = s3.proxy.sent_bytes
+    before = bucket.proxy.sent_bytes
 
     def outage() -> None:
-        wait_for(lambda: s3.proxy.sent_bytes > before + 50_000, 60)  # the first shards are under way
-        s3.proxy.set("refuse")
+        wait_for(lambda: bucket.proxy.sent_bytes > before + 50_000, 60)  # the first shards are under way
+        bucket.proxy.set("refuse")
         time.sleep(3)
-        s3.proxy.set("pass")
+        bucket.proxy.set("pass")
 
     threading.Thread(target=outage, daemon=True).start()
-    first = run(command, **s3.environment)
+    first = run(command, **bucket.environment)
     assert first.code == 0, first.err
     assert sorted(first.losses) == list(range(12))
-    done = run([sys.executable, JOB, *args, "--steps", "14"], **s3.environment)
+    done = run([sys.executable, JOB, *args, "--steps", "14"], **bucket.environment)
     assert done.code == 0, done.err
     assert f"resuming from the checkpoint of step 12 in {place}" in done.err
     whole = run([sys.executable, JOB, "--steps", "14"], **environment())

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,18 +56,17 @@ class OnSlurm:
         self.processes: list[subprocess.Popen[bytes]] = []
         self.start()
 
-    def start(self) -> None:
+    def start(self, *flags: str) -> None:
         out = self.folder / f"{len(self.processes)}.out"
         with out.open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
-            self.manager = Process(
-                self.command, env=self.environment, stdout=stdout, stderr=stderr, start_new_session=True
-            )
+            command = [*CLI, "run", *flags, *self.command[len(CLI) + 1 :]]
+            self.manager = Process(command, env=self.environment, stdout=stdout, stderr=stderr, start_new_session=True)
         self.processes.append(self.manager)
 
     @property
     def name(self) -> str:
         """Of its jobs."""
-        return next(word for word in self.said().split("`")[1].split() if word.startswith("varuna-"))
+        return str(re.findall(r"`squeue --name (\S+)`", self.said())[0])
 
     def said(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
@@ -153,16 +153,18 @@ def test_the_same_command_continues_and_who_cancels_the_jobs_ends_the_run_in_ord
     started = begin(2)
     jobs = slurm.jobs()
     kill(started.manager)
-    started.start()
-    wait_for(lambda: "of which 2 are there already" in started.said())
-    wait_for(lambda: started.machines() == 2)
+    before = find(started.run_dir)[1].port
+    with socket.create_server(("0.0.0.0", before)):  # as on another node: neither address nor port are the old ones
+        started.start("--advertise", "127.0.0.2")
+        wait_for(lambda: "of which 2 are there already" in started.said())
+        wait_for(lambda: started.machines() == 2)
+    assert find(started.run_dir)[1].port != before
     started.until_steps(3)
     kill(slurm.controller)
     wait_for(lambda: "squeue says: Unable to contact slurm controller" in started.said())
     started.until_steps(3)  # it costs nobody anything
     slurm.start_controller()
-    wait_for(slurm.jobs)
-    assert slurm.jobs() == jobs
+    wait_for(lambda: slurm.jobs() == jobs)  # it reads what it knew some seconds ago, and then hears of the nodes
 
     slurm.ask("scancel", "--name", started.name)
     assert ended(started.manager, 100) == 0, started.said()

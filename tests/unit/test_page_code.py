@@ -2,6 +2,7 @@
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,6 +68,19 @@ def of_fine_tuning() -> dict[str, Any]:
     return {"Trainer": Trainer, "model": tiny_gpt2(), "args": args, "data": Tokens(size=16)}
 
 
+RUN_ELSEWHERE = {"data.md": "tests/unit/data/test_how_to.py"}
+FRAGMENTS = {
+    "checkpoints.md": "a loop around a model of the reader's, and a checkpoint on disk",
+    "compile.md": "one argument",
+    "hidden-dependencies.md": "optimizers without a model around them",
+    "losses.md": "functions for a model of the reader's; examples/ has whole scripts that tests run",
+    "partitioning.md": "the operator is run by tests/unit/partition/test_refusals.py",
+    "precision.md": "one argument",
+    "testing.md": "a test of the reader's own script; tests/unit/testing runs such ones",
+    "trackers.md": "charts, which need a service",
+    "trainer.md": "arguments, one at a time",
+}
+"""Why blocks of these pages are only compiled: what they leave out."""
 GIVEN = {"bring-your-script.md": of_a_script, "tutorial.md": dict, "transformers.md": of_fine_tuning}
 BLOCKS = [block for page in GIVEN for block in blocks(page)]
 
@@ -85,3 +99,19 @@ def test_a_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     exec(compile(code, f"{block.page}, block {block.number}", "exec"), names)
     if isinstance(trainer := names.get("trainer"), varuna.Trainer):
         assert trainer._session is not None, "the block trains nothing"
+
+
+def test_every_page_with_code_is_run_or_has_a_reason_not_to_be() -> None:
+    pages = {
+        page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md") if blocks(page.relative_to(DOCS).as_posix())
+    }
+    unknown = pages - set(GIVEN) - set(RUN_ELSEWHERE) - set(FRAGMENTS)
+    assert not unknown, f"run the code of {sorted(unknown)} here, or say in FRAGMENTS why not"
+    assert all(page in (DOCS.parent / test).read_text() for page, test in RUN_ELSEWHERE.items())
+
+
+@pytest.mark.parametrize("page", FRAGMENTS)
+def test_code_that_is_not_run_can_be_compiled(page: str) -> None:
+    for block in blocks(page):
+        code = re.sub(r"^ +\.\.\.\n(?=\))", "", textwrap.dedent(block.code), flags=re.M)  # other arguments
+        compile(code.replace("(..., ", "("), f"{page}, block {block.number}", "exec")

@@ -30,11 +30,19 @@ SETTLE_BOUND_S = 120.0
 class CheckpointCommitter:
     """Holds the lease of a checkpoint directory, finds the newest checkpoint, commits new ones and removes old ones.
 
-    ``begin`` and ``collect`` return at once. ``say`` and ``warn`` are called on the committer's threads too.
+    ``begin`` and ``collect`` return at once. ``say``, ``warn`` and ``committed`` (with the steps of a new checkpoint)
+    are called on the committer's threads too.
     """
 
     def __init__(
-        self, job: JobFacts, *, new: bool, overwrite: bool, say: Callable[[str], None], warn: Callable[[str], None]
+        self,
+        job: JobFacts,
+        *,
+        new: bool,
+        overwrite: bool,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+        committed: Callable[[int], None] = lambda step: None,
     ) -> None:
         """Take the directory for this run, and make room if a fresh start is asked for.
 
@@ -43,7 +51,7 @@ class CheckpointCommitter:
             UsageError: ``overwrite`` without ``new``.
         """
         assert job.checkpoint_dir is not None
-        self._job, self._warn = job, warn
+        self._job, self._warn, self._committed = job, warn, committed
         self._kept = Kept(job.keep_last, job.keep_every)
         self._writer = writer_id()
         self._run_id = secrets.token_hex(4)
@@ -165,6 +173,7 @@ class CheckpointCommitter:
         with self._changed:
             self._committed_step = standing.step
             self._changed.notify_all()
+        self._committed(standing.step)
         retain(self.store, standing.step, self._kept)
 
     def _holds(self) -> bool:

@@ -173,7 +173,15 @@ def _exists(owner: LeaseOwner) -> bool:
         return False
     except PermissionError:
         pass  # it is somebody else's, but it exists
-    return owner.started == _started(str(owner.pid))
+    return owner.started == _started(str(owner.pid)) and not _is_dead(owner.pid)
+
+
+def _is_dead(pid: int) -> bool:
+    """Whether a process has ended, and only its number is still there: in a container nobody may ask for that."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (OSError, IndexError):
+        return False
 
 
 def _machine(proc: Path = Path("/proc")) -> str:

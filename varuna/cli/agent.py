@@ -34,7 +34,8 @@ def agent(
     join_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="File with the JOIN string. Arguments are visible to all users of the machine."
+            metavar="FILE",
+            help="File with the JOIN string, which is read again if the manager moves. Others can see arguments.",
         ),
     ] = None,
     workers: Annotated[
@@ -76,7 +77,7 @@ def agent(
     config = AgentConfig(Path(script), tuple(args), workers or default_workers(), interface)
 
     def run(card: AgentIdentity) -> int:
-        place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem)
+        place = ManagerAddress(invitation.host, invitation.port, card.certificate_pem, join_file)
         member = Agent(place, home, card, config, say)
 
         def warn(notice: CloudNotice) -> None:
@@ -93,7 +94,7 @@ def agent(
         return exit_code
 
     with unread_allowed():
-        exit_code = serve(invitation, home, run, say)
+        exit_code = serve(lambda: invited(words or [], join_file)[0], home, run, say)
     ownership.release()
     if exit_code == 0 and state_dir is None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -107,12 +108,13 @@ def invited(words: list[str], join_file: Path | None) -> "tuple[JoinString, list
         UsageError: there is none, or no script.
     """
     from varuna.fleet.net.join_string import JOIN_VARIABLE, SCHEME, parse_invitation
+    from varuna.fleet.run_folder.join_file import read_join
 
     join = os.environ.get(JOIN_VARIABLE, "")
     if join_file is not None:
         try:
-            join = join_file.read_text()
-        except (OSError, ValueError) as error:
+            join = str(read_join(join_file))
+        except OSError as error:
             raise UsageError(f"cannot read --join-file {join_file}: {error}") from error
     if words and (not join or words[0].startswith(SCHEME)):
         join, words = words[0], words[1:]

@@ -4,15 +4,18 @@ import os
 import sys
 import tempfile
 import traceback
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+from typer.completion import (  # type: ignore[attr-defined]  # it imports them for its own options
+    completion_init,
+    get_completion_script,
+)
 
 from varuna.cli import (
     agent,
     calibrate,
     checkpoints,
-    completion,
     demo,
     doctor,
     inspect,
@@ -23,6 +26,7 @@ from varuna.cli import (
     run,
     run_commands,
     simulate,
+    timeline,
 )
 from varuna.cli.cluster.engine_options import EngineCommand
 from varuna.core.errors import UsageError, VarunaError
@@ -39,6 +43,14 @@ varuna inspect --stages 4 --verify train.py  where the model is cut
 varuna replay trace.csv --calibration c.json --global-batch 1024
 varuna calibrate --workers 2 train.py        measure a job, once
 varuna simulate --unit --stages 4 --micro-batches 5
+"""
+
+COMPLETION_EXAMPLES = """Examples:
+
+\b
+varuna completion bash >> ~/.bashrc
+varuna completion zsh >> ~/.zshrc
+varuna completion fish > ~/.config/fish/completions/varuna.fish
 """
 
 app = typer.Typer(
@@ -67,6 +79,21 @@ def _root(
     pass
 
 
+_NO_TEMPORARY_FOLDER = (
+    "no folder for temporary files can be written. In a container with a read-only root file system, mount a volume at "
+    "/tmp; elsewhere, let TMPDIR name a folder."
+)
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell to print for.")],
+) -> None:
+    """Print the lines that make a shell complete commands and options."""
+    print(get_completion_script(prog_name="varuna", complete_var="_VARUNA_COMPLETE", shell=shell))
+
+
+completion_init()  # a shell that completes runs the command itself, with the variable set
+
 _PASSES_ON = {"allow_interspersed_args": False}  # what follows the script is the script's
 
 app.command(cls=EngineCommand, epilog=run.EXAMPLES, context_settings=_PASSES_ON)(run.run)
@@ -84,8 +111,10 @@ app.command("list")(run_commands.list_runs)
 for verb in (run_commands.status, run_commands.logs, run_commands.stop, run_commands.morph, run_commands.drain):
     app.command()(verb)
 app.command("open")(opening.open_page)
-app.command()(doctor.doctor)
-app.command(epilog=completion.EXAMPLES)(completion.completion)
+app.command(epilog=timeline.EXAMPLES)(timeline.timeline)
+app.command(epilog=timeline.PROFILE_EXAMPLES)(timeline.profile)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=COMPLETION_EXAMPLES)(completion)
 
 
 def main() -> int:
@@ -101,8 +130,13 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at its end
         return 1
     except Exception as error:  # noqa: BLE001 the last resort of a command line
-        with tempfile.NamedTemporaryFile("w", prefix="varuna-error-", suffix=".txt", delete=False) as file:
-            file.write(traceback.format_exc())
+        text = traceback.format_exc()
+        try:
+            with tempfile.NamedTemporaryFile("w", prefix="varuna-error-", suffix=".txt", delete=False) as file:
+                file.write(text)
+        except FileNotFoundError:  # where nothing can be written, Varuna itself has failed for that reason
+            say(_NO_TEMPORARY_FOLDER)
+            return UsageError.exit_code
         cause = f"{type(error).__name__}: {error}".rstrip(": ")
         say(f"internal error: {cause}. Please report it with the traceback in {file.name}")
         return 70

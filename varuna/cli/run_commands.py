@@ -46,7 +46,7 @@ def status(
     as_json: options.AsJson = False,
 ) -> None:
     """Show the plan, steps, machines and workers of a run."""
-    folder, remote = _reached(run)
+    folder, remote = reached(run)
     if as_json:
         _check(watch, "--watch")
         print(json.dumps(_status(remote), indent=1))
@@ -123,7 +123,7 @@ def _print_log(remote: "ManagerRemote", worker: str, offset: str, follow: bool) 
 
 def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: bool) -> None:
     """Print a log that the manager, which is gone, has kept."""
-    from varuna.fleet.manager.status import Picture
+    from varuna.fleet.page.status import Picture
     from varuna.fleet.run_folder.journal import read_events
 
     picture = Picture()
@@ -141,14 +141,14 @@ def _print_kept_log(folder: Path, worker: str, rank: int | None, first_failure: 
 
 def stop(run: options.RunDir = None) -> None:
     """Stop a run after the current step, with a checkpoint, and release its machines."""
-    folder, remote = _reached(run)
+    folder, remote = reached(run)
     ask(remote, "/stop", {})
     print(f"the run in {folder} will stop after the current step")
 
 
 def morph(run: options.RunDir = None) -> None:
     """Switch to the best plan for the current workers, now."""
-    folder, remote = _reached(run)
+    folder, remote = reached(run)
     ask(remote, "/morph", {})
     print(f"the run in {folder} was asked for a morph; see `varuna status`")
 
@@ -164,7 +164,7 @@ def drain(
 
     If the machine's agent is away, its secret is revoked without waiting.
     """
-    folder, remote = _reached(run)
+    folder, remote = reached(run)
     said = ask(remote, "/drain", {"node": node, "now": now})
     done = "was removed from" if said["accepted"] == "send away" else "will be released by"
     print(f"node {node} {done} the run in {folder}")
@@ -177,7 +177,7 @@ def join_token(
     void: Annotated[bool, typer.Option("--void", help="Revoke all JOIN strings printed before; print none.")] = False,
 ) -> None:
     """Print another JOIN string, for more machines."""
-    folder, remote = _reached(run)
+    folder, remote = reached(run)
     say(f"for the run in {folder}")
     if void:
         print(f"{ask(remote, '/tokens/void', {})['void']} tokens were revoked; machines that have joined stay")
@@ -185,7 +185,7 @@ def join_token(
     print(ask(remote, "/tokens", {"uses": uses, "life_s": hours * 3600})["join"])
 
 
-def _reached(run: Path | None) -> "tuple[Path, ManagerRemote]":
+def reached(run: Path | None) -> "tuple[Path, ManagerRemote]":
     """The folder of a run, and its manager.
 
     Raises:
@@ -228,7 +228,7 @@ def _has_ended(folder: Path) -> str:
 
 def _status(remote: "ManagerRemote") -> dict[str, Any]:
     answer = remote.get("/status")
-    _accept(answer.status, answer.body)
+    accept(answer.status, answer.body)
     status: dict[str, Any] = json.loads(answer.body)
     return status
 
@@ -240,12 +240,12 @@ def ask(remote: "ManagerRemote", path: str, body: Mapping[str, object]) -> dict[
         FleetError: it refuses.
     """
     answer = remote.post(path, body)
-    _accept(answer.status, answer.body)
+    accept(answer.status, answer.body)
     said: dict[str, Any] = json.loads(answer.body)
     return said
 
 
-def _accept(status: int, body: bytes) -> None:
+def accept(status: int, body: bytes) -> None:
     """Turn any answer but a success into an error with the manager's own words."""
     if status < 300:
         return
@@ -279,7 +279,7 @@ def _worker(status: Mapping[str, Any], rank: int | None, first_failure: bool) ->
 
 def _chunk(remote: "ManagerRemote", worker: str, offset: str) -> tuple[int, bytes]:
     answer = remote.get(f"/logs/{worker}?offset={offset}")
-    _accept(answer.status, answer.body)
+    accept(answer.status, answer.body)
     return int(answer.headers["x-varuna-next-offset"]), answer.body
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from varuna.core.devices import DeviceFacts
-from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Vote
+from varuna.core.messages import Apply, Assign, Beat, Finish, Flag, Held, Shown, ShowRequest, Vote
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
 
@@ -50,6 +50,7 @@ class Membership(Protocol):
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
+        on_show: Callable[[ShowRequest], None] = ...,
     ) -> None:
         """Announce a warm worker. The callbacks run on the membership's own thread.
 
@@ -59,6 +60,7 @@ class Membership(Protocol):
             beat: what to send as the next heartbeat.
             on_hold: called with the generation that has to stop.
             on_flag: called with a generation and the flag that its next vote should carry (rank 0 only).
+            on_show: called with what somebody wants to see of this worker's steps; the answer is for ``shown``.
 
         Raises:
             FleetError: refused, with the manager's reason.
@@ -95,6 +97,10 @@ class Membership(Protocol):
 
     def unsaved(self, reason: str) -> None:
         """Report, and print, that this worker's part of a checkpoint is not written."""
+        ...
+
+    def shown(self, answer: Shown) -> None:
+        """Answer what somebody wants to see."""
         ...
 
     def failed(self, summary: str, traceback: str, exit_code: int) -> None:

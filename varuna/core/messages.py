@@ -9,7 +9,8 @@ from varuna.core.devices import DeviceFacts
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
-from varuna.core.times import RankTimes
+from varuna.core.sums import HeldSums, RestOfStep
+from varuna.core.times import RankTimeline, RankTimes
 from varuna.core.value import Value
 from varuna.core.vote import Tally
 
@@ -17,6 +18,9 @@ MAX_FRAME_BYTES = 64 * 2**20
 """The largest message: more than any vote needs, which is 8 million numbers of 8 digits."""
 MAX_KEY, MAX_VALUE_BYTES, MAX_KEYS = 200, 16 * 2**10, 4096
 """Limits on what members offer each other: a gloo address takes 218 bytes, an NCCL identity 256."""
+
+PROFILE_PART_BYTES, PROFILE_PARTS, PROFILE_STEPS = 2**20, 32, 20
+"""Most bytes in a piece of a profile, pieces of it, and steps that it may be of."""
 
 Key = Annotated[str, Field(max_length=MAX_KEY)]
 
@@ -52,6 +56,7 @@ class Transfer(Value):
     source_rank: int
     target_rank: int
     lent: bool = Field(default=False, description="without its optimizer state, which other ranks will hold")
+    sums: bool = Field(default=False, description="with the sums of gradients of a step that was broken off")
 
 
 class Assignment(Value):
@@ -70,6 +75,9 @@ class Assignment(Value):
         default=(),
         description="of the stage that this worker had in the newest generation that trained: their workers are gone, "
         "and what they have not saved falls to their peers",
+    )
+    rest: RestOfStep | None = Field(
+        default=None, description="of the first step, if sums of gradients are kept from it"
     )
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
@@ -135,7 +143,7 @@ class Held(Value):
 
     ``next_step`` counts the steps that its parameters contain (None: it has no state); ``sections`` are those that
     it holds whole, ``lent`` those whose optimizer state is with other replicas; ``votes`` are the newest vote results
-    that it knows, so that no committed step goes unrecorded.
+    that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off.
     """
 
     kind: Literal["held"] = "held"
@@ -144,6 +152,7 @@ class Held(Value):
     sections: tuple[int, ...] = ()
     lent: tuple[int, ...] = ()
     votes: tuple[Vote, ...] = ()
+    sums: HeldSums | None = None
 
 
 class Voted(Value):
@@ -208,8 +217,42 @@ class Leaving(Value):
     step: int = Field(description="steps committed")
 
 
+class StepShown(Value):
+    """The answer to ``ShowStep``, once the step is over."""
+
+    kind: Literal["step_shown"] = "step_shown"
+    step: int
+    timeline: RankTimeline | None = Field(description="None: the worker has not run the step, or not kept it")
+
+
+class ProfilePart(Value):
+    """A piece of what ``ProfileSteps`` asked for; or why there is nothing, in the only piece."""
+
+    kind: Literal["profile_part"] = "profile_part"
+    first: int
+    number: int = Field(ge=0)
+    count: int = Field(ge=1)
+    data: bytes = Field(default=b"", max_length=2 * PROFILE_PART_BYTES, description="of a Chrome trace, gzipped")
+    failure: str | None = Field(default=None, max_length=1000)
+
+
+Shown = StepShown | ProfilePart
+"""What workers tell only if they are asked; it changes nothing in the run."""
+
 FromWorker = Annotated[
-    Hello | Beat | Held | Voted | Offered | Sought | Suspect | Saved | Unsaved | Failed | Leaving,
+    Hello
+    | Beat
+    | Held
+    | Voted
+    | Offered
+    | Sought
+    | Suspect
+    | Saved
+    | Unsaved
+    | Failed
+    | Leaving
+    | StepShown
+    | ProfilePart,
     Field(discriminator="kind"),
 ]
 
@@ -272,7 +315,27 @@ class Finish(Value):
     failure: str | None = Field(default=None, description="how it failed, if it did")
 
 
-ToWorker = Annotated[Hold | RaiseFlag | Apply | Assign | Found | Recorded | Finish, Field(discriminator="kind")]
+class ShowStep(Value):
+    """Tell what this worker did in ``step``, once that is over."""
+
+    kind: Literal["show_step"] = "show_step"
+    step: int
+
+
+class ProfileSteps(Value):
+    """Run PyTorch's profiler around steps ``first`` to ``last``, and tell what it saw."""
+
+    kind: Literal["profile_steps"] = "profile_steps"
+    first: int
+    last: int
+
+
+ShowRequest = ShowStep | ProfileSteps
+
+ToWorker = Annotated[
+    Hold | RaiseFlag | Apply | Assign | Found | Recorded | Finish | ShowStep | ProfileSteps,
+    Field(discriminator="kind"),
+]
 
 from_worker: TypeAdapter[FromWorker] = TypeAdapter(FromWorker)
 to_worker: TypeAdapter[ToWorker] = TypeAdapter(ToWorker)

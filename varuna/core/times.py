@@ -1,10 +1,14 @@
-"""How long a rank's steps took: sent with heartbeats, merged by the manager, kept with the run."""
+"""How long a rank's steps took: sent with heartbeats, merged by the manager, kept with the run.
 
-from collections.abc import Iterable
-from typing import NamedTuple
+And of a single step, if somebody asks, what every rank did and when, as workers tell it and as files of a run keep it.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from varuna.core.plan import Plan
 from varuna.core.value import Value
 
 
@@ -82,3 +86,81 @@ def _carried(values: list[Carried]) -> Carried | None:
         return None
     size_bytes = sum(each.seen * each.size_bytes for each in values) / count
     return Carried(count, size_bytes, sum(each.seen * each.seconds for each in values) / count)
+
+
+MOST_ROWS = 200_000
+"""Of one kind in one rank's timeline."""
+
+
+class Did(NamedTuple):
+    """An action of a stage, or a wait for what that action needs."""
+
+    kind: str
+    """F, R, B, I or W"""
+    micro_batch: int
+    """counts within the replica"""
+    begin_s: float
+    end_s: float
+
+
+class EndPart(NamedTuple):
+    """What follows the actions of a step."""
+
+    name: str
+    """reduce, share, vote, apply, gather or save"""
+    begin_s: float
+    end_s: float
+
+
+class Sent(NamedTuple):
+    """A message to a neighbouring stage: from the moment at which the stage let go of it until it was delivered."""
+
+    kind: str
+    """activation or gradient"""
+    micro_batch: int
+    size_bytes: int
+    begin_s: float
+    end_s: float
+
+
+class Summed(NamedTuple):
+    """An all-reduce of one section's gradients, in the background."""
+
+    size_bytes: int
+    begin_s: float
+    end_s: float
+
+
+class RankTimeline(Value):
+    """One step of one rank. Seconds count from ``zero_s`` of the rank's own clock."""
+
+    generation: int
+    step: int
+    rank: int = Field(ge=0)
+    clock: str = Field(max_length=128, description="ranks with the same one share a clock")
+    zero_s: float = Field(allow_inf_nan=False, description="begin of the step")
+    micro_batches: Annotated[tuple[int, ...], Field(max_length=MOST_ROWS)] = Field(
+        description="numbers within the global batch, by those within the replica: after a loss, a step may be the rest"
+    )
+    actions: Annotated[tuple[Did, ...], Field(max_length=MOST_ROWS)]
+    waits: Annotated[tuple[Did, ...], Field(max_length=MOST_ROWS)] = ()
+    ends: Annotated[tuple[EndPart, ...], Field(max_length=64)] = ()
+    sent: Annotated[tuple[Sent, ...], Field(max_length=MOST_ROWS)] = ()
+    sums: Annotated[tuple[Summed, ...], Field(max_length=MOST_ROWS)] = ()
+
+    @property
+    def end_s(self) -> float:
+        """End of the step, from ``zero_s``."""
+        return max((row.end_s for rows in (self.actions, self.ends) for row in rows), default=0.0)
+
+
+class StepTimeline(Value):
+    """One step of all ranks that are still there to tell."""
+
+    format: Literal["varuna-timeline"] = "varuna-timeline"
+    version: Literal[1] = 1
+    step: int
+    generation: int
+    plan: Plan
+    ranks: tuple[RankTimeline, ...]
+    missing: Mapping[int, str] = Field(default={}, description="why a rank has told nothing")

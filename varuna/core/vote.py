@@ -1,6 +1,7 @@
 """The vector that all ranks sum at the end of a step: the commit vote.
 
-Each slot has one writer and is zero elsewhere, so the sum is exact and does not depend on P or D.
+Each slot has one writer and is zero elsewhere, so the sum is exact and does not depend on P or D. Counts have a writer
+for each replica, and are exact too: they are whole numbers.
 Totals over slots use ``math.fsum``: correctly rounded, whatever the order.
 """
 
@@ -9,13 +10,14 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
+from varuna.core.sums import square_sum
 from varuna.core.value import Value
 
 FLAGS = ("stop", "regroup", "checkpoint", "lr", "measured")
 
 
 class VoteLayout(Value):
-    """The slots of the vector: sections, then micro-batches, then flags."""
+    """The slots of the vector: sections, then micro-batches, what is in the sums of sections, then flags."""
 
     sections: int = Field(ge=1)
     micro_batches: int = Field(ge=1)
@@ -24,7 +26,7 @@ class VoteLayout(Value):
     @property
     def size(self) -> int:
         """Length of the vector (float64)."""
-        return self.sections + self.micro_batches * (2 + len(self.metrics)) + len(FLAGS)
+        return 3 * self.sections + self.micro_batches * (2 + len(self.metrics)) + len(FLAGS)
 
     def squared_norm(self, section: int) -> int:
         """Slot of a section's squared gradient norm (of the weighted sum, before the division)."""
@@ -33,6 +35,22 @@ class VoteLayout(Value):
     def micro_batch(self, index: int) -> int:
         """First slot of global micro-batch ``index``: weighted loss, weight, then each metric's sum."""
         return self.sections + index * (2 + len(self.metrics))
+
+    def added(self, section: int) -> int:
+        """First of two slots: how many micro-batches are in a section's sums, and the sum of their (j + 1)^2.
+
+        Each replica adds its own: whole numbers, so that the sum is exact whatever the order.
+        """
+        return self.sections + self.micro_batches * (2 + len(self.metrics)) + 2 * section
+
+    def unproven(self, vector: Sequence[float]) -> tuple[int, ...]:
+        """Sections whose sums do not contain every micro-batch exactly once, by the summed vector.
+
+        Any single micro-batch that is missing or twice shows.
+        """
+        right = float(self.micro_batches), float(square_sum(((0, self.micro_batches),)))
+        at = {section: self.added(section) for section in range(self.sections)}
+        return tuple(section for section, first in at.items() if tuple(vector[first : first + 2]) != right)
 
     def flag(self, name: str) -> int:
         """Slot of a flag: positive raises it (``stop``, ``checkpoint``: any rank; the others, and ``lr``: one rank).

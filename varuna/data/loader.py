@@ -74,7 +74,7 @@ class Loader:
         """
         wanted = None if keys is None else tuple(keys)
         asked = [_Work(step, number, positions, wanted, compared) for number, positions in work]
-        self._source.announce([position for each in asked for position in each.positions])
+        self._source.announce(position for each in asked for position in each.positions)
         with self._changed:
             self._queue.extend(asked)
             self._changed.notify_all()

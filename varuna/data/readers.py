@@ -153,10 +153,10 @@ class Readers:
         self.in_use = threading.Lock()
         """held by the loader that uses them"""
         started = [_start(read, f"reader {number + 1} of {count}") for number in range(count)]
-        self._readers, self._processes = [each for each, _ in started], [process for _, process in started]
+        self._readers = [each for each, _ in started]
         self._idle = deque(self._readers)
         self._busy: deque[Reader] = deque()
-        self._end = weakref.finalize(self, _end, self._readers, self._processes)
+        self._end = weakref.finalize(self, _end, self._readers, [process for _, process in started])
 
     @property
     def count(self) -> int:
@@ -167,11 +167,6 @@ class Readers:
     def has_idle(self) -> bool:
         """One of them reads nothing."""
         return bool(self._idle)
-
-    @property
-    def pids(self) -> list[int]:
-        """Their process ids."""
-        return [each.pid or 0 for each in self._processes]
 
     def ask(self, ask: SampleRequest) -> None:
         """Let an idle one read.

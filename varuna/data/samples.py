@@ -75,10 +75,10 @@ class SampleSource:
             return tuple(index_at(position, self._seed) for position in positions)
         return tuple(sample_index(position, size=self.size, seed=self._seed) for position in positions)
 
-    def announce(self, positions: Sequence[int]) -> None:
+    def announce(self, positions: Iterable[int]) -> None:
         """Tell a dataset that can read ahead (``prefetch``) what will be read soon."""
         if (prefetch := getattr(self._dataset, "prefetch", None)) is not None:
-            prefetch(self.indices(positions))
+            prefetch(self.indices(tuple(positions)))
 
     def read(self, position: int) -> tuple[int, Any]:
         """Index and contents of the sample at ``position``, with randomness seeded from (seed, epoch, index).

@@ -3,9 +3,9 @@
 import ipaddress
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 from varuna.core.units import format_bytes, format_duration
+from varuna.doctor.judging.finding import Finding, Severity
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
 
 FEW_BYTES = 1 << 30
@@ -13,24 +13,6 @@ FEW_SHARE = 0.02
 """Share of a disk; with less free than this, or than the bytes below, it counts as nearly full."""
 CLOCK_SKEW_S = 5.0
 """Beyond this difference, expiry dates and logs of two machines cannot be compared."""
-
-
-class Severity(Enum):
-    """How bad a finding is."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAULT = "fault"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of one check."""
-
-    level: Severity
-    subject: str
-    text: str
-    remedy: str = ""
 
 
 @dataclass(frozen=True)
@@ -127,11 +109,6 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         *_ports(facts.listeners, facts.untold),
         *_clocks(facts.clocks),
     )
-
-
-def is_healthy(findings: Sequence[Finding]) -> bool:
-    """Whether nothing is broken; warnings do not count."""
-    return all(finding.level is not Severity.FAULT for finding in findings)
 
 
 def _manager(facts: Facts) -> list[Finding]:

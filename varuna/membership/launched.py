@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from varuna.core.errors import VarunaError
 from varuna.process.signals import leave_termination_to_parent
@@ -31,10 +31,15 @@ failed = threading.Event()
 
 
 class WorkerThread:
-    """A worker that is a thread among others of this process: see ``varuna.testing``."""
+    """A worker that is a thread among others of this process: see ``varuna.testing``.
 
-    def __init__(self, membership: "ManagedMembership") -> None:
-        self.membership = membership
+    Args:
+        membership: its own.
+        captures: what all workers of the run have captured: see ``varuna.job.shared_capture``.
+    """
+
+    def __init__(self, membership: "ManagedMembership", captures: list[Any]) -> None:
+        self.membership, self.captures = membership, captures
         self._closes: list[Callable[[], None]] = []
 
     def at_end(self, close: Callable[[], None]) -> None:

@@ -28,9 +28,13 @@ from varuna.core.messages import (
     Hello,
     Hold,
     Leaving,
+    ProfileSteps,
     RaiseFlag,
     Recorded,
     Saved,
+    Shown,
+    ShowRequest,
+    ShowStep,
     Suspect,
     ToWorker,
     Unsaved,
@@ -100,6 +104,7 @@ class ManagedMembership:
         self._rendezvous: Rendezvous | None = None
         self._on_hold: Callable[[int], None] = lambda generation: None
         self._on_flag: Callable[[int, Flag], None] = lambda generation, flag: None
+        self._on_show: Callable[[ShowRequest], None] = lambda request: None
 
     @property
     def worker(self) -> str:
@@ -123,6 +128,7 @@ class ManagedMembership:
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
+        on_show: Callable[[ShowRequest], None] = lambda request: None,
     ) -> None:
         """Connect and say Hello. A refusal comes later, as an error or as ``Finish`` with a failure.
 
@@ -134,7 +140,7 @@ class ManagedMembership:
                 f"worker {self._worker} has already joined this run: under a manager, a script trains one job. "
                 "Start another run for the next job."
             )
-        self._on_hold, self._on_flag = on_hold, on_flag
+        self._on_hold, self._on_flag, self._on_show = on_hold, on_flag, on_show
         self._connect()
         self._post(
             Hello(
@@ -209,6 +215,10 @@ class ManagedMembership:
         warn(reason)
         self._post(Unsaved(reason=reason))
 
+    def shown(self, answer: Shown) -> None:
+        """Answer what somebody wants to see."""
+        self._post(answer)
+
     def failed(self, summary: str, traceback: str, exit_code: int) -> None:
         """Report an exception, also one from before ``join``; waits at most 5 s for it to go out."""
         if self._connection is None:
@@ -267,12 +277,14 @@ class ManagedMembership:
             self._directives.put(FleetError(f"worker {self._worker} lost the manager at {self._url}: {reason}"))
 
     def _take(self, message: ToWorker) -> None:
-        """Deliver a message; Hold and RaiseFlag at once, the rest to who asks for directives."""
+        """Deliver a message; Hold, RaiseFlag and wishes to see at once, the rest to who asks for directives."""
         match message:
             case Hold(generation=generation):
                 self._on_hold(generation)
             case RaiseFlag(generation=generation, flag=flag):
                 self._on_flag(generation, flag)
+            case ShowStep() | ProfileSteps():
+                self._on_show(message)
             case Found():
                 if self._rendezvous is not None:
                     self._rendezvous.take(message)

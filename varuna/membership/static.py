@@ -19,7 +19,7 @@ from varuna.checkpoint.names import checkpoint_place
 from varuna.core.devices import DeviceFacts, worker_bytes
 from varuna.core.errors import CheckpointError, FleetError, NoPlanError, VarunaError
 from varuna.core.membership import Directive
-from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Vote
+from varuna.core.messages import Assign, Assignment, Beat, Finish, Flag, Held, Shown, ShowRequest, Vote
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
@@ -65,14 +65,17 @@ def world_from_environment() -> World:
         raise FleetError(
             f"torchrun's environment is incomplete: {error}. Start with torchrun, or unset RANK and WORLD_SIZE."
         ) from error
-    hosts_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts_own = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts_store = rank == 0 and hosts_own
     try:
         store = _hosted.get((host, port)) or connect_store(host, port, hosts=hosts_store)
     except RuntimeError as error:
         raise FleetError(f"torchrun's store at {host}:{port} does not answer: {error}") from error
     if hosts_store:
         _hosted[host, port] = store
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # In the agents' store keys of the attempt before are still there. A store of the workers' own is new; the number of
+    # attempts is of one node then, and a node that came later has another.
+    attempt = "0" if hosts_own else os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return World(rank, size, prefixed(f"varuna/{attempt}/{next(_jobs)}", store), host, port)
 
 
@@ -139,6 +142,7 @@ class StaticMembership:
         beat: Callable[[], Beat],
         on_hold: Callable[[int], None],
         on_flag: Callable[[int, Flag], None],
+        on_show: Callable[[ShowRequest], None] = lambda request: None,
     ) -> None:
         """Check that all ranks run the same job."""
         self._job = job
@@ -322,6 +326,9 @@ class StaticMembership:
     def store(self, generation: int) -> Any:
         """The store, which all generations share."""
         return self.world.store
+
+    def shown(self, answer: Shown) -> None:
+        """Nobody has asked: without a manager there is no one to."""
 
     def unsaved(self, reason: str) -> None:
         """Print the reason."""

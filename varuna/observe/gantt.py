@@ -12,7 +12,8 @@ from varuna.simulator.trace import StepTrace
 
 _WIDTH = 960.0
 _LEFT, _RIGHT = 76.0, 936.0
-_TOP, _TITLE, _AXIS, _LEGEND = 64.0, 34.0, 30.0, 34.0
+_TOP, _NOTE, _TITLE, _AXIS, _LEGEND, _LEGEND_LINE = 64.0, 18.0, 34.0, 30.0, 34.0, 20.0
+_STRIP = 4.0  # height of messages, below the actions of their stage
 _LABEL_WIDTH = 11.0  # a bar needs that much for a number of one or two digits
 _SPACED_WIDTH = 4.0  # a bar that wide can spare a pixel between it and the next
 _FINEST_WIDTH = 2.0  # where bars are narrower on average, shares of the time are drawn instead
@@ -25,10 +26,14 @@ _LOOKS = {
     "I": ("#58ad86", "I its input half"),
     "W": ("#b3d8a5", "W its weight half"),
     "reduce": ("#b9a3d6", "all-reduce"),
+    "vote": ("#dfe4ea", "vote"),
     "optimizer": ("#9aa4b2", "optimizer"),
+    "activation": ("#2f66ad", "activation under way"),
+    "gradient": ("#0f6b46", "gradient under way"),
 }
 """Colour and words of each kind of work."""
 _NUMBERED = "FRBIW"
+_STRIPS = ("activation", "gradient", "reduce")
 _STYLE = """
     text { fill: #1c2430; } .soft { fill: #5d6878; font-size: 12px; } .bold { font-weight: 600; }
     .mid { text-anchor: middle; } .end { text-anchor: end; } .grid { stroke: #dde3ea; } .lane { fill: #ffffff; }
@@ -41,7 +46,7 @@ class Bar(NamedTuple):
     """A piece of work of a stage."""
 
     name: str
-    """F, R, B, I, W, reduce or optimizer"""
+    """F, R, B, I, W, reduce, vote or optimizer; of a strip: activation, gradient or reduce"""
     micro_batch: int
     start_s: float
     end_s: float
@@ -56,6 +61,8 @@ class Panel:
     """Shown after the title, in a lighter colour."""
     rows: tuple[tuple[Bar, ...], ...]
     """Bars by stage, each row in order of time; times count from the step's start."""
+    strips: tuple[tuple[Bar, ...], ...] = ()
+    """By stage, what goes on below its actions; there may be several at a time. Empty: nothing is drawn there."""
 
     @property
     def end_s(self) -> float:
@@ -88,38 +95,48 @@ def measured(title: str, note: str, stages: Sequence[StepTimes]) -> Panel:
             Bar(a.kind.value, a.micro_batch, begin_s - zero_s, end_s - zero_s) for a, begin_s, end_s, _ in times.actions
         ]
         bars += [
-            Bar(name, -1, begin_s - zero_s, end_s - zero_s) for name, begin_s, end_s in times.phases if name in _LOOKS
+            Bar(name, -1, begin_s - zero_s, end_s - zero_s) for name, begin_s, end_s in times.phases if name == "reduce"
         ]
         rows.append(tuple(bars))
     return Panel(title, note, tuple(rows))
 
 
-def draw(title: str, panels: Sequence[Panel], *, unit: str = "s") -> str:
+def draw(title: str, panels: Sequence[Panel], *, notes: Sequence[str] = (), unit: str = "s") -> str:
     """A picture of all panels over one time axis.
 
     Args:
         title: of the whole picture.
         panels: top to bottom.
+        notes: lines below the title.
         unit: of the times, for the axis.
     """
     span_s = max((panel.end_s for panel in panels), default=0.0) or 1.0
     lanes = max(len(panel.rows) for panel in panels)
     lane = 22.0 if lanes <= 10 else 14.0 if lanes <= 24 else 10.0
-    heights = [_TITLE + lane * len(panel.rows) for panel in panels]
-    height = _TOP + sum(heights) + _AXIS * len(panels) + _LEGEND
+    heights = [_TITLE + _lane(panel, lane) * len(panel.rows) for panel in panels]
+    top = _TOP + _NOTE * len(notes)
+    used = {bar.name for panel in panels for row in (*panel.rows, *panel.strips) for bar in row}
+    dense = any(_is_dense(row) for panel in panels for row in panel.rows)
+    last = "shares of the time, stacked" if dense else "numbers: micro-batches"
+    if any(panel.strips for panel in panels):
+        last += "; white: idle"
+    legend = list(_legend([name for name in _LOOKS if name in used], last))
+    height = top + sum(heights) + _AXIS * len(panels) + _LEGEND + _LEGEND_LINE * max(line for line, *_ in legend)
     parts = [
         element("title", title, id="title"),
         f"<style>{_STYLE}</style>",
         element("rect", width=_WIDTH, height=height, rx=12, fill="#f6f7f9"),
         _text(24, 36, title, "bold"),
+        *(_text(24, 58 + _NOTE * number, note, "soft") for number, note in enumerate(notes)),
     ]
-    top = _TOP
     for panel, panel_height in zip(panels, heights, strict=True):
-        parts += _panel(panel, top, lane, span_s, unit)
+        parts += _panel(panel, top, _lane(panel, lane), span_s, unit)
         top += panel_height + _AXIS
-    used = {bar.name for panel in panels for row in panel.rows for bar in row}
-    dense = any(_is_dense(row) for panel in panels for row in panel.rows)
-    parts += _legend(height - 20, [name for name in _LOOKS if name in used], dense=dense)
+    for line, left, colour, words in legend:
+        y = top + 14 + _LEGEND_LINE * line
+        if colour:
+            parts.append(element("rect", x=left, y=y - 10, width=12, height=12, fill=colour))
+        parts.append(_text(left + 18 * bool(colour), y, words, "soft"))
     attributes = {"role": "img", "aria_labelledby": "title", "font_family": "system-ui, sans-serif", "font_size": 14}
     return picture((_WIDTH, height), parts, **attributes)
 
@@ -147,8 +164,11 @@ def _panel(panel: Panel, top: float, lane: float, span_s: float, unit: str) -> I
         yield element("path", d=f"M{x(tick_s):.1f} {lanes:g}V{bottom:g}", class_="grid")
         if abs(x(tick_s) - label) > label_width / 2 + 14:
             yield _text(x(tick_s), bottom + 16, f"{tick_s:g}", "soft mid")
+    below = _STRIP * len(_STRIPS) if panel.strips else 0.0
     for stage, row in enumerate(panel.rows):
-        yield from _bars(row, lanes + lane * stage + 1, lane - 2, x)
+        yield from _bars(row, lanes + lane * stage + 1, lane - 2 - below, x)
+    for stage, strip in enumerate(panel.strips):
+        yield from _strip(strip, lanes + lane * (stage + 1) - 1 - below, x)
     yield element("path", d=f"M{end:.1f} {lanes - 4:g}V{bottom + 4:g}", class_="finish")
     yield _text(label, bottom + 16, length, "late mid")
 
@@ -176,6 +196,21 @@ def _bars(row: Sequence[Bar], y: float, height: float, x: Callable[[float], floa
     for name, line in lines.items():
         yield element("path", d="".join(line), fill="none", stroke=_LOOKS[name][0], stroke_width=height)
     yield from numbers
+
+
+def _lane(panel: Panel, lane: float) -> float:
+    """Height of a stage."""
+    return lane + _STRIP * len(_STRIPS) if panel.strips else lane
+
+
+def _strip(strip: Sequence[Bar], y: float, x: Callable[[float], float]) -> Iterator[str]:
+    """A thin line for each kind; where several are under way, they cover each other."""
+    for number, name in enumerate(_STRIPS):
+        middle = y + _STRIP * (number + 0.5)
+        spans = ((x(bar.start_s), x(bar.end_s)) for bar in strip if bar.name == name)
+        line = "".join(f"M{left:.1f} {middle:g}H{max(right, left + 1):.1f}" for left, right in spans)
+        if line:
+            yield element("path", d=line, fill="none", stroke=_LOOKS[name][0], stroke_width=_STRIP - 1)
 
 
 def _is_dense(row: Sequence[Bar]) -> bool:
@@ -223,14 +258,15 @@ def _short(time_s: float) -> str:
     return f"{time_s:.4g}"
 
 
-def _legend(y: float, names: Iterable[str], *, dense: bool) -> Iterator[str]:
-    left = _LEFT
-    for name in names:
-        colour, words = _LOOKS[name]
-        yield element("rect", x=left, y=y - 10, width=12, height=12, fill=colour)
-        yield _text(left + 18, y, words, "soft")
-        left += 36 + 6.4 * len(words)
-    yield _text(left, y, "shares of the time, stacked" if dense else "numbers: micro-batches", "soft")
+def _legend(names: Iterable[str], last: str) -> Iterator[tuple[int, float, str, str]]:
+    """Line, left edge, colour (none for words alone) and words of each entry."""
+    line, left = 0, _LEFT
+    for colour, words in (*(_LOOKS[name] for name in names), ("", last)):
+        width = 36 * bool(colour) + 6.4 * len(words)
+        if left + width > _RIGHT and left > _LEFT:
+            line, left = line + 1, _LEFT
+        yield line, left, colour, words
+        left += width
 
 
 def _text(x: float, y: float, words: str, kind: str) -> str:

@@ -76,6 +76,8 @@ def morph_line(morph: Morph, arrow: str = "→") -> str:
         plural = "" if after.steps_redone == 1 else "s"
         recovery = format_duration(after.recovery_seconds)
         price = f"next step after {recovery}   {after.steps_redone} step{plural} redone"
+        if after.kept_micro_batches:
+            price += f", but for {after.kept_micro_batches} of {after.plan.micro_batches} micro-batches"
     return f"morph  {after.cause}   {before.plan} {arrow} {after.plan}   {price}"
 
 

@@ -48,6 +48,7 @@ class GenerationRow(Value):
     first_step: int
     recovery_seconds: float | None = Field(description="from the cause to the end of its first step")
     steps_redone: int
+    kept_micro_batches: int = Field(default=0, description="of the step in flight: those that did not run again")
 
     @classmethod
     def of(cls, record: GenerationRecord) -> "GenerationRow":
@@ -60,6 +61,7 @@ class GenerationRow(Value):
             first_step=record.first_step,
             recovery_seconds=None if record.recovery_seconds is None else round(record.recovery_seconds, 3),
             steps_redone=record.steps_redone,
+            kept_micro_batches=record.kept_micro_batches,
         )
 
 

@@ -1,6 +1,5 @@
 """The decisions of a run: m once, then a plan for the workers of each generation."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
@@ -67,8 +66,31 @@ def plan_run(
         UsageError: the job's m is out of range.
         NoPlanError: nothing fits; the text is about the smallest m tried.
     """
+    request = run_request(
+        job,
+        workers=workers,
+        memory_bytes=memory_bytes,
+        stages=stages,
+        micro_batch=micro_batch,
+        calibration=calibration,
+        policy=policy,
+    )
+    return _safer(best_plan(request, flags), request)
+
+
+def run_request(
+    job: JobFacts,
+    *,
+    workers: int,
+    memory_bytes: int | None = None,
+    stages: int | None = None,
+    micro_batch: int | None = None,
+    calibration: Calibration | None = None,
+    policy: str = "adaptive",
+) -> PlanRequest:
+    """What ``plan_run`` asks for."""
     known = with_options(calibration or nominal_calibration(job.model), job)
-    request = PlanRequest(
+    return PlanRequest(
         calibration=known,
         workers=workers,
         global_batch=job.global_batch,
@@ -81,7 +103,6 @@ def plan_run(
         leaves_idle=known.across_vms != ETHERNET,  # nominal figures are no reason to send workers away
         policy=policy,
     )
-    return _safer(best_plan(request, flags), request)
 
 
 def _safer(best: Plan, request: PlanRequest) -> Plan:
@@ -137,20 +158,45 @@ def explain(ranking: Ranking, request: PlanRequest, flags: Flags) -> str:
     return f"no plan fits: {closest.reason}. {text[0].upper()}{text[1:]}."
 
 
-def planner(
-    *, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS
-) -> Callable[[JobFacts, int, int | None, Calibration | None], Plan]:
-    """``plan_run`` under a user's constraints, as a manager asks it: (job, workers, micro-batch, calibration)."""
+class RunPlanner:
+    """``plan_run`` under a user's constraints, as a manager asks it.
 
-    def plan(job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+    Args:
+        memory_bytes: of one worker; None: what its device has.
+        stages: P if the user fixed it.
+        flags: for advice.
+    """
+
+    def __init__(self, *, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS) -> None:
+        self._memory_bytes, self._stages, self._flags = memory_bytes, stages, flags
+
+    def __call__(self, job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
+        """The plan of a generation."""
         return plan_run(
             job,
             workers=workers,
-            memory_bytes=memory_bytes,
-            stages=stages,
+            memory_bytes=self._memory_bytes,
+            stages=self._stages,
             micro_batch=micro_batch,
             calibration=calibration,
-            flags=flags,
+            flags=self._flags,
         )
 
-    return plan
+    def request(
+        self, job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None, wanted: int
+    ) -> PlanRequest:
+        """The same question, for as many runners-up as are ``wanted``."""
+        made = run_request(
+            job,
+            workers=workers,
+            memory_bytes=self._memory_bytes,
+            stages=self._stages,
+            micro_batch=micro_batch,
+            calibration=calibration,
+        )
+        return made.model_copy(update={"wanted": wanted})
+
+
+def planner(*, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS) -> RunPlanner:
+    """Plans from (job, workers, micro-batch, calibration)."""
+    return RunPlanner(memory_bytes=memory_bytes, stages=stages, flags=flags)

@@ -25,8 +25,10 @@ _BEHIND_THE_END = "416 Range Not Satisfiable"
 _METADATA = "169.254.169.254"
 _NO_CREDENTIALS = (
     "The environment has no credentials, so this machine's metadata service was asked. Set them (for S3 "
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY), or give the machine a role"
+    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, for Google GOOGLE_APPLICATION_CREDENTIALS), or give the machine "
+    "a role"
 )
+_WRITES = ("write", "create")
 _MISCONFIGURED = "builder error"  # the client's words for a request that cannot be made at all
 
 QUICK: dict[str, Any] = {"max_retries": 4, "retry_timeout": timedelta(seconds=20)}
@@ -155,6 +157,8 @@ class ObjectStore:
         except AlreadyExistsError as error:
             raise ObjectExists(f"{self._url}/{name} already exists") from error
         except FileNotFoundError as error:
+            if verb in _WRITES:
+                raise StoreError(f"{what}: there is no such bucket ({_first_line(error)})") from error
             raise ObjectMissing(f"{self._url}/{name} does not exist") from error
         except (PermissionDeniedError, UnauthenticatedError) as error:
             raise StoreError(
@@ -165,7 +169,7 @@ class ObjectStore:
             if _BEHIND_THE_END in str(error):
                 raise ObjectMissing(f"{self._url}/{name} is shorter than expected: {_first_line(error)}") from error
             if _MISCONFIGURED in str(error):
-                hint = "An endpoint without TLS needs AWS_ALLOW_HTTP=true or AZURE_ALLOW_HTTP=true."
+                hint = f"An endpoint without TLS needs {'=true or '.join(_ALLOW_HTTP)}=true."
                 raise StoreError(f"{what}: {_first_line(error)}. {hint}") from error
             hint = f". {_NO_CREDENTIALS}" if _METADATA in str(error) else ""
             raise StoreUnavailable(f"{what}: {_first_line(error)}{hint}") from error

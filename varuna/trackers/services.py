@@ -165,18 +165,19 @@ def service_of(given: str | Tracker) -> Service:
     return Own(given)
 
 
-def name_of(given: str | Tracker) -> str:
-    """What messages call it."""
-    return given if isinstance(given, str) else type(given).__name__
-
-
-def check_loggers(given: Sequence[str | Tracker]) -> None:
-    """Refuse what ``loggers=`` cannot take, before anything else is done.
+def services_of(given: Sequence[str | Tracker]) -> dict[str, Service]:
+    """What ``loggers=`` means, by the name that messages give it.
 
     Raises:
         UsageError: it is no list, or an element of it is not known, not installed, or no tracker.
     """
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise UsageError(f'loggers={given!r} must be a list, such as loggers=["tensorboard"]')
+    found: dict[str, Service] = {}
     for each in given:
-        service_of(each)
+        service = service_of(each)
+        name = each if isinstance(each, str) else type(each).__name__
+        while name in found:
+            name += "'"
+        found[name] = service
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from varuna.process.console import warn
 from varuna.process.threads import start
-from varuna.trackers.services import name_of, service_of
+from varuna.trackers.services import services_of
 from varuna.trackers.tracker import Service, Tracker
 
 WAITING = 10_000
@@ -27,7 +27,7 @@ class Trackers:
         close_s: bound on ``close``.
 
     Raises:
-        UsageError: one of the loggers is not known, not installed, or no tracker.
+        UsageError: the loggers are no list, or one of them is not known, not installed, or no tracker.
     """
 
     def __init__(
@@ -38,20 +38,12 @@ class Trackers:
         chart: Callable[[bool], str],
         close_s: float = CLOSE_S,
     ) -> None:
-        self._services: dict[str, Service] = {}
-        for given in loggers:
-            name = name_of(given)
-            while name in self._services:
-                name += "'"
-            self._services[name] = service_of(given)
+        self._services = services_of(loggers)
         self._config, self._chart, self._close_s = config, chart, close_s
         self._next: int | None = None  # while this worker is the main one
         self._left_out = 0
         self._work: queue.Queue[_Work | None] = queue.Queue(WAITING)
         self._thread: threading.Thread | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self._services)
 
     def take(self, step: int, values: Mapping[str, float], *, is_main: bool) -> None:
         """A step is committed; a worker that is not the main one leaves its charts to the one that is."""
@@ -95,7 +87,11 @@ class Trackers:
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
-            work()
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - a thread that ends in silence would leave charts without an end
+                self._services.clear()
+                warn(f"nothing is charted any more, and training goes on: {type(error).__name__}: {error}")
 
     def _begin(self, step: int) -> None:
         chart = self._chart(step == 0)

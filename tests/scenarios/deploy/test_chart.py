@@ -92,7 +92,7 @@ def test_the_manager_may_scale_its_own_set_and_nothing_else() -> None:
             "verbs": ["get", "patch"],
         },
         {"apiGroups": [""], "resources": ["secrets"], "resourceNames": ["gpt2-agent-join"], "verbs": ["patch"]},
-        {"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]},
+        {"apiGroups": [""], "resources": ["pods", "events"], "verbs": ["list"]},
     ]
     assert found["StatefulSet", "gpt2-agent"]["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
 

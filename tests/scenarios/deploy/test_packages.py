@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from varuna.dashboard import ASSETS
+
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deploy" / "Dockerfile"
 SOURCES = ("varuna", "examples", "docs", "deploy", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "Makefile")
@@ -69,6 +71,7 @@ def test_the_wheel_has_what_it_needs_and_no_more(wheel: Path) -> None:
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert {name.partition("/")[0] for name in names} == {"varuna", "varuna_train-0.1.0.dist-info"}
     assert {"varuna/py.typed", "varuna/dashboard/index.html", "varuna/_examples/gpt2_text/train.py"} <= set(names)
+    assert {f"varuna/dashboard/{name}" for name in ASSETS} <= set(names)
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 

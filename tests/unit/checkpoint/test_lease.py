@@ -1,10 +1,14 @@
 """One run at a time in a directory, whatever the clocks say."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from tests.unit.store.flaky import Time
+from tests.waiting import wait_for
 from varuna.checkpoint import lease as lease_module
 from varuna.checkpoint.lease import EXPIRY_S, Lease, LeaseOwner, claim
 from varuna.core.errors import CheckpointError
@@ -77,6 +81,15 @@ def test_a_dead_process_of_this_machine_is_replaced_at_once_and_a_live_one_never
     write(store, elsewhere(machine=here, pid=2**22 + 1), epoch=9)
     take(store, time)
     assert time.now_s == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the kernel does not say")
+def test_a_process_that_has_ended_and_that_nobody_has_waited_for_is_dead(store: Store) -> None:
+    with subprocess.Popen([sys.executable, "-I", "-S", "-c", ""]) as child:
+        started = lease_module._started(str(child.pid))
+        wait_for(lambda: lease_module._is_dead(child.pid))
+        write(store, elsewhere(machine=lease_module._machine(), pid=child.pid, started=started))
+        assert take(store).is_held()
 
 
 def test_an_earlier_run_of_the_same_process_is_over(store: Store) -> None:

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,18 @@ def test_an_error_keeps_its_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(cli, "app", refuse)
     assert run_main(monkeypatch) == 3
     assert capsys.readouterr().err == "varuna: no plan fits: deepen the pipeline\n"
+
+
+def test_where_nothing_can_be_written_a_sentence_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def make_a_folder() -> None:
+        tempfile.mkdtemp()
+
+    monkeypatch.setattr(cli, "app", make_a_folder)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "missing"))
+    assert run_main(monkeypatch) == 2
+    assert capsys.readouterr().err.startswith("varuna: no folder for temporary files can be written. In a container")
 
 
 def test_a_bug_becomes_one_line_and_a_file(

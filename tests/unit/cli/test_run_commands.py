@@ -13,8 +13,8 @@ from tests.unit.fleet.support import Driver, two_stages
 from varuna.cli import main as cli
 from varuna.core.messages import Beat
 from varuna.fleet.manager.operator_api import OperatorApi
-from varuna.fleet.manager.status import Picture
 from varuna.fleet.net.serving import Serving
+from varuna.fleet.page.status import Picture
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish
 from varuna.fleet.run_folder.journal import Journal
@@ -110,7 +110,7 @@ def test_status_shows_plan_workers_generations_and_the_first_failure(manager: Ru
 
 
 def test_doctor_finds_no_fault_in_a_run_that_lost_a_worker(manager: RunningManager, shell: Shell) -> None:
-    code, out, _ = shell("doctor", "--json")
+    code, out, _ = shell("doctor", "--run", str(manager.folder), "--json")
     found = json.loads(out)
     assert (code, found["healthy"]) == (0, True)
     assert "3 steps" in next(f["text"] for f in found["findings"] if f["subject"] == "ledger")
@@ -246,4 +246,4 @@ def test_open_gives_a_link_that_works_once_and_only_its_owner_sees(
     assert path.stat().st_mode & 0o077 == 0
     assert f"http://127.0.0.1:{manager.serving.port}/#login=" in path.read_text()
     assert shell("open", "--void")[1] == "2 links and open pages were revoked\n"
-    assert "Leave out --print" in shell("open", "--void", "--print")[2]
+    assert "Give one of them" in shell("open", "--void", "--print")[2]

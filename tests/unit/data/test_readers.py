@@ -155,14 +155,14 @@ def test_a_process_lets_go_of_the_sockets_of_its_parent(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the end of children")
 def test_no_process_is_left_after_a_kill(tmp_path: Path) -> None:
     code = textwrap.dedent(f"""
-        import sys, pathlib, time
+        import multiprocessing, pathlib, time
         from tests.unit.data.test_readers import Drawn
         from varuna.data.readers import SampleRequest
         from varuna.data.samples import SampleSource
         source = SampleSource(Drawn(pathlib.Path({str(tmp_path)!r})), seed=0, processes=2)
         readers = source.reading()
         readers.ask(SampleRequest((104,), None))
-        print(*readers.pids, flush=True)
+        print(*(each.pid for each in multiprocessing.active_children()), flush=True)
         time.sleep(600)
     """)
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

@@ -10,12 +10,11 @@ from varuna.doctor.diagnose import (
     Disk,
     Facts,
     Listener,
-    Severity,
     WorkerSeen,
     diagnose,
     is_exposed,
-    is_healthy,
 )
+from varuna.doctor.judging.finding import Severity, is_healthy
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
 
 LEDGER = SampleLedger(first_step=0, steps=10, samples=160, undone=0, weights=(16.0,) * 10, faults=())

@@ -6,7 +6,7 @@ On a GPU they begin and end in its memory, so their times are those of a link wi
 import time
 from collections.abc import Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,21 +19,34 @@ from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.links.message import Packed
 from varuna.engine.links.traffic import Traffic
 
-_ROUNDS = 60
-_WARM_ROUNDS = 4
-_BUDGET_S = 1.5
-"""Time for one size; a slow network gets fewer rounds."""
-_LEAST_ROUNDS = 6
 _WAIT_S = 60.0
 _TAG = 77
 _TIME_BYTES = 8
 
 
+class Repeats(NamedTuple):
+    """How often each size is sent."""
+
+    most_rounds: int = 60
+    least_rounds: int = 6
+    warm_rounds: int = 4
+    """before those that count"""
+    budget_s: float = 1.5
+    """Time for one size; a slow network gets fewer rounds."""
+
+    def rounds(self, seconds: float) -> int:
+        """How often to repeat something that takes ``seconds``."""
+        return max(self.least_rounds, min(self.most_rounds, int(self.budget_s / max(seconds, 1e-6))))
+
+
+_CALIBRATION = Repeats()
+
+
 class Peers:
     """All workers that measure, in step with one another."""
 
-    def __init__(self, store: Any, rank: int, size: int, host: str) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, store: Any, rank: int, size: int, host: str, pace: Repeats = _CALIBRATION) -> None:
+        self.rank, self.size, self._pace = rank, size, pace
         self._store, self._host = store, host
         self._group = Group(store, "calibrate/world", rank, size, host) if size > 1 else None
 
@@ -88,8 +101,8 @@ class Peers:
         samples: list[Sized] = []
         for tag, size in zip(count(_TAG, 2), sizes, strict=False):
             begin_s = time.monotonic()
-            _swap_many(pair, 1 - place, tag, size, _WARM_ROUNDS, traffic)
-            rounds = _rounds(self.agree((time.monotonic() - begin_s) / _WARM_ROUNDS))
+            _swap_many(pair, 1 - place, tag, size, self._pace.warm_rounds, traffic)
+            rounds = self._pace.rounds(self.agree((time.monotonic() - begin_s) / self._pace.warm_rounds))
             samples += [Sized(size, seconds) for seconds in _swap_many(pair, 1 - place, tag + 1, size, rounds, traffic)]
         return samples
 
@@ -111,20 +124,15 @@ class Peers:
         for size in sizes:
             values = copies.up({"sums": torch.zeros(max(1, size // 4))})["sums"]
             taken_s = 0.0
-            for _ in range(_WARM_ROUNDS):
+            for _ in range(self._pace.warm_rounds):
                 self.meet()
                 taken_s = _reduce(group, values, copies)
-            for _ in range(_rounds(self.agree(taken_s))):
+            for _ in range(self._pace.rounds(self.agree(taken_s))):
                 self.meet()
                 taken_s = _reduce(group, values, copies)
                 if group is not None:
                     samples.append(Sized(values.numel() * 4, taken_s))
         return RingSamples(in_flight=in_flight, ranks=ranks, samples=tuple(samples))
-
-
-def _rounds(seconds: float) -> int:
-    """How often to repeat something that takes ``seconds``."""
-    return max(_LEAST_ROUNDS, min(_ROUNDS, int(_BUDGET_S / max(seconds, 1e-6))))
 
 
 def _swap_many(pair: Group, peer: int, tag: int, size_bytes: int, rounds: int, traffic: Traffic) -> list[float]:

@@ -107,8 +107,12 @@ def manage_cluster(
 
 def _give_back(grower: "Grower") -> None:
     """Let go of what was asked for; a run that is over is over in any case."""
+    from varuna.fleet.clouds.provider import CapacityError
+
     try:
         grower.close()
+    except CapacityError as error:
+        say(f"what this run requested is not given back: {error}. Set the size back by hand, or machines go on to cost")
     except FleetError as error:
         say(str(error))
 
@@ -130,7 +134,8 @@ def _port_before(run_dir: Path, host: str) -> int:
         except OSError as error:
             warn(
                 f"port {known.port}, at which agents of {run_dir} look for their manager, cannot be used again "
-                f"({error.strerror}): those that still run do not find this one. --port names another port."
+                f"({error.strerror}): of those that still run, only those with --join-file {run_dir}/join find this "
+                "one. --port names another port."
             )
             return 0
     return known.port

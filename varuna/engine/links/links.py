@@ -18,6 +18,7 @@ from varuna.core.errors import LinkError
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.transport import Group, Work
 from varuna.engine.device.host_copies import CPU_COPIES, DONE, HostCopies
+from varuna.engine.links.carry import Carry
 from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.message import DeviceMessage, Packed
 from varuna.process.threads import start
@@ -42,10 +43,11 @@ class Sender:
     ) -> None:
         self._group, self._peer, self._tag, self._inbox, self._name = group, peer, tag, inbox, name
         self._channel = channel
-        self._under_way: queue.SimpleQueue[tuple[Work, Packed, float] | None] = queue.SimpleQueue()
+        self._under_way: queue.SimpleQueue[tuple[Work, Packed, Carry] | None] = queue.SimpleQueue()
         self._unready: queue.SimpleQueue[Packed | None] | None = None  # once there was such a message
-        self.sent: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
-        """bytes and seconds of the newest messages, until the transport was through with them"""
+        self.sent: deque[Carry] = deque(maxlen=_REMEMBERED)
+        """the newest messages, in order"""
+        self._begun: list[Carry] = []
         self._given = self._through = 0  # each is written by one thread
         start(f"send-{name}", self._run)
 
@@ -65,14 +67,32 @@ class Sender:
         else:
             self._unready.put(message)
 
+    def take_sent(self) -> list[Carry]:
+        """Messages that the transport is through with, once each."""
+        found = []
+        while self.sent and self.sent[0].end_s is not None:
+            found.append(self.sent.popleft())
+        return found
+
+    def take_begun(self) -> list[Carry]:
+        """All messages since the last call, in the order in which they were given; the last may be under way.
+
+        For a moment at which the peer has taken them all.
+        """
+        begun, self._begun = self._begun, []
+        return begun
+
     def close(self) -> None:
         """Let the threads end once everything is sent or the group is abandoned."""
         (self._under_way if self._unready is None else self._unready).put(None)
 
     def _start(self, message: Packed) -> None:
         try:
+            carry = Carry(message.buffer.nbytes, time.monotonic())  # first: the peer may act on it at once
             work = self._group.send(message.buffer, self._peer, self._tag)
-            self._under_way.put((work, message, time.monotonic()))
+            self.sent.append(carry)
+            self._begun.append(carry)
+            self._under_way.put((work, message, carry))
         except RuntimeError as error:
             self._broke(error)
 
@@ -91,12 +111,12 @@ class Sender:
     def _run(self) -> None:
         try:
             while (item := self._under_way.get()) is not None:
-                work, message, begin_s = item
-                size_bytes = work.wait().nbytes
+                work, message, carry = item
+                work.wait()
                 if self._channel is not None and message.body is not None:
                     self._channel.send(message.body)
-                    size_bytes += message.body.nbytes
-                self.sent.append((size_bytes, time.monotonic() - begin_s))
+                    carry.size_bytes += message.body.nbytes
+                carry.end_s = time.monotonic()
                 del work, message, item
                 self._through += 1
                 self._inbox.stir()

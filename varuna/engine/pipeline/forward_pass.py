@@ -5,7 +5,7 @@ samples (loader) ---------+
 activation (link, inbox) -+                                       sums of the loss
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -77,6 +77,7 @@ class ForwardPass:
         weight: WeightFunction | None,
         steps: range,
         purpose: Purpose,
+        work_of: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         """Open the links, and make a thread that reads samples once they are requested.
 
@@ -92,12 +93,15 @@ class ForwardPass:
             weight: the user's weight of a micro-batch, if any.
             steps: steps whose activations will arrive.
             purpose: in training, what is read is counted for the whole batch as well, as far ahead as that needs.
+            work_of: micro-batches of a step on this rank; those of the plan by default.
         """
         self._stage, self._plan, self._model, self._buffers = stage, plan, model, buffers
         self._inbox, self._weight, self._rank, self._purpose = inbox, weight, rank, purpose
         self._copies = stage.job.traffic.links
         self._batch, self._activation = f"{purpose.key}batch", f"{purpose.key}activation"
-        self._mine = plan.micro_batches_of(plan.place_of(rank).replica)
+        mine = plan.micro_batches_of(plan.place_of(rank).replica)
+        self._work_of = work_of or (lambda step: mine)
+        self._most = len(mine)
         self._graphs, self.variants = model.graphs, Variants(model, inbox)
         self.whole = WholeBatch(model, buffers, plan, rank, inbox)
         # The user's weight may want any input.
@@ -114,7 +118,7 @@ class ForwardPass:
         self.layouts = Layouts(plan, stage.sections, model.graphs, self.variants, apart)
         self.downstream: Sender | None = None
         if stage.index > 0:
-            expected = self.expected(self._activation, self.layouts.activation_in, range(len(self._mine)), steps)
+            expected = self.expected(self._activation, self.layouts.activation_in, self._work_of, steps)
             name, channel = self.link_name(rank - 1), direct.receives.get(rank - 1)
             Receiver(groups.world, rank - 1, purpose.tag, inbox, name, expected, self._copies, channel)
         if not stage.is_last:
@@ -127,12 +131,11 @@ class ForwardPass:
         return f"of rank {self._rank} with rank {peer} (stage {stage}){self._purpose.name}"
 
     def expected(
-        self, kind: str, layout: Callable[[int, int], Layout], order: Iterable[int], steps: range
+        self, kind: str, layout: Callable[[int, int], Layout], order: Callable[[int], Sequence[int]], steps: range
     ) -> Iterator[tuple[tuple[str, int, int], int, int]]:
         """Key and sizes of each message of a link, as ``Receiver`` wants them; waits for lengths that samples tell."""
-        locals_ = tuple(order)
         for step in steps:
-            for micro_batch in (self._mine[local] for local in locals_):
+            for micro_batch in order(step):
                 if not self.variants.wait(step, micro_batch):
                     return
                 message = layout(step, micro_batch)
@@ -150,12 +153,12 @@ class ForwardPass:
     @property
     def steps_ahead(self) -> int:
         """For so many steps samples should be requested, so that all who can read do."""
-        return 1 if self._loader is None else max(1, -(-self._loader.at_once // max(1, len(self._mine))))
+        return 1 if self._loader is None else max(1, -(-self._loader.at_once // max(1, self._most)))
 
     def request(self, step: int, first: int = 0) -> None:
         """Start to read a step's micro-batches, whose samples begin at position ``first``."""
         if self._loader is not None:
-            work = [(j, [first + offset for offset in self._plan.samples_of(j)]) for j in self._mine]
+            work = [(j, [first + offset for offset in self._plan.samples_of(j)]) for j in self._work_of(step)]
             self._loader.request(step, work, self._keys, compared=self._compared)
 
     def _deliver(self, step: int, micro_batch: int, batch: MicroBatch | BaseException) -> None:

@@ -17,6 +17,7 @@ from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import Ready
 from varuna.engine.links.bf16_all_reduce import all_reduce_rounded
+from varuna.engine.links.carry import Carry
 from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
@@ -42,8 +43,9 @@ class Reducer:
         self._others = tuple(r for r in range(plan.workers) if r != rank)
         self._courier = Courier(inbox, "reduction")
         self._votes = Courier(inbox, "vote")
-        self.reductions: deque[tuple[int, float]] = deque(maxlen=_REMEMBERED)
-        """bytes and seconds of the newest all-reduces, from device to device, waits for the other replicas included"""
+        self._room = torch.empty(0)
+        self.reductions: deque[Carry] = deque(maxlen=_REMEMBERED)
+        """the newest all-reduces, from device to device, waits for the other replicas included"""
 
     @cached_property
     def _sharers(self) -> tuple[int, ...]:
@@ -59,32 +61,43 @@ class Reducer:
         group = self._groups.stage
         if group is not None and flat.numel():
             point = self._copies.point()  # what the device is given from now on need not be waited for
-            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, flat, point))
+            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, section, point))
         else:
             self._inbox.put(("reduced", step, section), None)
         if self._stage.statistics.has(section):
             self._courier.submit(("statistics", step, section), lambda: self._gather(section))
 
-    def _reduce(self, group: Group, flat: Tensor, point: Ready) -> None:
+    def _reduce(self, group: Group, section: int, point: Ready) -> None:
+        sums, flat = self._stage.sums, self._stage.buckets[section].flat
         in_bf16, direct = self._stage.job.bf16_reduction, self._groups.direct.sums
         if direct is not None:
             self._reduce_directly(group, direct, flat, point)
             return
         point.wait()
         begin_s = time.monotonic()
-        with self._copies.at_host(flat, point) as values:
+        with self._copies.at_host(flat, point) as own:
+            values = self._copy(own) if sums.outlast else own  # an all-reduce that breaks off leaves nonsense
             if in_bf16:
                 all_reduce_rounded(group, values)
             else:
                 group.all_reduce(values)
-        self.reductions.append((flat.nbytes // 2 if in_bf16 else flat.nbytes, time.monotonic() - begin_s))
+            if sums.outlast:
+                sums.reduced(section, values)
+        self.reductions.append(Carry(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
+
+    def _copy(self, values: Tensor) -> Tensor:
+        """A copy in memory that the next reduction uses again: there is one at a time."""
+        if self._room.numel() < values.numel():
+            buckets = self._stage.buckets.values()
+            self._room = torch.empty(max(bucket.flat.numel() for bucket in buckets), dtype=values.dtype)
+        return self._room[: values.numel()].copy_(values)
 
     def _reduce_directly(self, group: Group, direct: GpuChannel, flat: Tensor, point: Ready) -> None:
         point.wait()
         begin_s = time.monotonic()
         group.all_reduce(torch.zeros(1))  # the other replicas' sums are ready too: no device waits for them
         direct.all_reduce(flat)
-        self.reductions.append((flat.nbytes, time.monotonic() - begin_s))
+        self.reductions.append(Carry(flat.nbytes, begin_s, time.monotonic()))
 
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""
@@ -215,7 +228,9 @@ class Reducer:
         total = parts[tied.sections[0]].to(device)
         for section in tied.sections[1:]:
             total = total + parts[section].to(device)
-        self._stage.totals[tied.name].copy_(total)
+        home = next(section for section in tied.sections if section in self._stage.sections)
+        with self._stage.sums.changing(home):
+            self._stage.totals[tied.name].copy_(total)
 
 
 def cast_vote(
@@ -238,6 +253,9 @@ def cast_vote(
     if replica == 0:
         for section, norm in stage.squared_norms().items():
             vector[layout.squared_norm(section)] = norm
+    for section in stage.sections:
+        first = layout.added(section)
+        vector[first : first + 2] = torch.tensor(stage.sums.counted(section, replica), dtype=torch.float64)
     for micro_batch, values in losses:
         first = layout.micro_batch(micro_batch)
         vector[first : first + len(values)] = torch.tensor(values, dtype=torch.float64)

@@ -12,13 +12,14 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
+from varuna.engine.links.carry import Carry
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Receiver, Sender
 from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
-from varuna.engine.pipeline.timeline import StepPhase, StepTimes
+from varuna.engine.pipeline.timeline import Messages, StepPhase, StepTimes
 from varuna.engine.stage.section import Examples, Tape
 from varuna.engine.stage.stage import Left, Stage
 from varuna.partition.batch_weight import WeightFunction
@@ -73,7 +74,7 @@ class Runtime:
         self._stage, self._plan, self._rank, self._source = stage, plan, rank, source
         self._inbox, self._reducer, self._weight, self._steps = inbox, reducer, weight, steps
         self._replica = plan.place_of(rank).replica
-        self._mine = plan.micro_batches_of(self._replica)
+        self._mine = stage.work.of(stage.next_step)
         self._graphs = stage.job.model.graphs
         self._stash, job = InputStash(()), stage.job
         self._forward_pass = ForwardPass(
@@ -88,19 +89,17 @@ class Runtime:
             weight=weight,
             steps=range(stage.next_step, steps),
             purpose=TRAINING,
+            work_of=stage.work.of,
         )
         self._whole = self._forward_pass.whole
         self._layouts, self._downstream = self._forward_pass.layouts, self._forward_pass.downstream
         self._requested = stage.next_step
         self._inputs_in = self._gradients_in = self._forwards = 0
         self._kept = len(plan.kept_sections_of(stage.index))
-        last = self._policy().backward_order[len(self._mine) - min(plan.split_last, len(self._mine)) :]
-        self._split = frozenset(last if stage.index else ())  # stage 0 has nobody who waits for its input gradient
+        self._orders: dict[int, tuple[int, ...]] = {}  # of backwards, by how many micro-batches a step has here
         self._copies, self.lookahead = job.traffic.links, lookahead_of(job.traffic.streams, inbox)
         self._open_gradient_links(groups)
         self._acting: tuple[int, Action] | None = None  # step and action, set for each, read by heartbeats
-        self.losses: list[tuple[int, list[float]]] = []
-        """(global micro-batch, [weighted loss, weight, metric sums...]) of the step; last stage only"""
         self.times: StepTimes | None = None
         """of the newest whole step"""
         self.phases: list[StepPhase] = []
@@ -113,23 +112,30 @@ class Runtime:
             where = (groups.world, rank - 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank - 1))
             self._upstream = Sender(*where, groups.direct.sends.get(rank - 1))
         if not stage.is_last:
-            order, steps = self._policy().backward_order, range(stage.next_step, self._steps)
-            expected = forward_pass.expected("gradient", self._layouts.gradient_in, order, steps)
+            steps = range(stage.next_step, self._steps)
+            expected = forward_pass.expected("gradient", self._layouts.gradient_in, self._backward_order, steps)
             where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank + 1))
             channel = groups.direct.receives.get(rank + 1)
             Receiver(*where, expected, self._copies, channel, places=GRADIENTS_COMING)
 
-    def _policy(self) -> Policy:
+    def _policy(self, micro_batches: int) -> Policy:
         plan, stage = self._plan, self._stage.index
         return make_policy(
             plan.policy,
             stage=stage,
             stages=plan.stages,
-            micro_batches=len(self._mine),
+            micro_batches=micro_batches,
             stash_limit=plan.stash_limits[stage],
-            split_last=plan.split_last,
+            split_last=min(plan.split_last, micro_batches),
             keeps_all=plan.keeps_all(stage),
         )
+
+    def _backward_order(self, step: int) -> list[int]:
+        """Global micro-batches of a step in the order of their gradients."""
+        mine = self._stage.work.of(step)
+        if len(mine) not in self._orders:
+            self._orders[len(mine)] = self._policy(len(mine)).backward_order
+        return [mine[local] for local in self._orders[len(mine)]]
 
     def _new_stash(self, policy: Policy) -> InputStash:
         """An empty stash for one step, keyed by global micro-batch."""
@@ -158,10 +164,14 @@ class Runtime:
         if self._whole.reads:
             self._whole.settle(lambda: self._reducer.added_up(step))
         self._stage.clear_gradients()
-        self.losses = []
+        self._stage.work.begin(step)
         self.phases.clear()
         self._inputs_in = self._gradients_in = self._forwards = 0
-        policy = self._policy()
+        self._mine = self._stage.work.of(step)
+        policy, order = self._policy(len(self._mine)), self._backward_order(step)
+        split_last = min(self._plan.split_last, len(order))
+        # Stage 0 has nobody who waits for its input gradient.
+        self._split = frozenset(order[len(order) - split_last :] if self._stage.index else ())
         self._stash = self._new_stash(policy)
         flights: dict[int, Flight] = {}
         lookahead = self.lookahead
@@ -192,13 +202,20 @@ class Runtime:
         acting = self._acting
         return "starting" if acting is None else f"step {acting[0]}: {acting[1]}"
 
-    def take_sent(self) -> list[tuple[int, float]]:
-        """Bytes and seconds of messages sent since the last call."""
-        found: list[tuple[int, float]] = []
-        for sender in (self._upstream, self._downstream):
-            while sender is not None and sender.sent:
-                found.append(sender.sent.popleft())
-        return found
+    def take_sent(self) -> list[Carry]:
+        """Messages that were delivered since the last call."""
+        senders = (self._upstream, self._downstream)
+        return [carry for sender in senders if sender is not None for carry in sender.take_sent()]
+
+    def take_messages(self) -> Messages:
+        """Messages of the step that has just ended."""
+        down, up = self._downstream, self._upstream
+        order = self._orders[len(self._mine)]
+        return Messages(
+            micro_batches=tuple(self._mine),
+            activations=list(enumerate(down.take_begun())) if down is not None else [],
+            gradients=list(zip(order, up.take_begun(), strict=False)) if up is not None else [],
+        )
 
     def close(self) -> None:
         """Drop queued work; threads end when their queues are empty or their groups abandoned."""
@@ -256,7 +273,7 @@ class Runtime:
 
     def _act(self, step: int, action: Action, policy: Policy, flights: dict[int, Flight]) -> None:
         micro_batch = self._mine[action.micro_batch]
-        split = action.micro_batch in self._split
+        split = micro_batch in self._split
         is_final = action.micro_batch == policy.backward_order[-1]
         if action.kind is Kind.FORWARD:
             keep = len(self._stage.sections) if policy.keeps(action.micro_batch) else self._kept
@@ -285,7 +302,7 @@ class Runtime:
             self._stash.put(micro_batch, StashedInput(begin, dict(examples.inputs)))
         if stage.is_last:
             sums = forward_pass.sums(micro_batch, results, arrived)
-            self.losses.append((micro_batch, sums))
+            stage.work.losses.append((micro_batch, sums))
             flight.weight = float(self._plan.global_batch) if self._whole.used else sums[1]
         else:
             forward_pass.hand_on(step, micro_batch, out, arrived)

@@ -1,9 +1,10 @@
 """What a rank did in a step, and when: the one record behind heartbeats, calibration and pictures of steps."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from varuna.engine.links.carry import Carry
 from varuna.schedule.actions import Action, Kind
 
 
@@ -29,6 +30,15 @@ class StepPhase(NamedTuple):
     name: str
     begin_s: float
     end_s: float
+
+
+class Messages(NamedTuple):
+    """What one rank sent in a step, each with the micro-batch that it belongs to, within the replica."""
+
+    micro_batches: tuple[int, ...]
+    """numbers within the global batch, by those within the replica"""
+    activations: Sequence[tuple[int, Carry]]
+    gradients: Sequence[tuple[int, Carry]]
 
 
 class StepTimes(NamedTuple):

@@ -1,6 +1,7 @@
 """Sums of gradients, one flat fp32 buffer for each section."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,11 +19,20 @@ class Bucket:
     Everything that sums does so per section, so merging or splitting stages cannot change a bit.
     """
 
-    def __init__(self, leaves: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(self, leaves: Mapping[str, Tensor], device: torch.device, flat: Tensor | None = None) -> None:
+        """Begin with zeros, or with sums of the same leaves, whose memory is taken over.
+
+        Args:
+            leaves: by parameter.
+            device: where the sums are.
+            flat: of another bucket.
+        """
         self.names = tuple(sorted(leaves, key=lambda name: not leaves[name].is_complex()))  # pairs begin at even places
         sizes = [leaves[name].numel() * (2 if leaves[name].is_complex() else 1) for name in self.names]
-        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device)
+        self.flat = torch.zeros(sum(sizes), dtype=torch.float32, device=device) if flat is None else flat
         self.views = dict(zip(self.names, torch.split(self.flat, sizes) if sizes else (), strict=True))
+        self._drops = False
+        self._in_place: list[tuple[Tensor, Tensor]] = []  # leaves, and where they add up themselves
         self._cast: list[tuple[Tensor, Tensor]] = []  # leaves of another dtype, and where their gradients are summed
         for name, leaf in leaves.items():
             view = self.views[name]
@@ -30,6 +40,7 @@ class Bucket:
             self.views[name] = view
             if leaf.dtype is view.dtype:
                 leaf.grad = view
+                self._in_place.append((leaf, view))
             else:
                 self._cast.append((leaf, view))
 
@@ -37,8 +48,20 @@ class Bucket:
         """Add what a backward left in leaves of another dtype; others add up in place."""
         for leaf, total in self._cast:
             if leaf.grad is not None:
-                total.add_(leaf.grad)
+                if not self._drops:
+                    total.add_(leaf.grad)
                 leaf.grad = None
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """In this block a backward runs as ever, up to ``collect``, and its gradients are dropped."""
+        self._drops = True
+        for leaf, _ in self._in_place:
+            leaf.grad = None
+        yield
+        self._drops = False
+        for leaf, view in self._in_place:
+            leaf.grad = view
 
 
 def squared_norms(

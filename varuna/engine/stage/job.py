@@ -46,3 +46,16 @@ class Job:
     def masters_away(self) -> bool:
         """Parameters that the optimizer updates live in host memory; copies of them are on the device."""
         return self.memory.offload_optimizer and self.dtype is not torch.float32
+
+    @property
+    def sums_outlast(self) -> bool:
+        """Whether sums of gradients may outlast the loss of a worker, so that only what is missing runs again.
+
+        Not on a GPU, and not where a micro-batch leaves more than gradients and a loss: statistics for buffers, counts
+        of the whole batch, truths of branches.
+        """
+        sections = [section for graph in self.model.graphs for section in graph.sections]
+        plain = self.model.whole is None and not any(
+            each.updates or each.statistics or each.truths for each in sections
+        )
+        return plain and self.device.type == "cpu" and self.traffic.streams is None

@@ -78,6 +78,10 @@ def optimizer_state_of(states: States, sections: Sequence[int]) -> dict[str, dic
     return found
 
 
+SUMS = "sums"
+"""Entry of a section's state between two generations: its sums of gradients, if the step was broken off."""
+
+
 def is_lent_along(name: str) -> bool:
     """Whether an entry of a section's state is wanted where its optimizer state is not."""
     return not name.startswith("optimizer/")

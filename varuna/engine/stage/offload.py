@@ -7,14 +7,18 @@ stage of that section alone; so the numbers are those of any other plan, to the 
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from varuna.checkpoint.io.section_state import JSON
-from varuna.engine.device.host_copies import DONE, HostCopies, Ready
+from varuna.engine.device.host_copies import DONE, HOST, HostCopies, Ready
 from varuna.engine.stage.cross_stage import no_exchange
+from varuna.engine.stage.job import Job
 from varuna.engine.stage.optimizer import NamedParameters, StageOptimizer, Written
+from varuna.engine.stage.parameter_groups import ParameterGroup, whole_groups
+from varuna.partition.cut.split import SectionGraph
 
 _NO_EXCHANGE = (
     "an optimizer that calls varuna.all_reduce_shared cannot run with offload_optimizer=True: it is stepped once "
@@ -195,3 +199,40 @@ class _Section:
     def _empty(self) -> None:
         for name in self._masters:
             self.held[name].data, self.held[name].grad = self._nothing, None
+
+
+def optimizer_of(
+    job: Job,
+    graphs: Sequence[SectionGraph],
+    named: NamedParameters,
+    state: Mapping[str, Mapping[str, Any]],
+    steps_done: int,
+    gradients: Mapping[str, Tensor],
+) -> StageOptimizer | OffloadedOptimizer:
+    """The optimizer of a stage, in host memory if the job says so.
+
+    Args:
+        job: what the user asked for.
+        graphs: of the stage's sections.
+        named: trainable parameters that are updated here.
+        state: optimizer state by parameter name.
+        steps_done: optimizer steps that the parameters contain.
+        gradients: by parameter, on the device.
+
+    Raises:
+        UsageError: as ``StageOptimizer``.
+    """
+    trainable, whole = job.model.trainable, tuple[ParameterGroup, ...]()
+    if job.scheduler is not None and (job.memory.offload_optimizer or len(named) < len(trainable)):
+        shapes = {name: shape for name, shape in job.model.shapes.items() if name in trainable}
+        whole = whole_groups(job.optimizer, shapes)
+    if not job.memory.offload_optimizer:
+        return StageOptimizer(job.optimizer, job.scheduler, named, state, steps_done, whole=whole)
+    first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
+    return OffloadedOptimizer(
+        lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, steps_done, home=HOST, whole=whole),
+        [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
+        device=job.device,
+        copies=job.traffic.optimizer,
+        gradients=gradients if job.masters_away else None,
+    )

@@ -50,6 +50,7 @@ class Tape(NamedTuple):
     made: tuple[Tensor, ...]
     pending: PendingWeights | None = None
     """where its weight gradients are left; None: they come with the input gradients"""
+    micro_batch: int = 0
 
 
 Halved = Callable[[SectionGraph, list[Any], Seeded], Run | None]
@@ -125,7 +126,7 @@ class SectionRunner:
                 run, arguments = halved, [pending, *arguments]
         with _QUIET if torch.is_grad_enabled() else torch.enable_grad(), seeded():
             made = self._noted(run(*arguments), micro_batch)
-        return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending)
+        return Tape(self.section, dict(zip(self.section.takes, taken, strict=True)), made, pending, micro_batch)
 
     def _without_graph(self, arguments: list[Any]) -> Run:
         """The section's graph for F."""

@@ -1,6 +1,6 @@
 """A stage on one rank: its sections' parameters, gradient buffers, optimizer and computations."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
+from varuna.core.sums import HeldSums
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage import averages
@@ -19,26 +20,32 @@ from varuna.engine.stage.gradient_bucket import Bucket, squared_norms
 from varuna.engine.stage.guards import Truths
 from varuna.engine.stage.job import Job
 from varuna.engine.stage.load_state import LOSS_SCALE, buffers_of, loss_scale_of, optimizer_state_of, parameters_of
-from varuna.engine.stage.offload import OffloadedOptimizer
-from varuna.engine.stage.optimizer import StageOptimizer
-from varuna.engine.stage.parameter_groups import ParameterGroup, whole_groups
+from varuna.engine.stage.offload import optimizer_of
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
-from varuna.partition.cut.split import SectionGraph
+from varuna.engine.stage.sums import Begun, StepShare, Sums
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
 
 Results = tuple[Tensor, ...]
-Left = tuple[int, PendingWeights | None]
-"""A section and the weight gradients that I left for W; None: I ran it whole."""
+Left = tuple[int, int, PendingWeights | None]
+"""A section, a micro-batch, and the weight gradients that I left for W; None: I ran it whole."""
 
 
 class Stage:
     """Sections ``plan.sections_of(stage)`` on this rank's device."""
 
     def __init__(
-        self, job: Job, plan: Plan, stage: int, states: Mapping[int, SectionState], next_step: int, *, replica: int = 0
+        self,
+        job: Job,
+        plan: Plan,
+        stage: int,
+        states: Mapping[int, SectionState],
+        next_step: int,
+        *,
+        replica: int = 0,
+        begun: Begun | None = None,
     ) -> None:
         """Take over the state of every section of the stage.
 
@@ -49,6 +56,7 @@ class Stage:
             states: at least one state for each of its sections; storages are taken over, not copied.
             next_step: steps that the states contain.
             replica: which replica of the stage; decides what of shared optimizer state is here.
+            begun: the first step, if another generation has begun it.
         """
         self.job = job
         self.plan, self.index = plan, stage
@@ -72,6 +80,7 @@ class Stage:
         self.statistics = Statistics(graphs, plan, job.traffic.sums)
         self.truths = Truths()
         self.buckets: dict[int, Bucket] = {}
+        flats = {} if begun is None else begun.flats
         self._gradients: dict[str, Tensor] = {}  # as the optimizer gets them
         held: dict[int, dict[str, Tensor]] = {}
         tied = {parameter.name for parameter in job.model.facts.tied}
@@ -82,10 +91,12 @@ class Stage:
                 for name in dict.fromkeys(graph.parameters)
                 if name in job.model.trainable
             }
-            bucket = self.buckets[graph.index] = Bucket(leaves, job.device)
+            bucket = self.buckets[graph.index] = Bucket(leaves, job.device, flats.get(graph.index))
             for name in leaves.keys() - tied:
                 self._gradients[name] = bucket.views[name]
             held[graph.index] = {**{name: self._compute[name] for name in graph.parameters}, **leaves}
+        self.work = StepShare(plan, replica, next_step, begun)
+        self.sums = Sums(self.buckets, plan, begun, outlast=job.sums_outlast)
         self.variants = [
             [self._runner(model, section, held[section], job.buffers, job.compiler) for section in self.sections]
             for model in job.model.graphs
@@ -96,7 +107,9 @@ class Stage:
         """summed gradients of tied parameters, in place of those of the first section here that uses them"""
         self._gradients |= self.totals
         self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
-        self.optimizer = self._built_optimizer(graphs, optimizer_state_of(states, self.sharding.held))
+        updated = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
+        known_state = optimizer_state_of(states, self.sharding.held)
+        self.optimizer = optimizer_of(job, graphs, updated, known_state, next_step, self._gradients)
         self._show(self._gradients)
         foreign = {p.name for p in self.tied if p.owner not in self.sections}
         known = (*self.parameters.items(), *self.optimizer.parameters.items())
@@ -110,26 +123,6 @@ class Stage:
 
     def _home_of(self, tied: TiedParameter) -> Bucket:
         return self.buckets[next(section for section in tied.sections if section in self.sections)]
-
-    def _built_optimizer(
-        self, graphs: Sequence[SectionGraph], state: Mapping[str, Mapping[str, Any]]
-    ) -> StageOptimizer | OffloadedOptimizer:
-        job, start = self.job, self.next_step
-        named = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
-        trainable, whole = job.model.trainable, tuple[ParameterGroup, ...]()
-        if job.scheduler is not None and (job.memory.offload_optimizer or len(named) < len(trainable)):
-            shapes = {name: shape for name, shape in job.model.shapes.items() if name in trainable}
-            whole = whole_groups(job.optimizer, shapes)
-        if not job.memory.offload_optimizer:
-            return StageOptimizer(job.optimizer, job.scheduler, named, state, start, whole=whole)
-        first = {name: graph.index for graph in reversed(graphs) for name in graph.parameters}
-        return OffloadedOptimizer(
-            lambda part: StageOptimizer(job.optimizer, job.scheduler, part, state, start, home=HOST, whole=whole),
-            [[pair for pair in named if first[pair[0]] == graph.index] for graph in graphs],
-            device=job.device,
-            copies=job.traffic.optimizer,
-            gradients=self._gradients if job.masters_away else None,
-        )
 
     def evaluation_runners(
         self, model: PartitionedModel, buffers: Mapping[str, Tensor], *, averaged: bool
@@ -237,11 +230,13 @@ class Stage:
         """B: consume the tapes from the last section to the first; returns gradients of what was received."""
         while tapes:
             tape = tapes.pop()
-            backward(tape, gradients)
-            if tape.pending is not None:
-                tape.pending.flush()
-            self.buckets[tape.section.index].collect()
-            section_done(tape.section.index)
+            section = tape.section.index
+            with self.sums.adding(section, tape.micro_batch):
+                backward(tape, gradients)
+                if tape.pending is not None:
+                    tape.pending.flush()
+                self.buckets[section].collect()
+            section_done(section)
         self._skip(section_done)
         return gradients
 
@@ -257,17 +252,20 @@ class Stage:
         left: list[Left] = []
         while tapes:
             tape = tapes.pop()
-            backward(tape, gradients)
-            self.buckets[tape.section.index].collect()
-            left.append((tape.section.index, tape.pending))
+            section = tape.section.index
+            with self.sums.adding(section, tape.micro_batch, whole=tape.pending is None):
+                backward(tape, gradients)
+                self.buckets[section].collect()
+            left.append((section, tape.micro_batch, tape.pending))
         return gradients, left
 
     def weight_backward(self, left: list[Left], section_done: Callable[[int], None]) -> None:
         """W: consume what ``input_backward`` left, from the last section to the first."""
-        for section, pending in left:
+        for section, micro_batch, pending in left:
             if pending is not None:
-                pending.flush()
-                self.buckets[section].collect()
+                with self.sums.adding(section, micro_batch, rest=True):
+                    pending.flush()
+                    self.buckets[section].collect()
             section_done(section)
         self._skip(section_done)
         left.clear()
@@ -275,9 +273,8 @@ class Stage:
     # -- gradients -----------------------------------------------------------------------------------
 
     def clear_gradients(self) -> None:
-        """Start a step: set all sums to zero."""
-        for bucket in self.buckets.values():
-            bucket.flat.zero_()
+        """Start a step: set all sums to zero, but for those that a broken one has left."""
+        self.sums.begin()
         self._halves.hide()
         self.statistics.clear()
         self.truths.clear()
@@ -286,6 +283,13 @@ class Stage:
     def gradient_scale(self) -> float:
         """Gradients are kept times this power of two; 1 but in fp16."""
         return self.loss_scale.value / self.job.unit if self.loss_scale is not None else 1.0
+
+    def held_sums(self) -> HeldSums | None:
+        """What another generation may go on from, if this one has ended in the middle of a step; nobody adds to it."""
+        found, without, m = self.sums.seal(), self.sums.without, self.plan.micro_batch
+        if not self.sums.outlast or not (found or without):
+            return None
+        return HeldSums(micro_batch=m, sections=found, without=without, losses=self.work.known)
 
     def squared_norms(self) -> dict[int, float]:
         """Squared L2 norm of each section's reduced gradients, float64; a tied parameter counts at its owner only."""
@@ -316,6 +320,8 @@ class Stage:
         self.statistics.apply(self.buffers)
         self.optimizer.advance()
         self.sharding.applied(overflowed=overflowed)
+        self.sums.discard()
+        self.work.end()
         self.next_step = step + 1
 
     def apply_tentatively(self, scale: float, exchange: StageExchange) -> None:
@@ -344,6 +350,7 @@ class Stage:
     def _update(self, scale: float) -> None:
         self.job.traffic.saves.follow(self.copied)
         scale /= self.gradient_scale
+        self.sums.discard()
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
         self._show(self.totals)

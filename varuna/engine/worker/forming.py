@@ -26,7 +26,7 @@ from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.links.traffic import Traffic
-from varuna.engine.stage.load_state import is_lent_along
+from varuna.engine.stage.load_state import SUMS, is_lent_along
 from varuna.engine.worker.agreement import check_agreement, share_refusal
 from varuna.engine.worker.loop_state import LOOP, Told, agree
 from varuna.engine.worker.state_transfer import exchange
@@ -230,6 +230,9 @@ def _states(
         states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole), initial=frozen)
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
+        for section in received.keys() & held.keys() & states.keys():  # it came for its optimizer state only
+            if (own := held[section].tensors.get(SUMS)) is not None:
+                states[section].tensors.setdefault(SUMS, own)
     if assignment.members > 1 and assignment.fresh:
         others = tuple(m for m in range(assignment.members) if m != rank)
         at(Awaited("the comparison of first values", others, checks=True))

@@ -25,7 +25,9 @@ from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
+from varuna.engine.stage.load_state import SUMS
 from varuna.engine.stage.stage import Stage
+from varuna.engine.stage.sums import Begun
 from varuna.engine.worker.forming import Formed, form_generation
 from varuna.engine.worker.loop_state import LoopState, Told, Turn
 from varuna.partition.batch_weight import WeightFunction
@@ -198,10 +200,13 @@ def _first_values(setting: Setting, names: Sequence[str], *, checks: bool) -> Ma
 
 
 def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, SectionState]) -> Stage:
-    """Build this rank's stage with its state."""
-    plan = assignment.plan
+    """Build this rank's stage with its state, and with the sums of gradients that it goes on from."""
+    plan, rest, begun = assignment.plan, assignment.rest, None
     place = plan.place_of(assignment.rank)
-    stage = Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica)
+    if rest is not None:
+        taken = [each.section for each in rest.taken if SUMS in states[each.section].tensors]
+        begun = Begun(rest, {section: states[section].tensors[SUMS] for section in taken})
+    stage = Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica, begun=begun)
     for value in setting.loop.measured:
         stage.optimizer.measure(value)
     return stage

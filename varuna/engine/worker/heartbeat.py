@@ -11,6 +11,7 @@ from varuna.engine.base.wait_bounds import Doing, Waiting, doing_of
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.pipeline.timeline import StepTimes
+from varuna.engine.shown.recent_steps import RecentSteps
 from varuna.engine.worker.reporting import Reporter
 from varuna.engine.worker.whereabouts import Whereabouts, whereabouts
 from varuna.engine.worker.worker_state import WorkerState
@@ -33,10 +34,12 @@ class Heartbeat:
     Args:
         state: of this worker.
         compiler: of the job, if it compiles.
+        recent: tells what somebody wants to see, with every beat.
     """
 
-    def __init__(self, state: WorkerState, compiler: Compiler | None) -> None:
+    def __init__(self, state: WorkerState, compiler: Compiler | None, recent: RecentSteps) -> None:
         self._state, self._compiler, self._thread = state, compiler, threading.get_ident()
+        self._recent = recent
         self.activity = Activity("starting")
         self.inbox = Inbox()
         """of the newest generation"""
@@ -67,6 +70,7 @@ class Heartbeat:
 
     def beat(self) -> Beat:
         """The next sign of life; what steps took is in one of them only."""
+        self._recent.answer()
         doing, waiting, runtime, phase = self.doing(), self.inbox.waiting, self.runtime, self.activity.phase
         beat = Beat(
             generation=self._state.generation,

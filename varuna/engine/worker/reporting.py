@@ -31,6 +31,11 @@ class Reporter:
             self._skip = WARM_STEPS
             self._clear()
 
+    def pass_over(self) -> None:
+        """Leave out the step that begins: it will not take what steps take."""
+        with self._lock:
+            self._skip = max(self._skip, 1)
+
     def take(
         self,
         times: StepTimes,

@@ -22,6 +22,7 @@ from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
 from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
+from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
 from varuna.engine.worker.generation import Generation, Setting, build_stage, form, open_generation
 from varuna.engine.worker.heartbeat import Heartbeat
@@ -95,7 +96,8 @@ class Session:
         self.standing = WorkerState(membership)
         self._stopping = self._saves_next = False
         self._combines = None if facts.combines else False  # the steps call all_reduce_shared; None: nobody knows yet
-        self.heartbeat = Heartbeat(self.standing, job.compiler)
+        self._shown = ShownSteps(membership.shown, job.device)
+        self.heartbeat = Heartbeat(self.standing, job.compiler, self._shown.recent)
         self._is_sound, self._patience = True, patience  # the newest step was finite
         self.current: Generation | None = None
         self._assignment: Assignment | None = None  # of the newest stage
@@ -173,6 +175,7 @@ class Session:
             beat=heart.beat,
             on_hold=standing.on_hold,
             on_flag=standing.on_flag,
+            on_show=self._shown.want,
         )
         finished = False
         while not finished:
@@ -190,6 +193,7 @@ class Session:
             elif isinstance(directive, Assign):
                 finished = yield from self._run(directive.assignment)
         self._farewell()
+        self._shown.finish()
         heart.at("saves the last checkpoint")
         if self._saver is not None:
             self._saver.flush()
@@ -216,9 +220,11 @@ class Session:
                 return False
             return (yield from self._step_through(generation))
         except GenerationEnded:
+            self._shown.interrupt()
             self.standing.give_up(assignment.generation)
             self._close_current()
         except (LinkError, DamagedCheckpoint) as error:
+            self._shown.interrupt()
             self._membership.suspect(assignment.generation, str(error))
             if not (self._membership.survives or isinstance(error, DamagedCheckpoint)):
                 raise
@@ -306,6 +312,8 @@ class Session:
     def _one_step(self, generation: Generation, step: int) -> StepTotals:
         """Run a step; rank 0 reports it."""
         self.heartbeat.at(f"runs step {step}", WorkerPhase.STEPS)
+        if self._shown.before(step):
+            self.heartbeat.reporter.pass_over()
         vote, totals = run_step(
             generation,
             step,
@@ -314,7 +322,9 @@ class Session:
             check=partial(self._check, generation, step),
             remember=self.standing.remember,
             reporter=self.heartbeat.reporter,
+            recent=self._shown.recent,
         )
+        self._shown.after(step)
         if not overflowed(generation.stage.job.dtype, totals):  # nothing was applied, so nobody was asked
             self._combines = self._combines or generation.stage.local_exchange.used
             self._is_sound = is_finite(totals)

@@ -9,7 +9,7 @@ from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Transfer
 from varuna.engine.base.transport import Group, Work
-from varuna.engine.stage.load_state import is_lent_along
+from varuna.engine.stage.load_state import SUMS, is_lent_along
 
 _TAG = 100_000
 
@@ -37,14 +37,14 @@ def exchange(
     Raises:
         RuntimeError: a peer is gone (from gloo).
     """
-    packed: dict[tuple[int, bool], Tensor] = {}
+    packed: dict[tuple[int, bool, bool], Tensor] = {}
     sends: list[Work] = []
     receives: list[Transfer] = []
     for transfer in transfers:
         if transfer.source_rank == rank:
-            key = transfer.section, transfer.lent
+            key = transfer.section, transfer.lent, transfer.sums
             if key not in packed:
-                state = _lent(held[transfer.section]) if transfer.lent else held[transfer.section]
+                state = _part(held[transfer.section], transfer)
                 state = state if left_out is None else left_out.of(state)
                 packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
             length = torch.tensor([packed[key].numel()], dtype=torch.int64)
@@ -62,12 +62,16 @@ def exchange(
     }
 
 
-def _lent(state: SectionState) -> SectionState:
-    """The section's state for a rank that does not update it."""
+def _part(state: SectionState, transfer: Transfer) -> SectionState:
+    """What of a section's state is sent."""
+
+    def goes(name: str) -> bool:
+        return transfer.sums if name == SUMS else not transfer.lent or is_lent_along(name)
+
     return SectionState(
         state.section,
-        {name: value for name, value in state.tensors.items() if is_lent_along(name)},
-        {name: value for name, value in state.scalars.items() if is_lent_along(name)},
+        {name: value for name, value in state.tensors.items() if goes(name)},
+        {name: value for name, value in state.scalars.items() if goes(name)},
     )
 
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from varuna.core.errors import LinkError
 from varuna.core.messages import Vote
 from varuna.core.vote import StepTotals, VoteLayout
 from varuna.engine.pipeline.reduce import cast_vote
+from varuna.engine.shown.recent_steps import RanStep, RecentSteps
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.generation import Generation
 from varuna.engine.worker.reporting import Reporter
@@ -24,6 +26,7 @@ def run_step(
     check: Callable[[StepTotals, Sequence[float]], None],
     remember: Callable[[Vote], None],
     reporter: Reporter,
+    recent: RecentSteps,
 ) -> tuple[Vote, StepTotals]:
     """Run and apply ``step``. Nothing may interrupt between the vote's result and the apply.
 
@@ -35,6 +38,7 @@ def run_step(
         check: gets the totals and the vote before anybody else; what it raises keeps the step from being applied.
         remember: gets the vote before it is applied.
         reporter: hears what the step took.
+        recent: the same, of this one step.
 
     Raises:
         GenerationEnded: the manager ended the generation.
@@ -47,12 +51,13 @@ def run_step(
     stage.optimizer.prepare()  # after the last activation; gradients are still being reduced
     with generation.phase("reduce", step):
         generation.reducer.finish(step)
-    vector = cast_vote(layout_of(stage), stage, generation.replica, generation.runtime.losses, dict(flags))
+    vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses, dict(flags))
     if plan.stages > 1 and combines:
         with generation.phase("share", step):
             _apply_tentatively(generation, step, vector)
     with generation.phase("vote", step):
         summed = generation.reducer.vote(step, vector)
+    _prove(stage, step, summed)
     check(layout_of(stage).read(summed), summed)
     vote = Vote(
         generation=generation.assignment.generation,
@@ -67,20 +72,39 @@ def run_step(
     if stage.sharding.sends and not overflowed(stage.job.dtype, totals):
         with generation.phase("gather", step):
             generation.reducer.gather(step)
-    _report(generation, reporter, begin_s)
+    _report(generation, reporter, recent, begin_s)
     return vote, totals
 
 
-def _report(generation: Generation, reporter: Reporter, begin_s: float) -> None:
+def _prove(stage: Stage, step: int, summed: Sequence[float]) -> None:
+    """Let nobody apply a step whose sums do not contain each micro-batch exactly once: it runs again, from zero.
+
+    Raises:
+        LinkError: they do not; all ranks read the same vote, so all of them raise it.
+    """
+    wrong = layout_of(stage).unproven(summed)
+    if wrong:
+        stage.sums.discard()
+        named = ", ".join(str(section) for section in wrong[:8])
+        raise LinkError(
+            f"the sums of gradients of sections {named} do not contain each micro-batch of step {step} exactly once; "
+            "nothing of it is applied, and it runs again from the beginning"
+        )
+
+
+def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, begin_s: float) -> None:
     runtime, reductions = generation.runtime, generation.reducer.reductions
     assert runtime.times is not None
     runtime.times = runtime.times._replace(phases=tuple(runtime.phases))
+    sums = tuple(reductions.popleft() for _ in range(len(reductions)))
     reporter.take(
         runtime.times,
         step_s=time.monotonic() - begin_s,
-        messages=runtime.take_sent(),
-        reductions=[reductions.popleft() for _ in range(len(reductions))],
+        messages=[(carry.size_bytes, carry.seconds) for carry in runtime.take_sent()],
+        reductions=[(carry.size_bytes, carry.seconds) for carry in sums],
     )
+    assignment = generation.assignment
+    recent.take(RanStep(assignment.generation, assignment.rank, runtime.times, runtime.take_messages(), sums))
 
 
 def apply_vote(stage: Stage, step: int, vector: Sequence[float]) -> StepTotals:

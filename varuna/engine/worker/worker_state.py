@@ -14,6 +14,7 @@ from varuna.core.errors import WorkerError
 from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Flag, Held, Vote
 from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.stage.load_state import SUMS
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.loop_state import Turn
 from varuna.engine.worker.step import apply_vote, layout_of
@@ -43,11 +44,18 @@ class WorkerState:
         return self.stage.next_step if self.stage is not None else None
 
     def states(self) -> dict[int, SectionState]:
-        """State of every section held, as references; of lent ones without optimizer state, unless outdated."""
+        """State of every section held, as references; of lent ones without optimizer state, unless outdated.
+
+        With sums of gradients, if a step was broken off; nobody adds to them any more.
+        """
         stage = self.stage
         if stage is None:
             return {}
-        return {section: stage.state_of(section) for section in (*stage.sharding.held, *stage.sharding.up_to_date)}
+        states = {section: stage.state_of(section) for section in (*stage.sharding.held, *stage.sharding.up_to_date)}
+        for each in stage.sums.seal():
+            if each.section in states:
+                states[each.section].tensors[SUMS] = stage.buckets[each.section].flat
+        return states
 
     def in_hand(self) -> tuple[dict[int, SectionState], Turn | None]:
         """The states of ``states``, and the newest step that they contain."""
@@ -194,5 +202,6 @@ class WorkerState:
                 sections=sharding.held if sharding is not None else (),
                 lent=sharding.up_to_date if sharding is not None else (),
                 votes=votes,
+                sums=self.stage.held_sums() if self.stage is not None else None,
             )
         )

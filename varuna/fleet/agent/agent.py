@@ -139,7 +139,7 @@ class Agent:
             on_body=self._inputs.put,
             on_confirmed=lambda outputs: self._inputs.put(_Confirmed(outputs)),
         )
-        self._place, self._run, self._interface, self._main = place, "", config.interface, ""
+        self._run, self._interface, self._main = "", config.interface, ""
         self._connected = self._complained = False
         self._departure = OwnDeparture()
         self.is_released = False  # whether the run does not need this machine any more
@@ -167,7 +167,7 @@ class Agent:
                     self._take_next()
                     self._tend(time.monotonic())
                     if not self._run and time.monotonic() > begin_s + _FIRST_WELCOME_S:
-                        raise FleetError(f"no manager answered at {self._place} for {_FIRST_WELCOME_S:.0f} s")
+                        raise FleetError(f"no manager answered at {self._uplink.place} for {_FIRST_WELCOME_S:.0f} s")
         finally:
             if left := self._launcher.stop_all(0.0):
                 self._tell(left)
@@ -254,7 +254,7 @@ class Agent:
         elif not self._run:
             self._tell(f"joined the run as {self._card.identity.node}; data plane on {self._interface}")
         else:
-            self._tell("connected to the manager again")
+            self._tell(f"connected to the manager again, at {self._uplink.place}")
         self._run = self._local["VARUNA_CHART"] = welcome.run
         if not welcome.resumed:
             self._forwarder.begin(event.epoch, welcome.kept)
@@ -263,7 +263,7 @@ class Agent:
     def _note_trouble(self, reason: str, was_welcome: bool) -> None:
         """The connection broke; it is made again until somebody answers. Said once."""
         if was_welcome:
-            self._tell(f"lost the manager at {self._place} ({reason}); workers continue to train")
+            self._tell(f"lost the manager at {self._uplink.place} ({reason}); workers continue to train")
         elif not self._run and not self._complained:
             self._tell(f"{reason} Trying again for {_FIRST_WELCOME_S / 60:.0f} minutes.")
             self._complained = True

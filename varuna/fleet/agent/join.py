@@ -58,7 +58,7 @@ def admit(invitation: JoinString, home: AgentFolder) -> AgentIdentity:
 
 
 def serve(
-    invitation: JoinString,
+    invited: Callable[[], JoinString],
     home: AgentFolder,
     run: Callable[[AgentIdentity], int],
     tell: Callable[[str], None],
@@ -67,7 +67,7 @@ def serve(
     """Be an agent; one whose secret is void joins once more, if its JOIN string has a token that it has not used.
 
     Args:
-        invitation: the JOIN string.
+        invited: gives the JOIN string, which may change while nobody answers.
         home: its folder.
         run: with a card, to the end; returns the exit code.
         tell: shows a line.
@@ -77,24 +77,24 @@ def serve(
         UnreachableError: nobody answers for ten minutes.
         FleetError: the manager refuses it.
     """
-    card = _admit_patiently(invitation, home, tell, pause_s)
+    card = _admit_patiently(invited, home, tell, pause_s)
     try:
         return run(card)
     except VoidSecretError as error:
-        if card.token_sha256 == hashed(invitation.token):
+        if card.token_sha256 == hashed(invited().token):
             raise
         tell(f"{error}. Joining again, because this JOIN string has an unused token.")
     home.forget()
-    return run(_admit_patiently(invitation, home, tell, pause_s))
+    return run(_admit_patiently(invited, home, tell, pause_s))
 
 
 def _admit_patiently(
-    invitation: JoinString, home: AgentFolder, tell: Callable[[str], None], pause_s: float
+    invited: Callable[[], JoinString], home: AgentFolder, tell: Callable[[str], None], pause_s: float
 ) -> AgentIdentity:
     deadline_s = time.monotonic() + _JOIN_PATIENCE_S
     while True:
         try:
-            return admit(invitation, home)
+            return admit(invited(), home)
         except UnreachableError as error:
             if time.monotonic() > deadline_s:
                 raise

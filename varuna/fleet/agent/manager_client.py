@@ -8,7 +8,8 @@ import threading
 import time
 import traceback
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from pydantic import ValidationError
 from websockets.asyncio.client import ClientConnection, connect
@@ -16,8 +17,9 @@ from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidSta
 
 from varuna.core.errors import FleetError
 from varuna.core.messages import MAX_FRAME_BYTES, Beat
+from varuna.fleet.agent.moved_manager import MovedManager
 from varuna.fleet.net.agent_session import AgentSession, ChannelFullError, Outgoing
-from varuna.fleet.net.ca import SERVER_NAME, client_context
+from varuna.fleet.net.ca import SERVER_NAME, client_context, fingerprint
 from varuna.fleet.net.client import explain, reason
 from varuna.fleet.net.host_facts import HostFacts
 from varuna.fleet.net.protocol import (
@@ -55,6 +57,8 @@ class ManagerAddress:
     host: str
     port: int
     certificate_pem: str
+    join_file: Path | None = None
+    """Says where it is, if it has moved."""
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
@@ -141,6 +145,7 @@ class ManagerClient:
         self.place, self._identity, self._job = place, identity, job
         self._snapshots, self._beats, self._host = snapshots, beats, host
         self._on_event, self._on_body, self._on_confirmed = on_event, on_body, on_confirmed
+        self._moved = MovedManager(place.join_file, fingerprint(place.certificate_pem))
         self._tls = client_context(place.certificate_pem)
         self._session = _new_session()
         self._manager = self._run = ""
@@ -227,6 +232,8 @@ class ManagerClient:
                 is_well = was_welcome and not faults and not self._rejections
                 delay_s = _FIRST_DELAY_S if is_well else min(self._bounds.longest_delay_s, delay_s * 1.7)
                 self._on_event(Trouble(trouble, was_welcome))
+                if (moved := self._moved.newest()) is not None:
+                    self.place = replace(self.place, host=moved.host, port=moved.port)
                 await self._bounds.pause(random.uniform(0.5, 1.0) * delay_s)
 
     async def _one_connection(self) -> str:

@@ -10,6 +10,7 @@ from varuna.fleet.clouds.growth import Growth, GrowthConfig
 from varuna.fleet.clouds.provider import CancelledThere, CapacityError, Provider
 
 _LOOK_S = 0.5
+_GIVE_BACK_TRIES = 4
 _ALONE_S = 60.0
 """A run without a machine, whose provider gives none any more, ends after so long."""
 
@@ -24,6 +25,7 @@ class Grower:
         end: ends the run, with a reason and an exit code: 0 is in order, after the current step.
         machines: how many the run has now.
         clock: seconds that only grow.
+        pause_s: between tries to give back.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Grower:
         end: Callable[[str, int], None],
         machines: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
+        pause_s: float = 5.0,
     ) -> None:
         self._provider, self._warn, self._end, self._machines, self._clock = provider, warn, end, machines, clock
+        self._pause_s = pause_s
         self._lock = threading.Lock()
         self._growth = Growth(config=config)
         self._warned = self._refusal = ""
@@ -61,7 +65,7 @@ class Grower:
         self._changed.set()
 
     def close(self) -> None:
-        """Ask no more, and let go of the group; bounded by the provider's own timeouts.
+        """Ask no more, and let go of the group; bounded by the provider's own timeouts, and some tries.
 
         Raises:
             FleetError: not everything could be given back.
@@ -70,7 +74,12 @@ class Grower:
         self._changed.set()
         if self._thread.is_alive():
             self._thread.join(30)
-        self._provider.close()
+        for _ in range(_GIVE_BACK_TRIES - 1):  # a cloud that is busy at this moment would leave machines that cost
+            try:
+                return self._provider.close()
+            except CapacityError:
+                time.sleep(self._pause_s)
+        return self._provider.close()
 
     def ask(self) -> None:
         """Ask once, if it is time; what was refused for good is not asked for again."""

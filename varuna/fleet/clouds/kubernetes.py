@@ -11,6 +11,7 @@ import re
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.clouds.bounded_http import HttpRequest
@@ -21,6 +22,7 @@ from varuna.fleet.clouds.rest import Bearer, Rest, RestAnswer
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _NAME = r"[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?"
+_QUOTA = "exceeded quota"
 _MERGE = "application/merge-patch+json"
 
 
@@ -28,7 +30,7 @@ def explain(answer: RestAnswer) -> FleetError:
     """The error that Kubernetes' ``Status`` object means."""
     message, reason = str(answer.content.get("message", "")), str(answer.content.get("reason", ""))
     why = by_status(answer.status)
-    if "exceeded quota" in message:
+    if _QUOTA in message:
         why = Refusal.QUOTA
     return refused("Kubernetes", why, message or f"status {answer.status}", reason)
 
@@ -41,6 +43,12 @@ def unscheduled(pods: list[dict[str, Any]]) -> str:
                 name = pod.get("metadata", {}).get("name", "a pod")
                 return f"pod {name} has no node: {condition.get('message') or condition.get('reason')}"
     return ""
+
+
+def not_created(events: list[dict[str, Any]]) -> str:
+    """Why a set cannot make its pods, by its newest event; empty if none says."""
+    newest = max(events, key=lambda event: str(event.get("lastTimestamp") or event.get("eventTime") or ""), default={})
+    return str(newest.get("message", ""))
 
 
 class AgentSet:
@@ -65,9 +73,11 @@ class AgentSet:
         self.name = f"StatefulSet {namespace}/{name}"
         self._scale = f"/apis/apps/v1/namespaces/{namespace}/statefulsets/{name}/scale"
         self._pods = f"/api/v1/namespaces/{namespace}/pods"
+        chosen = f"involvedObject.kind=StatefulSet,involvedObject.name={name},reason=FailedCreate"
+        self._events = f"/api/v1/namespaces/{namespace}/events?fieldSelector={quote(chosen, safe='')}"
         self._secret = f"/api/v1/namespaces/{namespace}/secrets/{name}-join"
         self._rest = self._inside() if is_inside else Rest("Kubernetes", url, str)
-        self._selector = ""
+        self._selector, self._desired = "", 0
 
     def read(self) -> GroupState:
         """Look; errors as of ``GroupApi``."""
@@ -76,7 +86,8 @@ class AgentSet:
         if content.get("kind") != "Scale" or not isinstance(spec, dict) or not isinstance(status, dict):
             raise CapacityError(f"Kubernetes did not answer: no scale of {self.name}")
         self._selector = str(status.get("selector", ""))
-        return GroupState(desired=int(spec.get("replicas", 0)), running=self._running())
+        self._desired = int(spec.get("replicas", 0))
+        return GroupState(desired=self._desired, running=self._running())
 
     def resizing(self, nodes: int) -> str:
         """The call, to show."""
@@ -87,9 +98,15 @@ class AgentSet:
         self._asked(self._resizing(nodes))
 
     def complain(self) -> None:
-        """Raise why a pod has no node, as the scheduler says."""
-        if said := unscheduled(self._listed()):
+        """Raise why a pod has no node, as the scheduler says, or why there is no pod, as the set's controller does."""
+        pods = self._listed()
+        if said := unscheduled(pods):
             raise refused("Kubernetes", Refusal.CAPACITY, said)
+        if len(pods) < self._desired:
+            answer = self._rest.get(self._events)
+            items = answer.content.get("items")
+            if answer.is_ok and isinstance(items, list) and (said := not_created(items)):
+                raise refused("Kubernetes", Refusal.QUOTA if _QUOTA in said else Refusal.CAPACITY, said)
 
     def keep_join(self, join: str) -> None:
         """Put the JOIN string into the Secret that the pods mount; errors as of ``GroupApi``."""
@@ -104,8 +121,8 @@ class AgentSet:
         )
 
     def _listed(self) -> list[dict[str, Any]]:
-        selector = self._selector.replace("=", "%3D").replace(",", "%2C").replace("/", "%2F")
-        content = self._asked(self._rest.request("GET", f"{self._pods}?labelSelector={selector}")).content
+        path = f"{self._pods}?labelSelector={quote(self._selector, safe='')}"
+        content = self._asked(self._rest.request("GET", path)).content
         items = content.get("items")
         return [one for one in items if isinstance(one, dict)] if isinstance(items, list) else []
 

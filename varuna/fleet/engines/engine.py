@@ -13,7 +13,6 @@ from typing import Protocol, runtime_checkable
 from varuna.core.errors import UsageError
 from varuna.fleet.clouds.growth import GrowthConfig
 from varuna.fleet.clouds.provider import Provider
-from varuna.fleet.net.ca import write_private
 from varuna.fleet.net.join_string import JOIN_VARIABLE, parse_invitation
 
 
@@ -162,10 +161,3 @@ class EngineKind:
             why = f"--{first} is given twice" if first else f"{self.name} needs nothing after its name"
             raise UsageError(f"--on {self.name}:{where}: {why}. Leave one out.")
         return {**values, first: where}
-
-
-def keep_join(folder: Path, join: str) -> Path:
-    """Write a JOIN string into a file of this folder that only its owner can read; returns the file."""
-    path = folder / "join"
-    write_private(path, f"{join}\n".encode())
-    return path

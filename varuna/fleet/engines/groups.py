@@ -6,7 +6,8 @@ from varuna.core.errors import UsageError
 from varuna.fleet.clouds.group import GroupApi, GroupProvider
 from varuna.fleet.clouds.kubernetes import AgentSet
 from varuna.fleet.clouds.original_size import OriginalSize
-from varuna.fleet.engines.engine import AgentCommand, Engine, EngineKind, EngineOption, EnginePlace, keep_join
+from varuna.fleet.engines.engine import AgentCommand, Engine, EngineKind, EngineOption, EnginePlace
+from varuna.fleet.run_folder.join_file import keep_join
 
 
 class GroupEngine(GroupProvider):

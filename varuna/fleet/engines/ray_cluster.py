@@ -86,6 +86,12 @@ def bounded(call: Callable[[], T], bound_s: float, what: str) -> T:
     return answers[0]
 
 
+def last_line(error: BaseException) -> str:
+    """What an error of Ray's says in the end, after the stacks of several processes."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1][:300] if lines else type(error).__name__
+
+
 def living_nodes(cpus_per_worker: float | None) -> list[Node]:
     """All nodes that live and are not about to leave; ``cpus_per_worker`` None counts GPUs."""
     import ray

@@ -137,7 +137,7 @@ class RayEngine:
                     self._look(time.monotonic())
                     self._trouble = ""
             except Exception as error:  # noqa: BLE001 Ray's errors have no common root; the next look may succeed
-                self._trouble = f"the Ray cluster does not answer: {_first_line(error)}"
+                self._trouble = f"the Ray cluster does not answer: {ray_cluster.last_line(error)}"
             self._closed.wait(_LOOK_S)
 
     def _look(self, now_s: float) -> None:
@@ -184,7 +184,7 @@ class RayEngine:
             agent.question = agent.actor.state.remote()
             return
         except ray.exceptions.RayError as error:
-            code, said = None, _first_line(error) if not agent.is_running else "it was killed"
+            code, said = None, ray_cluster.last_line(error) if not agent.is_running else "it was killed"
         else:
             if code is None:
                 agent.is_running, agent.question = True, agent.actor.state.remote()
@@ -254,11 +254,6 @@ class RayEngine:
 
 def _below(script: Path, folder: Path) -> Path:
     return script.relative_to(folder) if script.is_relative_to(folder) else script
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:300] if lines else type(error).__name__
 
 
 def _make(place: EnginePlace, options: Mapping[str, str]) -> RayEngine:

@@ -28,7 +28,6 @@ _ANSWER_S = 5.0
 _SILENT_S = 45.0
 """A cluster whose head is gone ends this process after 60 s, without a word."""
 _GONE_S = 15.0
-_HEAD = "node:__internal_head__"
 _PASSED_ON = ("VARUNA_", "NCCL_", "GLOO_", "OMP_NUM_THREADS", "PYTHONPATH", "XDG_STATE_HOME")
 
 
@@ -159,7 +158,7 @@ def _created(command: KeptCommand) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    heads = [node["NodeID"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
+    heads = [node.id for node in ray_cluster.living_nodes(None) if node.is_head]
     return (
         ray.remote(ManagerActor)
         .options(
@@ -214,15 +213,16 @@ class _Following:
                 silent_since_s, is_told = time.monotonic(), False
             except _gone() as error:
                 self._trouble = FleetError(
-                    f"the manager of {self._name} is gone from the Ray cluster ({_last_line(error)}). With its folder, "
-                    "the same command continues the run."
+                    f"the manager of {self._name} is gone from the Ray cluster ({ray_cluster.last_line(error)}). "
+                    "With its folder, the same command continues the run."
                 )
                 return
             except _silent() as error:
                 if time.monotonic() > silent_since_s + _SILENT_S:
                     self._trouble = FleetError(
-                        f"the Ray cluster did not answer for {_SILENT_S:.0f} s ({_last_line(error)}). Is its head node "
-                        "there? Training goes on if the cluster does; the same command follows it again."
+                        f"the Ray cluster did not answer for {_SILENT_S:.0f} s ({ray_cluster.last_line(error)}). "
+                        "Is its head node there? Training goes on if the cluster does; the same command follows it "
+                        "again."
                     )
                     return
                 if not is_told and time.monotonic() > silent_since_s + _GONE_S:
@@ -273,8 +273,3 @@ def _silent() -> tuple[type[BaseException], ...]:
     import ray
 
     return (ray.exceptions.RayError, ConnectionError, TimeoutError)
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1][:200] if lines else type(error).__name__

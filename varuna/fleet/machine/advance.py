@@ -36,6 +36,7 @@ from varuna.fleet.state.inputs import (
     NodeParted,
     NoticeReceived,
     Recalibrated,
+    SaveRequested,
     SpawnRequested,
     StopRequested,
     Tick,
@@ -89,7 +90,7 @@ def _note(transition: Transition, event: Event) -> None:
             if generation == transition.fleet.generation:
                 transition.ask_anew()
                 transition.update(expected_s=expected_s)
-        case SpawnRequested() | MorphRequested() | FinishRequested() | StopRequested():
+        case SpawnRequested() | MorphRequested() | SaveRequested() | FinishRequested() | StopRequested():
             _note_wish(transition, event)
 
 
@@ -103,7 +104,7 @@ def _note_future(transition: Transition, event: NoticeReceived | DrainRequested 
 
 
 def _note_wish(
-    transition: Transition, event: SpawnRequested | MorphRequested | FinishRequested | StopRequested
+    transition: Transition, event: SpawnRequested | MorphRequested | SaveRequested | FinishRequested | StopRequested
 ) -> None:
     """Take down what somebody wants; what only a later moment can bring is promised in the journal."""
     match event:
@@ -114,6 +115,8 @@ def _note_wish(
                 transition.publish(Asked(what="morph"))
                 transition.ask_anew()  # whoever asks may know that something has changed
             transition.update(morph_asked=True, morph_reason=why)
+        case SaveRequested():
+            transition.update(save_asked=True)
         case FinishRequested(reason=reason):
             if transition.fleet.finish is None:
                 transition.publish(Asked(what="stop", reason=reason))

@@ -3,11 +3,20 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from varuna.core.messages import Assignment, Transfer
+from varuna.core.sums import MicroBatchLoss, RestOfStep
 from varuna.fleet.state.run_events import GenerationRecord
 
 
-def assignments(history: Sequence[GenerationRecord], moves: Sequence[Transfer]) -> Iterator[tuple[str, Assignment]]:
-    """Each member of the newest generation in ``history``, with its part in it; ``moves`` are those of all ranks."""
+def assignments(
+    history: Sequence[GenerationRecord], moves: Sequence[Transfer], losses: Mapping[int, MicroBatchLoss]
+) -> Iterator[tuple[str, Assignment]]:
+    """Each member of the newest generation in ``history``, with its part in it.
+
+    Args:
+        history: all generations.
+        moves: those of all ranks.
+        losses: by micro-batch, what is known of a step that was broken off.
+    """
     record = history[-1]
     own: dict[int, list[Transfer]] = {}
     for move in moves:
@@ -24,11 +33,22 @@ def assignments(history: Sequence[GenerationRecord], moves: Sequence[Transfer]) 
                 members=len(record.members),
                 next_step=record.first_step,
                 transfers=tuple(own.get(rank, ())),
+                rest=_rest(record, rank, losses),
                 lost_replicas=lost.get(name, ()),
                 checkpoint=record.checkpoint,
                 fresh=record.rollback and record.checkpoint is None,
             ),
         )
+
+
+def _rest(record: GenerationRecord, rank: int, losses: Mapping[int, MicroBatchLoss]) -> RestOfStep | None:
+    """What a rank does of the first step, if it does not do all of it."""
+    plan = record.plan
+    if record.remainder is None or rank >= plan.workers:
+        return None
+    replica, stage = plan.place_of(rank)
+    known = [losses[number] for number in sorted(losses)] if stage == plan.stages - 1 else []
+    return record.remainder.rest_of(rank, replica, plan.sections_of(stage), known)
 
 
 def _lost_replicas(history: Sequence[GenerationRecord]) -> Mapping[str, tuple[int, ...]]:

@@ -26,7 +26,8 @@ def note_held(transition: Transition, name: str, held: Held) -> None:
         if held.next_step is not None and held.next_step < _newest_step(transition.fleet):
             return  # answered a Hold that crossed our Apply
         transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
-    transition.update_worker(name, holding=Holding(held.next_step, frozenset(held.sections), frozenset(held.lent)))
+    holding = Holding(held.next_step, frozenset(held.sections), frozenset(held.lent), held.sums)
+    transition.update_worker(name, holding=holding)
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         transition.update(phase=replace(fleet.phase, stopped=name))
 
@@ -131,7 +132,9 @@ def _note_formed(transition: Transition, vote: Vote) -> None:
     if fleet.planned:
         stall_s = max(0.0, transition.now_s - fleet.broke_s - vote.wall_s)
         transition.update(experience=fleet.experience.stalled(stall_s), planned=False)
-    record = fleet.record.model_copy(update={"recovery_seconds": max(0.0, transition.now_s - fleet.broke_s)})
+    record = fleet.record.model_copy(
+        update={"recovery_seconds": max(0.0, transition.now_s - fleet.broke_s), "remainder": None}
+    )
     transition.update(history=(*fleet.history[:-1], record))
     if record.generation:
         transition.publish(Morphed(record=record, old_plan=fleet.history[-2].plan))

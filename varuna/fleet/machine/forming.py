@@ -11,6 +11,7 @@ from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
+from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet, Idle, Running
@@ -119,7 +120,7 @@ def _end_as_asked(transition: Transition, wish: FinishWish, blocked: Blocked) ->
     """End the run as requested, because the current step, after which it would end, cannot be finished."""
     fleet = transition.fleet
     text = f"{wish.reason}; no step is running, because {blocked.text}"
-    saved_step = 0 if _job(transition).rescues else fleet.saved_step
+    saved_step = 0 if fleet.job is not None and fleet.job.rescues else fleet.saved_step
     unsaved = fleet.recorded_step + 1 - saved_step if fleet.history else 0
     if unsaved > 0:
         text += f". {unsaved} steps are in no checkpoint; the same command repeats them"
@@ -291,8 +292,16 @@ def _start(
     """Give all workers a seat, write the generation down, then tell them."""
     fleet, job = transition.fleet, _job(transition)
     weights = [section.parameter_bytes + section.optimizer_bytes for section in job.model.sections]
-    # Old ranks first, so that among equals rank 0 keeps its worker.
-    ordered = sorted(usable, key=lambda name: (not fleet.is_member(name), fleet.rank_of(name) or 0))
+    # Old ranks first, so that among equals rank 0 keeps its worker; but before them who has more of a broken step.
+    broken = phase.in_flight > 0 and origin.from_holders
+    ordered = sorted(
+        usable,
+        key=lambda name: (
+            not fleet.is_member(name),
+            broken and not in_whole_replica(fleet, name),
+            fleet.rank_of(name) or 0,
+        ),
+    )
     kept = fleet.record.grid if fleet.history and plan == fleet.record.plan else ()
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {name: _holding(fleet, name).lent for name in holdings}
@@ -307,6 +316,11 @@ def _start(
     rollback = not origin.from_holders
     if rollback:
         _tell_origin(transition, origin)
+    left, moves = (None, moves) if rollback else salvage(fleet, plan, members, moves, origin.next_step)
+    if left is not None:
+        transition.notice(
+            f"kept {left.kept} of {left.micro_batches} micro-batches of step {origin.next_step}; the others run again"
+        )
     undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
     record = GenerationRecord(
         generation=fleet.generation + 1,
@@ -315,6 +329,8 @@ def _start(
         cause=" and ".join(map(str, fleet.causes)) or "start",
         first_step=origin.next_step,
         steps_redone=max(0, undone) + phase.in_flight,
+        kept_micro_batches=left.kept if left is not None else 0,
+        remainder=left,
         moved_sections=len(moves),
         rollback=rollback,
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
@@ -338,7 +354,8 @@ def _start(
         **({"lineage": record.generation, "votes": {}} if rollback else {}),
     )
     transition.publish(GenerationStarted(record=record))
-    for name, assignment in assignments(transition.fleet.history, moves):
+    losses = losses_of(fleet, members, plan) if left is not None else {}
+    for name, assignment in assignments(transition.fleet.history, moves, losses):
         transition.send(name, Assign(assignment=assignment))
 
 

@@ -34,6 +34,7 @@ _LOOK_AGAIN_S = 60.0
 def plan_ahead(transition: Transition, phase: Running) -> None:
     """Ask for at most one planned morph, for the most pressing reason; not before the plan for it is there."""
     _ask_to_finish(transition)
+    _ask_to_save(transition)
     with suppress(UnansweredError):
         _plan_ahead(transition, phase)
 
@@ -77,6 +78,15 @@ def _ask_to_finish(transition: Transition) -> None:
     """The stop flag makes all ranks save and leave after the next vote."""
     if transition.fleet.finish is not None:
         _raise_flag(transition, "stop")
+
+
+def _ask_to_save(transition: Transition) -> None:
+    """A checkpoint is asked for as often as people want one: unlike other flags, rank 0 forgets it after the vote."""
+    fleet = transition.fleet
+    if fleet.save_asked and fleet.formed:
+        transition.update(save_asked=False)
+        transition.notice("a checkpoint was requested: it is written after the current step")
+        transition.send(fleet.members[0], RaiseFlag(generation=fleet.generation, flag="checkpoint"))
 
 
 # -- departures ----------------------------------------------------------------------------------------------------

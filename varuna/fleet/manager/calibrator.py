@@ -26,8 +26,10 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import weigh
 from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
+from varuna.planner.choose import RunPlanner
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
 from varuna.planner.pricing.predict import predict
+from varuna.planner.request import PlanRequest
 
 LEAST_S = 10.0
 """Of training in a generation: less is noise, and a run that is over by then needs no better plan."""
@@ -127,6 +129,12 @@ class Calibrator:
             told.append(Notice(text=describe_sizes(self.calibration, record.plan.micro_batch)))
         self._described = True
         return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s))]
+
+    def request(self, job: JobFacts, workers: int, micro_batch: int | None, wanted: int) -> PlanRequest | None:
+        """What the planner would be asked now, for so many plans; any thread may ask. None: it takes no request."""
+        if not isinstance(self._plan, RunPlanner):
+            return None
+        return self._plan.request(job, workers, micro_batch, self.calibration, wanted)
 
     def compute_s(self, job: JobFacts, plan: Plan) -> list[float] | None:
         """Calibrated compute of a micro-batch, by stage; None if nothing was measured."""

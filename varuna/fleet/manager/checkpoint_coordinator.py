@@ -15,11 +15,21 @@ from varuna.fleet.state.run_events import GenerationRecord
 class CheckpointCoordinator:
     """Commits, retains and finds checkpoints in the job's ``checkpoint_dir``; without one it does nothing.
 
-    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn`` is called by any. The
-    job comes from the first machine that joins: with ``allowed`` it chooses a directory there or below, or none.
+    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn``, and ``committed`` with
+    the steps of a new checkpoint, are called by any. The job comes from the first machine that joins: with ``allowed``
+    it chooses a directory there or below, or none.
     """
 
-    def __init__(self, *, new: bool, overwrite: bool, warn: Callable[[str], None], allowed: str = "") -> None:
+    def __init__(
+        self,
+        *,
+        new: bool,
+        overwrite: bool,
+        warn: Callable[[str], None],
+        allowed: str = "",
+        committed: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        self._committed = committed
         self._new, self._overwrite, self._warn, self._allowed = new, overwrite, warn, allowed
         self._keeper: CheckpointCommitter | None = None
         self._is_rescue = False
@@ -43,7 +53,12 @@ class CheckpointCoordinator:
             )
         if self._keeper is None:
             self._keeper = CheckpointCommitter(
-                job, new=self._new, overwrite=self._overwrite, say=self._warn, warn=self._warn
+                job,
+                new=self._new,
+                overwrite=self._overwrite,
+                say=self._warn,
+                warn=self._warn,
+                committed=self._tell,
             )
         found = self._keeper.newest()
         if found is None:
@@ -52,6 +67,10 @@ class CheckpointCoordinator:
         for warning in warnings:
             self._warn(warning)
         return Checkpoint(checkpoint_place(job.checkpoint_dir, manifest.step), manifest.step, manifest.micro_batch)
+
+    def _tell(self, step: int) -> None:
+        if not self._is_rescue:  # there is one every few seconds, and none outlives the run
+            self._committed(step)
 
     @property
     def standing(self) -> str | None:

@@ -7,10 +7,20 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from varuna.core.messages import Assign, Beat, Hello, Offered, Recorded, Sought, ToWorker
+from varuna.core.messages import (
+    Assign,
+    Beat,
+    Hello,
+    Offered,
+    ProfilePart,
+    Recorded,
+    Shown,
+    Sought,
+    StepShown,
+    ToWorker,
+)
 from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.manager.background_work import BackgroundWork
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.mailbox import Broken, Leave, Mailbox, Posted, Pulses, Request
@@ -35,6 +45,7 @@ from varuna.fleet.state.outputs import Ask, Collect, Complain, EndRun, Instructi
 from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, checkpoint_answer, plan_answer
 from varuna.fleet.state.run_events import (
     Audited,
+    CheckpointCommitted,
     GenerationStarted,
     GenerationTimed,
     Notice,
@@ -43,6 +54,7 @@ from varuna.fleet.state.run_events import (
     StepRecorded,
     WorkerLost,
 )
+from varuna.process.background_work import BackgroundWork
 
 _TICK_S = 0.2
 _CLOSE_S = 150.0  # for the last commits, and for the lease
@@ -93,6 +105,7 @@ class Manager:
         observer: Observer,
         past: Past | None = None,
         calibrator: Calibrator | None = None,
+        on_shown: Callable[[str, Shown], None] = lambda worker, shown: None,
         sync_s: float = 1.0,
         hung_s: float = 2.0,
     ) -> None:
@@ -108,10 +121,11 @@ class Manager:
             observer: hears each event once it is in the journal.
             past: of the run that a manager before this one left.
             calibrator: corrects what plans are made from.
+            on_shown: hears what workers tell because somebody wanted to see it.
             sync_s: votes are forgotten by workers once the disk has them, which it is asked for this often.
             hung_s: how long the end waits for a store that has not answered at all.
         """
-        self._calibrator, self._sync_s, self._hung_s = calibrator, sync_s, hung_s
+        self._calibrator, self._sync_s, self._hung_s, self._on_shown = calibrator, sync_s, hung_s, on_shown
         self._planner, self._hands, self._journal, self._keeper = planner, hands, journal, keeper
         self._store, self._planning = BackgroundWork("store", mailbox.fail), BackgroundWork("planning", mailbox.fail)
         self._secret = ""  # of the newest generation, by which its members recognise each other
@@ -133,8 +147,8 @@ class Manager:
         finally:
             self._close_store()
             self._planning.close()
-            for event in self._mailbox.rest():  # what the keeper warned of at last
-                if isinstance(event, Notice):
+            for event in self._mailbox.rest():  # what the keeper did and warned of at last
+                if isinstance(event, Notice | CheckpointCommitted):
                     self._publish(event)
         if ended is None or ended.exit_code:
             return ended
@@ -187,7 +201,7 @@ class Manager:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
                 done.set()
-            case Audited() | Notice() | GenerationTimed():
+            case Audited() | Notice() | GenerationTimed() | CheckpointCommitted():
                 self._publish(event)
             case Broken(error=error):
                 raise error
@@ -210,6 +224,8 @@ class Manager:
         match event:
             case MessageReceived(worker=name, message=Offered() | Sought() as message):
                 self._introduce(name, message)
+            case MessageReceived(worker=name, message=StepShown() | ProfilePart() as message):
+                self._on_shown(name, message)
             case MessageReceived(worker=name, message=message) if found := objection(self.fleet, name, message):
                 self._distrust(name, found.text)
             case WorkerSpawned(worker=name) if name in self.fleet.workers or name in self._lost:

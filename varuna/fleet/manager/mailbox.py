@@ -9,7 +9,7 @@ from typing import NamedTuple
 from varuna.core.messages import Beat
 from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.state.inputs import Event
-from varuna.fleet.state.run_events import Audited, GenerationTimed, Notice
+from varuna.fleet.state.run_events import Audited, CheckpointCommitted, GenerationTimed, Notice
 
 _ASK_S = 8.0  # less than the patience of who asks
 
@@ -38,7 +38,18 @@ class Pulses(NamedTuple):
     beats: tuple[tuple[str, Mapping[str, Beat]], ...]
 
 
-Posted = Event | Pulses | Request | Reconciliation | Audited | Notice | GenerationTimed | Broken | Leave
+Posted = (
+    Event
+    | Pulses
+    | Request
+    | Reconciliation
+    | Audited
+    | Notice
+    | GenerationTimed
+    | CheckpointCommitted
+    | Broken
+    | Leave
+)
 """What may be posted: events for the state machine, an agent's return, and lines for the journal."""
 
 

@@ -1,9 +1,6 @@
 """The door for people: status, logs and the page for readers; what changes the run for its operator alone."""
 
 import asyncio
-import base64
-import hashlib
-import math
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -11,22 +8,24 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from varuna.core.value import Value
-from varuna.dashboard import PAGE
-from varuna.fleet.manager.logins import Logins
 from varuna.fleet.manager.prometheus import CONTENT_TYPE, exposition, scraper_token
+from varuna.fleet.manager.step_desk import StepDesk
 from varuna.fleet.net.protocol import WORKER_NAME, WorkerName
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body, same
+from varuna.fleet.page.answers import HEADERS, error, finite
+from varuna.fleet.page.files import page_routes
+from varuna.fleet.page.live_feed import MOST_PAGES, LiveFeed
+from varuna.fleet.page.logins import Logins
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import TOKEN_LIFE_S
-from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
+from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested, SaveRequested
 
 _MAX_BODY_BYTES = 4096
 _LOG_CHUNK_BYTES = 2**20
-_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 class Drain(Value):
@@ -41,6 +40,14 @@ class Mint(Value):
 
     uses: int = Field(default=1, ge=1, le=100_000)
     life_s: float = Field(default=TOKEN_LIFE_S, gt=0, le=365 * 24 * 3600)
+
+
+class WantedProfile(Value):
+    """Body of ``POST /profile``."""
+
+    rank: int = Field(ge=0, le=10**6)
+    first: int = Field(ge=0, le=10**12, description="step")
+    last: int = Field(ge=0, le=10**12)
 
 
 class Login(Value):
@@ -65,6 +72,12 @@ class OperatorApi:
     ask: Callable[[Event], bool]
     """Whether it is written down, so that it will be carried out; may wait for a few seconds."""
     audit: Audit
+    feed: LiveFeed | None = None
+    """For pages."""
+    plans: Callable[[], dict[str, object]] = dict
+    """The planner's table for the workers that there are now."""
+    desk: StepDesk | None = None
+    """Shows what happened in a step; None: nobody can look."""
     hosts: Callable[[], dict[str, object]] = dict
     """What other machines have told of themselves, by machine."""
     mint: Callable[[int, float], str] | None = None
@@ -80,16 +93,22 @@ class OperatorApi:
     def routes(self) -> list[Route]:
         """Everything that people may ask for."""
         return [
-            Route("/", self._page),
+            *page_routes(),
             Route("/login", self._login, methods=["POST"]),
             Route("/links", self._links, methods=["POST"]),
             Route("/links/void", self._void_links, methods=["POST"]),
             Route("/status", self._status),
+            Route("/events", self._events),
+            Route("/plans", self._plans),
             Route("/hosts", self._hosts),
+            Route("/timeline", self._timeline),
+            Route("/profile", self._profile, methods=["POST"]),
+            Route("/profile/{rank:int}/{first:int}", self._profiled),
             Route("/metrics", self._metrics),
             Route("/logs/{worker}", self._log),
             Route("/stop", self._stop, methods=["POST"]),
             Route("/morph", self._morph, methods=["POST"]),
+            Route("/checkpoint", self._checkpoint, methods=["POST"]),
             Route("/drain", self._drain, methods=["POST"]),
             Route("/tokens", self._tokens, methods=["POST"]),
             Route("/tokens/void", self._void, methods=["POST"]),
@@ -104,40 +123,67 @@ class OperatorApi:
     async def _status(self, request: Request) -> Response:
         if not self._may_read(request):
             return self._refuse(request, "read the status")
-        return JSONResponse(finite(self.status()), headers=_HEADERS)
+        return JSONResponse(finite(self.status()), headers=HEADERS)
+
+    async def _events(self, request: Request) -> Response:
+        """All that happened, and then what happens, as server-sent events."""
+        if not self._may_read(request):
+            return self._refuse(request, "read the events")
+        if self.feed is None or not self.feed.has_room:
+            return error(503, f"there is no room for another page, which has room for {MOST_PAGES}. Close one.")
+        return self.feed.stream(request.headers.get("last-event-id", ""), lambda: self._may_read(request))
+
+    async def _plans(self, request: Request) -> Response:
+        """What the planner says of the workers that there are now; takes a moment."""
+        if not self._may_read(request):
+            return self._refuse(request, "read the plans")
+        return JSONResponse(finite(await asyncio.to_thread(self.plans)), headers=HEADERS)
 
     async def _hosts(self, request: Request) -> Response:
         if not self._may_read(request):
             return self._refuse(request, "read what machines tell")
-        return JSONResponse(finite(self.hosts()), headers=_HEADERS)
+        return JSONResponse(finite(self.hosts()), headers=HEADERS)
+
+    async def _timeline(self, request: Request) -> Response:
+        """``?step=``, of a step that may lie ahead (202 until it is over); without it the newest one."""
+        if not self._may_read(request):
+            return self._refuse(request, "read a timeline")
+        step = request.query_params.get("step", "")
+        if self.desk is None or not re.fullmatch(r"\d{0,12}", step):
+            return error(422, "pass step= as the number of a step")
+        answer = await asyncio.to_thread(self.desk.timeline, int(step) if step else None)
+        return Response(answer.body, answer.status, media_type="application/json", headers=HEADERS)
+
+    async def _profiled(self, request: Request) -> Response:
+        """202 until the steps are over; then the trace, compressed."""
+        if not self._may_read(request):
+            return self._refuse(request, "read a profile")
+        if self.desk is None:
+            return error(409, "this run has nobody to profile")
+        answer = self.desk.profiled(request.path_params["rank"], request.path_params["first"])
+        kind = "application/gzip" if answer.status == 200 else "application/json"
+        return Response(answer.body, answer.status, media_type=kind, headers=HEADERS)
 
     async def _metrics(self, request: Request) -> Response:
         """For Prometheus, whose token reads nothing else."""
         given = bearer(request.headers.get("authorization", ""))
         if not same(given, scraper_token(self.operator_token)) and not self._may_read(request):
             return self._refuse(request, "read the metrics")
-        return Response(exposition(self.status()), media_type=CONTENT_TYPE, headers=_HEADERS)
-
-    async def _page(self, request: Request) -> Response:
-        """The page, which says nothing of the run: its script asks for that with the session that a link gave it."""
-        if not PAGE.exists():
-            return PlainTextResponse("this installation does not include the web page; see /status\n", status_code=404)
-        text = await asyncio.to_thread(PAGE.read_text)
-        return HTMLResponse(text, headers={**_HEADERS, "Content-Security-Policy": policy(text)})
+        return Response(exposition(self.status()), media_type=CONTENT_TYPE, headers=HEADERS)
 
     async def _login(self, request: Request) -> Response:
         """A session for a link's code, once."""
         body = await read_body(request, _MAX_BODY_BYTES)
         try:
             login = Login.model_validate_json(body or b"")
-        except ValidationError as error:
-            return _error(422, f"the body is invalid: {first_problem(error)}")
+        except ValidationError as invalid:
+            return error(422, f"the body is invalid: {first_problem(invalid)}")
         session = self.logins.redeem(login.code)
         if session is None:
             self.audit.refused("open the page", address_of(request), "the link was used, has expired, or is invalid")
-            return _error(403, "this link was used already, or has expired. Run `varuna open` for a new one.")
+            return error(403, "this link was used already, or has expired. Run `varuna open` for a new one.")
         self.audit.did("open the page", address_of(request))
-        return JSONResponse({"session": session}, 201, headers=_HEADERS)
+        return JSONResponse({"session": session}, 201, headers=HEADERS)
 
     async def _log(self, request: Request) -> Response:
         """Bytes of a worker's log from ``?offset=``, at most 1 MiB; a negative offset counts from the end."""
@@ -145,12 +191,12 @@ class OperatorApi:
             return self._refuse(request, "read a log")
         worker, offset = request.path_params["worker"], request.query_params.get("offset", "0")
         if not re.fullmatch(WORKER_NAME, worker) or not re.fullmatch(r"-?\d{1,15}", offset):
-            return _error(422, "pass the name of a worker, and offset= as a number of bytes")
+            return error(422, "pass the name of a worker, and offset= as a number of bytes")
         path = self.logs / f"{worker}.log"
         if not path.is_file():
-            return _error(404, f"there is no log of a worker {worker!r}")
+            return error(404, f"there is no log of a worker {worker!r}")
         start, data, size = await asyncio.to_thread(_chunk, path, int(offset))
-        headers = {**_HEADERS, "x-varuna-next-offset": str(start + len(data)), "x-varuna-size": str(size)}
+        headers = {**HEADERS, "x-varuna-next-offset": str(start + len(data)), "x-varuna-size": str(size)}
         return Response(data, media_type="application/octet-stream", headers=headers)
 
     # -- changing ----------------------------------------------------------------------------------------
@@ -171,6 +217,14 @@ class OperatorApi:
 
         return await self._change(request, "morph", Nothing, act)
 
+    async def _checkpoint(self, request: Request) -> Response:
+        async def act(_: Nothing) -> Response:
+            if self.status().get("checkpoint_dir") is None:
+                return error(409, "the script keeps no checkpoints. Pass checkpoints= to its Trainer.")
+            return await self._accept(SaveRequested(), {"accepted": "checkpoint"})
+
+        return await self._change(request, "save a checkpoint", Nothing, act)
+
     async def _drain(self, request: Request) -> Response:
         async def act(drain: Drain) -> Response:
             nodes = self.status().get("nodes", [])
@@ -180,30 +234,39 @@ class OperatorApi:
                 return JSONResponse({"accepted": "send away", "node": drain.node}, 202)
             if drain.node not in nodes:
                 known = ", ".join(nodes) or "none"
-                return _error(404, f"there is no node {drain.node!r} in this run, which has: {known}")
+                return error(404, f"there is no node {drain.node!r} in this run, which has: {known}")
             return await self._accept(DrainRequested(drain.node), {"accepted": "drain", "node": drain.node})
 
         return await self._change(request, "drain a node", Drain, act)
+
+    async def _profile(self, request: Request) -> Response:
+        async def act(wanted: WantedProfile) -> Response:
+            if self.desk is None:
+                return error(409, "this run has nobody to profile")
+            answer = self.desk.profile(wanted.rank, wanted.first, wanted.last)
+            return Response(answer.body, answer.status, media_type="application/json", headers=HEADERS)
+
+        return await self._change(request, "profile a rank", WantedProfile, act)
 
     async def _accept(self, wanted: Event, answer: dict[str, str]) -> Response:
         """Promise it once it is on disk, and not before."""
         if await asyncio.to_thread(self.ask, wanted):
             return JSONResponse(answer, 202)
-        return _error(
+        return error(
             503, "the manager has not recorded the request in time; it may be busy, or its disk may be full. Try again."
         )
 
     async def _tokens(self, request: Request) -> Response:
         async def act(mint: Mint) -> Response:
             if self.mint is None:
-                return _error(409, "nobody can join this run: it was started by `varuna run`, not `varuna manager`")
+                return error(409, "nobody can join this run: it was started by `varuna run`, not `varuna manager`")
             return JSONResponse({"join": self.mint(mint.uses, mint.life_s)}, 201)
 
         return await self._change(request, "mint a join token", Mint, act)
 
     async def _links(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:
-            return JSONResponse({"code": self.logins.invite()}, 201, headers=_HEADERS)
+            return JSONResponse({"code": self.logins.invite()}, 201, headers=HEADERS)
 
         return await self._change(request, "make a link to the page", Nothing, act)
 
@@ -216,7 +279,7 @@ class OperatorApi:
     async def _void(self, request: Request) -> Response:
         async def act(_: Nothing) -> Response:
             if self.void_tokens is None:
-                return _error(409, "nobody can join this run: there are no tokens")
+                return error(409, "nobody can join this run: there are no tokens")
             return JSONResponse({"void": await asyncio.to_thread(self.void_tokens)}, 200)
 
         return await self._change(request, "void all join tokens", Nothing, act)
@@ -229,11 +292,11 @@ class OperatorApi:
             return self._refuse(request, action)
         body = await read_body(request, _MAX_BODY_BYTES)
         if body is None:
-            return _error(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+            return error(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
         try:
             value = kind.model_validate_json(body or b"{}")
-        except ValidationError as error:
-            return _error(422, f"the body is invalid: {first_problem(error)}")
+        except ValidationError as invalid:
+            return error(422, f"the body is invalid: {first_problem(invalid)}")
         assert callable(act)
         response: Response = await act(value)
         if response.status_code < 300:
@@ -242,18 +305,7 @@ class OperatorApi:
 
     def _refuse(self, request: Request, action: str) -> Response:
         self.audit.refused(action, address_of(request), "wrong token")
-        return _error(401, "wrong token")
-
-
-def policy(page: str) -> str:
-    """What a browser may do with the page: run the scripts in it and no others, and ask this server alone."""
-    scripts = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
-    hashes = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
-    allowed = " ".join(f"'sha256-{one}'" for one in hashes) or "'none'"
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; connect-src 'self'; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'"
-    )
+        return error(401, "wrong token")
 
 
 def _chunk(path: Path, offset: int) -> tuple[int, bytes, int]:
@@ -262,20 +314,3 @@ def _chunk(path: Path, offset: int) -> tuple[int, bytes, int]:
         size = file.seek(0, 2)
         start = file.seek(min(size, offset) if offset >= 0 else max(0, size + offset))
         return start, file.read(_LOG_CHUNK_BYTES), size
-
-
-def finite(value: object) -> object:
-    """JSON has no NaN."""
-    match value:
-        case float() if not math.isfinite(value):
-            return None
-        case dict():
-            return {key: finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [finite(item) for item in value]
-        case _:
-            return value
-
-
-def _error(status: int, text: str) -> Response:
-    return JSONResponse({"error": text}, status_code=status)

@@ -9,6 +9,7 @@ from pathlib import PurePosixPath
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
+from varuna.core.sums import HeldSums, is_within
 from varuna.core.vote import VoteLayout
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
@@ -92,6 +93,19 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if not _was_given(fleet, worker, held):
         named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
         return Objection(f"it claims to hold sections {named}, which it was never given")
+    return _about_sums(fleet, held.sums) if held.sums is not None else None
+
+
+def _about_sums(fleet: Fleet, sums: HeldSums) -> Objection | None:
+    """What is in the sums is proved by the count in the vote; here, whether they can be sums at all."""
+    assert fleet.job is not None
+    micro_batches = -(-fleet.job.global_batch // sums.micro_batch)
+    named = [each.section for each in sums.sections]
+    if len(set(named)) != len(named) or not all(is_within(each.micro_batches, micro_batches) for each in sums.sections):
+        return Objection(f"the sums of gradients that it holds are of other micro-batches than {micro_batches}")
+    width = 2 + len(fleet.job.metrics)
+    if any(not 0 <= each.micro_batch < micro_batches or len(each.values) != width for each in sums.losses):
+        return Objection(f"the losses that it holds are not {width} numbers for one of {micro_batches} micro-batches")
     return None
 
 

@@ -135,5 +135,10 @@ def hashed(text: str) -> str:
 
 def _name(hostname: str, number: int) -> str:
     """``n3-gpu-box``: unique by the number, told apart by the rest."""
-    label = re.sub(r"[^a-z0-9-]+", "-", hostname.lower().split(".")[0]).strip("-")[:24].strip("-")
+    label = node_label(hostname)
     return f"n{number}-{label}" if label else f"n{number}"
+
+
+def node_label(hostname: str) -> str:
+    """What of a host's name is in its node's."""
+    return re.sub(r"[^a-z0-9-]+", "-", hostname.lower().split(".")[0]).strip("-")[:24].strip("-")

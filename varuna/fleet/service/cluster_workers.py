@@ -2,7 +2,6 @@
 
 import gc
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -12,20 +11,24 @@ from starlette.routing import BaseRoute
 
 from varuna.core.messages import MAX_FRAME_BYTES, ToWorker
 from varuna.fleet.manager.agent_server import AgentServer
-from varuna.fleet.manager.logins import Logins
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.reconcile import node_of
+from varuna.fleet.net.addresses import own_address
 from varuna.fleet.net.ca import open_authority
 from varuna.fleet.net.join_string import JoinString
 from varuna.fleet.net.protocol import End, Tell
 from varuna.fleet.net.serving import Serving, raise_open_files
+from varuna.fleet.page.logins import Logins
+from varuna.fleet.run_folder.join_file import renew_join
 from varuna.fleet.run_folder.registry import TOKEN_LIFE_S, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
+from varuna.fleet.service.page_address import page_address
 from varuna.fleet.service.service import Parts, ServiceConfig
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO
+from varuna.fleet.torchrun.server import TorchrunServer
 
 _FAREWELL_S = 10.0
 """For agents to hear that the run is over, and to send the rest of their logs."""
@@ -57,7 +60,7 @@ class ClusterLaunch:
         Raises:
             FleetError: the port is taken, or the folder is of no use.
         """
-        return ClusterWorkers(self.advertised or _own_address(place.host), place, parts)
+        return ClusterWorkers(self.advertised or own_address(place.host), place, parts)
 
 
 class ClusterWorkers:
@@ -80,6 +83,7 @@ class ClusterWorkers:
             audit=parts.audit,
             write=parts.write,
         )
+        self._torchrun = TorchrunServer(self._registry, parts.audit, parts.mailbox.post, is_new=parts.is_new)
         self._serving = Serving(
             host=place.host, port=place.port, max_frame_bytes=MAX_FRAME_BYTES, tls=self._authority.server_context()
         )
@@ -150,11 +154,18 @@ class ClusterWorkers:
 
     def status(self) -> dict[str, object]:
         """Which agents are there."""
-        return {"connected": self._door.connected}
+        return {"connected": self._door.connected, **self._torchrun.status()}
 
     def introduction(self, logins: Logins) -> list[Notice]:
         """Where the manager is, and whether its folder is as it should be."""
-        notices = [Notice(text=f"manager at {self._advertised}:{self.port}, run folder {self._run_dir}")]
+        page = page_address("https", self._advertised, self.port, logins)
+        where = f"manager at {self._advertised}:{self.port}, run folder {self._run_dir}, status page at {page}"
+        notices = [Notice(text=where)]
+        try:
+            renew_join(self._run_dir, self._advertised, self.port, self._authority.fingerprint)
+        except OSError as error:
+            text = f"agents do not learn where this manager is from {error.filename}: {error.strerror}"
+            notices.append(Notice(text=text, warning=True))
         return [*notices, *([Notice(text=_ODD.format(self._run_dir), warning=True)] if self._is_odd else [])]
 
     # -- from start to end -------------------------------------------------------------------------------
@@ -166,15 +177,16 @@ class ClusterWorkers:
         beats of a thousand agents for a fifth of a second each time.
         """
         gc.freeze()
-        self._serving.start(Starlette(routes=[*self._door.routes(), *routes]))
+        self._serving.start(Starlette(routes=[*self._door.routes(), *self._torchrun.routes(), *routes]))
 
     def leave(self, ended: Ended | None) -> str:
         """Agents leave by themselves once the run has ended and they have sent what they still had."""
         if ended is not None:
             reason = f"the run is over: {ended.text.splitlines()[0] if ended.text else 'done'}"
             self._serving.call(self._door.dismiss, None, reason, ended.exit_code)
+            self._serving.call(self._torchrun.stop, reason, ended.exit_code)
             deadline_s = time.monotonic() + _FAREWELL_S
-            while self._door.connected and time.monotonic() < deadline_s:
+            while (self._door.connected or self._torchrun.nodes) and time.monotonic() < deadline_s:
                 time.sleep(0.05)
         return ""
 
@@ -196,16 +208,3 @@ def cluster_config(workers: int) -> FleetConfig:
         slow_ratio=SLOW_RATIO,
         exit_grace_s=0.5,  # an agent reports an exit at once, and its own end has had a moment's grace already
     )
-
-
-def _own_address(host: str) -> str:
-    """The address by which this machine reaches others, if it listens on all; no packet is sent."""
-    if host not in ("0.0.0.0", "::"):
-        return host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))
-        except OSError:
-            return socket.gethostname()
-        address: str = probe.getsockname()[0]
-    return address

@@ -2,7 +2,6 @@
 
 import secrets
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 from starlette.routing import BaseRoute
 
 from varuna.core.messages import ToWorker
-from varuna.fleet.manager.logins import Logins
 from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.page.logins import Logins
+from varuna.fleet.service.page_address import page_address
 from varuna.fleet.service.service import Parts, ServiceConfig
 from varuna.fleet.state.fleet import Ended
 from varuna.fleet.state.run_events import Notice
@@ -111,11 +111,7 @@ class LocalWorkers:
     def introduction(self, logins: Logins) -> list[Notice]:
         """Where logs and the page are."""
         until = "" if self._launch.is_kept else " until the run succeeds (--run-dir keeps them)"
-        page = f"http://{self.access_host}:{self.port}/"
-        if sys.stderr.isatty():
-            page += f"#login={logins.invite()} (works once; `varuna open` opens it again)"
-        else:  # what a build server keeps must open nothing
-            page += " (`varuna open` prints a link)"
+        page = page_address("http", self.access_host, self.port, logins)
         return [Notice(text=f"logs in {self._run_dir}{until}, status page at {page}")]
 
     def start(self, routes: Sequence[BaseRoute]) -> None:

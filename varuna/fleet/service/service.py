@@ -20,13 +20,17 @@ from starlette.routing import BaseRoute
 from varuna.core.errors import UsageError
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
-from varuna.fleet.manager.logins import Logins
 from varuna.fleet.manager.loop import Executor, Manager, Observer
 from varuna.fleet.manager.mailbox import Leave, Mailbox
 from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.manager.outlook import outlook
 from varuna.fleet.manager.prometheus import scraper_token
-from varuna.fleet.manager.status import Picture
+from varuna.fleet.manager.step_desk import StepDesk
 from varuna.fleet.net.ca import make_private, write_private
+from varuna.fleet.page.chronicle import Chronicle
+from varuna.fleet.page.live_feed import LiveFeed
+from varuna.fleet.page.logins import Logins
+from varuna.fleet.page.status import Picture
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish, read_access
 from varuna.fleet.run_folder.journal import Journal
@@ -34,7 +38,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
 from varuna.fleet.state.questions import Planner
-from varuna.fleet.state.run_events import Notice, RunEvent
+from varuna.fleet.state.run_events import CheckpointCommitted, Notice, RunEvent
 from varuna.process.file_lock import own
 from varuna.process.signals import INTERRUPTED, handled
 
@@ -185,7 +189,7 @@ class ManagerService(Generic[B]):
         calibrator: Calibrator | None = None,
     ) -> None:
         self._on_event, self._calibrator, self._outlives = on_event, calibrator, launch.outlives
-        self._picture, self._is_interrupted = Picture(), False
+        self._picture, self._chronicle, self._is_interrupted = Picture(), Chronicle(), False
         self.mailbox = Mailbox()
         with ExitStack() as undo:
             logs = place.run_dir / launch.logs
@@ -204,6 +208,8 @@ class ManagerService(Generic[B]):
             for event in past.events if past is not None else ():
                 self._picture.take(event)
                 on_past(event)
+            if past is not None:
+                self._chronicle.read(place.run_dir)
             audit = Audit(self.mailbox.post)
             self.workers = launch.open(place, Parts(run, is_new, self.mailbox, audit, write or to_stdout))
             """The back end."""
@@ -214,7 +220,12 @@ class ManagerService(Generic[B]):
                 overwrite=fresh and place.overwrite,
                 warn=self.mailbox.warn,
                 allowed=place.checkpoints,
+                committed=lambda step: self.mailbox.post(CheckpointCommitted(step=step)),
             )
+            self._desk = StepDesk(place.run_dir, self.workers.send, steps=lambda: self._steps, fail=self.mailbox.fail)
+            undo.callback(self._desk.close)
+            for event in past.events if past is not None else ():
+                self._desk.take(event, is_past=True)
             self.manager = Manager(
                 config,
                 planner,
@@ -225,12 +236,23 @@ class ManagerService(Generic[B]):
                 observer=self._observe,
                 past=past,
                 calibrator=calibrator,
+                on_shown=self._desk.hear,
             )
             known = read_access(place.run_dir) if launch.outlives else None
             token = known.token if known is not None else secrets.token_urlsafe(24)
-            self._api = self.workers.operator_api(
-                OperatorApi(status=self.status, logs=logs, ask=self.mailbox.ask, audit=audit, operator_token=token)
+            self._feed = LiveFeed(self._chronicle, self._brief)
+            plain = OperatorApi(
+                status=self.status,
+                logs=logs,
+                ask=self.mailbox.ask,
+                audit=audit,
+                operator_token=token,
+                feed=self._feed,
+                plans=self._plans,
+                desk=self._desk,
             )
+            self._api = self.workers.operator_api(plain)
+            undo.callback(self._feed.close)
             access = Access(
                 host=self.workers.access_host,
                 port=self.port,
@@ -286,6 +308,17 @@ class ManagerService(Generic[B]):
         """The answer to ``GET /status``; any thread may ask."""
         return {**self._picture.describe(self.manager.fleet, time.monotonic()), **self.workers.status()}
 
+    def _brief(self) -> dict[str, object]:
+        return {**self._picture.brief(self.manager.fleet, time.monotonic()), **self.workers.status()}
+
+    def _plans(self) -> dict[str, object]:
+        return outlook(self._calibrator, self.manager.fleet)
+
+    @property
+    def _steps(self) -> int | None:
+        job = self.manager.fleet.job
+        return None if job is None else job.steps
+
     def _on_signal(self, number: int) -> None:
         """Ctrl-C is for the run: it ends after the current step, and at once if it comes again, or if none is running.
 
@@ -302,6 +335,8 @@ class ManagerService(Generic[B]):
 
     def _observe(self, event: RunEvent) -> None:
         self._picture.take(event)
+        self._chronicle.take(event, time.time())
+        self._desk.take(event)
         self._on_event(event)
 
 

@@ -230,6 +230,8 @@ class Fleet:
     morph_asked: bool = False
     morph_reason: str = "a morph was requested"
     """Why it was asked for."""
+    save_asked: bool = False
+    """Somebody wants a checkpoint now, and rank 0 has not been told."""
     questions: int = 0
     """Asked so far."""
     asked: Mapping[Question, OpenQuestion] = field(default_factory=dict)

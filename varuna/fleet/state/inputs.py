@@ -103,6 +103,11 @@ class MorphRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveRequested:
+    """An operator wants a checkpoint after the current step, and not only when the next one is due."""
+
+
+@dataclass(frozen=True, slots=True)
 class FinishRequested:
     """An operator wants the run to end after the current step, with a checkpoint if it keeps any."""
 
@@ -154,6 +159,7 @@ Event = (
     | AdviceReceived
     | DrainRequested
     | MorphRequested
+    | SaveRequested
     | FinishRequested
     | StopRequested
     | AnswerReceived

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from varuna.core.messages import Vote
 from varuna.core.plan import Plan
+from varuna.core.sums import Remainder
 from varuna.core.times import RankTimes
 from varuna.core.value import Value
 
@@ -21,6 +22,10 @@ class GenerationRecord(Value):
     cause: str = Field(description="why the generation before it ended, in words")
     first_step: int
     steps_redone: int = Field(default=0, description="a step in flight that was lost, and steps undone by a rollback")
+    kept_micro_batches: int = Field(default=0, description="of the step in flight: those that do not run again")
+    remainder: Remainder | None = Field(
+        default=None, description="what of the step in flight has to run, until it is recorded; None: all of it"
+    )
     moved_sections: int = Field(default=0, description="section states copied between workers")
     rollback: bool = Field(default=False, description="state came from a checkpoint or from the initialisation")
     checkpoint: str | None = None
@@ -104,6 +109,13 @@ class GenerationTimed(Value):
     stages: tuple[RankTimes, ...]
 
 
+class CheckpointCommitted(Value):
+    """A checkpoint is complete: all its parts are in the store, and so is the manifest that makes them one."""
+
+    kind: Literal["checkpoint_committed"] = "checkpoint_committed"
+    step: int = Field(description="steps that it contains")
+
+
 class Notice(Value):
     """Something that a person should read."""
 
@@ -156,6 +168,7 @@ RunEvent = Annotated[
     | Morphed
     | StepRecorded
     | GenerationTimed
+    | CheckpointCommitted
     | Notice
     | Audited
     | Asked

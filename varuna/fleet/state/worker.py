@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from varuna.core.devices import DeviceFacts
 from varuna.core.messages import Beat
+from varuna.core.sums import HeldSums
 from varuna.fleet.state.stutter import NO_EVIDENCE, StutterEvidence
 
 T = TypeVar("T")
@@ -54,6 +55,8 @@ class Holding:
     """Whole."""
     lent: frozenset[int] = frozenset()
     """Without optimizer state, which other replicas hold."""
+    sums: HeldSums | None = None
+    """Of a step that was broken off."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.unit.engine.late import LateStream, LateStreams
 from tests.unit.engine.ranks import Setup, SmallLanguage, run_all, single_threaded
-from varuna.calibration.measure.network import _LEAST_ROUNDS, _WARM_ROUNDS, Peers
+from varuna.calibration.measure.network import Peers, Repeats
 from varuna.calibration.measure.pilot import PilotTimes, pilot_plan, pilot_steps
 from varuna.calibration.measure.worker import _best_size, _smallest
 from varuna.calibration.samples import RingSamples, SectionSamples, Sized
@@ -114,7 +114,7 @@ def test_no_message_leaves_before_both_have_those_before_it(monkeypatch: pytest.
     store = local_store()
     run_all([partial(_measure_messages, store, rank) for rank in range(2)])
     turns = [noted[i : i + 4] for i in range(0, len(noted), 4)]
-    assert len(turns) >= _WARM_ROUNDS + _LEAST_ROUNDS, "a slow machine makes no more"
+    assert len(turns) >= Repeats().warm_rounds + Repeats().least_rounds, "a slow machine makes no more"
     assert all(sorted(turn) == ["received", "received", "sent", "sent"] for turn in turns)
 
 

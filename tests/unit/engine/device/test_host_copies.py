@@ -13,6 +13,7 @@ from tests.unit.engine.ranks import Dropping, Setup, SmallLanguage, Tokens, conn
 from tests.unit.engine.stage.test_batch_norm import setup as normalised
 from varuna.core.devices import DeviceFacts
 from varuna.engine.device.host_copies import DONE, StreamCopies
+from varuna.engine.links.carry import Carry
 from varuna.engine.links.message import Layout
 from varuna.engine.links.traffic import Traffic, traffic_of, traffic_over
 from varuna.engine.pipeline import reduce
@@ -152,6 +153,9 @@ class Told(Exception):
 class Listening:
     """A membership that goes no further."""
 
+    def shown(self, answer: object) -> None:
+        """Nobody asks."""
+
     def join(self, job: object, *, device: DeviceFacts | None = None, **callbacks: object) -> None:
         raise Told(device)
 
@@ -197,6 +201,6 @@ def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_
     streams.compute.put(lambda: setattr(streams, "now_s", 100.0))  # a backward
     flat = generation.stage.buckets[0].flat
     [group] = connected(1)
-    generation.reducer._reduce(group, flat, generation.stage.job.traffic.sums.point())
+    generation.reducer._reduce(group, 0, generation.stage.job.traffic.sums.point())
     assert streams.now_s == 102.0
-    assert generation.reducer.reductions[-1] == (flat.nbytes, 2.0)
+    assert generation.reducer.reductions[-1] == Carry(flat.nbytes, 100.0, 102.0)

@@ -48,7 +48,7 @@ class JoinServer:
 
     def serve(self, token: str) -> int:
         invitation = JoinString(host="h", port=1, fingerprint="ab" * 32, token=token)
-        return serve(invitation, self.home, self.run, self.told.append, pause_s=0.0)
+        return serve(lambda: invitation, self.home, self.run, self.told.append, pause_s=0.0)
 
 
 def _card(path: Path) -> AgentIdentity | None:

@@ -29,9 +29,11 @@ from varuna.fleet.agent.manager_client import (
 from varuna.fleet.manager.agent_server import AgentServer
 from varuna.fleet.net.ca import SERVER_NAME, CertificateAuthority, client_context, open_authority
 from varuna.fleet.net.host_facts import DiskFacts, HostFacts
+from varuna.fleet.net.join_string import JoinString
 from varuna.fleet.net.protocol import Identity, JobIdentity, Started, Welcome, WorkerSnapshot
 from varuna.fleet.net.serving import Serving
 from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.join_file import keep_join, read_join, renew_join
 from varuna.fleet.run_folder.registry import Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
 
@@ -62,9 +64,14 @@ class Manager:
         self.identity: Identity = join(self.registry)
         self.heard: queue.SimpleQueue[FromUplink] = queue.SimpleQueue()
 
-    def uplink(self, snapshots: Callable[[], tuple[WorkerSnapshot, ...]] = lambda: (), **bounds: Any) -> ManagerClient:
+    def uplink(
+        self,
+        snapshots: Callable[[], tuple[WorkerSnapshot, ...]] = lambda: (),
+        place: ManagerAddress | None = None,
+        **bounds: Any,
+    ) -> ManagerClient:
         return ManagerClient(
-            ManagerAddress("127.0.0.1", self.serving.port, self.authority.certificate_pem),
+            place or ManagerAddress("127.0.0.1", self.serving.port, self.authority.certificate_pem),
             self.identity,
             JOB,
             snapshots=snapshots,
@@ -171,6 +178,29 @@ def test_a_frame_that_is_too_large_ends_its_own_connection_and_nobody_elses(mana
         asyncio.run(send_too_much())
         assert manager.server.connected == [manager.identity.node]
         assert manager.heard.empty()
+    finally:
+        uplink.stop(0.0)
+
+
+def test_a_manager_that_moved_is_found_by_the_join_file_of_its_run(manager: Manager, tmp_path: Path) -> None:
+    of_another_run = JoinString(host="127.0.0.1", port=2, fingerprint="ab" * 32, token="t" * 20)
+    file = keep_join(tmp_path, str(of_another_run))
+    uplink = manager.uplink(
+        place=ManagerAddress("127.0.0.1", 1, manager.authority.certificate_pem, file), longest_delay_s=0.01
+    )
+    uplink.start()
+    try:
+        for _ in range(3):
+            assert "127.0.0.1:1." in manager.hears().reason  # type: ignore[union-attr]
+        ours = of_another_run.model_copy(update={"fingerprint": manager.authority.fingerprint})
+        keep_join(tmp_path, str(ours))
+        renew_join(tmp_path, "127.0.0.1", manager.serving.port, "ab" * 32)  # of a run that this file is not of
+        assert read_join(file) == ours
+        renew_join(tmp_path, "127.0.0.1", manager.serving.port, manager.authority.fingerprint)
+        while not isinstance(event := manager.hears(), Welcomed):
+            assert isinstance(event, Trouble)
+        assert uplink.place.port == manager.serving.port
+        assert read_join(file).token == ours.token
     finally:
         uplink.stop(0.0)
 

@@ -146,11 +146,13 @@ class Kubernetes(Group):
 
     PATH = "/apis/apps/v1/namespaces/ml/statefulsets/agents/scale"
     secret: ClassVar[dict[str, str]] = {}
+    events: ClassVar[list[dict[str, Any]] | None] = None
+    """Of pods that cannot be made, which then are not there at all; None: the manager may not read them."""
 
     @classmethod
     def begin(cls) -> None:
         super().begin()
-        cls.secret = {}
+        cls.secret, cls.events = {}, None
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
@@ -160,6 +162,10 @@ class Kubernetes(Group):
             self.json(self.scale())
         elif parts.path == "/api/v1/namespaces/ml/pods" and unquote(parts.query) == "labelSelector=app=agents,part=x/y":
             self.json({"kind": "PodList", "items": self.pods()})
+        elif self.events is not None and unquote(parts.query).endswith(
+            "involvedObject.name=agents,reason=FailedCreate"
+        ):
+            self.json({"kind": "EventList", "items": self.events})
         else:
             self.refuse(404, "NotFound", f'statefulsets.apps "{parts.path}" not found')
 
@@ -191,4 +197,4 @@ class Kubernetes(Group):
             "spec": {},
             "status": {"phase": "Pending", "conditions": conditions},
         }
-        return [running] * (self.desired - self.missing) + [pending] * self.missing
+        return [running] * (self.desired - self.missing) + [pending] * (0 if self.events else self.missing)

@@ -207,7 +207,7 @@ def test_google_says_why_machines_do_not_start(code: str, words: str, tmp_path: 
         assert group.size() == 1
 
 
-def test_the_scheduler_says_why_a_pod_waits(tmp_path: Path) -> None:
+def test_kubernetes_says_why_a_pod_waits_or_is_missing(tmp_path: Path) -> None:
     Kubernetes.begin()
     with serving(Kubernetes) as url:
         group = provider(agent_set(url), tmp_path)
@@ -216,6 +216,13 @@ def test_the_scheduler_says_why_a_pod_waits(tmp_path: Path) -> None:
         with pytest.raises(CapacityError, match=r"pod agents-2 has no node: 0/3 nodes .* Insufficient nvidia"):
             group.resize(3)
         assert group.size() == 2
+        said = 'pods "agents-2" is forbidden: exceeded quota: few, requested: pods=1'
+        newest = {"lastTimestamp": "2026-11-24T00:00:02Z", "message": said}
+        Kubernetes.events = [newest, {"lastTimestamp": None, "eventTime": "2026-11-24T00:00:01Z", "message": "old"}]
+        with pytest.raises(
+            CapacityError, match=r"does not allow more: the quota is used up: pods .*exceeded quota: few"
+        ):
+            group.resize(3)
 
 
 @pytest.mark.parametrize("where", ["", "a/b", "s/g/n/x", "s/../n", "s/g/n?x=1", "s/g/n#", "s g/n/x"])

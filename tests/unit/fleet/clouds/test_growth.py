@@ -54,7 +54,7 @@ class Cloud:
 
     def __init__(self, most: int, error: Exception | None = None) -> None:
         self.most, self.error = most, error
-        self.nodes, self.asked, self.closed = 0, 0, False
+        self.nodes, self.asked, self.busy, self.closed = 0, 0, 0, False
 
     def resize(self, nodes: int) -> None:
         self.asked += 1
@@ -68,6 +68,9 @@ class Cloud:
         return self.nodes
 
     def close(self) -> None:
+        if self.busy:
+            self.busy -= 1
+            raise CapacityError("Throttling")
         self.closed = True
 
 
@@ -81,6 +84,7 @@ def grower(cloud: Cloud) -> tuple[Grower, list[str], list[float]]:
         end=lambda reason, code: warnings.append(f"{code}: {reason}"),
         machines=lambda: cloud.nodes,
         clock=lambda: clock[0],
+        pause_s=0.0,
     )
     return asking, warnings, clock
 
@@ -104,6 +108,17 @@ def test_a_cloud_without_capacity_is_asked_again_and_people_are_told_once() -> N
     assert cloud.nodes == 4
     asking.close()
     assert cloud.closed
+
+
+def test_what_was_requested_is_given_back_by_a_cloud_that_is_busy_for_a_moment() -> None:
+    cloud = Cloud(most=2)
+    asking, _, _ = grower(cloud)
+    cloud.busy = 3
+    asking.close()
+    assert cloud.closed
+    cloud.busy = 4
+    with pytest.raises(CapacityError, match="Throttling"):
+        asking.close()
 
 
 def test_an_error_that_nobody_foresaw_is_told_and_tried_again() -> None:

@@ -7,9 +7,10 @@ import pytest
 from varuna.cli.agent import invited
 from varuna.cli.cluster.engine_options import nodes_of
 from varuna.core.errors import UsageError
-from varuna.fleet.engines.engine import AgentCommand, keep_join
+from varuna.fleet.engines.engine import AgentCommand
 from varuna.fleet.engines.registry import KINDS, kind_of
 from varuna.fleet.net.join_string import JOIN_VARIABLE
+from varuna.fleet.run_folder.join_file import keep_join
 
 JOIN = f"varuna://{'t' * 20}@10.0.0.1:7070/{'ab' * 32}"
 

@@ -20,7 +20,7 @@ from varuna.core.messages import (
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.manager.status import describe
+from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Running
 from varuna.fleet.state.inputs import ConnectionLost, FinishRequested, SpawnRequested, StopRequested, Tick

@@ -34,7 +34,7 @@ def test_each_rank_gets_its_own_transfers_and_a_message_does_not_grow_with_the_f
         plan = plan_of(replicas)
         names = tuple(f"n{number}-vm.0" for number in range(plan.workers))
         moves = [Transfer(section=s, source_rank=0, target_rank=rank) for rank in (2, 4) for s in plan.sections_of(0)]
-        told = dict(assignments([record(0, plan, names, trained=False)], moves))
+        told = dict(assignments([record(0, plan, names, trained=False)], moves, {}))
         assert [told[name].rank for name in names] == list(range(plan.workers))
         assert {each.members for each in told.values()} == {plan.workers}
         assert told[names[0]].transfers == tuple(moves)  # everybody's source
@@ -49,7 +49,7 @@ def test_who_trained_is_told_which_replicas_of_its_stage_are_gone_since() -> Non
     first = record(0, plan, ("a0", "a1", "b0", "b1", "c0", "c1"), trained=True)
     broken = record(1, plan_of(2), ("a0", "a1", "b0", "b1"), trained=False)  # c0 and c1 were lost, and then b1
     newest = record(2, plan_of(1), ("b0", "a1", "a0", "new"), trained=False)
-    told = dict(assignments([first, broken, newest], ()))
+    told = dict(assignments([first, broken, newest], (), {}))
     assert told["a0"].lost_replicas == told["b0"].lost_replicas == (plan.place_of(4).replica,)
     assert told["a1"].lost_replicas == (plan.place_of(3).replica, plan.place_of(5).replica)
     assert told["new"].lost_replicas == ()

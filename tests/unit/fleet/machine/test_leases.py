@@ -10,7 +10,7 @@ from varuna.core.messages import Apply, Beat, Finish, Held, Hello, Hold, RaiseFl
 from varuna.core.saved import SavedShard
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
-from varuna.fleet.manager.status import describe
+from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
@@ -398,6 +398,10 @@ def test_a_run_that_waits_for_machines_ends_when_somebody_asks_for_that() -> Non
     driver.feed(FinishRequested("enough"))
     assert driver.end is not None
     assert driver.end.exit_code == 1
+    unused = Driver(FleetConfig(workers=1, elastic=True, replace=False, wait_s=float("inf")), spawns=False)
+    unused.feed(FinishRequested("enough"))  # before any worker has said what the job is
+    assert unused.end is not None
+    assert unused.end.exit_code == 0
     assert driver.end.text.startswith("enough; no step is running, because there are no workers. 2 steps are in no")
 
 

@@ -14,7 +14,7 @@ from varuna.core.model import JobFacts
 from varuna.fleet.manager.checkpoint_coordinator import CheckpointCoordinator
 from varuna.fleet.manager.loop import Manager
 from varuna.fleet.manager.mailbox import Mailbox, Pulses
-from varuna.fleet.manager.status import describe
+from varuna.fleet.page.status import describe
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Idle

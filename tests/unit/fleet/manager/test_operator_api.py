@@ -1,8 +1,6 @@
 """The operator API: who may look, who may change, and what is written down."""
 
 import asyncio
-import base64
-import hashlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,16 +14,17 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
-from varuna.fleet.manager.logins import LINK_LIFE_S, Logins
+from varuna.dashboard import ASSETS
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.manager.prometheus import CONTENT_TYPE, scraper_token
 from varuna.fleet.net import requests
+from varuna.fleet.page.logins import LINK_LIFE_S, Logins
 from varuna.fleet.run_folder.audit import Audit
-from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested
+from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested, SaveRequested
 from varuna.fleet.state.run_events import Audited
 
 OPERATOR = {"Authorization": "Bearer operator-token"}
-CHANGES = ("stop", "morph", "drain", "tokens", "tokens/void")
+CHANGES = ("stop", "morph", "drain", "checkpoint", "tokens", "tokens/void")
 
 
 class Front:
@@ -34,8 +33,9 @@ class Front:
         self.sent_away: list[str] = []
         self.audited: list[Audited] = []
         self.now_s = 0.0
+        self.checkpoints: str | None = "s3://bucket/run"
         door = OperatorApi(
-            status=lambda: {"loss": float("nan"), "steps": 3, "nodes": ["n0-vm"]},
+            status=lambda: {"loss": float("nan"), "steps": 3, "nodes": ["n0-vm"], "checkpoint_dir": self.checkpoints},
             logs=folder,
             ask=self.ask,
             audit=Audit(self.audited.append, lambda: self.now_s),
@@ -119,16 +119,24 @@ def test_the_token_of_scrapers_reads_the_metrics_and_nothing_else(front: Front) 
     assert front.client.post("/stop", headers=scraper).status_code == 401
 
 
-def test_the_page_says_nothing_of_the_run_leaves_no_cookie_and_runs_its_own_script_alone(front: Front) -> None:
+def test_the_page_says_nothing_of_the_run_leaves_no_cookie_and_runs_its_own_files_alone(front: Front) -> None:
     page = front.client.get("/")
     assert page.status_code == 200
     assert "set-cookie" not in page.headers
     assert page.headers["referrer-policy"] == "no-referrer"
-    [allowed] = re.findall(r"script-src 'sha256-(\S+)';", page.headers["content-security-policy"])
-    script = page.text.split("<script>")[1].split("</script>")[0]
-    assert base64.b64decode(allowed) == hashlib.sha256(script.encode()).digest()
-    assert "document.cookie" not in script
-    assert "localStorage" not in script
+    policy = page.headers["content-security-policy"]
+    assert "script-src 'self';" in policy
+    assert "unsafe" not in policy
+    assert "http" not in policy
+    assert not re.findall(r"<script(?! type=\"module\" src=\"page/)|<style|style=|\son\w+=|https?:", page.text)
+    for name, media_type in ASSETS.items():
+        file = front.client.get(f"/page/{name}")
+        assert (file.status_code, file.headers["content-type"]) == (200, media_type)
+        assert file.headers["x-content-type-options"] == "nosniff"
+        for risk in ("innerHTML", "document.cookie", "localStorage", "eval(", "document.write", "//cdn"):
+            assert risk not in file.text
+    for strange in ("..%2F__init__.py", "__init__.py", "index.html", "nothing.js"):
+        assert front.client.get(f"/page/{strange}").status_code == 404
 
 
 def test_links_and_sessions_have_an_end_and_a_number() -> None:
@@ -167,12 +175,17 @@ def test_the_operator_may_change_the_run_and_each_time_is_written_down(front: Fr
     assert client.post("/morph", headers=OPERATOR, json={}).status_code == 202
     assert client.post("/drain", headers=OPERATOR, json={"node": "n0-vm"}).status_code == 202
     assert client.post("/tokens", headers=OPERATOR, json={"uses": 5, "life_s": 60}).json() == {"join": "varuna://5-60"}
-    assert [type(event) for event in front.events] == [FinishRequested, MorphRequested, DrainRequested]
+    assert client.post("/checkpoint", headers=OPERATOR).status_code == 202
+    assert [type(event) for event in front.events] == [FinishRequested, MorphRequested, DrainRequested, SaveRequested]
+    front.checkpoints = None
+    refused = client.post("/checkpoint", headers=OPERATOR)
+    assert (refused.status_code, "checkpoints=" in refused.json()["error"]) == (409, True)
     assert [line.action for line in front.audited if line.allowed] == [
         "stop the run",
         "morph",
         "drain a node",
         "mint a join token",
+        "save a checkpoint",
     ]
 
 

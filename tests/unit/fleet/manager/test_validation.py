@@ -6,6 +6,7 @@ from tests.unit.fleet.support import Driver, make_vote, two_stages
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.model import Memory
 from varuna.core.saved import SavedShard
+from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
@@ -30,6 +31,12 @@ def shard(**changes: object) -> Saved:
     return Saved(shard=SavedShard.model_validate({**values, **changes}))
 
 
+def summed(spans: Spans, *losses: MicroBatchLoss) -> Held:
+    sections = (SectionSum(section=0, micro_batches=spans),)
+    held = HeldSums(micro_batch=2, sections=sections, losses=losses)
+    return Held(generation=0, next_step=2, sections=(0, 1), sums=held)
+
+
 def text(found: Objection | None) -> str:
     assert found is not None
     return found.text
@@ -46,6 +53,10 @@ def test_lies_are_named() -> None:
         (Held(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
         (Held(generation=0, next_step=None, sections=sections), "without a step"),
         (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)), "1 numbers"),
+        (summed(((7, 9),)), "other micro-batches than 8"),
+        (summed(((3, 5), (4, 6))), "other micro-batches than 8"),
+        (summed((), MicroBatchLoss(micro_batch=8, values=(1.0, 2.0))), "2 numbers for one of 8"),
+        (summed((), MicroBatchLoss(micro_batch=7, values=(1.0,))), "2 numbers for one of 8"),
         (Voted(vote=vote(driver, 2, vector=(0.0,) * 3)), "3 numbers"),
         (Voted(vote=vote(driver, 2, generation=7)), "the newest is 0"),
         (Voted(vote=vote(driver, 10**6)), "of 100"),

@@ -72,21 +72,32 @@ class Picture:
         lost = {"failures": self.failures, "lost_workers": self.lost_workers}
         return {**describe(fleet, now_s), **self._losses.describe(), **lost}
 
+    def brief(self, fleet: Fleet, now_s: float) -> dict[str, object]:
+        """The same without what a page hears of bit by bit: losses and generations."""
+        return {**_now(fleet, now_s), "failures": list(self.failures), "lost_workers": self.lost_workers}
+
 
 def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
     """The fleet for people and tools; read-only."""
+    return {**_now(fleet, now_s), "generations": _generations(fleet)}
+
+
+def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
     # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
     deaf_s = now_s - fleet.heard_s if fleet.is_alone else 0.0
     return {
         "state": _state(fleet),
         "steps": fleet.job.steps if fleet.job else 0,
         "checkpoint_dir": fleet.job.checkpoint_dir if fleet.job else None,
+        "durable_step": fleet.saved_step,
         "lease_s": fleet.config.lease_s,
         "generation": fleet.generation,
         "plan": fleet.record.plan.model_dump() if fleet.history else None,
         "members": list(fleet.members),
         "nodes": list(fleet.workers.nodes),
+        "step_s": fleet.step_wall_s or None,
         "departing": list(fleet.departing),
+        "at_risk": list(fleet.at_risk),
         "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
         "workers": [
             {
@@ -96,23 +107,30 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
                 "rank": fleet.rank_of(worker.name),
                 "pid": worker.pid,
                 "activity": worker.beat.activity if worker.beat else "",
-                "silent_s": deaf_s + fleet.listened_s - fleet.seen_s(worker) if worker.beat else None,
+                "silent_s": round(deaf_s + fleet.listened_s - fleet.seen_s(worker), 1) if worker.beat else None,
+                "device": worker.device.name if worker.device else None,
+                "compute_s": worker.compute_s,
+                "slow": fleet.slow[worker.name].ratio if worker.name in fleet.slow else None,
             }
             for worker in fleet.workers.values()
         ],
-        "generations": [
-            {
-                "generation": record.generation,
-                "plan": {"stages": record.plan.stages, "replicas": record.plan.replicas},
-                "first_step": record.first_step,
-                "recovery_s": record.recovery_seconds,
-                "steps_redone": record.steps_redone,
-                "moved_sections": record.moved_sections,
-                "cause": record.cause,
-            }
-            for record in fleet.history
-        ],
     }
+
+
+def _generations(fleet: Fleet) -> list[dict[str, object]]:
+    return [
+        {
+            "generation": record.generation,
+            "plan": {"stages": record.plan.stages, "replicas": record.plan.replicas},
+            "first_step": record.first_step,
+            "recovery_s": record.recovery_seconds,
+            "steps_redone": record.steps_redone,
+            "kept_micro_batches": record.kept_micro_batches,
+            "moved_sections": record.moved_sections,
+            "cause": record.cause,
+        }
+        for record in fleet.history
+    ]
 
 
 def _state(fleet: Fleet) -> str:

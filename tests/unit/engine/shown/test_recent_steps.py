@@ -1,0 +1,94 @@
+from itertools import pairwise
+
+import pytest
+
+from tests.unit.engine.ranks import Setup, SmallLanguage
+from tests.unit.schedule.validator import parse_row
+from varuna.core.messages import StepShown
+from varuna.engine.links.carry import Carry
+from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
+from varuna.engine.shown import recent_steps
+from varuna.engine.shown.recent_steps import STEPS_KEPT, RanStep, RecentSteps
+from varuna.engine.worker.session import Session
+
+
+def ran(step: int, generation: int = 0) -> RanStep:
+    took = Took(parse_row("0F0")[0], 100.0, 100.5)
+    times = StepTimes(step, 99.0, 101.0, (took,), ())
+    return RanStep(generation, 0, times, Messages((3,), [(0, Carry(8, 100.5))], []), (Carry(9, 100.25, 100.75),))
+
+
+def timeline_of(session: Session, step: int) -> StepShown:
+    told: list[StepShown] = []
+    session._shown.recent._tell = told.append
+    session._shown.recent.want(step)
+    session._shown.recent.answer()
+    [shown] = told
+    return shown
+
+
+def test_steps_are_told_once_they_are_over_with_seconds_from_their_own_begin() -> None:
+    told: list[StepShown] = []
+    recent = RecentSteps(told.append)
+    recent.want(5)
+    recent.take(ran(4))
+    recent.answer()
+    assert told == []
+    recent.take(ran(5))
+    recent.answer()
+    recent.answer()
+    [shown] = told
+    assert shown.timeline is not None
+    assert shown.timeline.actions == (("F", 0, 1.0, 1.5),)
+    assert shown.timeline.sent == (("activation", 0, 8, 1.5, 2.0),)  # under way: to the end of the step
+    assert shown.timeline.sums == ((9, 1.25, 1.75),)
+    assert shown.timeline.zero_s == 99.0
+
+
+def test_of_a_step_that_ran_again_the_newest_is_told_and_of_a_forgotten_one_nothing() -> None:
+    told: list[StepShown] = []
+    recent = RecentSteps(told.append)
+    for step in (*range(10), 3, *range(4, 9)):
+        recent.take(ran(step, generation=step < 9))
+    for step in range(100, 100 + STEPS_KEPT - 1):
+        recent.take(ran(step))
+    recent.want(8)
+    recent.want(3)
+    recent.answer()
+    assert [(each.step, each.timeline is None) for each in told] == [(3, True), (8, False)]
+
+
+def test_memory_is_bounded_by_rows_but_the_newest_step_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recent_steps, "_ROWS_KEPT", 3)
+    recent = RecentSteps(lambda shown: None)
+    for step in range(10):
+        recent.take(ran(step))
+    assert [each.times.step for each in recent._kept] == [7, 8, 9]
+    big = ran(10)
+    recent.take(big._replace(times=big.times._replace(actions=big.times.actions * 9)))
+    assert [each.times.step for each in recent._kept] == [10]
+
+
+def test_every_rank_tells_each_action_once_in_order_and_when_its_messages_left() -> None:
+    setup = Setup(SmallLanguage)
+    setup.run(2, 2, steps=3)
+    found = {}
+    for session in setup.finished:
+        shown = timeline_of(session, 2)
+        assert shown.timeline is not None
+        found[shown.timeline.rank] = shown.timeline
+    assert sorted(found) == [0, 1, 2, 3]
+    for number, rank in found.items():
+        mine = range(sum(did.kind == "F" for did in rank.actions))
+        assert sorted(did.micro_batch for did in rank.actions if did.kind == "F") == list(mine)
+        assert sorted(did.micro_batch for did in rank.actions if did.kind in "BI") == list(mine)
+        assert all(before.end_s <= after.begin_s for before, after in pairwise(rank.actions))
+        assert [sent.kind for sent in rank.sent] == ["gradient" if number % 2 else "activation"] * len(mine)
+        makes = {(did.kind, did.micro_batch): did for did in rank.actions}
+        for sent in rank.sent:  # a message leaves while the action that makes it runs
+            made = makes.get(("F", sent.micro_batch)) if sent.kind == "activation" else None
+            made = made or makes.get(("B", sent.micro_batch)) or makes["I", sent.micro_batch]
+            assert made.begin_s < sent.begin_s <= made.end_s
+            assert sent.begin_s <= sent.end_s
+        assert {end.name for end in rank.ends} >= {"reduce", "vote", "apply"}
+        assert rank.sums

@@ -1,0 +1,118 @@
+"""What is in a stage's sums: nobody is told of half a micro-batch, and nothing changes what was told."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from varuna.core.plan import Plan
+from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans
+from varuna.engine.stage.gradient_bucket import Bucket
+from varuna.engine.stage.sums import Begun, StepShare, Sums
+
+PLAN = Plan(
+    stages=1, replicas=2, micro_batch=1, global_batch=6, starts=(0,), sections=3, stash_limits=(1,)
+)  # sections 0 and 1 are trained, section 2 has nothing to train
+
+
+@pytest.fixture
+def leaves() -> list[Tensor]:
+    return [torch.ones(3, requires_grad=True), torch.ones(3, dtype=torch.bfloat16, requires_grad=True)]
+
+
+def sums_over(leaves: list[Tensor], begun: Begun | None = None) -> tuple[Sums, dict[int, Bucket]]:
+    here = {number: {"a": leaf} for number, leaf in enumerate(leaves)} | {2: dict[str, Tensor]()}
+    flats = {} if begun is None else begun.flats
+    buckets = {number: Bucket(own, torch.device("cpu"), flats.get(number)) for number, own in here.items()}
+    return Sums(buckets, PLAN, begun, outlast=True), buckets
+
+
+def add(sums: Sums, buckets: dict[int, Bucket], leaves: list[Tensor], section: int, micro_batch: int) -> None:
+    with sums.adding(section, micro_batch):
+        (leaves[section].float() * 2).sum().backward()  # type: ignore[no-untyped-call]
+        buckets[section].collect()
+
+
+def told(sums: Sums) -> dict[int, Spans]:
+    return {each.section: each.micro_batches for each in sums.seal()}
+
+
+def test_only_whole_micro_batches_are_told(leaves: list[Tensor]) -> None:
+    sums, buckets = sums_over(leaves)
+    sums.begin()
+    for micro_batch in (0, 1):
+        add(sums, buckets, leaves, 1, micro_batch)
+    add(sums, buckets, leaves, 0, 0)
+    with sums.adding(0, 1, whole=False):
+        pass  # I of a split backward; its W is still to come
+    assert told(sums) == {1: ((0, 2),)}
+    assert sums.without == (2,)
+    assert sums.counted(1, replica=1) == (2.0, 1.0 + 4.0)
+    assert sums.counted(2, replica=0) == (6.0, 91.0)
+    assert sums.counted(2, replica=1) == (0.0, 0.0)
+
+
+def test_a_backward_that_raises_makes_its_section_void(leaves: list[Tensor]) -> None:
+    sums, buckets = sums_over(leaves)
+    sums.begin()
+    for section in (0, 1):
+        add(sums, buckets, leaves, section, 0)
+    with pytest.raises(ValueError, match="half-way"), sums.adding(1, 1):
+        raise ValueError("half-way")
+    assert told(sums) == {0: ((0, 1),)}
+
+
+def test_a_reduction_takes_effect_at_once_or_not_at_all(leaves: list[Tensor]) -> None:
+    sums, buckets = sums_over(leaves)
+    sums.begin()
+    for section in (0, 1):
+        add(sums, buckets, leaves, section, 0)
+    sums.reduced(0, torch.full((3,), 7.0))
+    assert sums.counted(0, replica=0) == (1.0, 1.0), "the vote adds up what each replica has added"
+    assert told(sums) == {0: ((0, 6),), 1: ((0, 1),)}
+    with pytest.raises(RuntimeError, match="ended"):
+        sums.reduced(1, torch.full((3,), 7.0))
+    with pytest.raises(RuntimeError, match="ended"), sums.changing(1):
+        buckets[1].flat.zero_()
+    assert buckets[0].flat.tolist() == [7.0] * 3
+    assert buckets[1].flat.tolist() == [2.0] * 3
+
+
+def test_what_the_tied_total_is_written_into_is_void(leaves: list[Tensor]) -> None:
+    sums, buckets = sums_over(leaves)
+    sums.begin()
+    for section in (0, 1):
+        add(sums, buckets, leaves, section, 0)
+    with sums.changing(0):
+        buckets[0].flat.add_(1)
+    assert told(sums) == {1: ((0, 1),)}
+    sums.discard()
+    assert told(sums) == {}
+
+
+def test_the_next_generation_goes_on_and_drops_what_some_replica_has(leaves: list[Tensor]) -> None:
+    taken = (SectionSum(section=0, micro_batches=((0, 2),)),)
+    kept = (SectionSum(section=0, micro_batches=((0, 2), (4, 5))), SectionSum(section=1, micro_batches=((4, 5),)))
+    rest = RestOfStep(
+        work=((3, 6),), taken=taken, kept=kept, losses=(MicroBatchLoss(micro_batch=0, values=(1.0, 2.0)),)
+    )
+    flat = torch.full((3,), 5.0)
+    sums, buckets = sums_over(leaves, Begun(rest, {0: flat}))
+    assert buckets[0].flat is flat, "taken over, not copied"
+    sums.begin()
+    for section in (0, 1):
+        for micro_batch in (3, 4, 5):
+            add(sums, buckets, leaves, section, micro_batch)
+    assert flat.tolist() == [9.0] * 3
+    assert buckets[1].flat.tolist() == [4.0] * 3
+    assert sums.counted(0, replica=0) == (4.0, 1.0 + 4.0 + 16.0 + 36.0)
+    sums.begin()
+    add(sums, buckets, leaves, 0, 4)
+    assert flat.tolist() == [2.0] * 3, "from the second step on, all is added to zeros"
+    work = StepShare(PLAN, 0, 7, Begun(rest, {}))
+    assert (list(work.of(7)), list(work.of(8))) == ([3, 4, 5], [0, 1, 2])
+    work.begin(7)
+    assert work.losses == [(0, [1.0, 2.0])]
+    other = StepShare(PLAN, 1, 7, Begun(rest, {}))
+    other.begin(7)
+    assert not other.losses, "one replica tells it"
+    assert other.known == rest.losses, "but all can tell it after another loss"

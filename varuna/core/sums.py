@@ -1,0 +1,197 @@
+"""Which micro-batches are in which sums of gradients, and which must run again after a loss. Pure.
+
+A worker that stops in the middle of a step holds, for each of its sections, the sum of the gradients of some
+micro-batches. Of each section disjoint sums are chosen, at most one for each rank. A micro-batch that is in the chosen
+sums of every section does not run again. All others do, through all stages; a section that has one already does not
+add it again.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+
+from pydantic import Field
+
+from varuna.core.value import Value
+
+Spans = tuple[tuple[int, int], ...]
+"""A set of micro-batches: ranges [first, end), ascending, none touching another."""
+
+
+def spans_of(numbers: Iterable[int]) -> Spans:
+    """A set of numbers as spans."""
+    return union([((number, number + 1),) for number in numbers])
+
+
+def numbers_of(spans: Spans) -> list[int]:
+    """The numbers of a set, ascending."""
+    return [number for first, end in spans for number in range(first, end)]
+
+
+def count(spans: Spans) -> int:
+    """How many numbers are in a set."""
+    return sum(end - first for first, end in spans)
+
+
+def union(sets: Iterable[Spans]) -> Spans:
+    """What is in any of the sets."""
+    found: list[tuple[int, int]] = []
+    for first, end in sorted(span for spans in sets for span in spans):
+        if found and first <= found[-1][1]:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((first, end))
+    return tuple(found)
+
+
+def without(spans: Spans, taken: Spans) -> Spans:
+    """What is in the first set and not in the second."""
+    left: list[tuple[int, int]] = []
+    for first, end in spans:
+        for start, stop in taken:
+            if stop > first and start < end:
+                if first < start:
+                    left.append((first, start))
+                first = min(stop, end)
+        if first < end:
+            left.append((first, end))
+    return tuple(left)
+
+
+def overlap(one: Spans, other: Spans) -> bool:
+    """Whether a number is in both sets."""
+    return count(union([one, other])) < count(one) + count(other)
+
+
+def is_within(spans: Spans, micro_batches: int) -> bool:
+    """Whether spans from outside are what they should be: not empty, ascending, apart, of a step's micro-batches."""
+    bounds = [-1, *(bound for span in spans for bound in span)]
+    return all(a < b for a, b in pairwise(bounds)) and bounds[-1] <= micro_batches
+
+
+def choose(offered: Mapping[int, Spans]) -> dict[int, Spans]:
+    """Disjoint sums of one section, by rank: the largest first, among equals that of the lowest rank.
+
+    A sum that is reduced over the replicas has all micro-batches, so it is chosen alone.
+    """
+    chosen: dict[int, Spans] = {}
+    for rank in sorted(offered, key=lambda rank: (-count(offered[rank]), rank)):
+        if offered[rank] and not any(overlap(offered[rank], other) for other in chosen.values()):
+            chosen[rank] = offered[rank]
+    return dict(sorted(chosen.items()))
+
+
+def deal(spans: Spans, replicas: int) -> tuple[Spans, ...]:
+    """Contiguous shares of a set, ascending; the first ones get one more."""
+    numbers = numbers_of(spans)
+    base, extra = divmod(len(numbers), replicas)
+    ends = [replica * base + min(replica, extra) for replica in range(replicas + 1)]
+    return tuple(spans_of(numbers[first:end]) for first, end in pairwise(ends))
+
+
+def square_sum(spans: Spans) -> int:
+    """Sum of (j + 1)^2: with the count, it shows that a micro-batch is missing or was added twice."""
+
+    def below(end: int) -> int:
+        return end * (end + 1) * (2 * end + 1) // 6
+
+    return sum(below(end) - below(first) for first, end in spans)
+
+
+class SectionSum(Value):
+    """A section's sum of gradients, by the micro-batches in it."""
+
+    section: int
+    micro_batches: Spans
+
+
+class MicroBatchLoss(Value):
+    """What the last stage noted of a micro-batch: weighted loss, weight, metric sums."""
+
+    micro_batch: int
+    values: tuple[float, ...]
+
+
+class HeldSums(Value):
+    """What a worker that stopped in the middle of a step has of it."""
+
+    micro_batch: int = Field(ge=1, description="m: what the numbers of micro-batches mean")
+    sections: tuple[SectionSum, ...]
+    without: tuple[int, ...] = Field(default=(), description="sections that have no gradients")
+    losses: tuple[MicroBatchLoss, ...] = Field(default=(), description="by the last stage")
+
+
+class RestOfStep(Value):
+    """What of a broken step a rank does, and what it has already: holds for the first step of a generation."""
+
+    work: Spans = Field(description="micro-batches that its replica runs")
+    taken: tuple[SectionSum, ...] = Field(description="sums that it goes on from; others of its own are void")
+    kept: tuple[SectionSum, ...] = Field(description="of its sections: what the sums of some replica contain")
+    losses: tuple[MicroBatchLoss, ...] = Field(
+        default=(), description="for ranks of the last stage: of the micro-batches that do not run again"
+    )
+
+
+class Remainder(Value):
+    """What is left to do of a broken step, and from which sums a generation goes on."""
+
+    micro_batches: int = Field(ge=1, description="of the step")
+    taken: tuple[tuple[SectionSum, ...], ...] = Field(description="by rank: the chosen sums")
+    work: tuple[Spans, ...] = Field(description="by replica: the micro-batches that run; never none")
+
+    @property
+    def kept(self) -> int:
+        """How many micro-batches do not run again."""
+        return self.micro_batches - sum(count(spans) for spans in self.work)
+
+    def kept_of(self, section: int) -> Spans:
+        """Which micro-batches the chosen sums of a section contain."""
+        return union([each.micro_batches for sums in self.taken for each in sums if each.section == section])
+
+    def rest_of(self, rank: int, replica: int, sections: range, losses: Sequence[MicroBatchLoss] = ()) -> RestOfStep:
+        """What one rank is told.
+
+        Args:
+            rank: its own.
+            replica: that it belongs to.
+            sections: of its stage.
+            losses: that are known, if it is of the last stage.
+        """
+        again = set(numbers_of(union(self.work)))
+        return RestOfStep(
+            work=self.work[replica],
+            taken=self.taken[rank],
+            kept=tuple(SectionSum(section=each, micro_batches=self.kept_of(each)) for each in sections),
+            losses=tuple(loss for loss in losses if loss.micro_batch not in again),
+        )
+
+
+def remainder(
+    micro_batches: int, replicas: int, ranks: int, offered: Mapping[int, Mapping[int, Spans]], losses: Spans
+) -> Remainder | None:
+    """What of a broken step has to run; None: everything, so that no sum is worth keeping.
+
+    Args:
+        micro_batches: of the step.
+        replicas: of the new plan; each gets at least one micro-batch, if need be one that nobody lacks.
+        ranks: of the new plan.
+        offered: by section that has gradients: by rank of the new plan, what is in a sum that it could go on from.
+        losses: micro-batches whose losses are known.
+    """
+    everything: Spans = ((0, micro_batches),)
+    chosen = {section: choose(by_rank) for section, by_rank in sorted(offered.items())}
+    lacking = union([without(everything, union(by_rank.values())) for by_rank in chosen.values()])
+    again = union([lacking, without(everything, losses)])
+    if count(again) < replicas:
+        spare = numbers_of(without(everything, again))[: replicas - count(again)]
+        again = union([again, spans_of(spare)])
+    if count(again) >= micro_batches:
+        return None
+    taken = tuple(
+        tuple(
+            SectionSum(section=section, micro_batches=by_rank[rank])
+            for section, by_rank in chosen.items()
+            if rank in by_rank
+        )
+        for rank in range(ranks)
+    )
+    return Remainder(micro_batches=micro_batches, taken=taken, work=deal(again, replicas))

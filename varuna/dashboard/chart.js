@@ -1,0 +1,149 @@
+/** The curve of a run: loss, throughput, and the plans as bands below; with a line that reads values off. */
+
+import { columns, limits, spans, window_ } from "./columns.js";
+import { byId, draw, legend, say } from "./dom.js";
+import { clock, number, span, ticks, timeTicks } from "./format.js";
+import { points } from "./model.js";
+
+const LEFT = 58, RIGHT = 12, LOSS = [10, 168], RATE = [190, 266], BANDS = [280, 304], FOOT = 326, HEIGHT = 332, MOST_LINES = 30;
+const GLYPHS = { lost: "✕", warning: "!", checkpoint: "◆" };
+const view = { axis: "time", share: 1, reading: null };
+const shapes = [];
+let drawn = null;
+
+/** Draw the run; `again()` asks for another drawing. */
+export function prepareChart(again) {
+  for (const button of document.querySelectorAll("[data-axis], [data-range]")) {
+    button.addEventListener("click", () => {
+      if (button.dataset.axis) view.axis = button.dataset.axis;
+      else view.share = Number(button.dataset.range);
+      for (const other of button.parentElement.children) other.setAttribute("aria-pressed", other === button);
+      view.reading = null;
+      again();
+    });
+  }
+  const chart = byId("chart");
+  chart.addEventListener("pointermove", (event) => {
+    const box = chart.getBoundingClientRect();
+    readAt(event.clientX - box.left);
+  });
+  chart.addEventListener("pointerleave", () => readNothing());
+  chart.addEventListener("keydown", (event) => {
+    const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -1e9, End: 1e9 }[event.key];
+    if (event.key === "Escape") readNothing();
+    if (!move || !drawn?.found.length) return;
+    event.preventDefault();
+    const last = drawn.found.length - 1;
+    read(Math.max(0, Math.min(last, (view.reading ?? last) + move)));
+  });
+  new ResizeObserver(again).observe(chart);
+  legend(byId("marks-legend"), [["line loss", "loss"], ["line rate", "examples per second"], ["line morph", "morph"],
+    ["glyph-lost", "worker lost"], ["glyph-checkpoint", "checkpoint"], ["glyph-warning", "warning"]]);
+}
+
+export function drawChart(run) {
+  const all = points(run), width = Math.max(280, byId("chart").clientWidth), inner = width - LEFT - RIGHT;
+  const range = window_(all, view.axis, view.share), found = columns(all, view.axis, range, Math.floor(inner / 1.5));
+  const x = (at) => LEFT + ((at - range[0]) / (range[1] - range[0])) * inner;
+  const svg = draw("svg", { width, height: HEIGHT, viewBox: `0 0 ${width} ${HEIGHT}`, "aria-hidden": "true" });
+  if (!found.length) {
+    svg.append(draw("text", { x: width / 2, y: 140, class: "empty", "text-anchor": "middle" }, run.ended ? "No step was trained." : "The first step will appear here."));
+  } else {
+    panel(svg, found, "loss", "loss", LOSS, x, width);
+    panel(svg, found, "rate", "examples/s", RATE, x, width);
+    bands(svg, run, range, x, inner);
+    axis(svg, range, all, x);
+    marks(svg, run, range, x);
+  }
+  drawn = { found, x, run, line: draw("line", { class: "reading", y1: LOSS[0], y2: BANDS[1] }) };
+  svg.append(drawn.line);
+  byId("chart").replaceChildren(svg);
+  if (view.reading !== null && view.reading < found.length) read(view.reading);
+  else say(byId("reading"), found.length ? summary(all) : "");
+}
+
+const summary = (all) => `${(all.at(-1).last - all[0].first + 1).toLocaleString("en")} steps in ${span(all.at(-1).ended_s - all[0].began_s) || "no time"}`;
+
+function panel(svg, found, name, title, [top, bottom], x, width) {
+  const [low, high] = limits(found, name), y = (value) => bottom - ((value - low) / (high - low)) * (bottom - top);
+  for (const value of ticks(low, high, name === "loss" ? 5 : 3)) {
+    if (y(value) < top || y(value) > bottom) continue;
+    svg.append(draw("line", { class: "rule", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
+    svg.append(draw("text", { x: LEFT - 6, y: y(value) + 4, "text-anchor": "end" }, number(value)));
+  }
+  const known = found.filter((column) => column[name][1] !== null);
+  const at = (column, which) => `${x(column.x).toFixed(1)},${y(column[name][which]).toFixed(1)}`;
+  const upper = known.map((column) => at(column, 2)), lower = known.toReversed().map((column) => at(column, 0));
+  svg.append(draw("path", { class: `spread ${name}`, d: `M${[...upper, ...lower].join("L")}Z` }));
+  svg.append(draw("path", { class: `curve ${name}`, d: `M${known.map((column) => at(column, 1)).join("L")}` }));
+  svg.append(draw("text", { class: "title", x: LEFT + 6, y: top + 12 }, title));
+  for (const column of found) {
+    if (column[name][1] === null) svg.append(draw("text", { class: "nan", x: x(column.x), y: bottom - 2, "text-anchor": "middle" }, "×"));
+  }
+}
+
+function bands(svg, run, range, x, inner) {
+  const [top, bottom] = BANDS, least = (range[1] - range[0]) / inner;
+  for (const { from, to, band } of spans(run.bands, view.axis, range, least)) {
+    const shape = `${band.stages}x${band.replicas}`, width = Math.max(1, x(to) - x(from));
+    if (!shapes.includes(shape)) shapes.push(shape);
+    const title = draw("title", {}, `generation ${band.generation}: plan ${shape} from step ${band.step}`);
+    svg.append(draw("rect", { class: `band band${shapes.indexOf(shape) % 6}`, x: x(from), y: top, width, height: bottom - top }, title));
+    if (width > 9 * shape.length) svg.append(draw("text", { class: "band-name", x: x(from) + 5, y: bottom - 8 }, shape));
+  }
+  svg.append(draw("text", { x: LEFT - 6, y: bottom - 8, "text-anchor": "end" }, "plan"));
+}
+
+function axis(svg, [from, to], all, x) {
+  const origin = all[0].began_s;
+  const found = view.axis === "time"
+    ? timeTicks(from - origin, to - origin).map((at) => [x(at + origin), span(at)])
+    : ticks(from, to, 6).filter(Number.isInteger).map((at) => [x(at), `step ${at.toLocaleString("en")}`]);
+  for (const [at, text] of found) {
+    if (at > x(to) - 26) continue;
+    svg.append(draw("text", { x: at, y: FOOT, "text-anchor": "middle" }, text));
+  }
+}
+
+/** Morphs as lines through both curves, unless they are many; other marks as signs, unless one is there already. */
+function marks(svg, run, range, x) {
+  const place = (mark) => (view.axis === "time" ? mark.time_s : mark.step);
+  const isSeen = (mark) => place(mark) !== null && place(mark) >= range[0] && place(mark) <= range[1];
+  const drawsMorphs = run.marks.filter((mark) => mark.kind === "morph" && isSeen(mark)).length <= MOST_LINES;
+  let near = -99;
+  for (const mark of run.marks) {
+    const at = place(mark), kind = mark.kind === "failed" ? "lost" : mark.kind;
+    if (!isSeen(mark)) continue;
+    const title = draw("title", {}, mark.text);
+    if (kind === "morph" && drawsMorphs) svg.append(draw("line", { class: "morph", x1: x(at), x2: x(at), y1: LOSS[0], y2: RATE[1] }, title));
+    else if (GLYPHS[kind] && x(at) - near >= 9) {
+      near = x(at);
+      svg.append(draw("text", { class: `glyph glyph-${kind}`, x: x(at), y: RATE[1] + 11, "text-anchor": "middle" }, title, GLYPHS[kind]));
+    }
+  }
+}
+
+function readAt(left) {
+  if (!drawn?.found.length) return;
+  const gaps = drawn.found.map((column) => Math.abs(drawn.x(column.x) - left));
+  read(gaps.indexOf(Math.min(...gaps)));
+}
+
+function read(index) {
+  const column = drawn.found[index], { point } = column, at = drawn.x(column.x);
+  view.reading = index;
+  drawn.line.setAttribute("x1", at);
+  drawn.line.setAttribute("x2", at);
+  drawn.line.classList.add("shown");
+  const many = column.loss[0] !== column.loss[2], band = drawn.run.bands.findLast((each) => each.step <= point.last);
+  const between = many ? ` (${number(column.loss[0])} to ${number(column.loss[2])})` : "";
+  const plan = band ? `, plan ${band.stages}x${band.replicas}` : "";
+  say(byId("reading"), `step ${point.last.toLocaleString("en")}, ${clock(point.ended_s)}: loss ${number(column.loss[1], 5)}${between}, `
+    + `${number(column.rate[1], 3)} examples/s${plan}`);
+}
+
+function readNothing() {
+  view.reading = null;
+  drawn?.line.classList.remove("shown");
+  if (drawn?.found.length) say(byId("reading"), summary(points(drawn.run)));
+}

@@ -1,0 +1,137 @@
+/** The workers of a run: stages across and replicas down (or the other way round if they are many). */
+
+import { byId, legend, make, say } from "./dom.js";
+import { span } from "./format.js";
+import { speeds } from "./model.js";
+
+const MANY = 60, FEW = 12;
+const state = { built: "", chosen: null, cells: new Map(), focused: 0 };
+let act = null;
+
+/** `drain(node)` and `showLog(worker)` are what the card of a worker offers. */
+export function prepareGrid(actions) {
+  act = actions;
+  legend(byId("grid-legend"), [["cell-ok", "works"], ["cell-slow", "slower than its peers"], ["cell-silent", "silent"],
+    ["cell-leaving", "will leave"], ["cell-lost", "lost, or not there yet"]]);
+  byId("grid").addEventListener("keydown", move);
+}
+
+/** How a worker is: a class, and words. */
+function condition(run, worker, ratio) {
+  if (!worker) return ["cell-lost", "not there"];
+  if ((run.status.departing ?? []).includes(worker.node)) return ["cell-leaving", "its machine will leave"];
+  if ((run.status.out_of_sight ?? []).includes(worker.node)) return ["cell-silent", "out of sight"];
+  if (worker.silent_s !== null && worker.silent_s > (run.status.lease_s ?? 10) / 2) return ["cell-silent", `silent for ${span(worker.silent_s)}`];
+  if (worker.state !== "joined") return ["cell-wait", worker.state];
+  if (ratio > 1.25) return ["cell-slow", `${ratio.toFixed(2)} times the compute of its peers`];
+  return ["cell-ok", "works"];
+}
+
+export function drawGrid(run) {
+  const { plan, members = [] } = run.status, ratios = speeds(run);
+  const count = plan ? plan.stages * plan.replicas : 0, many = count > MANY;
+  const over = [...run.workers.values()].filter((worker) => !members.slice(0, count).includes(worker.name));
+  say(byId("fleet-note"), plan && (run.status.read_only || run.ended) ? `${plan.stages} stages x ${plan.replicas} replicas at the end` : plan ? `${plan.stages} stages x ${plan.replicas} replicas${hosts(run)}` : "no plan yet");
+  const starting = over.map((worker) => `${worker.name} (${worker.state === "joined" ? "spare" : worker.state})`);
+  say(byId("spares"), starting.length ? `Also here: ${starting.length > FEW ? summed(over) : starting.join(", ")}` : "");
+  const key = plan ? `${plan.stages}x${plan.replicas} ${members.slice(0, count).join(" ")} ${many}` : "";
+  if (key !== state.built) build(plan, members, many);
+  state.built = key;
+  const isOver = run.status.read_only || run.ended;
+  byId("grid-legend").hidden = Boolean(isOver || !plan);
+  for (const [name, { cell, note, speed }] of state.cells) {
+    const worker = run.workers.get(name), ratio = ratios.get(name), [kind, words] = isOver ? ["cell-wait", "had this seat at last"] : condition(run, worker, ratio);
+    const chosen = state.chosen === name ? " chosen" : "";
+    if (cell.className !== `cell ${kind}${chosen}`) cell.className = `cell ${kind}${chosen}`;
+    const label = `${cell.dataset.seat}: ${name}, ${words}`; // where there is no text
+    if (note.parentElement === null && cell.getAttribute("aria-label") !== label) cell.setAttribute("aria-label", label);
+    say(note, worker && worker.node !== name ? worker.node : "");
+    say(speed, isOver || !worker ? words : kind === "cell-ok" ? (worker.compute_s ? `${span(worker.compute_s)} each` : "works") : words.replace(" the compute of its peers", ""));
+  }
+  card(run, ratios);
+}
+
+/** How many workers without a seat there are, by state. */
+function summed(workers) {
+  const counts = {};
+  for (const { state: word } of workers) counts[word === "joined" ? "spare" : word] = (counts[word === "joined" ? "spare" : word] ?? 0) + 1;
+  return Object.entries(counts).map(([word, count]) => `${count} ${word}`).join(", ");
+}
+
+/** On how many machines; `varuna run` has one, on which each worker stands for a machine of its own. */
+function hosts(run) {
+  const nodes = new Set([...run.workers.values()].filter((worker) => worker.node !== worker.name).map((worker) => worker.node));
+  return nodes.size ? ` on ${nodes.size} ${nodes.size === 1 ? "machine" : "machines"}` : "";
+}
+
+function build(plan, members, many) {
+  const grid = byId("grid");
+  state.cells.clear();
+  grid.replaceChildren();
+  if (!plan) return;
+  grid.className = many ? "many" : "";
+  const across = plan.replicas > 12 ? "replica" : "stage";
+  const [columns, rows] = across === "stage" ? [plan.stages, plan.replicas] : [plan.replicas, plan.stages];
+  grid.style.gridTemplateColumns = `max-content repeat(${columns}, minmax(${many ? "1.35rem" : "6.6rem"}, 1fr))`;
+  const down = across === "stage" ? "replica" : "stage", heads = [make("span", { class: "head" })];
+  for (let at = 0; at < columns; at++) heads.push(make("span", { class: "head" }, many ? String(at) : `${across} ${at}`));
+  grid.append(...heads);
+  for (let row = 0; row < rows; row++) {
+    grid.append(make("span", { class: "head" }, `${down} ${row}`));
+    for (let column = 0; column < columns; column++) {
+      const [stage, replica] = across === "stage" ? [column, row] : [row, column];
+      grid.append(cellOf(members[replica * plan.stages + stage] ?? "?", stage, replica, many, columns));
+    }
+  }
+  const first = grid.querySelector("button");
+  if (first) first.tabIndex = 0;
+}
+
+function cellOf(name, stage, replica, many, columns) {
+  const note = make("small"), speed = make("small");
+  const cell = make("button", {
+    type: "button", class: "cell", tabindex: "-1", "data-seat": `stage ${stage}, replica ${replica}`, "data-columns": columns,
+    on: { click: () => { state.chosen = state.chosen === name ? null : name; act.again(); } },
+  }, ...(many ? [] : [make("span", { class: "hide" }, `stage ${stage}, replica ${replica}: `), make("b", {}, name), note, speed]));
+  state.cells.set(name, { cell, note, speed });
+  return cell;
+}
+
+/** Arrow keys go from seat to seat. */
+function move(event) {
+  const cells = [...byId("grid").querySelectorAll("button")], at = cells.indexOf(document.activeElement);
+  if (at < 0) return;
+  const columns = Number(cells[at].dataset.columns);
+  const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -columns, ArrowDown: columns }[event.key];
+  const next = step && cells[at + step];
+  if (!next) return;
+  event.preventDefault();
+  cells[at].tabIndex = -1;
+  next.tabIndex = 0;
+  next.focus();
+}
+
+function card(run, ratios) {
+  const box = byId("worker"), name = state.chosen, seat = state.cells.get(name);
+  box.hidden = !seat;
+  if (!seat) return;
+  const worker = run.workers.get(name), isOver = run.status.read_only || run.ended;
+  const words = isOver ? "the run is over" : condition(run, worker, ratios.get(name))[1];
+  const facts = [["state", words]];
+  if (worker) {
+    facts.push(["rank", `${worker.rank} (${seat.cell.dataset.seat})`], ["machine", worker.node], ["GPU", worker.device ?? "none: it computes on the CPU"]);
+    facts.push(["process", String(worker.pid ?? "not known")], ["does", worker.activity || "nothing yet"]);
+    facts.push(["heard", worker.silent_s === null ? "not yet" : `${span(worker.silent_s)} ago; lost after ${span(run.status.lease_s)}`]);
+    if (worker.compute_s) facts.push(["a micro-batch", `${span(worker.compute_s)} of compute`]);
+  }
+  const text = facts.flat().join("|");
+  if (box.dataset.text === `${name}|${text}`) return;
+  const held = box.contains(document.activeElement) ? document.activeElement.textContent : null;
+  box.dataset.text = `${name}|${text}`;
+  const list = make("dl", {}, ...facts.map(([term, what]) => make("div", {}, make("dt", {}, term), make("dd", {}, what))));
+  const buttons = [make("button", { type: "button", on: { click: () => act.showLog(name) } }, "Show its log")];
+  if (worker && act.canAct()) buttons.push(make("button", { type: "button", on: { click: () => act.drain(worker.node) } }, "Drain its machine"));
+  buttons.push(make("button", { type: "button", on: { click: () => { state.chosen = null; seat.cell.focus(); act.again(); } } }, "Close"));
+  box.replaceChildren(make("h3", {}, `Worker ${name}`), list, make("div", { class: "buttons" }, ...buttons));
+  if (held) buttons.find((button) => button.textContent === held)?.focus();
+}

@@ -1,0 +1,114 @@
+/** What the page knows of its run: the manager's events, applied one after the other. Pure. */
+
+const MOST_RECENT = 6000;
+const MOST_MARKS = 600;
+
+export function nothing() {
+  return {
+    known: false, buckets: [], recent: [], bands: [], marks: [], timed: null, checkpoint: null, ended: null,
+    status: {}, workers: new Map(),
+  };
+}
+
+/** Take one event of the manager's stream; returns the kind of what changed. */
+export function apply(run, kind, value) {
+  switch (kind) {
+    case "whole": {
+      const { steps, ...rest } = value;
+      Object.assign(run, rest, { known: true, recent: steps.recent, buckets: rows(steps) });
+      break;
+    }
+    case "steps": value.forEach((row) => step(run, row)); break;
+    case "band": band(run, value); break;
+    case "mark": run.marks.push(value); run.marks.splice(0, run.marks.length - MOST_MARKS); break;
+    case "status": status(run, value); break;
+    default: run[kind] = value;
+  }
+  return kind;
+}
+
+/** Buckets as points: first step, last step, times, and [least, mean, most] of loss and rate. */
+function rows({ first, last, began_s, ended_s, loss, rate }) {
+  return first.map((step, at) => ({ first: step, last: last[at], began_s: began_s[at], ended_s: ended_s[at], loss: loss[at], rate: rate[at] }));
+}
+
+/** A step that runs again replaces itself and what followed. */
+function step(run, row) {
+  while (run.recent.length && run.recent.at(-1)[0] >= row[0]) run.recent.pop();
+  while (run.buckets.length && run.buckets.at(-1).first >= row[0]) run.buckets.pop();
+  run.recent.push(row);
+  if (run.recent.length > MOST_RECENT) {
+    const old = run.recent.splice(0, MOST_RECENT / 2);
+    for (let at = 0; at < old.length; at += 10) run.buckets.push(joined(old.slice(at, at + 10)));
+  }
+}
+
+function joined(steps) {
+  return {
+    first: steps[0][0], last: steps.at(-1)[0], began_s: steps[0][1], ended_s: steps.at(-1)[1],
+    loss: spread(steps.map((each) => each[2])), rate: spread(steps.map((each) => each[3])),
+  };
+}
+
+function spread(values) {
+  const found = values.filter((value) => value !== null);
+  if (!found.length) return [null, null, null];
+  return [Math.min(...found), found.reduce((sum, value) => sum + value, 0) / found.length, Math.max(...found)];
+}
+
+function band(run, made) {
+  const at = run.bands.findIndex((each) => each.generation === made.generation);
+  if (at < 0) run.bands.push(made);
+  else run.bands[at] = made;
+}
+
+/** `all` says that nothing of what was known before holds any more. */
+function status(run, { all = false, workers = [], gone = [], ...rest }) {
+  if (all) Object.assign(run, { status: {}, workers: new Map() });
+  Object.assign(run.status, rest);
+  for (const name of gone) run.workers.delete(name);
+  for (const worker of workers) run.workers.set(worker.name, worker);
+}
+
+/** All points of the run, the oldest first: one for each bucket and each recent step. */
+export function points(run) {
+  const recent = run.recent.map(([number, time_s, loss, rate]) => ({
+    first: number, last: number, began_s: time_s, ended_s: time_s, loss: [loss, loss, loss], rate: [rate, rate, rate],
+  }));
+  return run.buckets.concat(recent);
+}
+
+export const newest = (run) => run.recent.at(-1) ?? null;
+
+/** What the run does, as one word that the page's colours follow. */
+export function phase(run) {
+  if (run.ended) return run.ended.exit_code === 0 ? "ended" : "failed";
+  const word = (run.status.state ?? "").split(/[ :]/)[0];
+  return ["starting", "forming", "training", "morphing", "finishing", "ended", "without"].includes(word) ? word : "starting";
+}
+
+/** Seconds to the end of the run at the pace of the newest steps; null where there is no pace. */
+export function left_s(run) {
+  const steps = run.recent.slice(-64);
+  const total = run.status.steps ?? 0;
+  if (steps.length < 2 || !total || total >= 1e8 || run.ended) return null;
+  const [first, last] = [steps[0], steps.at(-1)];
+  return last[0] > first[0] ? ((last[1] - first[1]) / (last[0] - first[0])) * (total - 1 - last[0]) : null;
+}
+
+/** Of a worker: how many times the median compute of its stage its own is; null where that is not known. */
+export function speeds(run) {
+  const { plan, members = [] } = run.status, found = new Map();
+  if (!plan) return found;
+  for (let stage = 0; stage < plan.stages; stage++) {
+    const peers = [];
+    for (let replica = 0; replica < plan.replicas; replica++) {
+      const worker = run.workers.get(members[replica * plan.stages + stage]);
+      if (worker?.compute_s) peers.push(worker);
+    }
+    const sorted = peers.map((worker) => worker.compute_s).sort((a, b) => a - b);
+    const middle = sorted[Math.floor((sorted.length - 1) / 2)];
+    for (const worker of peers) found.set(worker.name, worker.slow ?? worker.compute_s / middle);
+  }
+  return found;
+}

@@ -1,0 +1,73 @@
+/** The figures at the top, checkpoints, and what a run has cost so far where prices are known. */
+
+import { byId, make, say, term } from "./dom.js";
+import { clock, counted, number, percent, span } from "./format.js";
+import { left_s, newest } from "./model.js";
+
+export function drawNumbers(run) {
+  const { status } = run, step = newest(run), total = status.steps && status.steps < 1e8 ? status.steps : 0, left = left_s(run);
+  const done = step ? step[0] + 1 : 0, plan = status.plan, row = run.bands.at(-1);
+  const shown = [
+    ["step", step ? done.toLocaleString("en") : "–", total ? `of ${total.toLocaleString("en")} (${percent(done / total)})` : ""],
+    ["loss", step ? number(step[2], 5) : "–", ""],
+    ["examples/s", step ? number(step[3], 3) : "–", status.step_s ? `a step takes ${span(status.step_s)}` : ""],
+    ["plan", plan ? `${plan.stages} x ${plan.replicas}` : "–", plan ? `stages x replicas; micro-batches of ${plan.micro_batch}` : ""],
+    ["workers", String(run.workers.size), status.lost_workers ? `${status.lost_workers} lost so far` : "none lost"],
+    ["last morph", row?.generation > 0 && row.recovery_s !== null ? span(row.recovery_s) : "–", row?.generation > 0 ? `${counted(row.redone, "step")} redone; generation ${row.generation}` : ""],
+    ["time left", left === null ? "–" : span(left), ""],
+  ];
+  if (status.read_only) shown.splice(4, 1, ["workers lost", String(status.lost_workers ?? 0), ""]);
+  fill(byId("numbers"), shown);
+}
+
+/** Build a list of terms once, and change its texts from then on. */
+function fill(list, shown) {
+  if (list.children.length !== shown.length) list.replaceChildren(...shown.map(([name]) => term(name, " ", " ")));
+  shown.forEach(([name, value, note], at) => {
+    say(list.children[at].querySelector("dt"), name);
+    say(list.children[at].querySelector("b"), value);
+    say(list.children[at].querySelector("small"), note);
+  });
+}
+
+export function drawCheckpoints(run) {
+  const { status, checkpoint } = run, folder = status.checkpoint_dir, box = byId("checkpoints-body");
+  const durable = Math.max(status.durable_step ?? 0, checkpoint?.step ?? 0);
+  const key = JSON.stringify([folder, durable, checkpoint, status.steps]);
+  if (box.dataset.key === key) return;
+  box.dataset.key = key;
+  if (!folder && !status.steps) {
+    box.replaceChildren(make("p", { class: "soft" }, "Not known before the first worker has joined."));
+    return;
+  }
+  if (!folder) {
+    box.replaceChildren(make("p", { class: "soft" }, "The script keeps no checkpoints. With checkpoints= in its Trainer, a run survives the loss of all of its workers."));
+    return;
+  }
+  const states = [
+    ["in the store", durable ? `step ${durable}` : "none yet", durable ? "at least one worker has written its part" : ""],
+    ["committed", checkpoint ? `step ${checkpoint.step}` : "none yet", checkpoint ? `complete since ${clock(checkpoint.time_s)}` : ""],
+    ["verified", "not known here", "only reading it all again can tell"],
+  ];
+  box.replaceChildren(
+    make("ol", { class: "chain" }, ...states.map(([name, value, note], at) =>
+      make("li", { class: at === 1 && checkpoint ? "good" : at === 0 && durable ? "good" : "" },
+        make("span", {}, name), make("b", {}, value), make("small", {}, note)))),
+    make("p", { class: "soft" }, make("code", {}, folder)),
+    make("p", { class: "soft" }, "To read every byte again and compare: ", make("code", {}, `varuna checkpoints verify ${folder}`)),
+  );
+}
+
+/**
+ * What the run has cost: shown once the status has `cost`, an object with `spent` and `currency`, and where they are known
+ * `per_hour`, `on_demand` (what the same hours would have cost at on-demand prices) and `since`.
+ */
+export function drawCost(run) {
+  const { cost } = run.status, section = byId("cost");
+  section.hidden = !cost;
+  if (!cost) return;
+  const money = (value) => `${cost.currency ?? "$"} ${value.toFixed(2)}`, shown = [["spent so far", money(cost.spent), ""]];
+  if (cost.per_hour !== undefined && cost.per_hour !== null) shown.push(["now", `${money(cost.per_hour)} per hour`, ""]);
+  if (cost.on_demand) shown.push(["on demand", money(cost.on_demand), `${percent(1 - cost.spent / cost.on_demand)} saved`]);
+  fill(byId("cost-body"), shown);
+}

@@ -1,0 +1,27 @@
+/** What happened, in sentences, the newest first. */
+
+import { byId, make } from "./dom.js";
+import { clock } from "./format.js";
+
+const FEW = 30;
+const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", morph: "morph", joined: "joined", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
+const state = { all: false, key: "" };
+
+export function prepareStory(again) {
+  byId("story-more").addEventListener("click", () => {
+    state.all = !state.all;
+    again();
+  });
+}
+
+export function drawStory(run) {
+  const shown = state.all ? run.marks : run.marks.slice(-FEW), last = run.marks.at(-1);
+  const key = `${run.marks.length} ${last?.time_s} ${last?.text} ${state.all}`, more = byId("story-more");
+  if (key === state.key) return;
+  state.key = key;
+  more.hidden = run.marks.length <= FEW;
+  more.textContent = state.all ? "show fewer" : `show all ${run.marks.length}`;
+  byId("story-list").replaceChildren(...shown.toReversed().map((mark) => make("li", { class: mark.kind },
+    make("time", { datetime: new Date(mark.time_s * 1000).toISOString() }, clock(mark.time_s)), " ",
+    make("span", { class: "kind" }, NAMES[mark.kind] ?? mark.kind), " ", make("span", { class: "text" }, mark.text))));
+}

@@ -1,0 +1,1 @@
+"""From facts of machines before a run to findings: what was seen, how bad it is, what to do. Pure."""

@@ -1,0 +1,45 @@
+"""What a check found: how bad it is, in words, and what to do next."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Severity(Enum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAULT = "fault"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    level: Severity
+    subject: str
+    text: str
+    remedy: str = ""
+    machine: str = ""
+    """whose it is; empty: this one's, or all machines'"""
+
+
+def ok(subject: str, text: str) -> Finding:
+    """Nothing to do."""
+    return Finding(Severity.OK, subject, text)
+
+
+def warning(subject: str, text: str, remedy: str) -> Finding:
+    """A run works, but not as well as it could, or not for long."""
+    return Finding(Severity.WARNING, subject, text, remedy)
+
+
+def fault(subject: str, text: str, remedy: str) -> Finding:
+    """A run fails."""
+    return Finding(Severity.FAULT, subject, text, remedy)
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    """Whether nothing is broken; warnings do not count."""
+    return all(finding.level is not Severity.FAULT for finding in findings)

@@ -1,0 +1,21 @@
+"""Who is tried with whom, one after another, so that nobody is in two measurements at once. Pure."""
+
+
+def opponents(rank: int, size: int) -> tuple[int, ...]:
+    """All others, in the order of a tournament in which everybody plays in each round (the circle method).
+
+    With an odd number one rests in each round, so that for example 0, 1 and 2 play 1-2, 2-0, 0-1.
+    """
+    places = size + size % 2
+    fixed = places - 1
+    found = []
+    for turn in range(places - 1):
+        if rank == fixed:
+            other = next(r for r in range(fixed) if (2 * r) % (places - 1) == turn)
+        else:
+            other = (turn - rank) % (places - 1)
+            if other == rank:
+                other = fixed
+        if other < size:
+            found.append(other)
+    return tuple(found)

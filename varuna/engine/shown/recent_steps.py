@@ -1,0 +1,113 @@
+"""The newest steps of this worker, for whoever asks what happened in one: kept as they are, told only on request."""
+
+import platform
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from varuna.core.messages import StepShown
+from varuna.core.times import Did, EndPart, RankTimeline, Sent, Summed
+from varuna.engine.links.carry import Carry
+from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
+
+STEPS_KEPT = 32
+_ROWS_KEPT = 50_000
+"""Actions and waits of all steps that are kept; the newest step is kept in any case."""
+_WANTED = 64
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class RanStep(NamedTuple):
+    """One step of one rank."""
+
+    generation: int
+    rank: int
+    times: StepTimes
+    messages: Messages
+    sums: tuple[Carry, ...]
+
+    @property
+    def rows(self) -> int:
+        """How much there is to remember."""
+        return len(self.times.actions) + len(self.times.waits)
+
+
+class RecentSteps:
+    """Filled by the training thread, asked by the membership's; a third one answers, so that neither has to.
+
+    A message may be under way when its step ends, but not at the next heartbeat.
+    """
+
+    def __init__(self, tell: Callable[[StepShown], None]) -> None:
+        self._tell, self._lock, self._clock = tell, threading.Lock(), clock_name()
+        self._kept: deque[RanStep] = deque()
+        self._rows = 0
+        self._wanted: set[int] = set()
+
+    def take(self, ran: RanStep) -> None:
+        """A step is over."""
+        with self._lock:
+            self._kept.append(ran)
+            self._rows += ran.rows
+            while len(self._kept) > 1 and (len(self._kept) > STEPS_KEPT or self._rows > _ROWS_KEPT):
+                self._rows -= self._kept.popleft().rows
+
+    def want(self, step: int) -> None:
+        """Somebody wants to see a step, which may lie ahead; of very many such wishes the first are heard."""
+        with self._lock:
+            if len(self._wanted) < _WANTED:
+                self._wanted.add(step)
+
+    def answer(self) -> None:
+        """Tell what is wanted, as far as it is over."""
+        if not self._wanted:
+            return
+        with self._lock:
+            newest = self._kept[-1].times.step if self._kept else -1
+            due = sorted(step for step in self._wanted if step <= newest)
+            self._wanted.difference_update(due)
+            found = {ran.times.step: ran for ran in self._kept}  # of a step that ran again, the last time
+        for step in due:
+            ran = found.get(step)
+            self._tell(StepShown(step=step, timeline=None if ran is None else self._timeline(ran)))
+
+    def _timeline(self, ran: RanStep) -> RankTimeline:
+        times, zero_s = ran.times, ran.times.begin_s
+        over_s = max([times.end_s, *(phase.end_s for phase in times.phases)])
+
+        def since(time_s: float | None) -> float:
+            return round((over_s if time_s is None else time_s) - zero_s, 6)
+
+        def did(rows: tuple[Took, ...]) -> tuple[Did, ...]:
+            return tuple(
+                Did(row.action.kind.value, row.action.micro_batch, since(row.begin_s), since(row.end_s)) for row in rows
+            )
+
+        travelled = (("activation", ran.messages.activations), ("gradient", ran.messages.gradients))
+        return RankTimeline(
+            generation=ran.generation,
+            step=times.step,
+            rank=ran.rank,
+            clock=self._clock,
+            zero_s=zero_s,
+            micro_batches=ran.messages.micro_batches,
+            actions=did(times.actions),
+            waits=did(times.waits),
+            ends=tuple(EndPart(name, since(begin_s), since(end_s)) for name, begin_s, end_s in times.phases),
+            sent=tuple(
+                Sent(kind, micro_batch, carry.size_bytes, since(carry.begin_s), since(carry.end_s))
+                for kind, carries in travelled
+                for micro_batch, carry in carries
+            ),
+            sums=tuple(Summed(carry.size_bytes, since(carry.begin_s), since(carry.end_s)) for carry in ran.sums),
+        )
+
+
+def clock_name() -> str:
+    """The same for all processes that share ``time.monotonic``: those of one start of one machine."""
+    try:
+        return _BOOT.read_text().strip()
+    except OSError:
+        return platform.node()

@@ -1,0 +1,186 @@
+"""What is in a stage's sums of gradients: which micro-batches, and whether anybody may go on from them after a loss.
+
+Of each section the sums are *open* (of this replica's micro-batches), *full* (reduced over the replicas: of all), or
+*void*. They change from open to full at once: what is reduced is a copy. When the worker tells what it holds, they are
+sealed: no thread of the generation that ended can change them any more.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from varuna.core.plan import Plan
+from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, count, numbers_of, spans_of, square_sum
+from varuna.engine.stage.gradient_bucket import Bucket
+
+
+class Begun(NamedTuple):
+    """A step that another generation has begun."""
+
+    rest: RestOfStep
+    """what this rank does of it"""
+    flats: Mapping[int, Tensor]
+    """by section: the sums of gradients that this rank goes on from, whose memory is taken over"""
+
+
+class Sums:
+    """The sums of one stage in one generation.
+
+    The training thread adds, another one reduces; whoever tells what the worker holds seals them.
+    """
+
+    def __init__(self, buckets: Mapping[int, Bucket], plan: Plan, begun: Begun | None, *, outlast: bool) -> None:
+        """Begin with nothing in them, or with what another generation has left in the buckets.
+
+        Args:
+            buckets: by section.
+            plan: of the micro-batches.
+            begun: the first step, if another generation has begun it: nothing is added that some replica has.
+            outlast: the next generation may go on from them.
+        """
+        self._buckets, self.outlast = buckets, outlast
+        self._all: Spans = ((0, plan.micro_batches),)
+        self._lock = threading.Lock()
+        self._sealed, self._inherited = False, begun is not None
+        self._added: dict[int, set[int]] = {}
+        self._open: dict[int, int] = {}  # by section: micro-batches of which a part is in the sums
+        self._reduced: set[int] = set()
+        self._void: set[int] = set()
+        self._kept: dict[int, frozenset[int]] = {}
+        self._discard()
+        if begun is not None:
+            here = (each for each in begun.rest.taken if each.section in begun.flats)
+            self._added |= {each.section: set(numbers_of(each.micro_batches)) for each in here}
+            self._kept = {each.section: frozenset(numbers_of(each.micro_batches)) for each in begun.rest.kept}
+
+    def begin(self) -> None:
+        """Begin a step: with zeros, or in the first step with what was inherited."""
+        if not self._inherited:
+            self._kept = {}
+            self._discard()
+            for bucket in self._buckets.values():
+                bucket.flat.zero_()
+        self._inherited = False
+
+    def _discard(self) -> None:
+        """Nothing is in them."""
+        self._added = {section: set() for section in self._buckets}
+        self._open = dict.fromkeys(self._buckets, 0)
+        self._reduced, self._void = set(), set()
+
+    def discard(self) -> None:
+        """They are not sums any more, or not to be trusted: nobody goes on from them."""
+        with self._lock:
+            self._void = set(self._buckets)
+
+    # -- by the training thread --------------------------------------------------------------------------
+
+    def has(self, section: int, micro_batch: int) -> bool:
+        """Whether some replica's sums have a micro-batch since before this generation: its gradients are dropped."""
+        return micro_batch in self._kept.get(section, ())
+
+    @contextmanager
+    def adding(self, section: int, micro_batch: int, *, rest: bool = False, whole: bool = True) -> Iterator[None]:
+        """In this block a micro-batch's gradients are added to the sums, or dropped if some replica has them.
+
+        Args:
+            section: whose sums.
+            micro_batch: its global number.
+            rest: some of it has been added before.
+            whole: nothing of it is missing afterwards.
+        """
+        if self.has(section, micro_batch):
+            with self._buckets[section].aside():
+                yield
+            return
+        self._open[section] += not rest
+        yield
+        if whole:
+            self._open[section] -= 1
+            self._added[section].add(micro_batch)
+
+    # -- by any thread -----------------------------------------------------------------------------------
+
+    def reduced(self, section: int, total: Tensor) -> None:
+        """Take the sum over all replicas in place of this one's.
+
+        Raises:
+            RuntimeError: they are sealed.
+        """
+        with self.changing():
+            self._buckets[section].flat.copy_(total)
+            self._reduced.add(section)
+
+    @contextmanager
+    def changing(self, *sections: int) -> Iterator[None]:
+        """In this block sums are written by a thread of the generation; those of ``sections`` are void afterwards.
+
+        Raises:
+            RuntimeError: they are sealed.
+        """
+        with self._lock:
+            if self._sealed:
+                raise RuntimeError("the generation has ended, and its sums may not be changed")
+            self._void.update(sections)
+            yield
+
+    def counted(self, section: int, replica: int) -> tuple[float, float]:
+        """How many micro-batches this replica has added to a section's sums, and the sum of their (j + 1)^2.
+
+        Sections without gradients are counted by the first replica.
+        """
+        untrained: Spans = self._all if replica == 0 else ()
+        found = untrained if section in self.without else spans_of(self._added[section])
+        return float(count(found)), float(square_sum(found))
+
+    @property
+    def without(self) -> tuple[int, ...]:
+        """Sections that have no gradients."""
+        return tuple(section for section, bucket in self._buckets.items() if not bucket.flat.numel())
+
+    def seal(self) -> tuple[SectionSum, ...]:
+        """Let nothing change them any more; what others may go on from, where it is more than nothing."""
+        with self._lock:
+            self._sealed = True
+            held = {section: self._held(section) for section in self._buckets} if self.outlast else {}
+            return tuple(SectionSum(section=section, micro_batches=spans) for section, spans in held.items() if spans)
+
+    def _held(self, section: int) -> Spans:
+        if section in self._void or self._open[section] or not self._buckets[section].flat.numel():
+            return ()
+        return self._all if section in self._reduced else spans_of(self._added[section])
+
+
+class StepShare:
+    """The work of one rank in one generation: its share of every step, but of the first what ``begun`` has left."""
+
+    def __init__(self, plan: Plan, replica: int, first_step: int, begun: Begun | None) -> None:
+        self._share, self._replica, self._first_step = plan.micro_batches_of(replica), replica, first_step
+        self._rest = None if begun is None else numbers_of(begun.rest.work)
+        self._told: Sequence[MicroBatchLoss] = () if begun is None else begun.rest.losses
+        self.losses: list[tuple[int, list[float]]] = []
+        """(global micro-batch, [weighted loss, weight, metric sums...]) that this rank votes on; last stage only"""
+
+    def of(self, step: int) -> Sequence[int]:
+        """Micro-batches of a step that this rank's replica runs."""
+        return self._rest if self._rest is not None and step == self._first_step else self._share
+
+    def end(self) -> None:
+        """The step is applied: nobody needs its losses."""
+        self._told, self.losses = (), []
+
+    def begin(self, step: int) -> None:
+        """Begin a step. Losses of micro-batches that do not run again are told by the first replica."""
+        if step != self._first_step:
+            self._told = ()
+        self.losses = [(each.micro_batch, list(each.values)) for each in self._told if self._replica == 0]
+
+    @property
+    def known(self) -> tuple[MicroBatchLoss, ...]:
+        """All losses of the step that are known here."""
+        found = {each.micro_batch: each for each in self._told}
+        found |= {number: MicroBatchLoss(micro_batch=number, values=tuple(values)) for number, values in self.losses}
+        return tuple(found[number] for number in sorted(found))

@@ -1,0 +1,73 @@
+"""A run that has no manager any more, from what its folder keeps: the same page, for reading only."""
+
+from pathlib import Path
+
+from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.page.chronicle import Chronicle
+from varuna.fleet.page.live_feed import LiveFeed
+from varuna.fleet.page.logins import Logins
+from varuna.fleet.page.status import Picture
+from varuna.fleet.run_folder.audit import Audit
+from varuna.fleet.run_folder.past_events import PastStep, events_and_steps, kept_job
+from varuna.fleet.state.run_events import GenerationStarted, RunEnded
+
+
+class KeptRun:
+    """The newest run in a folder.
+
+    Raises:
+        UsageError: there is none, or it is another version's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.chronicle, self._picture = Chronicle(), Picture()
+        self._plan: dict[str, object] | None = None
+        self._generation = -1
+        self._job = kept_job(folder)
+        for time_s, event in events_and_steps(folder):
+            if isinstance(event, PastStep):
+                self.chronicle.take_step(event)
+                continue
+            self.chronicle.take(event, time_s)
+            self._picture.take(event)
+            if isinstance(event, GenerationStarted):
+                self._plan, self._generation = event.record.plan.model_dump(), event.record.generation
+        self.logs = folder / "logs" if (folder / "logs").is_dir() else folder
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it ended; otherwise its manager is gone, or cannot be reached."""
+        return self._picture.ended is not None
+
+    def status(self) -> dict[str, object]:
+        """As a manager's, of a run that nobody works for."""
+        ended, job = self._picture.ended, self._job
+        return {
+            "state": _state(ended),
+            "read_only": True,
+            "steps": job.steps if job is not None else 0,
+            "checkpoint_dir": job.checkpoint_dir if job is not None else None,
+            "generation": self._generation,
+            "plan": self._plan,
+            "members": list(self._picture.members),
+            "nodes": [],
+            "workers": [],
+            "failures": self._picture.failures,
+            "lost_workers": self._picture.lost_workers,
+        }
+
+
+def _state(ended: RunEnded | None) -> str:
+    return "without a manager" if ended is None else f"ended with exit code {ended.exit_code}"
+
+
+def kept_api(run: KeptRun, feed: LiveFeed, logins: Logins) -> OperatorApi:
+    """What people may ask of a run without a manager: to read. Without an operator's token nothing is changed."""
+    return OperatorApi(
+        status=run.status,
+        logs=run.logs,
+        ask=lambda event: False,
+        audit=Audit(lambda event: None),
+        feed=feed,
+        logins=logins,
+    )

@@ -1,0 +1,58 @@
+"""The planner's table for the workers that a run has now: what runs, what else could, and what that would bring."""
+
+from varuna.calibration.feedback.refine import costs_of
+from varuna.core.errors import VarunaError
+from varuna.core.plan import Plan
+from varuna.fleet.manager.calibrator import Calibrator
+from varuna.fleet.state.fleet import Fleet
+from varuna.planner.pricing.predict import predict
+from varuna.planner.report import report
+from varuna.planner.request import PlanRequest
+from varuna.planner.sweep import rank_plans
+
+_SHOWN = 6
+
+
+def outlook(calibrator: Calibrator | None, fleet: Fleet) -> dict[str, object]:
+    """As plain values; ``why`` says why there is no table, if there is none. Takes as long as planning does."""
+    job = fleet.job
+    if calibrator is None or job is None or not fleet.history:
+        return {"why": "there is no plan yet"}
+    known = job.model_copy(update={"memory_bytes": fleet.memory_bytes})
+    workers = len(fleet.available)
+    request = calibrator.request(known, workers, fleet.micro_batch, _SHOWN)
+    if request is None or not workers:
+        return {"why": "no worker is there to plan for" if request is not None else "this run has a planner of its own"}
+    measured = calibrator.calibration is not None
+    try:
+        ranking = rank_plans(request)
+        price = request.calibration.hardware.price_per_hour if measured else None
+        table = report(request, ranking, price_per_hour=price).model_dump(mode="json")
+        return {
+            "workers": workers,
+            "measured": measured,
+            "plans": table["plans"],
+            "outpaced": table["outpaced"],
+            "rejected": table["rejected"],
+            "running": _predicted(request, fleet.record.plan),
+            "generation": fleet.generation,
+        }
+    except VarunaError as error:
+        return {"why": str(error)}
+
+
+def _predicted(request: PlanRequest, plan: Plan) -> dict[str, object]:
+    """Seconds of a step of the plan that runs, by what is known now."""
+    prediction = predict(costs_of(request.calibration, plan), plan)
+    parts = prediction.breakdown
+    return {
+        "stages": plan.stages,
+        "replicas": plan.replicas,
+        "micro_batch": plan.micro_batch,
+        "step_s": prediction.step_s,
+        "compute_s": parts.compute_s,
+        "transfer_s": parts.transfer_s,
+        "reduce_s": parts.reduce_s,
+        "optimizer_s": parts.optimizer_s,
+        "idle_s": parts.idle_s,
+    }

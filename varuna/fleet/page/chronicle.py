@@ -1,0 +1,186 @@
+"""What happened in a run, for pages that are opened at any time: bounded in memory, and every change has a number."""
+
+import secrets
+import threading
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from varuna.core.times import RankTimes
+from varuna.fleet.page.step_history import StepHistory, row
+from varuna.fleet.page.story import Mark, told
+from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
+from varuna.fleet.state.run_events import (
+    CheckpointCommitted,
+    GenerationRecord,
+    GenerationStarted,
+    GenerationTimed,
+    Morphed,
+    RunEnded,
+    RunEvent,
+    StepRecorded,
+)
+
+_MOST_BANDS = 1000
+_MOST_MARKS = 600
+_CHANGES_KEPT = 4096
+
+
+class PageChange(NamedTuple):
+    """Something new: what kind of thing, and what a page needs of it."""
+
+    number: int
+    kind: str
+    value: object
+
+
+class Chronicle:
+    """The whole run: steps, plans, and what a person should read. Any thread may call it.
+
+    Args:
+        most_bands: generations that are kept one by one; of older ones each two become one.
+        changes_kept: newest changes; a page that missed more starts afresh.
+    """
+
+    def __init__(self, most_bands: int = _MOST_BANDS, changes_kept: int = _CHANGES_KEPT) -> None:
+        self.life = secrets.token_hex(4)
+        """Numbers of changes mean nothing to another manager."""
+        self._lock = threading.Lock()
+        self._steps = StepHistory()
+        self._bands: list[dict[str, object]] = []
+        self._most_bands = most_bands
+        self._marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        self._timed: dict[str, object] | None = None
+        self._checkpoint: dict[str, object] | None = None
+        self._ended: dict[str, object] | None = None
+        self._newest_step: int | None = None
+        self._number = 0
+        self._changes: deque[PageChange] = deque(maxlen=changes_kept)
+
+    def take(self, event: RunEvent, time_s: float) -> None:
+        """Note an event; ``time_s`` in seconds since 1970."""
+        with self._lock:
+            if isinstance(event, StepRecorded):
+                self._step(PastStep(event.step, time_s, event.loss, event.examples_per_s))
+                return
+            match event:
+                case GenerationStarted(record=record) | Morphed(record=record):
+                    self._band(record, time_s)
+                case GenerationTimed():
+                    self._timed = timed(event)
+                    self._note("timed", self._timed)
+                case CheckpointCommitted(step=step):
+                    self._checkpoint = {"step": step, "time_s": round(time_s, 2)}
+                    self._note("checkpoint", self._checkpoint)
+                case RunEnded(exit_code=exit_code, text=text, worker=worker):
+                    self._ended = {"exit_code": exit_code, "text": text, "worker": worker, "time_s": round(time_s, 2)}
+                    self._note("ended", self._ended)
+                case _:
+                    pass
+            if (mark := told(event, time_s, self._newest_step)) is not None:
+                self._marks.append(mark)
+                self._note("mark", mark._asdict())
+
+    def read(self, run_dir: Path) -> None:
+        """Note all that a run's journal has.
+
+        Raises:
+            UsageError: there is no run, or it is another version's.
+        """
+        for time_s, event in events_and_steps(run_dir):
+            if isinstance(event, PastStep):
+                self.take_step(event)
+            else:
+                self.take(event, time_s)
+
+    def take_step(self, point: PastStep) -> None:
+        """Note a committed step, as the journal has it."""
+        with self._lock:
+            self._step(point)
+
+    def _step(self, point: PastStep) -> None:
+        self._newest_step = point.step
+        self._steps.take(point)
+        self._note("step", row(point))
+
+    def _band(self, record: GenerationRecord, time_s: float) -> None:
+        made = band(record, time_s)
+        if self._bands and self._bands[-1]["generation"] == record.generation:
+            made["time_s"] = self._bands[-1]["time_s"]  # the morph is over: it began earlier
+            self._bands[-1] = made
+        else:
+            self._bands.append(made)
+        if len(self._bands) > self._most_bands:
+            self._bands = thinned(self._bands)
+        self._note("band", made)
+
+    def _note(self, kind: str, value: object) -> None:
+        self._number += 1
+        self._changes.append(PageChange(self._number, kind, value))
+
+    def describe(self) -> tuple[int, dict[str, object]]:
+        """The number of the newest change, and everything as plain values."""
+        with self._lock:
+            return self._number, {
+                "steps": self._steps.describe(),
+                "bands": list(self._bands),
+                "marks": [mark._asdict() for mark in self._marks],
+                "timed": self._timed,
+                "checkpoint": self._checkpoint,
+                "ended": self._ended,
+            }
+
+    def since(self, number: int) -> list[PageChange] | None:
+        """Changes after the one with this number; None if some of them are not kept any more, or never were."""
+        with self._lock:
+            if not 0 <= number <= self._number:
+                return None
+            missed = self._number - number
+            if missed > len(self._changes):
+                return None
+            return list(self._changes)[len(self._changes) - missed :]
+
+
+def band(record: GenerationRecord, time_s: float) -> dict[str, object]:
+    """A generation for a page."""
+    return {
+        "generation": record.generation,
+        "time_s": round(time_s, 2),
+        "step": record.first_step,
+        "stages": record.plan.stages,
+        "replicas": record.plan.replicas,
+        "recovery_s": None if record.recovery_seconds is None else round(record.recovery_seconds, 3),
+        "redone": record.steps_redone,
+    }
+
+
+def thinned(bands: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Of the older half each two become one: the plan that ran longer, from the beginning of the first."""
+    half = len(bands) // 4 * 2
+    kept: list[dict[str, object]] = []
+    for index in range(0, half, 2):
+        first, second, after = bands[index], bands[index + 1], bands[index + 2]
+        first_s, second_s, after_s = (float(str(each["time_s"])) for each in (first, second, after))
+        longer = first if second_s - first_s >= after_s - second_s else second
+        kept.append({**longer, "time_s": first["time_s"], "step": first["step"], "generation": first["generation"]})
+    return [*kept, *bands[half:]]
+
+
+def timed(event: GenerationTimed) -> dict[str, object]:
+    """What a generation's steps took, for a page: seconds of a step, by stage."""
+    return {
+        "generation": event.generation,
+        "predicted_s": event.predicted_s,
+        "stages": [parts(stage) for stage in event.stages],
+    }
+
+
+def parts(times: RankTimes) -> dict[str, float]:
+    """Seconds of a step of one stage; waits are for messages, samples and other stages alike."""
+    return {
+        "step_s": times.step_s,
+        "compute_s": times.compute_s,
+        "waited_s": times.waited_s,
+        "reduced_s": times.reduced_s,
+        "ending_s": times.ending_s,
+    }

@@ -1,0 +1,75 @@
+"""A run's events as sentences, each with its moment. Pure."""
+
+from typing import Literal, NamedTuple
+
+from varuna.core.units import counted, format_duration
+from varuna.fleet.state.run_events import (
+    Asked,
+    CheckpointCommitted,
+    GenerationStarted,
+    Morphed,
+    Notice,
+    RunEnded,
+    RunEvent,
+    WorkerJoined,
+    WorkerLost,
+)
+
+Kind = Literal["begin", "joined", "lost", "morph", "notice", "warning", "checkpoint", "asked", "ended", "failed"]
+MOST_TEXT = 600
+
+
+class Mark(NamedTuple):
+    """A sentence, and where it belongs on the curve."""
+
+    kind: Kind
+    text: str
+    time_s: float
+    step: int | None
+    """Newest step at that moment."""
+
+
+def told(event: RunEvent, time_s: float, step: int | None) -> Mark | None:
+    """What there is to tell of an event, if anything; texts of workers are cut off after some lines."""
+    found = _sentence(event)
+    if found is None:
+        return None
+    kind, text = found
+    return Mark(kind, text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]} ...", round(time_s, 2), step)
+
+
+def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
+    match event:
+        case GenerationStarted(record=record) if record.generation == 0:
+            plan = record.plan
+            each = f"{counted(plan.micro_batches, 'micro-batch')} of {plan.micro_batch}"
+            workers = counted(len(record.members), "worker")
+            return "begin", f"Training begins on {workers} with plan {plan.shape} (stages x replicas): {each}."
+        case Morphed(record=record, old_plan=old):
+            change = f"{old.shape} to {record.plan.shape}" if old.shape != record.plan.shape else f"still {old.shape}"
+            after = "" if record.recovery_seconds is None else f" after {format_duration(record.recovery_seconds)}"
+            redone = counted(record.steps_redone, "step")
+            if record.kept_micro_batches:
+                kept = f" but for {record.kept_micro_batches} of {record.plan.micro_batches} micro-batches"
+            else:
+                kept = ""
+            moved = f", {counted(record.moved_sections, 'section')} moved" if record.moved_sections else ""
+            back = ", from a checkpoint" if record.rollback else ""
+            return "morph", f"Morph: {record.cause}. Plan {change}{after}{back}; {redone} redone{kept}{moved}."
+        case WorkerJoined(worker=worker):
+            return "joined", f"Worker {worker} joined."
+        case WorkerLost(worker=worker, cause=cause):
+            return "lost", cause if worker in cause else f"Lost worker {worker}: {cause}"
+        case Notice(text=text, warning=warning):
+            return "warning" if warning else "notice", text
+        case CheckpointCommitted(step=step):
+            return "checkpoint", f"The checkpoint of step {step} is complete."
+        case Asked(what=what, node=node, reason=reason):
+            of = f" of node {node}" if node else ""
+            return "asked", f"A {what}{of} was requested{f': {reason}' if reason else ''}."
+        case RunEnded(exit_code=0, text=text):
+            return "ended", f"The run ended well{f': {text}' if text else ''}."
+        case RunEnded(exit_code=exit_code, text=text):
+            return "failed", f"The run ended with exit code {exit_code}: {text}"
+        case _:
+            return None

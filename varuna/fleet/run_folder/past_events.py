@@ -1,0 +1,95 @@
+"""A run's whole journal, event by event, with the moment of each: also while a manager writes, or after the run."""
+
+import json
+import math
+import re
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter
+
+from varuna.core.errors import UsageError
+from varuna.core.model import JobFacts
+from varuna.fleet.run_folder.database import FILE
+from varuna.fleet.state.run_events import RunEvent
+
+_event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
+_STEP = re.compile(r'"step":(\d+),"generation":\d+,"loss":([^,]+),"examples_per_s":([^,]+),')
+_BEGINNING = 200
+"""Characters of a step's row in which its figures are: its plan, which may be long, follows."""
+
+
+class PastStep(NamedTuple):
+    """A committed step; there may be a million."""
+
+    step: int
+    time_s: float
+    """Seconds since 1970."""
+    loss: float
+    examples_per_s: float
+
+
+def events_and_steps(run_dir: Path) -> Iterator[tuple[float, RunEvent | PastStep]]:
+    """Everything that the newest run in a folder has seen but audits, the oldest first.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    try:
+        with closing(_opened(run_dir)) as database:
+            first = int(_fact(database, "first_event") or 0)
+            query = (
+                "SELECT time, kind, CASE kind WHEN 'step_recorded' THEN substr(body, 1, ?) ELSE body END "
+                "FROM events WHERE id > ? AND kind != 'audited' ORDER BY id"
+            )
+            for time_s, kind, body in database.execute(query, (_BEGINNING, first)):
+                yield time_s, _step(body, time_s) if kind == "step_recorded" else _event.validate_json(body)
+    except (sqlite3.Error, ValueError) as error:
+        raise UsageError(f"{run_dir / FILE} cannot be read: {error}") from error
+
+
+def kept_job(run_dir: Path) -> JobFacts | None:
+    """What the newest run in a folder trains; None if it never began.
+
+    Raises:
+        UsageError: there is no run, or it is another version's.
+    """
+    try:
+        with closing(_opened(run_dir)) as database:
+            body = _fact(database, "job")
+        return None if body is None else JobFacts.model_validate_json(body)
+    except (sqlite3.Error, ValueError) as error:
+        raise UsageError(f"{run_dir / FILE} cannot be read: {error}") from error
+
+
+def _opened(run_dir: Path) -> sqlite3.Connection:
+    path = run_dir / FILE
+    if not path.is_file():
+        raise UsageError(f"there is no run in {run_dir}: {FILE} is missing. Pass the folder of a run.")
+    return sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10.0, check_same_thread=False)
+
+
+def _fact(database: sqlite3.Connection, name: str) -> str | None:
+    row = database.execute("SELECT body FROM facts WHERE name = ?", (name,)).fetchone()
+    return None if row is None else str(row[0])
+
+
+def _step(beginning: str, time_s: float) -> PastStep:
+    """A step from the beginning of its row.
+
+    Raises:
+        ValueError: it is no step.
+    """
+    found = _STEP.search(beginning)
+    if found is None:
+        raise ValueError(f"a step that cannot be read: {beginning!r}")
+    step, loss, rate = found.groups()
+    return PastStep(int(step), time_s, _number(loss), _number(rate))
+
+
+def _number(text: str) -> float:
+    value = json.loads(text)
+    return math.nan if value is None else float(value)
