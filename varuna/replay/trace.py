@@ -80,8 +80,8 @@ def assembled(happenings: Sequence[Happening], end_s: float, clock: str) -> Trac
             leaving = [node for node in alive if node not in removed]
             if -more > len(leaving):
                 raise UsageError(
-                    f"it counts {counts[-1]} nodes {at_s:g} s after its start, but names {len(added)} that come at that "
-                    "instant. Count those that are named, too."
+                    f"it counts {counts[-1]} nodes {at_s:g} s after its start, but names {len(added)} that come at "
+                    "that instant. Count those that are named, too."
                 )
             removed += draw.sample(leaving, max(0, -more))
         if added or removed or not changes:

@@ -16,9 +16,9 @@ from varuna.cli.main import app
 from varuna.core.errors import NoPlanError, UsageError
 from varuna.replay.costs import MorphCosts
 from varuna.replay.figure import draw
+from varuna.replay.recording import read_trace
 from varuna.replay.replay import Replay
 from varuna.replay.report import ReplayOutcome
-from varuna.replay.recording import read_trace
 from varuna.replay.trace import Change, Happening, Trace, assembled
 
 FREE = MorphCosts(stop_s=0.0, form_s=0.0, warm_s=0.0, checkpoints=False)

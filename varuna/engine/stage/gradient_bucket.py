@@ -58,10 +58,12 @@ class Bucket:
         self._drops = True
         for leaf, _ in self._in_place:
             leaf.grad = None
-        yield
-        self._drops = False
-        for leaf, view in self._in_place:
-            leaf.grad = view
+        try:
+            yield
+        finally:
+            self._drops = False
+            for leaf, view in self._in_place:
+                leaf.grad = view
 
 
 def squared_norms(
