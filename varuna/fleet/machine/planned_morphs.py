@@ -109,13 +109,21 @@ def _answer_departures(transition: Transition) -> None:
     is_time = deadline_s == float("inf") or transition.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
     if deadline_s == float("inf") and _is_rank_hidden(fleet):
         return
-    if not (is_late or is_time) or _plan(look_ahead(transition, len(fleet.available))) is None:
+    if not (is_late or is_time) or not _can_do_without(transition):
         return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
     if is_late:
         transition.notice(f"{cause} before the current step is finished: the step is run again")
         stop_generation(transition, EndCause(Ending.PLANNED, cause))
     else:
         _regroup(transition, cause)
+
+
+def _can_do_without(transition: Transition) -> bool:
+    """Whether those who stay have a plan, if need be with stragglers: a slow worker can hold what would be lost."""
+    fleet = transition.fleet
+    heard = [name for name in fleet.joined if not fleet.is_hidden(fleet.workers[name].node)]
+    staying = sum(not fleet.is_departing(name) for name in heard)
+    return any(_plan(look_ahead(transition, workers)) is not None for workers in (len(fleet.available), staying))
 
 
 def _is_rank_hidden(fleet: Fleet) -> bool:

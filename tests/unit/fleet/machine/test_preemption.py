@@ -7,7 +7,7 @@ from varuna.core.messages import Finish, Hold, RaiseFlag, WorkerPhase
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping, Straggler
 from varuna.fleet.state.inputs import (
     AdviceReceived,
     DrainRequested,
@@ -80,6 +80,17 @@ def test_the_last_holder_of_a_section_hands_it_over_before_it_goes() -> None:
     regroup(driver, 3)
     moves = driver.assignments["w2"].transfers
     assert {(move.section, move.source_rank, move.target_rank) for move in moves} == {(2, 2, 1), (3, 2, 1)}
+    assert not driver.fleet.record.rollback
+
+
+def test_a_straggler_that_was_left_out_takes_over_rather_than_nobody() -> None:
+    driver = on_nodes("abc", replace=False)
+    spare = next(name for name in driver.fleet.joined if not driver.fleet.workers[name].seated)
+    driver.fleet = replace(driver.fleet, slow={spare: Straggler(2.4, until_s=300.0)})
+    driver.feed(NoticeReceived("b", deadline_s=15))
+    assert flags(driver) == ["regroup"]
+    regroup(driver, 3)
+    assert spare in driver.fleet.record.grid
     assert not driver.fleet.record.rollback
 
 
