@@ -66,7 +66,9 @@ def act(seen: Window, name: str, token: str) -> None:
 def test_a_run_is_watched_disturbed_and_stopped_from_its_page(tmp_path: Path) -> None:
     run, saved = tmp_path / "run", tmp_path / "saved"
     job = ("--steps", "5000", "--slow", "0.05", "--checkpoint-dir", str(saved))
-    command = varuna_command(4, ["--stages", "2", "--run-dir", str(run)], *job)
+    command = varuna_command(
+        4, ["--stages", "2", "--run-dir", str(run), "--price", "0.6", "--on-demand-price", "2"], *job
+    )
     with (
         window() as seen,
         Process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as process,
@@ -79,6 +81,7 @@ def test_a_run_is_watched_disturbed_and_stopped_from_its_page(tmp_path: Path) ->
             seen.seen("body[data-view=training]", 90)
             seen.seen("#chart path.loss")
             assert seen.page.locator("#grid .cell-ok").count() == 4
+            assert "$2.40 per hour" in seen.seen("#cost").inner_text()
             assert seen.unfit() == []
             _disturb(seen, run)
             _change(seen, run)
@@ -139,6 +142,7 @@ def _look_back(run: Path) -> None:
             seen.seen("body[data-view=ended]")
             seen.seen("#chart path.loss")
             assert seen.page.is_hidden("#actions")
+            assert "per hour" not in seen.seen("#cost").inner_text()
             assert seen.page.locator("#story-list li.lost").count() == 1
             process.send_signal(signal.SIGINT)
             assert process.wait(20) == 0
@@ -198,6 +202,8 @@ def week(chronicle: Chronicle, steps: int = 60_000) -> Callable[[], dict[str, An
             "device": HOSTILE,
             "compute_s": 0.05 if rank != 8 else 0.2,
             "slow": None,
+            "condition": "silent" if rank == 7 else "slow" if rank == 8 else "ok",
+            "words": f"silent for 9.0 s {HOSTILE}" if rank == 7 else "works",
         }
         for rank, name in enumerate(names)
     ]

@@ -44,6 +44,8 @@ def manager(
     checkpoints: Annotated[
         str, typer.Option(metavar="PLACE", help="Only allow checkpoints in this place or below.")
     ] = "",
+    price: options.Price = None,
+    on_demand_price: options.OnDemandPrice = None,
     json_log: options.JsonLog = None,
     new: options.New = False,
     overwrite: options.Overwrite = False,
@@ -69,6 +71,7 @@ def manager(
         new=new,
         overwrite=overwrite,
         checkpoints=checkpoints,
+        price=options.price_of(price, on_demand_price, given),
     )
     managed = ClusterRun(
         place=place, advertise=advertise, workers=workers, stages=stages, memory_bytes=memory_bytes, given=given

@@ -1,5 +1,6 @@
 """Options that several commands share, so that they mean and say the same everywhere."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from varuna.process.scripts import may_read_arguments
 
 if TYPE_CHECKING:
     from varuna.calibration.format import Calibration
+    from varuna.fleet.state.run_events import Priced
 
 _ON_RAY = "ray:"
 
@@ -50,6 +52,25 @@ PlannedFrom = Annotated[
 ]
 MicroBatch = Annotated[int | None, typer.Option(min=1, help="Examples per micro-batch. Default: the planner's choice.")]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs per machine, if not the calibration's.")]
+Price = Annotated[
+    float | None,
+    typer.Option(
+        "--price",
+        min=0,
+        metavar="DOLLARS",
+        help="What a worker costs per hour: the run then says what it has cost. Default: the calibration's, if it is "
+        "given and has one.",
+    ),
+]
+OnDemandPrice = Annotated[
+    float | None,
+    typer.Option(
+        "--on-demand-price",
+        min=0,
+        metavar="DOLLARS",
+        help="What a worker that nobody takes back would cost per hour, for comparison.",
+    ),
+]
 JsonLog = Annotated[Path | None, typer.Option(metavar="FILE", help="Append one JSON line per committed step.")]
 New = Annotated[bool, typer.Option("--new", help="Start afresh instead of resuming from checkpoints.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="With --new: move existing checkpoints aside.")]
@@ -86,6 +107,26 @@ def calibration_of(file: Path | None) -> "Calibration | None":
     from varuna.calibration.file import read_calibration
 
     return None if file is None or str(file) == "none" else read_calibration(file)
+
+
+def price_of(price: float | None, on_demand_price: float | None, given: "Calibration | None") -> "Priced | None":
+    """What a worker costs; None if nobody says.
+
+    Raises:
+        UsageError: not a price, or nothing to compare it with.
+    """
+    from varuna.fleet.state.run_events import Priced
+
+    for flag, value in (("--price", price), ("--on-demand-price", on_demand_price)):
+        if value is not None and not math.isfinite(value):
+            raise UsageError(f"{flag} {value} is not a price. Give dollars per worker and hour, such as 0.61")
+    if price is None and given is not None:
+        price = given.hardware.price_per_hour
+    if price is not None:
+        return Priced(per_hour=price, on_demand_per_hour=on_demand_price)
+    if on_demand_price is not None:
+        raise UsageError("--on-demand-price is for comparison: give --price, which workers of this run cost, too")
+    return None
 
 
 def check_replacing(new: bool, overwrite: bool) -> None:

@@ -51,6 +51,8 @@ def run(
     stages: options.Stages = None,
     memory_per_worker: options.MemoryPerWorker = None,
     calibration: options.PlannedFrom = None,
+    price: options.Price = None,
+    on_demand_price: options.OnDemandPrice = None,
     json_log: options.JsonLog = None,
     run_dir: Annotated[
         Path | None,
@@ -80,6 +82,7 @@ def run(
     options.check_replacing(new, overwrite)
     memory_bytes = options.memory_bytes_of(memory_per_worker)
     given = options.calibration_of(calibration)
+    priced = options.price_of(price, on_demand_price, given)
     if on != _LOCAL:
         from varuna.cli.cluster.engine_run import EngineRun, manage_on_engine
 
@@ -96,6 +99,7 @@ def run(
             stages=stages,
             memory_bytes=memory_bytes,
             given=given,
+            price=priced,
             json_log=json_log,
             new=new,
             overwrite=overwrite,
@@ -134,7 +138,7 @@ def run(
         is_over = True  # a folder of the run's own is kept only if the run fails
         try:
             service = ManagerService(
-                ServiceConfig(run_dir=folder, port=port, json_log=json_log, new=new, overwrite=overwrite),
+                ServiceConfig(run_dir=folder, port=port, json_log=json_log, new=new, overwrite=overwrite, price=priced),
                 LocalLaunch(script, args or [], environment=environment, is_kept=run_dir is not None),
                 config=FleetConfig(workers=count),
                 planner=calibrator.plan,
@@ -143,10 +147,10 @@ def run(
                 write=write,
             )
             is_over = False
-            view.watch(lambda: service.manager.fleet)
+            view.watch(lambda: service.manager.fleet, service.glance)
             ended = service.manage()
             assert ended is not None  # nobody tells this manager to leave
-            view.close(ended, service.checkpoint)
+            view.close(ended, service.checkpoint, service.spent)
             is_over = ended.exit_code == 0
         finally:
             if is_over and run_dir is None:

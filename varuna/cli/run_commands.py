@@ -42,7 +42,9 @@ def list_runs(as_json: options.AsJson = False) -> None:
 
 def status(
     run: options.RunDir = None,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh every second.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Stay, and show the run as it goes on; Ctrl-C ends the view.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Show the plan, steps, machines and workers of a run."""
@@ -57,22 +59,27 @@ def status(
     from varuna.observe.overview import overview
 
     console = Console()
+    is_plain = not console.encoding.lower().startswith("utf")
     if not watch or not console.is_terminal:
         say(f"the run in {folder}")
-        console.print(overview(_status(remote)))
+        console.print(overview(_status(remote), console.width, plain=is_plain))
         return
-    from rich.console import Group
+    from rich.console import Group, RenderableType
     from rich.text import Text
 
     from varuna.fleet.net.client import UnreachableError
+    from varuna.observe.live_view import live_view
 
-    picture = overview(_status(remote))
+    def seen() -> RenderableType:
+        return live_view(_status(remote), console.width, console.height - 2, plain=is_plain)
+
+    picture = seen()
     try:
         with Live(picture, console=console, auto_refresh=False) as live:
             while True:
                 time.sleep(_WATCH_S)
                 try:
-                    picture = overview(_status(remote))
+                    picture = seen()
                     live.update(picture, refresh=True)
                 except UnreachableError as error:
                     live.update(Group(picture, Text(_why_unreachable(folder, error), style="red")), refresh=True)

@@ -62,6 +62,11 @@ def format_duration(duration_s: float) -> str:
     return f"{hours}h {minutes:02d}m"
 
 
+def format_dollars(dollars: float) -> str:
+    """Cents, and below a tenth of a dollar more: ``"$12.40"``, ``"$0.0031"``."""
+    return f"${dollars:.4f}" if 0 < abs(dollars) < 0.1 else f"${dollars:,.2f}"
+
+
 def format_rate(per_s: float) -> str:
     """Three digits with k or M: ``"41.2k"``."""
     for factor, unit in ((1e6, "M"), (1e3, "k")):

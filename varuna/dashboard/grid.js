@@ -2,7 +2,6 @@
 
 import { byId, legend, make, say } from "./dom.js";
 import { span } from "./format.js";
-import { speeds } from "./model.js";
 
 const MANY = 60, FEW = 12;
 const state = { built: "", chosen: null, cells: new Map(), focused: 0 };
@@ -16,19 +15,11 @@ export function prepareGrid(actions) {
   byId("grid").addEventListener("keydown", move);
 }
 
-/** How a worker is: a class, and words. */
-function condition(run, worker, ratio) {
-  if (!worker) return ["cell-lost", "not there"];
-  if ((run.status.departing ?? []).includes(worker.node)) return ["cell-leaving", "its machine will leave"];
-  if ((run.status.out_of_sight ?? []).includes(worker.node)) return ["cell-silent", "out of sight"];
-  if (worker.silent_s !== null && worker.silent_s > (run.status.lease_s ?? 10) / 2) return ["cell-silent", `silent for ${span(worker.silent_s)}`];
-  if (worker.state !== "joined") return ["cell-wait", worker.state];
-  if (ratio > 1.25) return ["cell-slow", `${ratio.toFixed(2)} times the compute of its peers`];
-  return ["cell-ok", "works"];
-}
+/** How a worker is, by its manager: a class, and words. */
+const condition = (worker) => (worker ? [`cell-${worker.condition}`, worker.words] : ["cell-lost", "not there"]);
 
 export function drawGrid(run) {
-  const { plan, members = [] } = run.status, ratios = speeds(run);
+  const { plan, members = [] } = run.status;
   const count = plan ? plan.stages * plan.replicas : 0, many = count > MANY;
   const over = [...run.workers.values()].filter((worker) => !members.slice(0, count).includes(worker.name));
   say(byId("fleet-note"), plan && (run.status.read_only || run.ended) ? `${plan.stages} stages x ${plan.replicas} replicas at the end` : plan ? `${plan.stages} stages x ${plan.replicas} replicas${hosts(run)}` : "no plan yet");
@@ -40,7 +31,7 @@ export function drawGrid(run) {
   const isOver = run.status.read_only || run.ended;
   byId("grid-legend").hidden = Boolean(isOver || !plan);
   for (const [name, { cell, note, speed }] of state.cells) {
-    const worker = run.workers.get(name), ratio = ratios.get(name), [kind, words] = isOver ? ["cell-wait", "had this seat at last"] : condition(run, worker, ratio);
+    const worker = run.workers.get(name), [kind, words] = isOver ? ["cell-wait", "had this seat at last"] : condition(worker);
     const chosen = state.chosen === name ? " chosen" : "";
     if (cell.className !== `cell ${kind}${chosen}`) cell.className = `cell ${kind}${chosen}`;
     const label = `${cell.dataset.seat}: ${name}, ${words}`; // where there is no text
@@ -48,7 +39,7 @@ export function drawGrid(run) {
     say(note, worker && worker.node !== name ? worker.node : "");
     say(speed, isOver || !worker ? words : kind === "cell-ok" ? (worker.compute_s ? `${span(worker.compute_s)} each` : "works") : words.replace(" the compute of its peers", ""));
   }
-  card(run, ratios);
+  card(run);
 }
 
 /** How many workers without a seat there are, by state. */
@@ -111,12 +102,12 @@ function move(event) {
   next.focus();
 }
 
-function card(run, ratios) {
+function card(run) {
   const box = byId("worker"), name = state.chosen, seat = state.cells.get(name);
   box.hidden = !seat;
   if (!seat) return;
   const worker = run.workers.get(name), isOver = run.status.read_only || run.ended;
-  const words = isOver ? "the run is over" : condition(run, worker, ratios.get(name))[1];
+  const words = isOver ? "the run is over" : condition(worker)[1];
   const facts = [["state", words]];
   if (worker) {
     facts.push(["rank", `${worker.rank} (${seat.cell.dataset.seat})`], ["machine", worker.node], ["GPU", worker.device ?? "none: it computes on the CPU"]);

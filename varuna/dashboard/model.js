@@ -86,29 +86,3 @@ export function phase(run) {
   const word = (run.status.state ?? "").split(/[ :]/)[0];
   return ["starting", "forming", "training", "morphing", "finishing", "ended", "without"].includes(word) ? word : "starting";
 }
-
-/** Seconds to the end of the run at the pace of the newest steps; null where there is no pace. */
-export function left_s(run) {
-  const steps = run.recent.slice(-64);
-  const total = run.status.steps ?? 0;
-  if (steps.length < 2 || !total || total >= 1e8 || run.ended) return null;
-  const [first, last] = [steps[0], steps.at(-1)];
-  return last[0] > first[0] ? ((last[1] - first[1]) / (last[0] - first[0])) * (total - 1 - last[0]) : null;
-}
-
-/** Of a worker: how many times the median compute of its stage its own is; null where that is not known. */
-export function speeds(run) {
-  const { plan, members = [] } = run.status, found = new Map();
-  if (!plan) return found;
-  for (let stage = 0; stage < plan.stages; stage++) {
-    const peers = [];
-    for (let replica = 0; replica < plan.replicas; replica++) {
-      const worker = run.workers.get(members[replica * plan.stages + stage]);
-      if (worker?.compute_s) peers.push(worker);
-    }
-    const sorted = peers.map((worker) => worker.compute_s).sort((a, b) => a - b);
-    const middle = sorted[Math.floor((sorted.length - 1) / 2)];
-    for (const worker of peers) found.set(worker.name, worker.slow ?? worker.compute_s / middle);
-  }
-  return found;
-}

@@ -2,10 +2,10 @@
 
 import { byId, make, say, term } from "./dom.js";
 import { clock, counted, number, percent, span } from "./format.js";
-import { left_s, newest } from "./model.js";
+import { newest } from "./model.js";
 
 export function drawNumbers(run) {
-  const { status } = run, step = newest(run), total = status.steps && status.steps < 1e8 ? status.steps : 0, left = left_s(run);
+  const { status } = run, step = newest(run), total = status.steps && status.steps < 1e8 ? status.steps : 0, left = status.left_s ?? null;
   const done = step ? step[0] + 1 : 0, plan = status.plan, row = run.bands.at(-1);
   const shown = [
     ["step", step ? done.toLocaleString("en") : "–", total ? `of ${total.toLocaleString("en")} (${percent(done / total)})` : ""],
@@ -58,16 +58,20 @@ export function drawCheckpoints(run) {
   );
 }
 
-/**
- * What the run has cost: shown once the status has `cost`, an object with `spent` and `currency`, and where they are known
- * `per_hour`, `on_demand` (what the same hours would have cost at on-demand prices) and `since`.
- */
+/** Cents, and below a tenth of a dollar more. */
+const money = (cost, value) => `${cost.currency}${value.toFixed(value > 0 && value < 0.1 ? 4 : 2)}`;
+
+/** What the run has cost: shown where somebody has said what a worker costs. */
 export function drawCost(run) {
   const { cost } = run.status, section = byId("cost");
   section.hidden = !cost;
   if (!cost) return;
-  const money = (value) => `${cost.currency ?? "$"} ${value.toFixed(2)}`, shown = [["spent so far", money(cost.spent), ""]];
-  if (cost.per_hour !== undefined && cost.per_hour !== null) shown.push(["now", `${money(cost.per_hour)} per hour`, ""]);
-  if (cost.on_demand) shown.push(["on demand", money(cost.on_demand), `${percent(1 - cost.spent / cost.on_demand)} saved`]);
+  const hours = `${number(cost.worker_hours, 3)} worker hours`, isOver = run.status.read_only || run.ended;
+  const shown = [[isOver ? "spent" : "spent so far", money(cost, cost.spent), hours]];
+  if (!isOver) shown.push(["now", `${money(cost, cost.per_hour)} per hour`, ""]);
+  if (cost.on_demand !== null) {
+    const saved = cost.saved === null ? "" : `${percent(Math.abs(cost.saved))} ${cost.saved >= 0 ? "saved" : "more was spent"}`;
+    shown.push(["the same work on demand", money(cost, cost.on_demand), saved]);
+  }
   fill(byId("cost-body"), shown);
 }

@@ -44,6 +44,9 @@ export function drawSplit(run) {
   const box = byId("split-bars"), key = JSON.stringify(rows);
   byId("split-legend").hidden = !rows.length;
   say(byId("split-note"), note(run, running, timed));
+  const newest_step = newest(run);
+  byId("split-command").hidden = !newest_step;
+  if (newest_step) say(byId("split-timeline"), `varuna timeline --step ${newest_step[0]} --simulated`);
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   const longest = Math.max(...rows.map(([, , , whole]) => whole));

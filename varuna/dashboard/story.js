@@ -4,7 +4,7 @@ import { byId, make } from "./dom.js";
 import { clock } from "./format.js";
 
 const FEW = 30;
-const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", morph: "morph", joined: "joined", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
+const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", morph: "morph", joined: "joined", left: "left", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
 const state = { all: false, key: "" };
 
 export function prepareStory(again) {

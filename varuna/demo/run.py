@@ -112,7 +112,12 @@ def _train(example: Path, steps: int, work: Path, view: RunView) -> int:
         on_event=director,
         write=lambda line: None,
     )
-    ended = director.run.manage()
+    run = director.run
+    view.watch(lambda: run.manager.fleet, run.glance)
+    try:
+        ended = run.manage()
+    finally:
+        view.close(None, None)
     assert ended is not None  # nobody tells its manager to leave
     if ended.exit_code:
         say(ended.text)

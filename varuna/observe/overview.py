@@ -7,16 +7,16 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from varuna.core.units import format_duration, format_rate, step_number
+from varuna.core.units import format_duration
+from varuna.observe.live_view import headline, numbers
 
 _NEWEST = 8
 """Generations that are shown."""
-_STATES = {"training": "green", "forming": "yellow", "morphing": "yellow", "starting": "yellow", "finishing": "cyan"}
 
 
-def overview(status: Mapping[str, Any]) -> RenderableType:
-    """The answer of ``/status`` for people."""
-    parts: list[RenderableType] = [_headline(status)]
+def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> RenderableType:
+    """The answer of ``/status`` for people, once."""
+    parts: list[RenderableType] = [headline(status, width, None), *numbers(status, width, plain=plain)]
     if status["workers"]:
         parts.append(_workers(status))
     if status["generations"]:
@@ -25,19 +25,6 @@ def overview(status: Mapping[str, Any]) -> RenderableType:
         first = status["failures"][0]
         parts.append(Text(f"first failure  {first['cause'].splitlines()[0]}", style="red"))
     return Group(*parts)
-
-
-def _headline(status: Mapping[str, Any]) -> Text:
-    state, plan = status["state"], status["plan"]
-    line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(state, style=f"bold {_STATES.get(state, 'yellow')}")
-    if status["step"] is not None:
-        line.append(f"  step {step_number(status['step'], status['steps'])}")
-        line.append("  loss " + ("nan" if status["loss"] is None else f"{status['loss']:.4f}"))
-        line.append(f"  {format_rate(status['examples_per_s'])} examples/s")
-    if plan is not None:
-        line.append(f"  plan {plan['stages']}x{plan['replicas']}  generation {status['generation']}")
-    return line
 
 
 def _workers(status: Mapping[str, Any]) -> Table:

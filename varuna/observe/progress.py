@@ -53,8 +53,8 @@ def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
     return f"one copy of each section: if a worker is lost, the run goes back to {back}"
 
 
-def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None) -> str:
-    """One line for a run that is over: steps, loss, losses of workers survived, and where its checkpoint is."""
+def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None, spent: str = "") -> str:
+    """One line for a run that is over: steps, loss, losses of workers survived, its checkpoint, its cost."""
     steps = sorted(history.losses)
     words = [f"{counted(len(steps), 'step')} in {format_duration(elapsed_s)}"]
     if steps:
@@ -64,6 +64,8 @@ def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoi
         redone = sum(row.steps_redone for row in history.generations)
         words.append(f"{counted(history.lost, 'worker')} lost, {counted(redone, 'step')} redone")
     words.append(f"checkpoint {checkpoint}" if checkpoint else "no checkpoint")
+    if spent:
+        words.append(spent)
     return f"{'ended  ' if exit_code else 'done   '}{'   '.join(words)}"
 
 

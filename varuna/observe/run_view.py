@@ -3,30 +3,38 @@
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from varuna.core.messages import WorkerPhase
-from varuna.core.units import counted
-from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.page.pace import StepPace
+from varuna.fleet.page.phases import phase_of
+from varuna.fleet.page.story import Mark, told
+from varuna.fleet.state.fleet import Ended, Fleet
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded, WorkerLost
-from varuna.fleet.state.worker import Standing
+from varuna.observe.live_view import clock, live_view, rule
 from varuna.observe.progress import closing_line, morph_line, plan_line, progress_line, risk_line
 from varuna.observe.report import RunHistory
 from varuna.observe.terminal import Progress
 from varuna.process.threads import start
 
 _LOOK_S = 0.25
-_RECENT_STEPS = 32
+_ROWS_OF_A_LOW_VIEW = 4
+_STORY = {"begin": "green", "lost": "red", "morph": "yellow", "asked": "cyan"}
+"""Kinds of sentences that stand in the live view, and above it once newer ones have pushed them out."""
 
 
 class RunView:
     """Shows a run's events as they come, and collects its history.
+
+    On a terminal a live view stands at the bottom; what happens is told there, and goes up into the log when newer
+    things need the room. Elsewhere there is a line for each.
 
     Args:
         progress: where lines go.
         total: steps of the whole run; 0: what the fleet's job says, once it is watched.
         tokens_per_example: given, the rate is in tokens.
         clock: seconds.
+        time_s: seconds since 1970.
     """
 
     def __init__(
@@ -36,13 +44,15 @@ class RunView:
         tokens_per_example: int | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
+        time_s: Callable[[], float] = time.time,
     ) -> None:
         self.history = RunHistory()
         self._progress, self._total, self._tokens_per_example = progress, total, tokens_per_example
-        self._clock, self._began_s = clock, clock()
+        self._clock, self._began_s, self._time_s = clock, clock(), time_s
         self._fleet: Callable[[], Fleet] | None = None
+        self._glance: Callable[[], Mapping[str, Any]] | None = None
         self._phase, self._phase_s = "", self._began_s
-        self._steps: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS)
+        self._pace, self._story = StepPace(), deque[Mark]()
         self._over = threading.Event()
 
     def recall(self, event: RunEvent) -> None:
@@ -52,32 +62,66 @@ class RunView:
     def __call__(self, event: RunEvent) -> None:
         """Take the next event; called on the run's own thread."""
         morph = self.history.take(event)
-        if morph is not None:
+        is_pictured = self._glance is not None and self._progress.is_live
+        if is_pictured:
+            self._remember(event)
+        elif morph is not None:
             self._progress.tell(morph_line(morph, self._progress.arrow), style="yellow")
         match event:
             case GenerationStarted():
-                self._begin()
-            case StepRecorded(step=step, loss=loss, examples_per_s=rate):
-                left_s, total = self._left_s(step), self._steps_in_all()
-                row = self.history.generations[-1]
+                self._begin(is_pictured)
+            case StepRecorded(step=step, loss=loss, examples_per_s=rate) if not is_pictured:
+                total = self._steps_in_all()
+                self._pace.take(step, self._clock())
+                row, left_s = self.history.generations[-1], self._pace.left_s(total)
                 line = progress_line(step, total, loss, rate, self._tokens_per_example, row, left_s)
                 self._progress.show(line, final=step + 1 == total)
-            case WorkerLost(cause=cause) if not self.history.generations:
+            case WorkerLost(cause=cause) if not self.history.generations and not is_pictured:
                 self._progress.tell(f"lost   {cause}", style="yellow")
             case Notice(text=text, warning=warning):
                 self._progress.tell(f"warning  {text}" if warning else text, style="red" if warning else "dim")
 
-    def watch(self, fleet: Callable[[], Fleet]) -> None:
-        """Look at the fleet from time to time, on a thread of this view's own, until ``close``."""
-        self._fleet = fleet
+    def watch(self, fleet: Callable[[], Fleet], glance: Callable[[], Mapping[str, Any]] | None = None) -> None:
+        """Look at the run from time to time, on a thread of this view's own, until ``close``.
+
+        Args:
+            fleet: what the run does.
+            glance: what the live view shows; None: there is one line on a terminal, too.
+        """
+        self._fleet, self._glance = fleet, glance
         start("view", self._look)
 
-    def close(self, ended: Ended | None, checkpoint: str | None) -> None:
+    def close(self, ended: Ended | None, checkpoint: str | None, spent: str = "") -> None:
         """The run is over, or goes on without its manager (None): say how it went, unless it never began."""
         self._over.set()
+        self._progress.show("", final=self._progress.is_live)
+        while self._story:
+            self._push_out()
         if ended is not None and self.history.generations:
-            line = closing_line(self.history, ended.exit_code, self._clock() - self._began_s, checkpoint)
+            line = closing_line(self.history, ended.exit_code, self._clock() - self._began_s, checkpoint, spent)
             self._progress.tell(line, style="red" if ended.exit_code else "green")
+
+    # -- the live view ---------------------------------------------------------------------------------------
+
+    def _remember(self, event: RunEvent) -> None:
+        """Notices are told in full at once, and the rest of the story in the live view."""
+        mark = told(event, self._time_s(), None)
+        if mark is None or mark.kind not in _STORY:
+            return
+        self._story.append(mark)
+        while len(self._story) > max(2, self._progress.size[1] // 4):
+            self._push_out()
+
+    def _push_out(self) -> None:
+        mark = self._story.popleft()
+        self._progress.tell(f"{clock(mark.time_s)}  {mark.text}", style=_STORY[mark.kind])
+
+    def _picture(self, glance: Mapping[str, Any], doing_s: float) -> None:
+        width, rows = self._progress.size
+        status = {**glance, "marks": [mark._asdict() for mark in tuple(self._story)]}
+        is_plain = self._progress.is_plain
+        heads = (rule(plain=is_plain),) if rows > _ROWS_OF_A_LOW_VIEW else ()
+        self._progress.show(live_view(status, width, rows, plain=is_plain, doing_s=doing_s, heads=heads))
 
     # -- what the fleet says between events ------------------------------------------------------------------
 
@@ -88,7 +132,9 @@ class RunView:
             self._phase, self._phase_s = phase, now_s
             if phase and not self._progress.is_live and len(fleet.history) <= 1:
                 self._progress.tell(phase, style="dim")
-        if not phase:
+        if self._glance is not None and self._progress.is_live:
+            self._picture(self._glance(), now_s - self._phase_s)
+        elif not phase:
             self._progress.refresh()
         elif self._progress.is_live:
             self._progress.show(f"{phase}  {now_s - self._phase_s:.0f} s")
@@ -98,11 +144,11 @@ class RunView:
         while not self._over.wait(_LOOK_S):
             self.look(self._fleet())
 
-    def _begin(self) -> None:
+    def _begin(self, is_pictured: bool) -> None:
         """A generation begins: say what it runs if it is the first, and what it puts at risk if that is new."""
         row, *before = reversed(self.history.generations)
-        self._steps.clear()
-        if not before:
+        self._pace.begin()
+        if not before and not is_pictured:
             self._progress.tell(plan_line(row))
         job = self._fleet().job if self._fleet is not None else None
         is_new = not before or before[0].plan.replicas > 1
@@ -112,42 +158,3 @@ class RunView:
     def _steps_in_all(self) -> int:
         job = self._fleet().job if self._fleet is not None else None
         return self._total or (job.steps if job is not None else 0)
-
-    def _left_s(self, step: int) -> float | None:
-        """Seconds to the end of the run at the pace of the newest steps; None as long as there is no pace."""
-        self._steps.append((step, self._clock()))
-        (first, first_s), (last, last_s) = self._steps[0], self._steps[-1]
-        total = self._steps_in_all()
-        return (last_s - first_s) / (last - first) * (total - 1 - last) if last > first and total > last + 1 else None
-
-
-def phase_of(fleet: Fleet) -> str:
-    """What a run does that is not training, in words; empty while it trains."""
-    match fleet.phase:
-        case Idle() if not fleet.history:
-            ready = fleet.workers.count(Standing.JOINED)
-            if fleet.config.elastic:
-                return f"waiting for machines: {ready} of {fleet.config.workers} workers have joined"
-            if ready < fleet.wanted:
-                return f"starting {counted(fleet.wanted, 'worker')}, {ready} ready: loading torch, capturing the model"
-            return "planning"
-        case Idle() | Stopping():
-            return "morphing"
-        case Running() if not fleet.formed:
-            return _forming(fleet)
-        case Finishing():
-            return "finishing: the script runs to its end"
-        case _:
-            return ""
-
-
-def _forming(fleet: Fleet) -> str:
-    """What rank 0 says of the way to its first step."""
-    beat = fleet.workers[fleet.members[0]].beat
-    match beat.phase if beat is not None and beat.generation == fleet.generation else None:
-        case WorkerPhase.CHECKS:
-            return "checking the model against plain PyTorch"
-        case WorkerPhase.STEPS | WorkerPhase.LOOP:
-            return "running the first step"
-        case _:
-            return "connecting the workers"

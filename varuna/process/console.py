@@ -1,8 +1,12 @@
 """Lines that a process prints to standard error for its user."""
 
 import sys
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
+
+_writers: list[Callable[[str], None]] = []
+"""Of whoever draws on the terminal now; the newest one counts."""
 
 
 def say(text: str) -> None:
@@ -11,7 +15,20 @@ def say(text: str) -> None:
     A reader that is gone, or a full disk, must not stop whoever has something to say.
     """
     with suppress(OSError, ValueError):  # ValueError: closed
+        if _writers:
+            _writers[-1](f"varuna: {text}")
+            return
         print(f"varuna: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def said_through(write: Callable[[str], None]) -> Iterator[None]:
+    """Lines go through ``write`` meanwhile, which any thread may call: it draws where standard error goes."""
+    _writers.append(write)
+    try:
+        yield
+    finally:
+        _writers.remove(write)
 
 
 @cache

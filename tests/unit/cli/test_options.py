@@ -5,8 +5,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.unit.fleet.support import make_job
+from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import main as cli
+from varuna.cli.options import price_of
 from varuna.core.errors import UsageError
+from varuna.fleet.state.run_events import Priced
 
 NOTHING = "import varuna\n"
 PARSES = "import argparse\nargparse.ArgumentParser().parse_args()\n"
@@ -57,3 +61,17 @@ def test_the_command_answers_a_shell_that_completes() -> None:
     command = [sys.executable, "-c", "from varuna.cli.main import main; import sys; sys.argv = ['varuna']; main()"]
     done = subprocess.run(command, env=asked, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == ["--workers"]
+
+
+def test_a_price_is_the_users_or_else_the_calibrations() -> None:
+    assert price_of(None, None, None) is None
+    assert price_of(0.5, 2.0, None) == Priced(per_hour=0.5, on_demand_per_hour=2.0)
+    given = nominal_calibration(make_job().model)
+    priced = given.model_copy(update={"hardware": given.hardware.model_copy(update={"price_per_hour": 0.25})})
+    assert price_of(None, None, given) is None
+    assert price_of(None, None, priced) == Priced(per_hour=0.25)
+    assert price_of(0.0, None, priced) == Priced(per_hour=0.0)
+    with pytest.raises(UsageError, match="give --price"):
+        price_of(None, 2.0, None)
+    with pytest.raises(UsageError, match="--price nan is not a price"):
+        price_of(float("nan"), None, None)

@@ -14,6 +14,7 @@ from varuna.cli import main as cli
 from varuna.core.messages import Beat
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.net.serving import Serving
+from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.status import Picture
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import Access, publish
@@ -41,7 +42,7 @@ class RunningManager:
             driver.held(name, 2)
         driver.voted(2)
         self.driver = driver
-        self.picture = Picture()
+        self.picture, self.chronicle = Picture(), Chronicle()
         (folder / "logs").mkdir()
         (folder / "logs" / "w3.log").write_text("the last words of w3\n")
         (folder / "logs" / f"{driver.fleet.members[1]}.log").write_text("what rank 1 said\n")
@@ -50,8 +51,9 @@ class RunningManager:
             if isinstance(done, Publish):
                 self.journal.append(done.event)
                 self.picture.take(done.event)
+                self.chronicle.take(done.event, 1e9)
         people = OperatorApi(
-            status=lambda: self.picture.describe(driver.fleet, 0.0),
+            status=lambda: {**self.picture.describe(driver.fleet, 0.0), **self.chronicle.newest(20, 1e9)},
             logs=folder / "logs",
             ask=self.ask,
             audit=Audit(lambda event: None),

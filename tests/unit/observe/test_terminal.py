@@ -2,13 +2,14 @@ import io
 import sys
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from varuna.observe.terminal import Progress, beside_a_script
+from varuna.process.console import say
 
 
 def terminal(file: io.StringIO) -> Console:
-    return Console(file=file, force_terminal=True, no_color=True, width=20)
+    return Console(file=file, force_terminal=True, no_color=True, width=23)
 
 
 def test_without_a_terminal_progress_lines_are_rare() -> None:
@@ -49,9 +50,32 @@ def test_on_a_terminal_the_line_is_away_while_others_write() -> None:
         progress.refresh()
         progress.show("a line of more than twenty columns", final=True)
         progress.tell("kept")
-    clear = "\r\x1b[2K"
-    drawn = (f"{clear}step 1", f"{clear}said more\n", f"{clear}step 2", f"{clear}a line of more than", f"{clear}kept\n")
-    assert file.getvalue() == "".join(drawn)
+    clear = "\r\x1b[J"
+    drawn = f"{clear}step 1{clear}said more\n{clear}step 2{clear}a line of more than {clear}kept\n{clear}"
+    assert file.getvalue() == drawn
+
+
+def test_lines_go_above_a_picture_which_comes_back_at_once() -> None:
+    file, now_s = io.StringIO(), [0.0]
+    with Progress(terminal(file), clock=lambda: now_s[0]) as progress:
+        progress.show(Group("one", "two", "three"), final=True)
+        now_s[0] += 1.0
+        progress.write(b"said\n", lambda data: None)
+        say("from somewhere in this process")
+    progress.show("after the end", final=True)
+    up = "\x1b[2A\r\x1b[J"
+    drawn = "one\ntwo\nthree"
+    assert file.getvalue() == f"\r\x1b[J{drawn}{up}\r\x1b[J{drawn}{up}varuna: from somewhere in this process\n\r\x1b[J"
+
+
+def test_a_picture_that_a_narrower_terminal_has_broken_is_removed_whole() -> None:
+    file, console = io.StringIO(), terminal(io.StringIO())
+    console.file = file
+    with Progress(console, clock=lambda: 0.0) as progress:
+        progress.show(Group("x" * 20, "y"), final=True)
+        console.width = 9
+        progress.tell("kept")
+    assert "\x1b[3A\r\x1b[Jkept" in file.getvalue()  # three rows of x, one of y
 
 
 def test_a_log_gets_no_carriage_return(

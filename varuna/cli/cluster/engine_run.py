@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from varuna.fleet.engines.engine import Engine
     from varuna.fleet.service.cluster_workers import ClusterWorkers
     from varuna.fleet.service.service import ManagerService
+    from varuna.fleet.state.run_events import Priced
 
 _TOKEN_USES, _TOKEN_LIFE_S = 1_000_000, 365 * 24 * 3600.0  # machines come and go for as long as the run lasts
 _PASSED_ON = ("OMP_NUM_THREADS", "VARUNA_PATIENCE")
@@ -41,6 +42,7 @@ class EngineRun:
     stages: int | None
     memory_bytes: int | None
     given: "Calibration | None"
+    price: "Priced | None"
     json_log: Path | None
     new: bool
     overwrite: bool
@@ -105,6 +107,7 @@ def manage_on_engine(run: EngineRun) -> int:
         json_log=run.json_log,
         new=run.new,
         overwrite=run.overwrite,
+        price=run.price,
     )
     managed = ClusterRun(
         place=place,

@@ -84,7 +84,7 @@ def manage_cluster(
             write=write,
         )
         grower = attach(service)
-        view.watch(lambda: service.manager.fleet)
+        view.watch(lambda: service.manager.fleet, service.glance)
         ended = None
         is_interrupted = False
         try:
@@ -97,7 +97,7 @@ def manage_cluster(
         finally:
             if grower is not None and (ended is not None or is_interrupted):
                 _give_back(grower)
-        view.close(ended, service.checkpoint)
+        view.close(ended, service.checkpoint, service.spent)
         if ended is None:
             say(f"the run continues without its manager; {again} to resume managing it")
         elif ended.exit_code:

@@ -20,7 +20,7 @@ def note_exited(transition: Transition, event: WorkerExited) -> None:
         transition.update_worker(event.worker, exit=Exit(event.code, event.stderr_tail, transition.now_s))
         transition.watch(event.worker)
     elif worker.standing in (Standing.LEFT, Standing.DISMISSED):
-        transition.forget(event.worker)
+        transition.part_with(event.worker)
     else:
         transition.lose(event.worker, f"killed by {_signal_name(-event.code)}")
 
@@ -143,7 +143,7 @@ def _conclude_exit(transition: Transition, worker: Worker, exit_: Exit) -> None:
     left = worker.standing is Standing.LEFT
     expected = worker.standing is Standing.DISMISSED or (isinstance(fleet.phase, Finishing) and not left)
     if expected or (left and exit_.code == 0):
-        transition.forget(worker.name)
+        transition.part_with(worker.name)
         return
     when = "after its last step" if left else "before its training was done"
     text = f"worker {_title(fleet, worker.name)} ended with exit code {exit_.code} {when}"

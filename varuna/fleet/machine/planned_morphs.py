@@ -230,8 +230,9 @@ def _consider_newcomers(transition: Transition, phase: Running) -> None:
         _regroup(transition, f"{who} joined")
         return
     transition.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=transition.now_s))
-    if fresh:
-        transition.notice(f"{' and '.join(fresh)} joined as spare: {weighing}")
+    # Who was here when the generation began, and has no part in its plan, is not new to anybody.
+    if arrived := [name for name in fresh if not fleet.is_member(name)]:
+        transition.notice(f"{' and '.join(arrived)} joined as spare: {weighing}")
 
 
 def _takes_part(fleet: Fleet, name: str) -> bool:

@@ -5,10 +5,10 @@ from typing import Any
 
 from varuna.core.messages import Finish, ToWorker
 from varuna.fleet.state.causes import EndCause, Ending
-from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.outputs import Ask, EndRun, Instruction, Kill, Publish, Send
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question, UnansweredError, Unusable
-from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLost
+from varuna.fleet.state.run_events import Notice, RunEnded, RunEvent, WorkerLeft, WorkerLost
 from varuna.fleet.state.worker import Standing, Worker, changed
 
 _MAX_BACKOFF_S = 30.0
@@ -144,6 +144,12 @@ class Transition:
                     f"{failures} replacements in a row died before a step was committed. The last one: {cause}. "
                     "Look at its log; if it ran out of memory, use fewer workers per machine.",
                 )
+
+    def part_with(self, name: str) -> None:
+        """Remove a worker that has ended as it should; at the run's end nobody needs to hear of each."""
+        self.forget(name)
+        if not isinstance(self.fleet.phase, Finishing | Ended):
+            self.publish(WorkerLeft(worker=name))
 
     def note_cause(self, ending: Ending, text: str) -> None:
         """Note why the newest generation ends, or has ended."""

@@ -23,8 +23,9 @@ class KeptRun:
         self.chronicle, self._picture = Chronicle(), Picture()
         self._plan: dict[str, object] | None = None
         self._generation = -1
-        self._job = kept_job(folder)
+        self._job, self._newest_s = kept_job(folder), 0.0
         for time_s, event in events_and_steps(folder):
+            self._newest_s = time_s
             if isinstance(event, PastStep):
                 self.chronicle.take_step(event)
                 continue
@@ -42,10 +43,11 @@ class KeptRun:
     def status(self) -> dict[str, object]:
         """As a manager's, of a run that nobody works for."""
         ended, job = self._picture.ended, self._job
+        steps = job.steps if job is not None else 0
         return {
             "state": _state(ended),
             "read_only": True,
-            "steps": job.steps if job is not None else 0,
+            "steps": steps,
             "checkpoint_dir": job.checkpoint_dir if job is not None else None,
             "generation": self._generation,
             "plan": self._plan,
@@ -54,6 +56,7 @@ class KeptRun:
             "workers": [],
             "failures": self._picture.failures,
             "lost_workers": self._picture.lost_workers,
+            **self.chronicle.reckoned(steps, self._newest_s),
         }
 
 

@@ -49,6 +49,7 @@ from varuna.fleet.state.run_events import (
     GenerationStarted,
     GenerationTimed,
     Notice,
+    Priced,
     RunEnded,
     RunEvent,
     StepRecorded,
@@ -201,7 +202,7 @@ class Manager:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
                 done.set()
-            case Audited() | Notice() | GenerationTimed() | CheckpointCommitted():
+            case Audited() | Notice() | GenerationTimed() | CheckpointCommitted() | Priced():
                 self._publish(event)
             case Broken(error=error):
                 raise error

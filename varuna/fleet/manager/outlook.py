@@ -13,8 +13,14 @@ from varuna.planner.sweep import rank_plans
 _SHOWN = 6
 
 
-def outlook(calibrator: Calibrator | None, fleet: Fleet) -> dict[str, object]:
-    """As plain values; ``why`` says why there is no table, if there is none. Takes as long as planning does."""
+def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float | None = None) -> dict[str, object]:
+    """As plain values; ``why`` says why there is no table, if there is none. Takes as long as planning does.
+
+    Args:
+        calibrator: what is known of the job's costs.
+        fleet: the run.
+        price_per_hour: of a worker, in dollars; None: the calibration's, if it was measured.
+    """
     job = fleet.job
     if calibrator is None or job is None or not fleet.history:
         return {"why": "there is no plan yet"}
@@ -26,8 +32,9 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet) -> dict[str, object]:
     measured = calibrator.calibration is not None
     try:
         ranking = rank_plans(request)
-        price = request.calibration.hardware.price_per_hour if measured else None
-        table = report(request, ranking, price_per_hour=price).model_dump(mode="json")
+        if price_per_hour is None and measured:
+            price_per_hour = request.calibration.hardware.price_per_hour
+        table = report(request, ranking, price_per_hour=price_per_hour).model_dump(mode="json")
         return {
             "workers": workers,
             "measured": measured,

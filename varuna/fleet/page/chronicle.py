@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from varuna.core.times import RankTimes
+from varuna.fleet.page.costs import Bill, Meter, shown
+from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
 from varuna.fleet.page.story import Mark, told
 from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
@@ -16,6 +18,7 @@ from varuna.fleet.state.run_events import (
     GenerationStarted,
     GenerationTimed,
     Morphed,
+    Priced,
     RunEnded,
     RunEvent,
     StepRecorded,
@@ -24,6 +27,9 @@ from varuna.fleet.state.run_events import (
 _MOST_BANDS = 1000
 _MOST_MARKS = 600
 _CHANGES_KEPT = 4096
+_NEWEST_MARKS = 20
+_CURVE = 16
+"""Points of a curve that is one line high."""
 
 
 class PageChange(NamedTuple):
@@ -46,7 +52,7 @@ class Chronicle:
         self.life = secrets.token_hex(4)
         """Numbers of changes mean nothing to another manager."""
         self._lock = threading.Lock()
-        self._steps = StepHistory()
+        self._steps, self._pace, self._meter = StepHistory(), StepPace(), Meter()
         self._bands: list[dict[str, object]] = []
         self._most_bands = most_bands
         self._marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
@@ -60,12 +66,15 @@ class Chronicle:
     def take(self, event: RunEvent, time_s: float) -> None:
         """Note an event; ``time_s`` in seconds since 1970."""
         with self._lock:
+            self._meter.take(event, time_s)
             if isinstance(event, StepRecorded):
                 self._step(PastStep(event.step, time_s, event.loss, event.examples_per_s))
                 return
             match event:
                 case GenerationStarted(record=record) | Morphed(record=record):
                     self._band(record, time_s)
+                    if isinstance(event, GenerationStarted):
+                        self._pace.begin()
                 case GenerationTimed():
                     self._timed = timed(event)
                     self._note("timed", self._timed)
@@ -101,6 +110,8 @@ class Chronicle:
     def _step(self, point: PastStep) -> None:
         self._newest_step = point.step
         self._steps.take(point)
+        self._pace.take(point.step, point.time_s)
+        self._meter.take_step(point)
         self._note("step", row(point))
 
     def _band(self, record: GenerationRecord, time_s: float) -> None:
@@ -129,6 +140,36 @@ class Chronicle:
                 "checkpoint": self._checkpoint,
                 "ended": self._ended,
             }
+
+    def newest(self, total: int, now_s: float) -> dict[str, object]:
+        """What fits on a screen: the last sentences, the loss in a few points, times, and what is reckoned."""
+        with self._lock:
+            return {
+                "marks": [mark._asdict() for mark in list(self._marks)[-_NEWEST_MARKS:]],
+                "curve": self._steps.curve(_CURVE),
+                "timed": self._timed,
+                "checkpoint": self._checkpoint,
+                **self._reckoned(total, now_s),
+            }
+
+    def reckoned(self, total: int, now_s: float) -> dict[str, object]:
+        """What is left of ``total`` steps, and the cost until now, in seconds since 1970."""
+        with self._lock:
+            return self._reckoned(total, now_s)
+
+    def _reckoned(self, total: int, now_s: float) -> dict[str, object]:
+        left_s = self._pace.left_s(total) if self._ended is None else None
+        return {"left_s": None if left_s is None else round(left_s, 1), "cost": shown(self._meter.cost(now_s))}
+
+    def cost(self, now_s: float) -> Bill | None:
+        """Until now, in seconds since 1970; None where nobody gave a price."""
+        with self._lock:
+            return self._meter.cost(now_s)
+
+    @property
+    def price(self) -> Priced | None:
+        """What a worker costs; None if nobody said."""
+        return self._meter.price
 
     def since(self, number: int) -> list[PageChange] | None:
         """Changes after the one with this number; None if some of them are not kept any more, or never were."""

@@ -2,9 +2,13 @@
 
 import math
 from collections import deque
+from contextlib import suppress
 
+from varuna.fleet.page.conditions import condition, slowness
+from varuna.fleet.page.phases import phase_of
 from varuna.fleet.state.fleet import Ended, Finishing, Fleet, Idle, Running, Stopping
 from varuna.fleet.state.run_events import GenerationStarted, RunEnded, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.state.worker import Worker
 
 _LOSSES_KEPT = 2000
 _FAILURES_KEPT = 20
@@ -25,14 +29,23 @@ class LossCurve:
 
     def describe(self) -> dict[str, object]:
         """Losses as pairs of step and loss (None if it is not a number), and the newest speed."""
-        steps = tuple(self._steps)
-        pairs = [[event.step, event.loss if math.isfinite(event.loss) else None] for event in steps]
+        losses = [[event.step, _finite(event.loss)] for event in tuple(self._steps)]
+        return {"losses": losses, **self.newest()}
+
+    def newest(self) -> dict[str, object]:
+        """The newest step."""
+        last: StepRecorded | None = None
+        with suppress(IndexError):  # there is none, or the thread of the run takes it back just now
+            last = self._steps[-1]
         return {
-            "losses": pairs,
-            "step": steps[-1].step if steps else None,
-            "loss": pairs[-1][1] if pairs else None,
-            "examples_per_s": steps[-1].examples_per_s if steps else 0.0,
+            "step": None if last is None else last.step,
+            "loss": None if last is None else _finite(last.loss),
+            "examples_per_s": 0.0 if last is None else last.examples_per_s,
         }
+
+
+def _finite(loss: float) -> float | None:
+    return loss if math.isfinite(loss) else None
 
 
 class Picture:
@@ -72,6 +85,10 @@ class Picture:
         lost = {"failures": self.failures, "lost_workers": self.lost_workers}
         return {**describe(fleet, now_s), **self._losses.describe(), **lost}
 
+    def glance(self, fleet: Fleet, now_s: float) -> dict[str, object]:
+        """What fits on a screen: the newest step, and no history."""
+        return {**self.brief(fleet, now_s), **self._losses.newest()}
+
     def brief(self, fleet: Fleet, now_s: float) -> dict[str, object]:
         """The same without what a page hears of bit by bit: losses and generations."""
         return {**_now(fleet, now_s), "failures": list(self.failures), "lost_workers": self.lost_workers}
@@ -85,8 +102,10 @@ def describe(fleet: Fleet, now_s: float) -> dict[str, object]:
 def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
     # Silence is measured on a clock that stands still while nobody could be heard: people ask for all of it.
     deaf_s = now_s - fleet.heard_s if fleet.is_alone else 0.0
+    slow = slowness(fleet)
     return {
         "state": _state(fleet),
+        "doing": phase_of(fleet),
         "steps": fleet.job.steps if fleet.job else 0,
         "checkpoint_dir": fleet.job.checkpoint_dir if fleet.job else None,
         "durable_step": fleet.saved_step,
@@ -99,21 +118,26 @@ def _now(fleet: Fleet, now_s: float) -> dict[str, object]:
         "departing": list(fleet.departing),
         "at_risk": list(fleet.at_risk),
         "out_of_sight": [node for node in fleet.nodes if fleet.is_alone or fleet.is_hidden(node)],
-        "workers": [
-            {
-                "name": worker.name,
-                "node": worker.node,
-                "state": worker.standing.value,
-                "rank": fleet.rank_of(worker.name),
-                "pid": worker.pid,
-                "activity": worker.beat.activity if worker.beat else "",
-                "silent_s": round(deaf_s + fleet.listened_s - fleet.seen_s(worker), 1) if worker.beat else None,
-                "device": worker.device.name if worker.device else None,
-                "compute_s": worker.compute_s,
-                "slow": fleet.slow[worker.name].ratio if worker.name in fleet.slow else None,
-            }
-            for worker in fleet.workers.values()
-        ],
+        "workers": [_worker(fleet, worker, deaf_s, slow.get(worker.name)) for worker in fleet.workers.values()],
+    }
+
+
+def _worker(fleet: Fleet, worker: Worker, deaf_s: float, slow: float | None) -> dict[str, object]:
+    silent_s = round(deaf_s + fleet.listened_s - fleet.seen_s(worker), 1) if worker.beat else None
+    kind, words = condition(fleet, worker, silent_s, slow)
+    return {
+        "name": worker.name,
+        "node": worker.node,
+        "state": worker.standing.value,
+        "condition": kind,
+        "words": words,
+        "rank": fleet.rank_of(worker.name),
+        "pid": worker.pid,
+        "activity": worker.beat.activity if worker.beat else "",
+        "silent_s": silent_s,
+        "device": worker.device.name if worker.device else None,
+        "compute_s": worker.compute_s,
+        "slow": fleet.slow[worker.name].ratio if worker.name in fleet.slow else None,
     }
 
 

@@ -102,6 +102,16 @@ class StepHistory:
                 wide.append(bucket)
         self._buckets = wide
 
+    def curve(self, most: int) -> list[float | None]:
+        """The mean loss of at most so many equal parts of the run; None where it is not finite."""
+        size = max(1, -(-len(self._buckets) // most))
+        parts = [self._buckets[first : first + size] for first in range(0, len(self._buckets), size)]
+        spreads = [Spread() for _ in parts]
+        for spread, part in zip(spreads, parts, strict=True):
+            for bucket in part:
+                spread.add(bucket.loss)
+        return [_short(spread.mean) for spread in spreads]
+
     def describe(self) -> dict[str, object]:
         """Columns of equal length for the buckets before the recent steps, and rows for these."""
         recent = list(self._recent)

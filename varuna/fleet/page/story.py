@@ -2,20 +2,26 @@
 
 from typing import Literal, NamedTuple
 
-from varuna.core.units import counted, format_duration
+from varuna.core.plan import Plan
+from varuna.core.units import counted, format_dollars, format_duration
 from varuna.fleet.state.run_events import (
     Asked,
     CheckpointCommitted,
+    GenerationRecord,
     GenerationStarted,
     Morphed,
     Notice,
+    Priced,
     RunEnded,
     RunEvent,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
 )
 
-Kind = Literal["begin", "joined", "lost", "morph", "notice", "warning", "checkpoint", "asked", "ended", "failed"]
+Kind = Literal[
+    "begin", "joined", "left", "lost", "morph", "notice", "warning", "checkpoint", "asked", "ended", "failed"
+]
 MOST_TEXT = 600
 
 
@@ -46,18 +52,14 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             workers = counted(len(record.members), "worker")
             return "begin", f"Training begins on {workers} with plan {plan.shape} (stages x replicas): {each}."
         case Morphed(record=record, old_plan=old):
-            change = f"{old.shape} to {record.plan.shape}" if old.shape != record.plan.shape else f"still {old.shape}"
-            after = "" if record.recovery_seconds is None else f" after {format_duration(record.recovery_seconds)}"
-            redone = counted(record.steps_redone, "step")
-            if record.kept_micro_batches:
-                kept = f" but for {record.kept_micro_batches} of {record.plan.micro_batches} micro-batches"
-            else:
-                kept = ""
-            moved = f", {counted(record.moved_sections, 'section')} moved" if record.moved_sections else ""
-            back = ", from a checkpoint" if record.rollback else ""
-            return "morph", f"Morph: {record.cause}. Plan {change}{after}{back}; {redone} redone{kept}{moved}."
+            return "morph", _morph(record, old)
         case WorkerJoined(worker=worker):
             return "joined", f"Worker {worker} joined."
+        case WorkerLeft(worker=worker):
+            return "left", f"Worker {worker} left."
+        case Priced(per_hour=per_hour, on_demand_per_hour=on_demand):
+            beside = "" if on_demand is None else f", and {format_dollars(on_demand)} on demand"
+            return "notice", f"A worker costs {format_dollars(per_hour)} per hour{beside}."
         case WorkerLost(worker=worker, cause=cause):
             return "lost", cause if worker in cause else f"Lost worker {worker}: {cause}"
         case Notice(text=text, warning=warning):
@@ -73,3 +75,16 @@ def _sentence(event: RunEvent) -> tuple[Kind, str] | None:
             return "failed", f"The run ended with exit code {exit_code}: {text}"
         case _:
             return None
+
+
+def _morph(record: GenerationRecord, old: Plan) -> str:
+    change = f"{old.shape} to {record.plan.shape}" if old.shape != record.plan.shape else f"still {old.shape}"
+    after = "" if record.recovery_seconds is None else f" after {format_duration(record.recovery_seconds)}"
+    redone = counted(record.steps_redone, "step")
+    if record.kept_micro_batches:
+        kept = f" but for {record.kept_micro_batches} of {record.plan.micro_batches} micro-batches"
+    else:
+        kept = ""
+    moved = f", {counted(record.moved_sections, 'section')} moved" if record.moved_sections else ""
+    back = ", from a checkpoint" if record.rollback else ""
+    return f"Morph: {record.cause}. Plan {change}{after}{back}; {redone} redone{kept}{moved}."

@@ -28,6 +28,7 @@ from varuna.fleet.manager.prometheus import scraper_token
 from varuna.fleet.manager.step_desk import StepDesk
 from varuna.fleet.net.ca import make_private, write_private
 from varuna.fleet.page.chronicle import Chronicle
+from varuna.fleet.page.costs import spent
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.page.status import Picture
@@ -38,7 +39,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
 from varuna.fleet.state.questions import Planner
-from varuna.fleet.state.run_events import CheckpointCommitted, Notice, RunEvent
+from varuna.fleet.state.run_events import CheckpointCommitted, Notice, Priced, RunEvent
 from varuna.process.file_lock import own
 from varuna.process.signals import INTERRUPTED, handled
 
@@ -55,6 +56,7 @@ class ServiceConfig:
         new: start afresh instead of resuming from checkpoints.
         overwrite: with ``new``: move existing checkpoints aside.
         checkpoints: the job may save checkpoints here or below, and nowhere else; empty: where it wants.
+        price: of workers; None: what the run folder says, if it goes on.
     """
 
     run_dir: Path
@@ -64,6 +66,7 @@ class ServiceConfig:
     new: bool = False
     overwrite: bool = False
     checkpoints: str = ""
+    price: Priced | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,8 @@ class ManagerService(Generic[B]):
                 on_past(event)
             if past is not None:
                 self._chronicle.read(place.run_dir)
+            if place.price is not None and place.price != self._chronicle.price:
+                self.mailbox.post(place.price)
             audit = Audit(self.mailbox.post)
             self.workers = launch.open(place, Parts(run, is_new, self.mailbox, audit, write or to_stdout))
             """The back end."""
@@ -306,13 +311,26 @@ class ManagerService(Generic[B]):
 
     def status(self) -> dict[str, object]:
         """The answer to ``GET /status``; any thread may ask."""
-        return {**self._picture.describe(self.manager.fleet, time.monotonic()), **self.workers.status()}
+        newest = self._chronicle.newest(self._steps or 0, time.time())
+        return {**self._picture.describe(self.manager.fleet, time.monotonic()), **self.workers.status(), **newest}
+
+    def glance(self) -> dict[str, object]:
+        """The same without losses and generations before the newest; any thread may ask."""
+        newest = self._chronicle.newest(self._steps or 0, time.time())
+        return {**self._picture.glance(self.manager.fleet, time.monotonic()), **newest}
 
     def _brief(self) -> dict[str, object]:
-        return {**self._picture.brief(self.manager.fleet, time.monotonic()), **self.workers.status()}
+        reckoned = self._chronicle.reckoned(self._steps or 0, time.time())
+        return {**self._picture.brief(self.manager.fleet, time.monotonic()), **self.workers.status(), **reckoned}
+
+    @property
+    def spent(self) -> str:
+        """What the run has cost, in words; empty where nobody gave a price."""
+        return spent(self._chronicle.cost(time.time()))
 
     def _plans(self) -> dict[str, object]:
-        return outlook(self._calibrator, self.manager.fleet)
+        price = self._chronicle.price
+        return outlook(self._calibrator, self.manager.fleet, None if price is None else price.per_hour)
 
     @property
     def _steps(self) -> int | None:

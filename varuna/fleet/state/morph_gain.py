@@ -71,12 +71,18 @@ class Weighing:
     def __str__(self) -> str:
         if self.faster <= 0 and not self.spared_s:
             return "a plan with more workers would not be faster"
-        relation = "more" if self.pays else "not more"
-        safety = f", and a second holder of each section {self.spared_s:.1f} s," if self.spared_s else ","
-        return (
-            f"steps {100 * self.faster:.0f} % faster save {self.saved_s:.1f} s before the next change is "
-            f"expected{safety} {relation} than the {self.stall_s:.1f} s that a morph takes"
-        )
+        relation, safety = "more" if self.pays else "not more", "a second holder of each section"
+        morph = f"the {self.stall_s:.1f} s that a morph takes"
+        percent = round(100 * self.faster)
+        if percent < 0:
+            lost = f"the {-self.saved_s:.1f} s that steps {-percent} % slower cost before the next change is expected"
+            return f"{safety} is worth {self.spared_s:.1f} s, {relation} than {morph} and {lost}"
+        if percent == 0 and self.spared_s:
+            return f"{safety} is worth {self.spared_s:.1f} s, {relation} than {morph}; steps take as long as now"
+        faster = f"{percent} % faster" if percent else "less than 1 % faster"
+        saved = f"steps {faster} save {self.saved_s:.1f} s before the next change is expected"
+        also = f", and {safety} {self.spared_s:.1f} s" if self.spared_s else ""
+        return f"{saved}{also}, {relation} than {morph}"
 
 
 def weigh(old: Plan, new: Plan, *, computing_s: float, stall_s: float, exposed_s: float) -> Weighing:

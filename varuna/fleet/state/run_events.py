@@ -63,6 +63,21 @@ class WorkerLost(Value):
     cause: str
 
 
+class WorkerLeft(Value):
+    """A worker that the run did not need any more has ended, as when its machine is drained."""
+
+    kind: Literal["worker_left"] = "worker_left"
+    worker: str
+
+
+class Priced(Value):
+    """What a worker costs from now on."""
+
+    kind: Literal["priced"] = "priced"
+    per_hour: float = Field(ge=0, description="dollars per worker and hour")
+    on_demand_per_hour: float | None = Field(default=None, ge=0, description="the same of one that is not taken back")
+
+
 class VerdictReached(Value):
     """COMMIT of the step in flight: it is binding once it is on disk, whoever dies next."""
 
@@ -163,6 +178,8 @@ class RunEnded(Value):
 RunEvent = Annotated[
     WorkerJoined
     | WorkerLost
+    | WorkerLeft
+    | Priced
     | VerdictReached
     | GenerationStarted
     | Morphed

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
 from varuna.core.messages import Finish, Hold, RaiseFlag, WorkerPhase
 from varuna.core.model import JobFacts
@@ -19,7 +21,7 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Release, Spawn
 from varuna.fleet.state.questions import Checkpoint
-from varuna.fleet.state.run_events import Notice, WorkerLost
+from varuna.fleet.state.run_events import Notice, WorkerLeft, WorkerLost
 
 
 def on_nodes(nodes: str, *, steps: tuple[int, ...] = (0, 1), **options: object) -> Driver:
@@ -139,6 +141,16 @@ def test_a_drained_node_without_a_seat_goes_at_once() -> None:
     assert [worker for worker, _ in sends(driver.done, Finish)] == ["w4"]
     assert Release("e", drained=True) in driver.done
     assert driver.fleet.generation == 0
+
+
+@pytest.mark.parametrize("code", [0, -15])
+def test_a_worker_that_was_sent_home_leaves_and_is_not_lost(code: int) -> None:
+    driver = on_nodes("abcde")
+    driver.feed(DrainRequested("e"))
+    driver.kill("w4", code)
+    driver.wait(3.0)
+    assert driver.told(WorkerLeft) == [WorkerLeft(worker="w4")]
+    assert driver.told(WorkerLost) == []
 
 
 def test_a_worker_that_comes_from_a_leaving_node_is_sent_home() -> None:

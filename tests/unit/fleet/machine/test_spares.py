@@ -8,7 +8,7 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import SpawnRequested
-from varuna.fleet.state.morph_gain import Experience, weigh
+from varuna.fleet.state.morph_gain import Experience, Weighing, weigh
 from varuna.fleet.state.run_events import Notice
 
 
@@ -156,6 +156,38 @@ def test_a_second_holder_of_each_section_is_worth_what_a_rollback_would_cost() -
     assert weighing.pays
     assert "a second holder of each section 30.0 s" in str(weighing)
     assert not weigh(double, make_plan(job, 6, None, stages=2), computing_s=1, stall_s=10, exposed_s=60).pays
+
+
+def test_what_is_weighed_is_told_as_it_is() -> None:
+    def told(faster: float, spared_s: float) -> str:
+        return str(Weighing(saved_s=60 * faster, stall_s=1.0, faster=faster, spared_s=spared_s))
+
+    expected = "before the next change is expected"
+    assert told(0.5, 0.0) == f"steps 50 % faster save 30.0 s {expected}, more than the 1.0 s that a morph takes"
+    assert told(0.003, 0.0).startswith(f"steps less than 1 % faster save 0.2 s {expected}, not more than")
+    second = "a second holder of each section"
+    assert f"save 30.0 s {expected}, and {second} 9.0 s, more than" in told(0.5, 9.0)
+    slower = "the 1.2 s that steps 2 % slower cost"
+    assert (
+        told(-0.02, 9.0) == f"{second} is worth 9.0 s, more than the 1.0 s that a morph takes and {slower} {expected}"
+    )
+    assert told(-0.02, 2.0).startswith(f"{second} is worth 2.0 s, not more than")
+    assert (
+        told(0.0, 9.0) == f"{second} is worth 9.0 s, more than the 1.0 s that a morph takes; steps take as long as now"
+    )
+
+
+def test_a_spare_that_stays_one_is_not_told_to_have_joined_again() -> None:
+    driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
+    driver.gather()
+    driver.voted(0)
+    driver.kill("w3")
+    for name in ("w0", "w1", "w2"):
+        driver.held(name, 1)
+    driver.voted(1)
+    spare = next(name for name in ("w0", "w1", "w2") if not driver.fleet.record.has_seat(name))
+    driver.wait(3.0)
+    assert not [notice.text for notice in driver.told(Notice) if f"{spare} joined" in notice.text]
 
 
 def test_a_slower_plan_never_pays() -> None:

@@ -16,7 +16,7 @@ from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.outputs import Publish
-from varuna.fleet.state.run_events import RunEnded
+from varuna.fleet.state.run_events import Priced, RunEnded
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     journal = Journal(folder, None)
     for run in ("old", "new"):
         journal.begin(run)
+        journal.append(Priced(per_hour=3600.0, on_demand_per_hour=7200.0))
         for done in driver.done:
             if isinstance(done, Publish):
                 journal.append(done.event)
@@ -50,6 +51,20 @@ def test_the_journal_is_read_as_it_was_written(folder: Path) -> None:
     assert found[-1][1] == RunEnded(exit_code=1, text="w0 failed", worker="w0")
     with pytest.raises(UsageError, match="there is no run in"):
         list(events_and_steps(folder / "nowhere"))
+
+
+def test_what_the_run_has_cost_follows_from_its_folder(folder: Path) -> None:
+    events = [(time_s, event) for time_s, event in events_and_steps(folder) if not isinstance(event, PastStep)]
+    here, spent, before_s = 0, 0.0, events[0][0]
+    for time_s, event in events:
+        spent += here * (time_s - before_s)
+        before_s = time_s
+        here += (event.kind == "worker_joined") - (event.kind == "worker_lost")
+    assert here == 3
+    cost = KeptRun(folder).status()["cost"]
+    assert isinstance(cost, dict)
+    assert cost["spent"] == pytest.approx(spent, abs=1e-3)
+    assert (cost["per_hour"], cost["on_demand"] > 0) == (0.0, True)
 
 
 def test_readers_see_the_end_and_nobody_can_change_anything(folder: Path) -> None:

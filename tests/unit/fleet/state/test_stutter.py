@@ -131,7 +131,7 @@ def test_a_slow_worker_is_taken_in_again_on_probation_and_longer_left_out_the_ne
     driver.voted(3)
     driver.wait(35)
     assert not driver.fleet.slow
-    assert "another chance" in driver.told(Notice)[-2].text
+    assert "another chance" in driver.told(Notice)[-1].text
     driver.kill("w8")  # now its old seat is free again
     for name in driver.fleet.live_members:
         driver.held(name, 4 if driver.seat_sections(name) else None)

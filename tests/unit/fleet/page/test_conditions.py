@@ -1,0 +1,65 @@
+from dataclasses import replace
+from typing import Any
+
+from tests.unit.fleet.support import Driver, two_stages
+from varuna.core.messages import Beat
+from varuna.fleet.page.conditions import slowness
+from varuna.fleet.page.status import describe
+from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Departure
+from varuna.fleet.state.worker import Standing
+
+
+def conditions(driver: Driver) -> dict[str, tuple[str, str]]:
+    workers: Any = describe(driver.fleet, driver.now_s)["workers"]
+    return {worker["name"]: (worker["condition"], worker["words"]) for worker in workers}
+
+
+def trained() -> Driver:
+    driver = Driver(FleetConfig(workers=4, replace=False), plan=two_stages)
+    driver.gather()
+    driver.voted(0)
+    for name in driver.fleet.members:
+        driver.say(name, Beat(generation=0, step=0, activity=""))
+    return driver
+
+
+def test_workers_of_a_run_that_trains_work() -> None:
+    assert set(conditions(trained()).values()) == {("ok", "works")}
+
+
+def test_a_silent_worker_is_silent_before_its_lease_is_over() -> None:
+    driver = trained()
+    fleet = driver.fleet
+    worker = fleet.workers["w1"]
+    driver.fleet = replace(fleet, listened_s=fleet.seen_s(worker) + 4.0, progressed_s=float("-inf"))
+    assert conditions(driver)["w1"] == ("silent", "silent for 4.0 s")
+
+
+def test_a_machine_that_will_leave_comes_before_all_else() -> None:
+    driver = trained()
+    node = driver.fleet.workers["w1"].node
+    driver.fleet = replace(driver.fleet, departing={node: Departure(deadline_s=1e9, reason="drained")})
+    assert conditions(driver)["w1"] == ("leaving", "its machine will leave")
+
+
+def test_who_starts_is_not_called_silent() -> None:
+    driver = Driver(FleetConfig(workers=2, replace=False), plan=two_stages)
+    driver.gather()
+    driver.fleet = replace(
+        driver.fleet,
+        workers=driver.fleet.workers.with_worker(replace(driver.fleet.workers["w1"], standing=Standing.STARTING)),
+    )
+    assert conditions(driver)["w1"] == ("wait", "starting")
+
+
+def test_slowness_is_against_the_median_of_the_same_stage() -> None:
+    driver = trained()
+    members, fleet = driver.fleet.members, driver.fleet
+    for name, compute_s in zip(members, (0.1, 0.4, 0.3, 0.4), strict=True):
+        fleet = replace(fleet, workers=fleet.workers.with_worker(replace(fleet.workers[name], compute_s=compute_s)))
+    driver.fleet = fleet
+    first, second, third, fourth = members  # stages 0 1 0 1
+    assert slowness(fleet) == {first: 1.0, third: 0.3 / 0.1, second: 1.0, fourth: 1.0}
+    assert conditions(driver)[third] == ("slow", "3.00 times the compute of its peers")
+    assert conditions(driver)[first][0] == "ok"

@@ -1,0 +1,58 @@
+"""How each worker is, in a word and in words, for the page and the terminal. Pure."""
+
+from statistics import median_low
+from typing import Literal, NamedTuple
+
+from varuna.core.plan import Plan
+from varuna.core.units import format_duration
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.worker import Worker
+
+Kind = Literal["ok", "slow", "silent", "leaving", "wait"]
+SLOW_RATIO = 1.25
+PEERS = " the compute of its peers"
+
+
+class Condition(NamedTuple):
+    """How a worker is."""
+
+    kind: Kind
+    words: str
+
+
+def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: float | None) -> Condition:
+    """Of one worker.
+
+    Args:
+        fleet: the run.
+        worker: one of its workers.
+        silent_s: since it was heard; None if it never was.
+        slowness: times the compute of its peers; None if that is not known.
+    """
+    if worker.node in fleet.departing:
+        return Condition("leaving", "its machine will leave")
+    if fleet.is_alone or fleet.is_hidden(worker.node):
+        return Condition("silent", "out of sight")
+    if silent_s is not None and silent_s > fleet.config.lease_s / 2:
+        return Condition("silent", f"silent for {format_duration(silent_s)}")
+    if not worker.is_joined:
+        return Condition("wait", worker.standing.value)
+    if slowness is not None and slowness > SLOW_RATIO:
+        return Condition("slow", f"{slowness:.2f} times{PEERS}")
+    return Condition("ok", "works")
+
+
+def slowness(fleet: Fleet) -> dict[str, float]:
+    """Of each seated worker whose compute is known: how many times the median of its stage that is."""
+    if not fleet.history:
+        return {}
+    plan: Plan = fleet.record.plan
+    found: dict[str, float] = {}
+    for stage in range(plan.stages):
+        names = [fleet.members[plan.rank_of(replica, stage)] for replica in range(plan.replicas)]
+        times = {name: fleet.workers[name].compute_s for name in names if name in fleet.workers}
+        known = {name: compute_s for name, compute_s in times.items() if compute_s}
+        if known:
+            middle_s = median_low(known.values())
+            found |= {name: compute_s / middle_s for name, compute_s in known.items()}
+    return {**found, **{name: straggler.ratio for name, straggler in fleet.slow.items()}}

@@ -1,0 +1,38 @@
+"""What a run does, in words. Pure."""
+
+from varuna.core.messages import WorkerPhase
+from varuna.core.units import counted
+from varuna.fleet.state.fleet import Finishing, Fleet, Idle, Running, Stopping
+from varuna.fleet.state.worker import Standing
+
+
+def phase_of(fleet: Fleet) -> str:
+    """What a run does that is not training, in words; empty while it trains."""
+    match fleet.phase:
+        case Idle() if not fleet.history:
+            ready = fleet.workers.count(Standing.JOINED)
+            if fleet.config.elastic:
+                return f"waiting for machines: {ready} of {fleet.config.workers} workers have joined"
+            if ready < fleet.wanted:
+                return f"starting {counted(fleet.wanted, 'worker')}, {ready} ready: loading torch, capturing the model"
+            return "planning"
+        case Idle() | Stopping():
+            return "morphing"
+        case Running() if not fleet.formed:
+            return _forming(fleet)
+        case Finishing():
+            return "finishing: the script runs to its end"
+        case _:
+            return ""
+
+
+def _forming(fleet: Fleet) -> str:
+    """What rank 0 says of the way to its first step."""
+    beat = fleet.workers[fleet.members[0]].beat
+    match beat.phase if beat is not None and beat.generation == fleet.generation else None:
+        case WorkerPhase.CHECKS:
+            return "checking the model against plain PyTorch"
+        case WorkerPhase.STEPS | WorkerPhase.LOOP:
+            return "running the first step"
+        case _:
+            return "connecting the workers"

@@ -1,0 +1,209 @@
+"""A run on a part of a terminal: what it does, its numbers, its plan, its workers, the last of its story. Pure."""
+
+import time
+from collections.abc import Mapping, Sequence
+from textwrap import wrap
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from varuna.core.units import counted, format_duration, format_rate, step_number, time_left
+from varuna.observe.seats import grid, without_seat
+
+_STATES = {"training": "green", "finishing": "cyan"}
+_KINDS = {
+    "lost": "red",
+    "warning": "red",
+    "failed": "red",
+    "morph": "yellow",
+    "asked": "cyan",
+    "notice": "dim",
+    "begin": "green",
+    "left": "dim",
+    "joined": "dim",
+}
+_UNTOLD = {"checkpoint", "ended", "joined"}
+"""Said elsewhere in the view."""
+_ENDLESS_STEPS = 10**8
+_NARROW = 60
+_LEVELS = "▁▂▃▄▅▆▇█"
+_BETWEEN = "   "
+
+
+def live_view(
+    status: Mapping[str, Any],
+    width: int,
+    rows: int,
+    *,
+    plain: bool = False,
+    doing_s: float | None = None,
+    heads: Sequence[RenderableType] = (),
+) -> RenderableType:
+    """The answer of ``/status`` in at most ``rows`` lines of ``width`` columns.
+
+    Args:
+        status: what the manager says.
+        width: columns; below 60 there is no bar.
+        rows: lines. Few show the state and the numbers, more the story too, then the workers.
+        plain: only ASCII can be shown.
+        doing_s: for how long the run has done what it does.
+        heads: lines before everything else.
+    """
+    fixed = [*heads, headline(status, width, doing_s), *numbers(status, width, plain=plain)][: max(1, rows)]
+    left = rows - len(fixed)
+    story = [line for mark in told(status["marks"]) for line in sentence(mark, width)]
+    spares = without_seat(status)
+    # The story gets a third of the room, and what the workers leave of the rest.
+    told_rows = min(len(story), max(2, left // 3), left)
+    workers = grid(status, width, left - told_rows - bool(spares), plain=plain)
+    if workers and spares:
+        workers.append(_line(spares, "dim"))
+    told_rows = min(len(story), max(0, left - _height(workers)))
+    return Group(*fixed, *workers, *story[len(story) - told_rows :])
+
+
+def rule(*, plain: bool) -> RenderableType:
+    """What sets the view apart from lines above it."""
+    return Rule(style="dim", characters="-" if plain else "─")
+
+
+def headline(status: Mapping[str, Any], width: int, doing_s: float | None) -> RenderableType:
+    """State, step, a bar and the time left on one line."""
+    doing = status.get("doing") or status["state"]
+    state = Text(no_wrap=True, overflow="ellipsis")
+    state.append(doing, style=f"bold {_STATES.get(status['state'], 'yellow')}")
+    if status.get("doing") and doing_s is not None:
+        state.append(f"  {doing_s:.0f} s")
+    step, total = status["step"], status["steps"]
+    if step is None:
+        return state
+    counts = Text(f"step {step_number(step, total)}", no_wrap=True, overflow="ellipsis")
+    is_training = status["state"] == "training"
+    left = Text(time_left(status["left_s"] or 0.0).strip() if is_training else "", no_wrap=True)
+    has_end = bool(total) and total < _ENDLESS_STEPS
+    if not has_end or not is_training or width < _NARROW or len(state.plain) > width // 3:
+        return _joined([state, counts, left])
+    line = Table.grid(padding=(0, 2, 0, 0), expand=True)
+    line.add_column(no_wrap=True)
+    line.add_column(no_wrap=True)
+    line.add_column(ratio=1)
+    line.add_column(no_wrap=True)
+    line.add_column(no_wrap=True)
+    bar = ProgressBar(total=total, completed=step + 1, style="dim", complete_style="green", finished_style="green")
+    line.add_row(state, counts, bar, f"{100 * (step + 1) / total:.0f} %", left)
+    return line
+
+
+def numbers(status: Mapping[str, Any], width: int, *, plain: bool = False) -> list[Text]:
+    """Loss, speed and plan; then what is kept, and what it has cost."""
+    found: list[Text] = []
+    if status["step"] is not None:
+        loss = "nan" if status["loss"] is None else f"{status['loss']:.4f}"
+        curve = "" if plain else sparkline(status["curve"])
+        phrases = [
+            f"loss {loss}  {curve}".rstrip(),
+            f"{format_rate(status['examples_per_s'])} examples/s",
+            *_step_time(status),
+        ]
+        found += _flowed(phrases, width)
+    if (plan := status["plan"]) is not None:
+        found += _flowed(plan_words(plan, status["generation"]), width)
+    return [*found, *_flowed([*_kept(status), *_spent(status)], width)]
+
+
+def plan_words(plan: Mapping[str, Any], generation: int) -> list[str]:
+    """``plan 2x3: 2 stages x 3 replicas``, ``12 micro-batches of 2``, ``generation 1``."""
+    micro_batches = -(-plan["global_batch"] // plan["micro_batch"])
+    return [
+        f"plan {plan['stages']}x{plan['replicas']}: {counted(plan['stages'], 'stage')} x "
+        f"{counted(plan['replicas'], 'replica')}",
+        f"{counted(micro_batches, 'micro-batch')} of {plan['micro_batch']}",
+        f"generation {generation}",
+    ]
+
+
+def _step_time(status: Mapping[str, Any]) -> list[str]:
+    if not status["step_s"]:
+        return []
+    measured, timed = format_duration(status["step_s"]), status["timed"]
+    if timed is not None and timed["generation"] == status["generation"]:
+        return [f"a step takes {measured}, predicted {format_duration(timed['predicted_s'])}"]
+    return [f"a step takes {measured}"]
+
+
+def _kept(status: Mapping[str, Any]) -> list[str]:
+    if not status["checkpoint_dir"]:
+        return ["no checkpoints"] if status["steps"] else []
+    checkpoint = status["checkpoint"]
+    if checkpoint is None:
+        return ["no checkpoint yet"]
+    return [f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}"]
+
+
+def _spent(status: Mapping[str, Any]) -> list[str]:
+    cost = status["cost"]
+    return [] if cost is None else [cost["words"]]
+
+
+def told(marks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the story, what the view has no other place for."""
+    return [mark for mark in marks if mark["kind"] not in _UNTOLD]
+
+
+def sentence(mark: Mapping[str, Any], width: int) -> list[Text]:
+    """A mark of the story in at most two lines."""
+    at, style = f"{clock(mark['time_s'])}  ", _KINDS.get(mark["kind"], "")
+    first = mark["text"].partition("\n")[0]
+    lines: list[Text] = []
+    for text in wrap(first, max(10, width - len(at)), max_lines=2, placeholder=" ..."):
+        line = Text(no_wrap=True, overflow="ellipsis")
+        line.append(at if not lines else " " * len(at), style="dim")
+        line.append(text, style=style)
+        lines.append(line)
+    return lines
+
+
+def sparkline(values: Sequence[float | None]) -> str:
+    """A character for each value, the higher the greater; a blank where there is none. Empty for less than two."""
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return ""
+    least, span = min(known), (max(known) - min(known)) or 1.0
+    most = len(_LEVELS) - 1
+    return "".join(" " if value is None else _LEVELS[round((value - least) / span * most)] for value in values)
+
+
+def clock(time_s: float) -> str:
+    """A moment in seconds since 1970, by the clock on the wall."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
+
+
+def _flowed(phrases: Sequence[str], width: int) -> list[Text]:
+    """Phrases in as few lines as hold them whole."""
+    lines: list[str] = []
+    for phrase in phrases:
+        if lines and len(lines[-1]) + len(_BETWEEN) + len(phrase) <= width:
+            lines[-1] += _BETWEEN + phrase
+        else:
+            lines.append(phrase)
+    return [_line(line, "") for line in lines]
+
+
+def _joined(parts: Sequence[Text]) -> Text:
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for part in parts:
+        if part.plain:
+            line.append_text(Text("  ") if line.plain else Text("")).append_text(part)
+    return line
+
+
+def _line(text: str, style: str) -> Text:
+    return Text(text, style=style, no_wrap=True, overflow="ellipsis")
+
+
+def _height(workers: Sequence[RenderableType]) -> int:
+    return sum(each.row_count + 1 if isinstance(each, Table) else 1 for each in workers)
