@@ -28,6 +28,7 @@ FACE = {
         "varuna.testing.ranks.RunResult",
         "varuna.testing.faults.Fault",
         "varuna.testing.faults.fail_at",
+        "varuna.testing.faults.notice_at",
         "varuna.testing.faults.Killed",
         "varuna.testing.stores.FailingStore",
     ],

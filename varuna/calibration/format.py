@@ -97,11 +97,6 @@ class SectionKind(SectionBytes, SectionTimes):
 
     reduced_bytes: Bytes | None = Field(default=None, description="all-reduced; left out: as gradient_bytes")
 
-    @property
-    def summed_bytes(self) -> int:
-        """Bytes of the accumulated gradients."""
-        return self.trainable_bytes if self.gradient_bytes is None else self.gradient_bytes
-
 
 class SectionRun(Finite):
     """Consecutive sections whose kinds repeat."""

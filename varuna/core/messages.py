@@ -122,6 +122,11 @@ class WorkerPhase(StrEnum):
         """Whether its generation has not begun."""
         return self in (WorkerPhase.FORMS, WorkerPhase.CHECKS)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether all members of its generation have had their state: it began after that."""
+        return self in (WorkerPhase.STEPS, WorkerPhase.LOOP)
+
 
 class Beat(Value):
     """Sign of life, once a second; ``activity`` is what the training thread does or waits for, in words for people."""

@@ -85,6 +85,11 @@ class SectionBytes(Value):
     optimizer_bytes: int = Field(ge=0, description="optimizer state, fp32 copies of parameters included")
     update_bytes: int = Field(default=0, ge=0, description="needed while the optimizer updates its parameters")
 
+    @property
+    def summed_bytes(self) -> int:
+        """Bytes of the accumulated gradients."""
+        return self.trainable_bytes if self.gradient_bytes is None else self.gradient_bytes
+
 
 class SectionFacts(SectionBytes):
     """One section C_i.

@@ -5,8 +5,8 @@ warnings of the run. The manager, the plans, the changes of plan, the links and 
 ``varuna run``; only processes are not: each worker is a thread, and an exception that nothing catches kills one.
 """
 
-from varuna.testing.faults import Fault, Killed, fail_at
+from varuna.testing.faults import Fault, Killed, fail_at, notice_at
 from varuna.testing.ranks import RunResult, run
 from varuna.testing.stores import FailingStore
 
-__all__ = ["FailingStore", "Fault", "Killed", "RunResult", "fail_at", "run"]
+__all__ = ["FailingStore", "Fault", "Killed", "RunResult", "fail_at", "notice_at", "run"]

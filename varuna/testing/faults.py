@@ -1,7 +1,7 @@
 """What goes wrong in a run, and when: at a named phase of a step on one rank."""
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Literal, get_args
 
@@ -27,14 +27,19 @@ class Fault:
     def __str__(self) -> str:
         return f"fail_at(rank={self.rank}, step={self.step}, phase={self.phase!r})"
 
-    def hear(self, span: Span) -> None:
-        """Raise, on the rank's own thread, if this is the place."""
+    def is_here(self, span: Span) -> bool:
+        """Whether this is the place; once."""
         here = (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, self.phase)
         with self._lock:
             if not here or self.happened:
-                return
+                return False
             self.happened = True
-        raise Killed(str(self)) if self.error is None else self.error
+        return True
+
+    def hear(self, span: Span) -> None:
+        """Raise, on the rank's own thread, if this is the place."""
+        if self.is_here(span):
+            raise Killed(str(self)) if self.error is None else self.error
 
 
 def fail_at(*, rank: int, step: int, phase: Phase = "F", error: BaseException | None = None) -> Fault:
@@ -50,9 +55,46 @@ def fail_at(*, rank: int, step: int, phase: Phase = "F", error: BaseException | 
     Raises:
         UsageError: there is no such phase.
     """
+    return Fault(rank, step, _checked(phase), error)
+
+
+def _checked(phase: Phase) -> Phase:
     if phase not in get_args(Phase):
         raise UsageError(f"phase={phase!r} is not a phase of a step: use one of {', '.join(get_args(Phase))}")
-    return Fault(rank, step, phase, error)
+    return phase
+
+
+class Warned(Fault):
+    """A notice that happens once; see ``notice_at``."""
+
+    def __init__(self, rank: int, step: int, phase: Phase, seconds: float) -> None:
+        super().__init__(rank, step, phase, None)
+        self.seconds = seconds
+        self.tell: Callable[[int, float], None] = lambda rank, seconds: None
+        """set by whoever runs the workers"""
+
+    def __str__(self) -> str:
+        return f"notice_at(rank={self.rank}, step={self.step}, phase={self.phase!r})"
+
+    def hear(self, span: Span) -> None:
+        """Tell the manager, if this is the place."""
+        if self.is_here(span):
+            self.tell(self.rank, self.seconds)
+
+
+def notice_at(*, rank: int, step: int, phase: Phase = "F", seconds: float = 0.0) -> Warned:
+    """A worker's machine is said to go away, as the worker begins a phase of a step. Nobody takes it away.
+
+    Args:
+        rank: of the worker, in the plan that runs by then.
+        step: counted from 0, as in ``Step.step``.
+        phase: as for ``fail_at``.
+        seconds: that it has left. If the step cannot end within them, it is broken off.
+
+    Raises:
+        UsageError: there is no such phase.
+    """
+    return Warned(rank, step, _checked(phase), seconds)
 
 
 @contextmanager

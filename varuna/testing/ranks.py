@@ -25,12 +25,12 @@ from varuna.fleet.manager.loop import Manager
 from varuna.fleet.manager.mailbox import Mailbox
 from varuna.fleet.run_folder.journal import Journal
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.inputs import Event, MessageReceived, StopRequested, WorkerExited
+from varuna.fleet.state.inputs import Event, MessageReceived, NoticeReceived, StopRequested, WorkerExited
 from varuna.fleet.state.run_events import GenerationStarted, Notice, RunEvent, StepRecorded
 from varuna.membership.launched import WorkerThread, here
 from varuna.membership.managed import ManagedMembership
 from varuna.planner.choose import plan_run
-from varuna.testing.faults import Fault, Killed, watching
+from varuna.testing.faults import Fault, Killed, Warned, watching
 
 _END_S = 30.0
 """Workers that were told the end get so long to return."""
@@ -70,7 +70,7 @@ def run(
         script: what each worker runs: makes a ``Trainer`` and loops over its steps.
         workers: P x D, or more: those that fit no plan wait as spares. A killed worker is not replaced.
         stages: P, or P by the number of workers that are left, such as ``{4: 2, 3: 3}``. Default: the planner's choice.
-        faults: what goes wrong, see ``fail_at``.
+        faults: what goes wrong, see ``fail_at`` and ``notice_at``.
         bound_s: how long the run may take.
 
     Raises:
@@ -82,6 +82,9 @@ def run(
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="varuna-testing-") as folder, watching(faults):
         crew = _Workers(script, Path(folder), workers, stages, bound_s)
+        for fault in faults:
+            if isinstance(fault, Warned):
+                fault.tell = crew.warn
         try:
             outcome = crew.manage()
         finally:
@@ -208,6 +211,11 @@ class _Workers:
             returned=dict(self._returned),
             warnings=tuple(event.text for event in self._events if isinstance(event, Notice) and event.warning),
         )
+
+    def warn(self, rank: int, seconds: float) -> None:
+        """A rank's machine will be taken away in so many seconds; any thread may say so."""
+        name = self._manager.fleet.members[rank]
+        self._mailbox.post(NoticeReceived(name, time.monotonic() + seconds, "preemption notice"))
 
     def end(self) -> None:
         """Leave nothing behind."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from varuna.core.errors import LinkError
 from varuna.core.plan import GRADIENTS_COMING, MESSAGES_LEAVING, Plan
 from varuna.data.samples import SampleSource
-from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.carry import Carry
@@ -176,6 +177,17 @@ class Runtime:
         flights: dict[int, Flight] = {}
         lookahead = self.lookahead
         lookahead.begin(step, begin_s)
+        try:
+            self._act_all(step, policy, flights)
+        except (GenerationEnded, LinkError):
+            self._finish_halves(flights)
+            raise
+        self._whole.settle(lambda: self._reducer.added_up(step))
+        self.times = lookahead.finish()
+        self._stage.truths.check(self._source, self._plan, step)
+
+    def _act_all(self, step: int, policy: Policy, flights: dict[int, Flight]) -> None:
+        lookahead = self.lookahead
         while not policy.finished:
             self._inbox.check()
             arrived = self._arrived(step, policy)
@@ -192,9 +204,12 @@ class Runtime:
                 self._act(step, action, policy, flights)
             policy.done(action)
             lookahead.acted(action)
-        self._whole.settle(lambda: self._reducer.added_up(step))
-        self.times = lookahead.finish()
-        self._stage.truths.check(self._source, self._plan, step)
+
+    def _finish_halves(self, flights: dict[int, Flight]) -> None:
+        """Run the W of every I: else the sums of its sections, which have half of a micro-batch, are lost."""
+        if self._stage.sums.outlast:
+            for flight in flights.values():
+                self._stage.weight_backward(flight.left, lambda section: None)
 
     @property
     def activity(self) -> str:

@@ -317,7 +317,7 @@ class Session:
         vote, totals = run_step(
             generation,
             step,
-            flags=self._flags(generation, step),
+            flags=partial(self._flags, generation, step),
             combines=self._combines is not False,
             check=partial(self._check, generation, step),
             remember=self.standing.remember,

@@ -21,7 +21,7 @@ def run_step(
     generation: Generation,
     step: int,
     *,
-    flags: Mapping[str, float],
+    flags: Callable[[], Mapping[str, float]],
     combines: bool,
     check: Callable[[StepTotals, Sequence[float]], None],
     remember: Callable[[Vote], None],
@@ -33,7 +33,7 @@ def run_step(
     Args:
         generation: a formed one.
         step: the stage's next one.
-        flags: what this rank says in the vote besides norms and losses.
+        flags: asked when the vote begins: what this rank says in it besides norms and losses.
         combines: apply before the vote, for a job whose steps talk across stages (or may: the first one finds out).
         check: gets the totals and the vote before anybody else; what it raises keeps the step from being applied.
         remember: gets the vote before it is applied.
@@ -51,7 +51,7 @@ def run_step(
     stage.optimizer.prepare()  # after the last activation; gradients are still being reduced
     with generation.phase("reduce", step):
         generation.reducer.finish(step)
-    vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses, dict(flags))
+    vector = cast_vote(layout_of(stage), stage, generation.replica, stage.work.losses, dict(flags()))
     if plan.stages > 1 and combines:
         with generation.phase("share", step):
             _apply_tentatively(generation, step, vector)

@@ -86,10 +86,10 @@ def _note(transition: Transition, event: Event) -> None:
             _note_future(transition, event)
         case AnswerReceived(question=question, number=number, answer=answer):
             transition.note_answer(question, number, answer)
-        case Recalibrated(generation=generation, expected_s=expected_s):
+        case Recalibrated(generation=generation, expected_s=expected_s, link_bytes_per_s=link_bytes_per_s):
             if generation == transition.fleet.generation:
                 transition.ask_anew()
-                transition.update(expected_s=expected_s)
+                transition.update(expected_s=expected_s, link_bytes_per_s=link_bytes_per_s)
         case SpawnRequested() | MorphRequested() | SaveRequested() | FinishRequested() | StopRequested():
             _note_wish(transition, event)
 

@@ -7,6 +7,7 @@ from varuna.core.messages import Apply, Held, Hold, Recorded, Suspect, Vote
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.backoff import note_broken
 from varuna.fleet.machine.leases import is_near, note_progress, stands_still, waits_for_return
+from varuna.fleet.machine.salvage import share_of_step
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Ended, Fleet, Idle, Running, Stopping, Suspicion
@@ -99,10 +100,11 @@ def _record(transition: Transition, vote: Vote) -> None:
         transition.now_s - fleet.recorded_s if fleet.formed and vote.generation == fleet.generation else vote.wall_s
     )
     assert tally is not None
+    whole_s = vote.wall_s / share_of_step(fleet.history[vote.generation])
     transition.update(
         recorded_step=vote.step,
         recorded_s=transition.now_s,
-        step_wall_s=vote.wall_s,
+        step_wall_s=whole_s,
         step_every_s=every_s,
         start_failures=0,
         futile=0,
@@ -115,7 +117,7 @@ def _record(transition: Transition, vote: Vote) -> None:
             loss=tally.loss,
             weight=tally.weight,
             counted=tally.counted,
-            examples_per_s=plan.global_batch / vote.wall_s if vote.wall_s > 0 else 0.0,
+            examples_per_s=plan.global_batch / whole_s if vote.wall_s > 0 else 0.0,
             plan=plan,
         )
     )

@@ -231,7 +231,7 @@ def _judge_running(transition: Transition, phase: Running, away: list[Worker]) -
     Returns until when, on the clock for silence, nothing follows from those that are away.
     """
     fleet = transition.fleet
-    missed = [worker for worker in away if worker.seated or (not fleet.formed and fleet.is_member(worker.name))]
+    missed = [worker for worker in away if worker.seated or (fleet.is_member(worker.name) and not fleet.is_settled)]
     names = {worker.name for worker in missed}
     spares = [worker for worker in away if worker.name not in names]
     for worker in spares:

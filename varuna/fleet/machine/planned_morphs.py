@@ -1,7 +1,7 @@
 """Planned morphs: nodes that will leave, workers that are slow, newcomers that help, and people who ask.
 
-All of them stop after the same vote, so that no step is lost: rank 0 raises the regroup flag. The new plan keeps the
-global batch (paper §"Correctness-preserving morphing").
+All of them stop after the same vote, so that no step is lost: rank 0 raises the regroup flag. Only nodes that go before
+that are left in the middle of a step. The new plan keeps the global batch (paper §"Correctness-preserving morphing").
 """
 
 from contextlib import suppress
@@ -13,7 +13,7 @@ from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine.commit import stop_generation
 from varuna.fleet.machine.forming import plan_for, plan_to_come
-from varuna.fleet.machine.preemption import leavers
+from varuna.fleet.machine.preemption import Way, leavers, way_out
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet, Running
@@ -23,8 +23,6 @@ from varuna.fleet.state.run_events import Answered
 
 # A regroup asked for in the last steps would meet workers that are leaving.
 _LAST_STEPS = 2
-# A node that was given notice may go early: leave it this long before the last moment, and two steps.
-_MARGIN_S = 15.0
 # How old the newest checkpoint is, on average; workers decide when they are written.
 _CHECKPOINT_AGE_S = 60.0
 # Seconds between two looks at the same newcomers: what a run knows about its stalls changes.
@@ -93,7 +91,7 @@ def _ask_to_save(transition: Transition) -> None:
 
 
 def _answer_departures(transition: Transition) -> None:
-    """Leave nodes that are about to go, after a vote if there is time for one."""
+    """Leave nodes that are about to go, after a vote if there is time for one; the plan is asked for before."""
     fleet = transition.fleet
     going = leavers(fleet)
     if not going or not isinstance(fleet.phase, Running):
@@ -102,20 +100,16 @@ def _answer_departures(transition: Transition) -> None:
         _raise_flag(transition, "checkpoint")
     nodes = sorted({fleet.workers[name].node for name in going})
     cause = " and ".join(f"node {node} will leave ({fleet.departing[node].reason})" for node in nodes)
-    deadline_s = min(fleet.departing[node].deadline_s for node in nodes)
-    assert fleet.job is not None
-    latest_s = deadline_s - fleet.experience.stall_s(fleet.job, fleet.record.plan)
-    is_late = transition.now_s >= latest_s or _step_ends_s(fleet) > latest_s
-    is_time = deadline_s == float("inf") or transition.now_s >= latest_s - _MARGIN_S - 2 * fleet.step_wall_s
-    if deadline_s == float("inf") and _is_rank_hidden(fleet):
-        return
-    if not (is_late or is_time) or not _can_do_without(transition):
-        return  # until shortly before, the node is worth its seat; and without a plan, as long as it lives
-    if is_late:
-        transition.notice(f"{cause} before the current step is finished: the step is run again")
-        stop_generation(transition, EndCause(Ending.PLANNED, cause))
-    else:
-        _regroup(transition, cause)
+    if not _can_do_without(transition):
+        return  # as long as it lives
+    match way_out(fleet, transition.now_s):
+        case Way.AFTER_STEP if not (_is_drained(fleet, nodes) and _is_rank_hidden(fleet)):
+            _regroup(transition, cause)
+        case Way.AT_ONCE:
+            transition.notice(f"{cause} before step {fleet.recorded_step + 1} can end: it is broken off")
+            stop_generation(transition, EndCause(Ending.PLANNED, cause))
+        case _:
+            pass
 
 
 def _can_do_without(transition: Transition) -> bool:
@@ -124,6 +118,11 @@ def _can_do_without(transition: Transition) -> bool:
     heard = [name for name in fleet.joined if not fleet.is_hidden(fleet.workers[name].node)]
     staying = sum(not fleet.is_departing(name) for name in heard)
     return any(_plan(look_ahead(transition, workers)) is not None for workers in (len(fleet.available), staying))
+
+
+def _is_drained(fleet: Fleet, nodes: list[str]) -> bool:
+    """Whether there is no hurry."""
+    return all(fleet.departing[node].is_drain for node in nodes)
 
 
 def _is_rank_hidden(fleet: Fleet) -> bool:
@@ -142,11 +141,6 @@ def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
         all(plan.rank_of(replica, plan.stage_of(section)) not in staying for replica in holders[section])
         for section in range(plan.sections)
     )
-
-
-def _step_ends_s(fleet: Fleet) -> float:
-    """When the step in flight is expected to be committed; minus infinity if nobody knows."""
-    return fleet.recorded_s + fleet.step_wall_s if fleet.formed and fleet.step_wall_s else float("-inf")
 
 
 # -- people, stragglers, newcomers -----------------------------------------------------------------------------------

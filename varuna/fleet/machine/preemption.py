@@ -1,17 +1,34 @@
 """Nodes that are about to leave: noted, left out of new plans, kept as sources of state, then let go."""
 
 from dataclasses import replace
+from enum import Enum, auto
 
 from varuna.core.messages import Finish
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Departure, Ended, Finishing, Fleet, Risk, Running
 from varuna.fleet.state.inputs import AdviceReceived, DrainRequested, NoticeReceived
+from varuna.fleet.state.morph_gain import sums_s
 from varuna.fleet.state.outputs import Release
 from varuna.fleet.state.run_events import Answered, Asked
 from varuna.fleet.state.worker import Standing
 
 # A node that outlives its deadline by this much has not been taken after all.
 _REPRIEVE_S = 60.0
+# A node that was given notice may go early: leave it this long before the last moment.
+_MARGIN_S = 15.0
+# A hand-over may take longer than the last ones did, by this factor.
+_SLOWER = 1.5
+
+
+class Way(Enum):
+    """How a run leaves nodes that are about to go."""
+
+    STAY = auto()
+    """Not yet: they are worth their seats."""
+    AFTER_STEP = auto()
+    """After the next vote: nothing is lost."""
+    AT_ONCE = auto()
+    """In the middle of the step, which cannot end before they go: its sums of gradients move with the state."""
 
 
 def note_departure(transition: Transition, event: NoticeReceived | DrainRequested) -> None:
@@ -46,6 +63,38 @@ def leavers(fleet: Fleet) -> list[str]:
     return sorted(going, key=fleet.record.ranks.__getitem__)
 
 
+def way_out(fleet: Fleet, now_s: float) -> Way:
+    """How to leave the nodes that are about to go, by their earliest deadline.
+
+    If the step in flight ends in time, and nothing but this asks for haste, its end is waited for: that is cheaper. If
+    it cannot, or nobody knows, it goes on as long as there is time for state and sums to move, and is then broken off.
+    """
+    deadline_s = min(fleet.departing[fleet.workers[name].node].deadline_s for name in leavers(fleet))
+    if deadline_s == float("inf"):
+        return Way.AFTER_STEP
+    latest_s = deadline_s - hand_over_s(fleet)
+    safe_s = latest_s - _MARGIN_S
+    ends_s = step_ends_s(fleet)
+    in_time = ends_s is not None and max(ends_s, now_s) < latest_s
+    if now_s >= (latest_s if in_time or not fleet.is_settled else safe_s):
+        return Way.AT_ONCE  # a generation that forms may be about to have everything in its new place
+    is_last = ends_s is None or max(ends_s, now_s) + fleet.step_wall_s > safe_s
+    return Way.AFTER_STEP if is_last or not in_time else Way.STAY
+
+
+def step_ends_s(fleet: Fleet) -> float | None:
+    """When the step in flight is expected to be committed; None if nobody knows."""
+    return fleet.recorded_s + fleet.step_wall_s if fleet.formed and fleet.step_wall_s else None
+
+
+def hand_over_s(fleet: Fleet) -> float:
+    """From the decision to leave nodes until their state, and sums of gradients, are with others; rather too long."""
+    assert fleet.job is not None
+    job, plan = fleet.job, fleet.record.plan
+    action_s = fleet.step_wall_s * plan.replicas / plan.micro_batches  # nothing interrupts one
+    return action_s + _SLOWER * (fleet.experience.stall_s(job, plan) + sums_s(job, plan, fleet.link_bytes_per_s))
+
+
 def release(transition: Transition) -> None:
     """Dismiss workers of leaving nodes once nobody needs them: they are neither in the grid nor sources of a morph."""
     for node in transition.fleet.departing:
@@ -70,7 +119,7 @@ def _is_free(fleet: Fleet, node: str) -> bool:
     match fleet.phase:
         case Running():
             there = [fleet.workers[name] for name in fleet.workers.on(node) if fleet.is_joined(name)]
-            return not any(w.seated or (not fleet.formed and fleet.is_member(w.name)) for w in there)
+            return not any(w.seated or (fleet.is_member(w.name) and not fleet.is_settled) for w in there)
         case Ended() | Finishing():
             return False  # they are dismissed with all others
         case _:

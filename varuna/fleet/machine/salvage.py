@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, Remainder, Spans, remainder, spans_of
+from varuna.core.sums import MicroBatchLoss, Remainder, Spans, count, remainder, spans_of
 from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import Holding
 
 
@@ -76,6 +77,15 @@ def losses_of(fleet: Fleet, members: Sequence[str], plan: Plan) -> Mapping[int, 
     sums = (holding.sums for holding in _holdings(fleet, members))
     known = (each for held in sums if held and held.micro_batch == plan.micro_batch for each in held.losses)
     return {each.micro_batch: each for each in known}
+
+
+def share_of_step(record: GenerationRecord) -> float:
+    """Which share of a whole step's time the first step of a generation takes, if a part of it is kept."""
+    plan, left = record.plan, record.remainder
+    if left is None:
+        return 1.0
+    fill = plan.stages - 1  # forwards before the last stage has work, and as many backwards after it has none
+    return (max(map(count, left.work)) + fill) / (plan.micro_batches / plan.replicas + fill)
 
 
 def _holdings(fleet: Fleet, members: Sequence[str]) -> list[Holding]:

@@ -165,8 +165,8 @@ class Transition:
         fleet = self.fleet
         match fleet.phase:
             case Running():
-                # Until the first step a spare may still be the source of somebody's state.
-                return fleet.record.has_seat(name) if fleet.formed else fleet.is_member(name)
+                # Until all have their state, a spare may be the source of somebody's.
+                return fleet.record.has_seat(name) or (fleet.is_member(name) and not fleet.is_settled)
             case Idle() | Stopping():
                 return fleet.is_member(name)
             case _:

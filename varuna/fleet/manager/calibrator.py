@@ -128,7 +128,8 @@ class Calibrator:
         if not self._described and job.micro_batch is None and len(self.calibration.sizes) > 1:
             told.append(Notice(text=describe_sizes(self.calibration, record.plan.micro_batch)))
         self._described = True
-        return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s))]
+        rate = self.calibration.across_vms.link.bytes_per_s
+        return [*told, Recalibrated(record.generation, None if expected_s is None else tuple(expected_s), rate)]
 
     def request(self, job: JobFacts, workers: int, micro_batch: int | None, wanted: int) -> PlanRequest | None:
         """What the planner would be asked now, for so many plans; any thread may ask. None: it takes no request."""

@@ -240,6 +240,8 @@ class Fleet:
     """What this generation was told."""
     expected_s: tuple[float, ...] | None = None
     """By stage of the plan that runs: calibrated compute seconds per micro-batch; None if nothing was measured."""
+    link_bytes_per_s: float | None = None
+    """Of a link between two workers, as measured; None if nothing was."""
     replan: bool = False
     """The next generation asks the planner, whatever ran before."""
     finish: FinishWish | None = None
@@ -285,6 +287,14 @@ class Fleet:
         return self.record.recovery_seconds is not None
 
     @property
+    def is_settled(self) -> bool:
+        """Whether all ranks of the newest generation have their state, so that nobody else is needed as a source."""
+        beats = (self.workers[name].beat if name in self.workers else None for name in self.record.grid)
+        return self.formed or all(
+            beat is not None and beat.generation == self.generation and beat.phase.is_running for beat in beats
+        )
+
+    @property
     def members(self) -> tuple[str, ...]:
         """Workers of the newest generation, lost ones included."""
         return self.record.members if self.history else ()
@@ -312,7 +322,8 @@ class Fleet:
     @property
     def missing(self) -> int:
         """Workers that should exist and do not."""
-        staying = len(self.workers) - sum(len(self.workers.on(node)) for node in self.departing)
+        leaving = sum(len(self.workers.on(node)) for node in self.departing) if self.config.replace else 0
+        staying = len(self.workers) - leaving
         # A launcher may have nothing but a leaving node to start them on: twice as many at most.
         room = 2 * self.wanted - len(self.workers)
         return max(0, min(self.wanted - staying, room) - self.spawning)

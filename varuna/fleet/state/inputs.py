@@ -137,6 +137,8 @@ class Recalibrated:
 
     generation: int
     expected_s: tuple[float, ...] | None
+    link_bytes_per_s: float | None = None
+    """Between two machines."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ from varuna.core.plan import Plan
 # Recorded spot clusters change every 4 to 22 minutes; the shortest is assumed until the run knows better.
 _PRIOR_GAP_S = 250.0
 _PRIOR_HANDSHAKE_S = 1.0
-_PRIOR_LINK_BYTES_PER_S = 1.1e9  # 10 Gb/s Ethernet, less framing
 _STALLS_KEPT = 5
+LINK_BYTES_PER_S = 1.1e9
+"""Of a link that nobody has measured: 10 Gb/s Ethernet, less framing."""
 # Of all changes: losses are as frequent as gains.
 _LOSSES = 0.5
 
@@ -45,7 +46,14 @@ class Experience:
             sum(facts[section].parameter_bytes + facts[section].optimizer_bytes for section in plan.sections_of(stage))
             for stage in range(plan.stages)
         )
-        return _PRIOR_HANDSHAKE_S + stage_bytes / _PRIOR_LINK_BYTES_PER_S
+        return _PRIOR_HANDSHAKE_S + stage_bytes / LINK_BYTES_PER_S
+
+
+def sums_s(job: JobFacts, plan: Plan, link_bytes_per_s: float | None) -> float:
+    """Seconds that a stage's sums of gradients take on a link, of which nothing may be known."""
+    sections = job.model.sections
+    stages = (sum(sections[each].summed_bytes for each in plan.sections_of(stage)) for stage in range(plan.stages))
+    return max(stages) / (link_bytes_per_s or LINK_BYTES_PER_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,104 @@
+"""Notices in the middle of long steps: waited for, or broken off while the leaver lives; never for anybody else."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.unit.fleet.machine.test_preemption import flags, on_nodes
+from tests.unit.fleet.support import Driver, sends
+from varuna.core.messages import Finish, Hold, WorkerPhase
+from varuna.fleet.state.fleet import Running, Stopping, Straggler
+from varuna.fleet.state.inputs import DrainRequested, NoticeReceived, SpawnRequested, WorkerSpawned
+
+
+def in_long_step(nodes: str, wall_s: float = 100.0) -> Driver:
+    """Steps take minutes; the step in flight has just begun."""
+    driver = on_nodes(nodes, replace=False)
+    driver.fleet = replace(driver.fleet, step_wall_s=wall_s)
+    return driver
+
+
+def holds(driver: Driver) -> list[str]:
+    return [worker for worker, message in sends(driver.done, Hold) if message.generation == driver.fleet.generation]
+
+
+def test_a_step_that_cannot_end_goes_on_until_there_is_just_time_to_hand_over() -> None:
+    driver = in_long_step("abc", wall_s=1000.0)
+    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 220))
+    assert flags(driver) == ["regroup"], "should the step end before, all the better"
+    driver.wait(70)
+    assert not holds(driver)
+    driver.wait(15)  # an action of 125 s, a hand-over of 1 s, and 15 s if the node goes early
+    assert holds(driver) == ["w0", "w1", "w2"], "the leaver too: its state and sums move"
+
+
+def test_a_step_that_ends_in_time_is_waited_for() -> None:
+    driver = in_long_step("abc", wall_s=60.0)
+    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 90))
+    driver.wait(60)
+    assert flags(driver) == ["regroup"]
+    assert not holds(driver)
+
+
+def test_a_step_that_should_have_ended_is_broken_off_at_the_last_moment() -> None:
+    driver = in_long_step("abc", wall_s=60.0)
+    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 90))
+    driver.wait(79)
+    assert not holds(driver)
+    driver.wait(3)  # 90 s less an action of 7.5 s, and a hand-over
+    assert holds(driver) == ["w0", "w1", "w2"]
+
+
+def test_the_earliest_of_several_notices_counts_and_all_leave_in_one_morph() -> None:
+    driver = in_long_step("abcd", wall_s=200.0)
+    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 300))
+    driver.feed(NoticeReceived("d", deadline_s=driver.now_s + 100))
+    driver.wait(30)
+    assert not holds(driver)
+    driver.wait(5)  # 100 s less an action of 50 s, a hand-over of 1.5 s, and 15 s
+    assert holds(driver) == ["w0", "w1", "w2", "w3"]
+    for name in driver.fleet.live_members:
+        driver.held(name, 2)
+    assert driver.fleet.record.grid == ("w0", "w2")
+
+
+@pytest.mark.parametrize("steps_run", [False, True])
+def test_a_leaver_is_let_go_once_all_have_their_state(steps_run: bool) -> None:
+    """The first step may take minutes, and the node is gone by then."""
+    driver = in_long_step("abcde")
+    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 20))
+    for name in driver.fleet.live_members:
+        driver.held(name, 2)
+    driver.wait(2, phase=WorkerPhase.STEPS if steps_run else WorkerPhase.FORMS)
+    assert [worker for worker, _ in sends(driver.done, Finish)] == ["w1"] * steps_run
+    driver.kill("w1", code=0 if steps_run else -9)
+    assert isinstance(driver.fleet.phase, Running if steps_run else Stopping)
+
+
+def test_a_second_notice_waits_for_the_generation_that_forms() -> None:
+    """It has moved half of the state: it is broken off only if there is no other time."""
+    driver = in_long_step("abcd", wall_s=4.0)
+    driver.feed(NoticeReceived("b", deadline_s=driver.now_s + 5))
+    for name in driver.fleet.live_members:
+        driver.held(name, 2)
+    members = driver.fleet.members
+    node = driver.fleet.workers[members[1]].node
+    driver.feed(NoticeReceived(node, deadline_s=driver.now_s + 12))
+    driver.wait(5, phase=WorkerPhase.FORMS)
+    assert not holds(driver)
+    driver.wait(2, phase=WorkerPhase.STEPS)
+    assert [worker for worker, _ in sends(driver.done, Finish)] == ["w1"]
+    assert {*holds(driver), "w1"} == set(members)
+
+
+def test_a_drain_does_not_break_off_a_step_nor_do_newcomers_and_stragglers() -> None:
+    driver = in_long_step("abc", wall_s=1e4)
+    driver.feed(DrainRequested("b"))
+    driver.feed(SpawnRequested(2))
+    for name, node in (("w3", "d"), ("w4", "e")):
+        driver.feed(WorkerSpawned(name, node))
+        driver.hello(name)
+    driver.fleet = replace(driver.fleet, slow={"w0": Straggler(2.4, until_s=300.0)})
+    driver.wait(100)
+    assert flags(driver) == ["regroup"]
+    assert not holds(driver)

@@ -1,0 +1,90 @@
+"""A node that says before it goes hands over its state and its sums: what it has computed is not computed again."""
+
+import time
+from collections import Counter
+
+import pytest
+
+import varuna
+from tests.unit.engine.ranks import Dropping, Tokens, adamw
+from varuna.engine.base.spans import Span, subscribe
+from varuna.testing import Fault, fail_at, notice_at, run
+from varuna.testing.faults import Warned
+
+STEPS, MICRO_BATCHES, SLOW_STEP = 4, 24, 2
+
+
+class WarnedTogether(Warned):
+    """Notices come to several ranks as rank 0 begins its 9th backward; they are too short for the step."""
+
+    def __init__(self, *leavers: int) -> None:
+        super().__init__(0, SLOW_STEP, "B", 0.1)
+        self._leavers, self._left = leavers, 8
+
+    def hear(self, span: Span) -> None:
+        here = (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, self.phase)
+        if here and self._left:
+            self._left -= 1
+        elif self.is_here(span):
+            for rank in self._leavers:
+                self.tell(rank, self.seconds)
+
+
+class Work:
+    """Counts the backwards of one step on the last stage, by micro-batch, which take their time there."""
+
+    def __init__(self, stages: int) -> None:
+        self.backwards: Counter[int] = Counter()
+        self._last = stages - 1
+
+    def hear(self, span: Span) -> None:
+        if (span.phase, span.step, span.name) == ("begin", SLOW_STEP, "B") and span.stage == self._last:
+            self.backwards[span.index] += 1
+            time.sleep(0.05)
+
+
+def script() -> list[int]:
+    trainer = varuna.Trainer(Dropping, Tokens(padded=True), adamw, 2 * MICRO_BATCHES, micro_batch=2, clip_grad_norm=1.0)
+    return [step.index for step in trainer.steps(STEPS)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> tuple[float, ...]:
+    return run(script).losses
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("leavers", [(0,), (1,), (2,), (0, 2)])
+def test_a_notice_costs_one_pipeline_what_is_in_flight(alone: tuple[float, ...], leavers: tuple[int, ...]) -> None:
+    work = Work(3)
+    undo = subscribe(work.hear)
+    try:
+        outcome = run(script, workers=3, stages={3: 3, 2: 2, 1: 1}, faults=[WarnedTogether(*leavers)])
+    finally:
+        undo()
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    assert outcome.plans == ("3x1", f"{3 - len(leavers)}x1")
+    assert 8 <= outcome.kept[1] < MICRO_BATCHES
+    again = [number for number, often in work.backwards.items() if often > 1]
+    assert len(again) <= 3, "those on their way back from the last stage"
+
+
+@pytest.mark.timeout(200)
+def test_a_leaver_that_dies_while_its_state_moves_takes_what_only_it_had(alone: tuple[float, ...]) -> None:
+    """Nobody else has its sections: back to the beginning, as without a notice."""
+    faults: list[Fault] = [WarnedTogether(1), fail_at(rank=2, step=SLOW_STEP, phase="form")]
+    outcome = run(script, workers=3, stages={3: 3, 2: 2}, faults=faults)
+    assert outcome.plans == ("3x1", "2x1", "2x1")
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    assert any("ROLLBACK" in warning for warning in outcome.warnings)
+
+
+@pytest.mark.timeout(200)
+def test_a_notice_with_time_enough_waits_for_the_step(alone: tuple[float, ...]) -> None:
+    undo = subscribe(Work(3).hear)
+    try:
+        outcome = run(script, workers=3, stages={3: 3, 2: 2}, faults=[notice_at(rank=1, step=SLOW_STEP, seconds=10.0)])
+    finally:
+        undo()
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    assert (outcome.plans, outcome.kept) == (("3x1", "2x1"), (0, 0))
