@@ -78,6 +78,16 @@ class Slurm:
         self.controller = self._start("slurmctld", "-D")
         return self.controller
 
+    def stop_controller(self) -> None:
+        """In order, as for an upgrade: it saves what it knows."""
+        self.controller.terminate()
+        self.controller.wait(30)
+
+    def forget_jobs(self) -> None:
+        """A controller that was killed has not saved them; it does so when it likes."""
+        for path in (self.folder / "state").glob("job_state*"):
+            path.unlink()
+
     def ask(self, *command: str) -> str:
         """What one of Slurm's commands prints; empty if it fails."""
         return subprocess.run(command, env=self._all, capture_output=True, text=True, timeout=30, check=False).stdout

@@ -85,13 +85,17 @@ class OnSlurm:
         last = self.newest()
         wait_for(lambda: self.newest() >= last + steps)
 
+    def agents(self) -> list[int]:
+        """Their processes."""
+        return sorted(processes_with(f"--state-dir {self.run_dir}/slurm/"))
+
     def machines(self) -> int:
         """How many agents the manager has."""
         return len(json.loads(find(self.run_dir)[1].remote().get("/status").body)["connected"])
 
     def check(self, undisturbed: dict[int, float]) -> None:
         log = json_log(self.log)
-        assert {line["step"] for line in log} == set(range(log[-1]["step"] + 1)), self.said()
+        assert {line["step"] for line in log} == set(range(max(line["step"] for line in log) + 1)), self.said()
         for line in log:
             assert line["loss"] == pytest.approx(undisturbed.get(line["step"], line["loss"]), rel=1e-5), line
 
@@ -160,11 +164,13 @@ def test_the_same_command_continues_and_who_cancels_the_jobs_ends_the_run_in_ord
         wait_for(lambda: started.machines() == 2)
     assert find(started.run_dir)[1].port != before
     started.until_steps(3)
-    kill(slurm.controller)
+    agents = started.agents()
+    slurm.stop_controller()
     wait_for(lambda: "squeue says: Unable to contact slurm controller" in started.said())
-    started.until_steps(3)  # it costs nobody anything
+    started.until_steps(3)
     slurm.start_controller()
-    wait_for(lambda: slurm.jobs() == jobs)  # it reads what it knew some seconds ago, and then hears of the nodes
+    wait_for(slurm.jobs)
+    assert (slurm.jobs(), started.agents()) == (jobs, agents)  # it costs nobody anything
 
     slurm.ask("scancel", "--name", started.name)
     assert ended(started.manager, 100) == 0, started.said()
@@ -172,6 +178,28 @@ def test_the_same_command_continues_and_who_cancels_the_jobs_ends_the_run_in_ord
     assert slurm.jobs() == {}
     started.check(undisturbed)
     assert f"checkpoint {started.folder}/checkpoints/step-{started.newest() + 1:08}" in started.said()
+
+
+def test_jobs_that_a_controller_forgot_are_submitted_anew_and_cancelled_jobs_whose_agents_were_killed_end_the_run(
+    begin: Callable[..., OnSlurm], slurm: Slurm, undisturbed: dict[int, float]
+) -> None:
+    started = begin(2)
+    agents = started.agents()
+    kill(slurm.controller)
+    slurm.forget_jobs()
+    slurm.start_controller()  # nodes kill what it does not know
+    wait_for(lambda: started.agents() and not set(started.agents()) & set(agents))
+    wait_for(lambda: set(slurm.jobs().values()) == {"RUNNING"} and started.machines() == 2)
+    last = started.newest()
+    wait_for(lambda: started.newest() not in (-1, last))
+    started.check(undisturbed)
+
+    for agent in started.agents():
+        os.kill(agent, signal.SIGKILL)
+    slurm.ask("scancel", "--name", started.name)
+    assert ended(started.manager, 60) == 1, started.said()
+    assert "no machine is left, and no more can be requested: its Slurm jobs were cancelled" in started.said()
+    assert slurm.jobs() == {}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from varuna.core.units import format_bytes, format_duration
 from varuna.doctor.judging.finding import Finding, Severity
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
+from varuna.fleet.state.run_events import RunEnded
 
 FEW_BYTES = 1 << 30
 FEW_SHARE = 0.02
@@ -80,6 +81,8 @@ class Facts:
     """in the manager's words; empty if it did not answer"""
     unreachable: str = ""
     """why it did not"""
+    ended: RunEnded | None = None
+    """how the run ended, if it has"""
     ledger: SampleLedger | None = None
     unreadable: str = ""
     """why the journal could not be read"""
@@ -106,16 +109,26 @@ def diagnose(facts: Facts) -> tuple[Finding, ...]:
         *_workers(facts),
         *_checkpoint(facts),
         *_disks(facts.disks),
-        *_ports(facts.listeners, facts.untold),
+        *(_ports(facts.listeners, facts.untold) if facts.ended is None else ()),
         *_clocks(facts.clocks),
     )
 
 
 def _manager(facts: Facts) -> list[Finding]:
+    if facts.ended is not None:
+        return [_ending(facts.ended)]
     if facts.unreachable:
         remedy = "Training may continue without it. Start the same `varuna manager` command again to continue the run."
         return [Finding(Severity.FAULT, "manager", facts.unreachable, remedy)]
     return [Finding(Severity.OK, "manager", f"answers: {facts.state}")]
+
+
+def _ending(ended: RunEnded) -> Finding:
+    text = ended.text.partition("\n")[0]
+    if ended.exit_code == 0:
+        return Finding(Severity.OK, "run", f"has ended in order: {text}")
+    remedy = "`varuna logs --first-failure` shows what the worker wrote. The same command again starts from the newest "
+    return Finding(Severity.FAULT, "run", f"failed with exit code {ended.exit_code}: {text}", f"{remedy}checkpoint.")
 
 
 def _ledger(facts: Facts) -> list[Finding]:
@@ -134,7 +147,7 @@ def _ledger(facts: Facts) -> list[Finding]:
 
 
 def _workers(facts: Facts) -> list[Finding]:
-    if facts.unreachable:
+    if facts.unreachable or facts.ended is not None:
         return []
     if not facts.workers:
         return [Finding(Severity.WARNING, "workers", "there are none", "Start `varuna agent` on a machine.")]
@@ -173,7 +186,9 @@ def _checkpoint(facts: Facts) -> list[Finding]:
             Finding(
                 Severity.WARNING,
                 "checkpoint",
-                "this run keeps none: if all workers are lost, so is their state",
+                "this run keeps none: if all workers are lost, so is their state"
+                if facts.ended is None
+                else "this run kept none: what it trained is in what the script wrote",
                 remedy,
             )
         ]
@@ -186,7 +201,7 @@ def _checkpoint(facts: Facts) -> list[Finding]:
                 Severity.WARNING,
                 "checkpoint",
                 f"{seen.directory} has none yet",
-                "The first one has not been written yet.",
+                "The first one has not been written yet." if facts.ended is None else "The run ended before the first.",
             )
         ]
     how = "complete" if seen.read_bytes is None else f"intact ({format_bytes(seen.read_bytes)} read)"

@@ -3,19 +3,22 @@
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
 from varuna.checkpoint.io import restore
 from varuna.checkpoint.manifest import Manifest, newest_intact, survey
-from varuna.core.errors import CheckpointError, VarunaError
+from varuna.core.errors import CheckpointError, UsageError, VarunaError
 from varuna.doctor.diagnose import CheckpointSeen, ClockReading, Disk, Facts, Listener, WorkerSeen
 from varuna.fleet.net import listening_sockets
 from varuna.fleet.run_folder.connection_file import Access
 from varuna.fleet.run_folder.journal import read_events
-from varuna.fleet.run_folder.sample_ledger import SampleLedger, audit
+from varuna.fleet.run_folder.past_events import kept_job
+from varuna.fleet.run_folder.sample_ledger import audit
+from varuna.fleet.state.run_events import Audited, RunEnded, RunEvent
 from varuna.store.base import Store
 from varuna.store.opening import is_local, open_store
 
@@ -28,18 +31,20 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
         access: how to reach its manager.
         reads: also read every byte of the newest checkpoint.
     """
-    ledger, unreadable = _ledger(folder)
+    events, unreadable = _events(folder)
     status, clocks, unreachable = _ask(access)
+    ended = _ending(events) if unreachable else None
     hosts = {} if unreachable else _ask_of_hosts(access)
-    listeners = _listeners(access)
-    directory = status.get("checkpoint_dir")
+    listeners = _listeners(access) if ended is None else ()
+    directory = status.get("checkpoint_dir") if not unreachable else _kept_directory(folder)
     seen = look_at_checkpoints(directory, reads=reads) if isinstance(directory, str) else None
     step = status.get("step")
     plan = status.get("plan") or {}
     return Facts(
         state=str(status.get("state", "")),
         unreachable=unreachable,
-        ledger=ledger,
+        ended=ended,
+        ledger=None if unreadable else audit(events),
         unreadable=unreadable,
         lease_s=float(status.get("lease_s", 6.0)),
         workers=tuple(
@@ -56,11 +61,26 @@ def gather(folder: Path, access: Access, *, reads: bool) -> Facts:
     )
 
 
-def _ledger(folder: Path) -> tuple[SampleLedger | None, str]:
+def _events(folder: Path) -> tuple[Sequence[RunEvent], str]:
+    """What the run's journal says, or why it cannot be read."""
     try:
-        return audit(read_events(folder)), ""
+        return read_events(folder), ""
     except VarunaError as error:
-        return None, str(error)
+        return (), str(error)
+
+
+def _ending(events: Sequence[RunEvent]) -> RunEnded | None:
+    """How the newest run in the folder ended; None if it has not."""
+    last = next((event for event in reversed(events) if not isinstance(event, Audited)), None)
+    return last if isinstance(last, RunEnded) else None
+
+
+def _kept_directory(folder: Path) -> str | None:
+    """Where the run keeps checkpoints that outlive it, if no manager says so."""
+    with suppress(UsageError):  # the journal cannot be read, which is a finding of its own
+        job = kept_job(folder)
+        return job.checkpoint_dir if job is not None and not job.rescues else None
+    return None
 
 
 def _ask(access: Access) -> tuple[Mapping[str, Any], tuple[ClockReading, ...], str]:

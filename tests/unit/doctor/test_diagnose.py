@@ -16,6 +16,7 @@ from varuna.doctor.diagnose import (
 )
 from varuna.doctor.judging.finding import Severity, is_healthy
 from varuna.fleet.run_folder.sample_ledger import SampleLedger
+from varuna.fleet.state.run_events import RunEnded
 
 LEDGER = SampleLedger(first_step=0, steps=10, samples=160, undone=0, weights=(16.0,) * 10, faults=())
 WELL = Facts(
@@ -43,6 +44,17 @@ def test_a_run_that_is_well_is_said_to_be_well() -> None:
     assert {finding.level for finding in findings} == {Severity.OK}
     assert is_healthy(findings)
     assert [f.subject for f in findings] == ["manager", "ledger", "leases", "checkpoint", "disk", "ports", "clock"]
+
+
+def test_a_run_that_has_ended_needs_no_manager_and_no_workers() -> None:
+    over = replace(WELL, unreachable="nobody answers", workers=(), ended=RunEnded(exit_code=0, text="10 steps done"))
+    findings = diagnose(over)
+    assert is_healthy(findings)
+    assert [f.subject for f in findings] == ["run", "ledger", "checkpoint", "disk", "clock"]
+    assert findings[0].text == "has ended in order: 10 steps done"
+    failed = replace(over, ended=RunEnded(exit_code=3, text="worker w1 failed: no such file\nTraceback"))
+    assert not is_healthy(diagnose(failed))
+    assert diagnose(failed)[0].text == "failed with exit code 3: worker w1 failed: no such file"
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ from varuna.fleet.net.protocol import (
     WorkerSnapshot,
     down_frame,
 )
+from varuna.fleet.net.source import SOURCE_HEADER, check_same, source
 from varuna.process.console import warn
 
 _SILENCE_S = 8.0
@@ -247,7 +248,7 @@ class ManagerClient:
             f"wss://{_bracketed(self.place.host)}:{self.place.port}/agent?node={self._identity.node}",
             ssl=self._tls,
             server_hostname=SERVER_NAME,
-            additional_headers={"Authorization": f"Bearer {self._identity.secret}"},
+            additional_headers={"Authorization": f"Bearer {self._identity.secret}", SOURCE_HEADER: source()},
             compression=None,
             max_size=MAX_FRAME_BYTES,
             open_timeout=self._bounds.open_s,
@@ -261,11 +262,15 @@ class ManagerClient:
                 code = closed.rcvd.code if closed.rcvd is not None else None
                 why = closed.rcvd.reason if closed.rcvd is not None else "the connection broke"
                 self._rejections = self._rejections + 1 if code == BAD_MESSAGE else 0
+                if code == BAD_MESSAGE and not self._connections:  # who has work may yet find its manager again
+                    check_same(websocket.response, str(self.place))
                 if code == BAD_JOB:
                     raise FleetError(f"the manager at {self.place} refused this agent: {why}") from closed
                 return why or "the manager closed the connection"
             except (ValidationError, ValueError) as error:
                 self._begin_anew()
+                if not self._connections:
+                    check_same(websocket.response, str(self.place))
                 return f"the manager sent a message that this version does not understand: {error}"
             finally:
                 self._session.connection = None

@@ -13,6 +13,8 @@ _LOOK_S = 0.5
 _GIVE_BACK_TRIES = 4
 _ALONE_S = 60.0
 """A run without a machine, whose provider gives none any more, ends after so long."""
+_CANCELLED_S = 30.0
+"""The same, of a run whose nodes were cancelled: their agents have left by then, or were killed."""
 
 
 class Grower:
@@ -44,7 +46,7 @@ class Grower:
         self._lock = threading.Lock()
         self._growth = Growth(config=config)
         self._warned = self._refusal = ""
-        self._alone_since_s = math.inf
+        self._patience_s, self._alone_since_s = _ALONE_S, math.inf
         self._changed, self._closed = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="varuna-grower", daemon=True)
 
@@ -96,7 +98,8 @@ class Grower:
             self._settle(growth.refused(now_s), growth)
             self._say(f"requested {growth.wanted} nodes: {error}. Trying again.")
         except CancelledThere as error:
-            self._closed.set()
+            # In order takes agents that are still there: some are killed before they can say goodbye.
+            self._refusal, self._patience_s = str(error), _CANCELLED_S
             self._end(str(error), 0)
         except FleetError as error:
             self._refusal = str(error)
@@ -111,7 +114,7 @@ class Grower:
     def _see_who_is_left(self, now_s: float) -> None:
         """End a run that has no machine, and gets none."""
         self._alone_since_s = math.inf if self._machines() else min(self._alone_since_s, now_s)
-        if now_s >= self._alone_since_s + _ALONE_S:
+        if now_s >= self._alone_since_s + self._patience_s:
             self._closed.set()
             self._end(f"no machine is left, and no more can be requested: {self._refusal}", 1)
 

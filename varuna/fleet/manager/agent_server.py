@@ -45,6 +45,7 @@ from varuna.fleet.net.protocol import (
     up_frame,
 )
 from varuna.fleet.net.requests import address_of, bearer, first_problem, read_body
+from varuna.fleet.net.source import SOURCE_HEADER, other_source, source
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import RefusedError, Registry
 from varuna.fleet.run_folder.worker_logs import LogKeeper
@@ -200,7 +201,7 @@ class AgentServer:
             # Before it is accepted: frames of a stranger's would be read.
             await websocket.send_denial_response(_error(403, str(error)))
             return
-        await websocket.accept()
+        await websocket.accept(headers=[(SOURCE_HEADER.encode(), source().encode())])
         greet = await self._read_greet(websocket, node)
         if greet is None:
             return
@@ -362,11 +363,12 @@ class AgentServer:
     async def _reject(self, websocket: WebSocket, node: str, error: Exception) -> None:
         """Say what was wrong, in the journal and to the other side, and close."""
         why = first_problem(error) if isinstance(error, ValidationError) else str(error) or "it was silent"
+        why = other_source(source(), websocket.headers.get(SOURCE_HEADER, "")) or f"malformed: {why}"
         self._audit.refused(f"speak as agent {node}", websocket.client.host if websocket.client else "unknown", why)
         if websocket.application_state is WebSocketState.CONNECTED:
             with contextlib.suppress(TimeoutError, RuntimeError, WebSocketDisconnect):
                 async with asyncio.timeout(_GOODBYE_S):
-                    await websocket.close(BAD_MESSAGE, f"malformed: {why}"[:120])
+                    await websocket.close(BAD_MESSAGE, why[:120])
 
     def _give_up(self, link: AgentLink, why: str) -> None:
         """Forget this life of an agent: its workers are lost, and killed if it comes back."""

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from varuna.core.plan import Plan
 from varuna.core.value import Value
-from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, RunEvent, StepRecorded
+from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, RunEnded, RunEvent, StepRecorded
 
 
 class SampleLedger(Value):
@@ -27,11 +27,15 @@ class SampleLedger(Value):
 
 
 def audit(events: Iterable[RunEvent]) -> SampleLedger:
-    """Go through the log in order."""
-    book = _Book()
+    """Go through the log in order; of several runs in one folder, the newest counts."""
+    book, is_over = _Book(), False
     for event in events:
         match event:
+            case RunEnded():
+                is_over = True
             case GenerationStarted(record=record):
+                if is_over:
+                    book, is_over = _Book(), False
                 book.begin(record)
             case StepRecorded():
                 book.commit(event)

@@ -6,6 +6,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -32,6 +33,7 @@ from varuna.fleet.net.host_facts import DiskFacts, HostFacts
 from varuna.fleet.net.join_string import JoinString
 from varuna.fleet.net.protocol import Identity, JobIdentity, Started, Welcome, WorkerSnapshot
 from varuna.fleet.net.serving import Serving
+from varuna.fleet.net.source import source
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.join_file import keep_join, read_join, renew_join
 from varuna.fleet.run_folder.registry import Registry
@@ -96,6 +98,29 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
     manager = Manager(tmp_path)
     yield manager
     manager.close()
+
+
+def test_a_manager_of_another_source_is_named_at_once_and_one_of_the_same_is_asked_again(
+    manager: Manager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unknown = SimpleNamespace(model_dump_json=lambda: '{"session": ""}')
+    monkeypatch.setattr("varuna.fleet.agent.manager_client.Greet", lambda **fields: unknown)
+    mine = source()
+    for theirs in (mine, "0.1.0+00000000"):
+        monkeypatch.setattr("varuna.fleet.manager.agent_server.source", lambda theirs=theirs: theirs)
+        uplink = manager.uplink()
+        uplink.start()
+        try:
+            heard = manager.hears()
+        finally:
+            uplink.stop(0.0)
+        if theirs == mine:
+            assert isinstance(heard, Trouble)
+            assert heard.reason.startswith("malformed: job: Field required")
+        else:
+            place = f"127.0.0.1:{manager.serving.port}"
+            versions = f"the manager is Varuna {theirs}, this agent {mine}: install the same one on both"
+            assert heard == Refused(f"{versions} ({place})")
 
 
 def test_an_error_that_nobody_foresaw_is_said_and_the_connection_made_again(manager: Manager) -> None:

@@ -162,3 +162,20 @@ def test_a_run_that_a_person_cancelled_elsewhere_ends_in_order() -> None:
     asking.close()
     assert cloud.asked == 1
     assert ends == ["0: job 7 was cancelled"]
+
+
+def test_a_cancelled_run_whose_agents_were_killed_does_not_wait_for_them() -> None:
+    cloud = Cloud(most=2, error=CancelledThere("job 7 was cancelled"))
+    asking, ends, clock = grower(cloud)
+    asking.want(3)
+    cloud.nodes = 1
+    for _ in range(200):  # its last step may take long, while an agent is there
+        clock[0] += 1.0
+        asking.ask()
+    assert ends == ["0: job 7 was cancelled"]
+    cloud.nodes = 0
+    for _ in range(31):
+        clock[0] += 1.0
+        asking.ask()
+    assert ends[1:] == ["1: no machine is left, and no more can be requested: job 7 was cancelled"]
+    assert cloud.asked == 1

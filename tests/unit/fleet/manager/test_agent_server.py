@@ -45,6 +45,7 @@ from varuna.fleet.net.protocol import (
     WorkerSnapshot,
     down_frame,
 )
+from varuna.fleet.net.source import SOURCE_HEADER, other_source, source
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import Registry, hashed
 from varuna.fleet.run_folder.worker_logs import LogKeeper
@@ -98,9 +99,9 @@ class Gate:
         return join(self.registry)
 
     @contextmanager
-    def knock(self, identity: Identity | None = None) -> Iterator[WebSocketTestSession]:
+    def knock(self, identity: Identity | None = None, source: str = "") -> Iterator[WebSocketTestSession]:
         who = identity or self.me
-        headers = {"Authorization": f"Bearer {who.secret}"}
+        headers = {"Authorization": f"Bearer {who.secret}", **({SOURCE_HEADER: source} if source else {})}
         with self.client.websocket_connect(f"/agent?node={who.node}", headers=headers) as session:
             yield session
 
@@ -322,6 +323,26 @@ def test_an_agent_speaks_for_its_own_workers_only(gate: Gate) -> None:
     assert ConnectionLost(f"{gate.me.node}.0", "its agent sent a malformed message") in gate.events
     assert not [event for event in gate.events if isinstance(event, WorkerExited)]
     assert "speaks for worker" in gate.refusals()[-1]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "said"),
+    [
+        ("0.1.0+00000000", "the manager is Varuna {mine}, this agent 0.1.0+00000000: install the same one on both"),
+        ("{mine}", "malformed: more: Extra inputs are not permitted"),
+        ("", "malformed: more: Extra inputs are not permitted"),
+    ],
+)
+def test_an_agent_of_another_source_is_told_so(gate: Gate, theirs: str, said: str) -> None:
+    expected = said.format(mine=source())
+    with gate.knock(source=theirs.format(mine=source())) as session:
+        session.send_text(json.dumps({**Greet(session="s1", job=JOB).model_dump(), "more": 1}))
+        assert Visit(session, gate.me.node).closed() == (4400, expected)
+    assert gate.refusals() == [expected]
+
+
+def test_the_reason_with_which_a_connection_is_closed_fits(gate: Gate) -> None:
+    assert len(other_source("1234.5678.9012rc1+3f2a91bc", "1234.5678.9012rc1+91bc3f2a").encode()) <= 120
 
 
 @pytest.mark.parametrize(("code", "abruptly"), [(1000, False), (1005, True)])

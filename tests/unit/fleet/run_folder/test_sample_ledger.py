@@ -10,7 +10,7 @@ from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.outputs import Publish
 from varuna.fleet.state.questions import Checkpoint
-from varuna.fleet.state.run_events import GenerationStarted, RunEvent, StepRecorded
+from varuna.fleet.state.run_events import GenerationStarted, RunEnded, RunEvent, StepRecorded
 
 
 def eventful() -> list[RunEvent]:
@@ -43,6 +43,12 @@ def test_the_log_on_disk_says_the_same(tmp_path: Path) -> None:
         journal.append(event)
     journal.close()
     assert audit(read_events(tmp_path)) == audit(eventful())
+
+
+def test_a_run_that_follows_another_one_in_its_folder_has_a_ledger_of_its_own() -> None:
+    over = RunEnded(exit_code=0, text="6 steps done")
+    assert audit([*eventful(), over]) == audit(eventful())
+    assert audit([*eventful()[:-2], over, *eventful(), over]) == audit(eventful())
 
 
 def is_step(event: RunEvent, step: int) -> bool:

@@ -210,9 +210,9 @@ def test_a_launcher_that_is_stopped_does_not_hold_its_worker_up(bench: Bench, mo
     goes_on = threading.Event()
     read = Launcher._read
     monkeypatch.setattr(Launcher, "_read", lambda *args: goes_on.wait(20) and read(*args))
-    launcher = bench.launcher("print('x' * 500_000)")
-    launcher.spawn()
-    assert launcher._processes["w0"].popen.wait(10) == 0
+    launcher = bench.launcher("print('x' * 500_000)", {"drain_s": 20})
+    process = launcher._processes[launcher.spawn()]
+    wait_for(lambda: process.reaped, 10)  # by the launcher: another one who awaits it would take its end away
     goes_on.set()
     assert bench.exit().code == 0
     assert (bench.folder / "w0.log").stat().st_size == 500_001
