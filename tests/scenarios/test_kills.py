@@ -189,7 +189,8 @@ def test_losing_every_holder_of_a_section_falls_back_to_the_newest_checkpoint(
     tmp_path: Path, undisturbed: dict[int, float]
 ) -> None:
     checkpoints = ("--checkpoint-dir", str(tmp_path / "checkpoints"), "--checkpoint-every", "5")
-    done = disturbed(tmp_path, "F:begin:13:1", workers=2, more=checkpoints)  # P = 2, D = 1: stage 1 is gone
+    # P = 2, D = 1: what stage 1 has just applied is gone, and there is no copy of it yet.
+    done = disturbed(tmp_path, "apply:begin:13:1", workers=2, more=checkpoints)
     assert done.code == 0, done.err
     log = check(tmp_path, undisturbed)
     redone = [line["step"] for line in log if line["generation"] > 0]
@@ -199,7 +200,7 @@ def test_losing_every_holder_of_a_section_falls_back_to_the_newest_checkpoint(
 
 def test_without_checkpoints_the_run_goes_back_loudly(tmp_path: Path, undisturbed: dict[int, float]) -> None:
     """To the copy of its state, if that was written in so short a time, or to the beginning."""
-    done = disturbed(tmp_path, "F:begin:5:1", workers=2)
+    done = disturbed(tmp_path, "apply:begin:4:1", workers=2)
     assert done.code == 0, done.err
     steps = [line["step"] for line in check(tmp_path, undisturbed)]
     assert steps[:5] == [0, 1, 2, 3, 4]
@@ -207,6 +208,20 @@ def test_without_checkpoints_the_run_goes_back_loudly(tmp_path: Path, undisturbe
     where = f"the copy of its state after {steps[5]} steps" if steps[5] else "the beginning"
     assert "ROLLBACK" in done.err
     assert f"going back from step 5 to {where}" in done.err
+
+
+def test_the_only_holder_of_a_section_leaves_its_state_to_its_neighbour(
+    tmp_path: Path, undisturbed: dict[int, float]
+) -> None:
+    """P = 2, D = 1, no checkpoints: each worker has a copy of the other one's state, and a new one gets it."""
+    steps = 24
+    done = disturbed(tmp_path, "reduce:begin:5:1,B:end:14:0", workers=2, slow="0.3", steps=steps)
+    assert done.code == 0, done.err
+    log = check(tmp_path, undisturbed, steps=steps)
+    assert [line["step"] for line in log] == list(range(steps))  # no committed step was redone
+    assert "ROLLBACK" not in done.err
+    assert "each section has a copy in another worker's memory" in done.err
+    assert len(list(tmp_path.glob("done-*"))) == 2
 
 
 def test_a_frozen_worker_is_killed_and_replaced(tmp_path: Path, undisturbed: dict[int, float]) -> None:

@@ -79,6 +79,8 @@ class Assignment(Value):
     rest: RestOfStep | None = Field(
         default=None, description="of the first step, if sums of gradients are kept from it"
     )
+    copy_to: int | None = Field(default=None, description="rank that keeps a copy of this rank's state, if any does")
+    copy_from: int | None = Field(default=None, description="rank whose state this rank keeps a copy of, if any")
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
     secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
@@ -148,7 +150,8 @@ class Held(Value):
 
     ``next_step`` counts the steps that its parameters contain (None: it has no state); ``sections`` are those that
     it holds whole, ``lent`` those whose optimizer state is with other replicas; ``votes`` are the newest vote results
-    that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off.
+    that it knows, so that no committed step goes unrecorded; ``sums`` what it has of a step that was broken off;
+    ``copies`` are sections of another rank that it keeps, whole and at the same step.
     """
 
     kind: Literal["held"] = "held"
@@ -158,6 +161,7 @@ class Held(Value):
     lent: tuple[int, ...] = ()
     votes: tuple[Vote, ...] = ()
     sums: HeldSums | None = None
+    copies: tuple[int, ...] = ()
 
 
 class Voted(Value):

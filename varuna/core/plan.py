@@ -1,5 +1,6 @@
 """A plan: how P stages x D replicas run a global batch, and who does which part of it."""
 
+from enum import StrEnum
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,6 +22,20 @@ MESSAGES_LEAVING = 3
 
 STASH_IN_TRANSIT = 3
 """Stash entries on the device besides those that stay: the newest, being copied out; the next; and the current one."""
+
+
+class Copies(StrEnum):
+    """Whether the state of each stage has a copy in the memory of another rank, or why not."""
+
+    NONE = "none"
+    """other replicas hold it, or there is no other rank"""
+    KEPT = "kept"
+    DEVICE = "device"
+    """the state is not in host memory"""
+    MEMORY = "memory"
+    """there is no room for it"""
+    TIME = "time"
+    """a copy would take too much of a step"""
 
 
 class Place(NamedTuple):
@@ -54,6 +69,7 @@ class Plan(Value):
         "others wait in host memory; () for all",
     )
     split_last: int = Field(default=0, ge=0, description="backwards at a replica's end that run as I and W")
+    copies: Copies = Field(default=Copies.NONE, description="of each stage's state, in another rank's memory")
     step_s: float = Field(default=0.0, ge=0, description="predicted seconds per step, nominal hardware")
     memory_bytes: tuple[int, ...] = Field(default=(), description="predicted peak, by stage")
     host_bytes: tuple[int, ...] = Field(

@@ -25,7 +25,7 @@ def solo_from_environment() -> StaticMembership:
         )
     memory_bytes = parse_bytes(memory, "VARUNA_MEMORY_PER_WORKER") if memory else None
     flags = Flags(memory="VARUNA_MEMORY_PER_WORKER", stages="VARUNA_STAGES")
-    plan = planner(memory_bytes=memory_bytes, stages=int(stages) if stages else None, flags=flags)
+    plan = planner(memory_bytes=memory_bytes, stages=int(stages) if stages else None, flags=flags, copies=False)
     return StaticMembership(
         world_from_environment(),
         lambda job, workers, micro_batch: plan(job, workers, micro_batch, None),

@@ -5,8 +5,16 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from varuna.core.model import JobFacts
+from varuna.core.plan import Copies
 from varuna.core.units import counted, format_duration, format_rate, step_number, time_left
 from varuna.observe.report import GenerationRow, Morph, RunHistory
+
+_NO_COPIES = {
+    Copies.NONE: "",
+    Copies.DEVICE: " (none in another worker's memory, since state is not in host memory)",
+    Copies.MEMORY: " (no room for another in the memory of workers)",
+    Copies.TIME: " (another, in a worker's memory, would take more than a third of a step to make)",
+}
 
 
 def progress_line(
@@ -50,7 +58,12 @@ def risk_line(row: GenerationRow, job: JobFacts | None) -> str:
         back = f"the newest checkpoint in {job.checkpoint_dir}"
     else:
         back = "step 0, because the script gives no checkpoints="
-    return f"one copy of each section: if a worker is lost, the run goes back to {back}"
+    if row.copies is Copies.KEPT:
+        return (
+            "each section has a copy in another worker's memory: if a worker is lost, the step in flight runs again. "
+            f"Just after an update, before there is a new copy, the run goes back to {back}"
+        )
+    return f"one copy of each section{_NO_COPIES[row.copies]}: if a worker is lost, the run goes back to {back}"
 
 
 def closing_line(history: RunHistory, exit_code: int, elapsed_s: float, checkpoint: str | None, spent: str = "") -> str:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Copies, Plan
 from varuna.core.value import Value
 from varuna.fleet.state.run_events import (
     GenerationRecord,
@@ -43,6 +43,7 @@ class GenerationRow(Value):
 
     generation: int
     plan: PlanShape
+    copies: Copies = Field(default=Copies.NONE, description="of each stage's state, in another worker's memory")
     cause: str
     workers: int = Field(description="members when it began, spares included")
     first_step: int
@@ -56,6 +57,7 @@ class GenerationRow(Value):
         return cls(
             generation=record.generation,
             plan=PlanShape.of(record.plan),
+            copies=record.plan.copies,
             cause=record.cause,
             workers=len(record.members),
             first_step=record.first_step,

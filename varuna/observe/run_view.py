@@ -151,7 +151,7 @@ class RunView:
         if not before and not is_pictured:
             self._progress.tell(plan_line(row))
         job = self._fleet().job if self._fleet is not None else None
-        is_new = not before or before[0].plan.replicas > 1
+        is_new = not before or before[0].plan.replicas > 1 or before[0].copies is not row.copies
         if is_new and (risk := risk_line(row, job)):
             self._progress.tell(risk, style="yellow")
 

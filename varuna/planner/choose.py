@@ -7,6 +7,7 @@ from varuna.calibration.nominal import ETHERNET, nominal_calibration
 from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.planner.copies import with_copies
 from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import Ranking, rank_plans
 
@@ -49,6 +50,7 @@ def plan_run(
     calibration: Calibration | None = None,
     policy: str = "adaptive",
     flags: Flags = NO_FLAGS,
+    copies: bool = False,
 ) -> Plan:
     """The plan of a generation; the same m as in the generation before, unless it fits no more.
 
@@ -61,6 +63,7 @@ def plan_run(
         calibration: of the hardware; nominal if None. Compiled sections run B whole, whatever it says of halves.
         policy: schedule policy.
         flags: for advice.
+        copies: the run outlives the loss of a worker, so that copies of stages' states may be worth their price.
 
     Raises:
         UsageError: the job's m is out of range.
@@ -75,7 +78,8 @@ def plan_run(
         calibration=calibration,
         policy=policy,
     )
-    return _safer(best_plan(request, flags), request)
+    plan = _safer(best_plan(request, flags), request)
+    return with_copies(plan, job, request, measured=calibration is not None) if copies else plan
 
 
 def run_request(
@@ -165,10 +169,13 @@ class RunPlanner:
         memory_bytes: of one worker; None: what its device has.
         stages: P if the user fixed it.
         flags: for advice.
+        copies: see ``plan_run``.
     """
 
-    def __init__(self, *, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS) -> None:
-        self._memory_bytes, self._stages, self._flags = memory_bytes, stages, flags
+    def __init__(
+        self, *, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS, copies: bool = True
+    ) -> None:
+        self._memory_bytes, self._stages, self._flags, self._copies = memory_bytes, stages, flags, copies
 
     def __call__(self, job: JobFacts, workers: int, micro_batch: int | None, calibration: Calibration | None) -> Plan:
         """The plan of a generation."""
@@ -180,6 +187,7 @@ class RunPlanner:
             micro_batch=micro_batch,
             calibration=calibration,
             flags=self._flags,
+            copies=self._copies,
         )
 
     def request(
@@ -197,6 +205,8 @@ class RunPlanner:
         return made.model_copy(update={"wanted": wanted})
 
 
-def planner(*, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS) -> RunPlanner:
+def planner(
+    *, memory_bytes: int | None, stages: int | None, flags: Flags = _OF_COMMANDS, copies: bool = True
+) -> RunPlanner:
     """Plans from (job, workers, micro-batch, calibration)."""
-    return RunPlanner(memory_bytes=memory_bytes, stages=stages, flags=flags)
+    return RunPlanner(memory_bytes=memory_bytes, stages=stages, flags=flags, copies=copies)

@@ -175,6 +175,7 @@ class _Workers:
                 workers=count,
                 stages=stages.get(count) if isinstance(stages, Mapping) else stages,
                 micro_batch=micro_batch,
+                copies=True,
             ),
             hands=self,
             mailbox=self._mailbox,

@@ -11,6 +11,7 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums
+from varuna.engine.base.still import Still
 from varuna.engine.device.host_copies import DONE, HOST, Ready
 from varuna.engine.graphs.compiled import Compiler
 from varuna.engine.stage import averages
@@ -59,9 +60,8 @@ class Stage:
             begun: the first step, if another generation has begun it.
         """
         self.job = job
-        self.plan, self.index = plan, stage
-        self.sections = plan.sections_of(stage)
-        self.is_last, self.next_step = stage == plan.stages - 1, next_step
+        self.plan, self.index, self.sections = plan, stage, plan.sections_of(stage)
+        self.is_last, self.next_step, self.still = stage == plan.stages - 1, next_step, Still(next_step)
         self.sharding = ShardedOptimizerState(plan, job, stage, replica)
         self.gradient_free = len(range(self.sections.start, min(self.sections.stop, job.model.gradient_free)))
         """number of first sections with nothing to train in them or below them: F only, never R or B"""

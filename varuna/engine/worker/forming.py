@@ -213,8 +213,7 @@ def _states(
     received = exchange(groups.world, assignment.transfers, rank, held, left_out) if assignment.transfers else {}
     if received:
         at(Awaited("frozen parameters from the files of weights="))
-        used = {section: model.sections[section].parameters for section in received}
-        put_back(received, used, partial(initial, checks=False), "what another worker sent")
+        put_back(received, _used(model, received), partial(initial, checks=False), "what another worker sent")
     states: dict[int, SectionState] = {}
     refusal: VarunaError | None = None
     what = f"first values of {len(wanted)} sections" if assignment.fresh else "state from the checkpoint"
@@ -233,6 +232,7 @@ def _states(
         for section in received.keys() & held.keys() & states.keys():  # it came for its optimizer state only
             if (own := held[section].tensors.get(SUMS)) is not None:
                 states[section].tensors.setdefault(SUMS, own)
+        put_back(states, _used(model, states), partial(initial, checks=False), "the copy of a lost worker's state")
     if assignment.members > 1 and assignment.fresh:
         others = tuple(m for m in range(assignment.members) if m != rank)
         at(Awaited("the comparison of first values", others, checks=True))
@@ -241,6 +241,11 @@ def _states(
     elif refusal is not None:
         raise refusal
     return states
+
+
+def _used(model: PartitionedModel, states: Collection[int]) -> dict[int, Sequence[str]]:
+    """Parameters of sections."""
+    return {section: model.sections[section].parameters for section in states}
 
 
 def _look_again(

@@ -19,6 +19,8 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
+from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
+from varuna.engine.copies.sending import CopySender
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
@@ -101,6 +103,7 @@ class Generation:
     def close(self, *, exiting: bool = False) -> None:
         """Abandon the generation without waiting for anyone."""
         self.inbox.abort(GenerationEnded(self.assignment.generation))
+        self.stage.still.close()
         self.runtime.close()
         self.reducer.close()
         self.groups.abandon(exiting=exiting)
@@ -212,8 +215,10 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
     return stage
 
 
-def open_generation(setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage) -> Generation:
-    """Open links, loader and reductions of a formed generation."""
+def open_generation(
+    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
+) -> Generation:
+    """Open links, loader and reductions of a formed generation, and begin to copy its state to other ranks."""
     plan, rank = assignment.plan, assignment.rank
     reducer = Reducer(stage, plan, rank, groups, inbox)
     runtime = Runtime(
@@ -227,4 +232,30 @@ def open_generation(setting: Setting, assignment: Assignment, inbox: Inbox, grou
         weight=setting.weight,
         steps=setting.steps,
     )
+    _open_copies(setting, assignment, inbox, groups, stage, copy)
     return Generation(assignment, inbox, groups, stage, reducer, runtime)
+
+
+def _open_copies(
+    setting: Setting, assignment: Assignment, inbox: Inbox, groups: Groups, stage: Stage, copy: KeptCopy
+) -> None:
+    """Send copies of this rank's state, and keep another one's, if that was decided."""
+
+    def states() -> dict[int, SectionState]:
+        found = {section: stage.state_of(section) for section in stage.sections}
+        return found if setting.left_out is None else {each: setting.left_out.of(found[each]) for each in found}
+
+    where = {"rank": assignment.rank, "stage": stage.index}
+    if assignment.copy_from is not None:
+        CopyKeeper(groups.world, assignment.copy_from, copy, inbox=inbox, still=stage.still, **where)
+    if assignment.copy_to is not None:
+        states()  # reads frozen parameters once, which the update would have to wait for
+        CopySender(
+            groups.world,
+            assignment.copy_to,
+            inbox=inbox,
+            still=stage.still,
+            states=states,
+            steps=setting.steps,
+            **where,
+        )

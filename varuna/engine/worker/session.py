@@ -21,6 +21,7 @@ from varuna.core.vote import StepTotals
 from varuna.data.samples import SampleSource
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.wait_bounds import Patience
+from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.pipeline.divergence import check_finite, check_measured, is_finite
 from varuna.engine.shown.shown_steps import ShownSteps
 from varuna.engine.stage.job import Job
@@ -264,11 +265,12 @@ class Session:
             inbox.abort(GenerationEnded(assignment.generation))
             return None
         stage = build_stage(self._setting, assignment, formed.states)
-        standing.take(stage)
+        copy = KeptCopy()
+        standing.take(stage, copy)
         self._assignment = assignment
         if self._saver is not None:
             self._saver.begin(stage, assignment)
-        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage)
+        generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy)
         self._close_current()
         self.heartbeat.reporter.begin()
         inbox.expect_step(plan.step_s)

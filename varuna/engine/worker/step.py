@@ -110,7 +110,9 @@ def _report(generation: Generation, reporter: Reporter, recent: RecentSteps, beg
 def apply_vote(stage: Stage, step: int, vector: Sequence[float]) -> StepTotals:
     """Apply a step by the result of its vote, unless that is done."""
     totals = layout_of(stage).read(vector)
+    stage.still.changes()
     stage.apply(step, _scale(stage, totals), overflowed=overflowed(stage.job.dtype, totals))
+    stage.still.rests(stage.next_step)
     return totals
 
 
@@ -125,6 +127,7 @@ def _apply_tentatively(generation: Generation, step: int, vector: Tensor) -> Non
     if overflowed(stage.job.dtype, totals):
         return
     exchange = generation.reducer.exchange(step)
+    stage.still.changes()
     stage.apply_tentatively(_scale(stage, totals), exchange)
     stage.local_exchange.used |= exchange.used
 

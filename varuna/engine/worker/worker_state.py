@@ -14,6 +14,7 @@ from varuna.core.errors import WorkerError
 from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Flag, Held, Vote
 from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.stage.load_state import SUMS
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.loop_state import Turn
@@ -37,6 +38,7 @@ class WorkerState:
         self._votes: deque[Vote] = deque(maxlen=_VOTES_KEPT)
         self.generation = -1
         self.stage: Stage | None = None
+        self._copy = KeptCopy()  # of another rank's state
 
     @property
     def next_step(self) -> int | None:
@@ -46,7 +48,8 @@ class WorkerState:
     def states(self) -> dict[int, SectionState]:
         """State of every section held, as references; of lent ones without optimizer state, unless outdated.
 
-        With sums of gradients, if a step was broken off; nobody adds to them any more.
+        With sums of gradients, if a step was broken off; nobody adds to them any more. And the copy of another rank's
+        state, if it is complete and of the same step.
         """
         stage = self.stage
         if stage is None:
@@ -55,7 +58,7 @@ class WorkerState:
         for each in stage.sums.seal():
             if each.section in states:
                 states[each.section].tensors[SUMS] = stage.buckets[each.section].flat
-        return states
+        return {**self._copy.seal(stage.next_step), **states}
 
     def in_hand(self) -> tuple[dict[int, SectionState], Turn | None]:
         """The states of ``states``, and the newest step that they contain."""
@@ -80,10 +83,10 @@ class WorkerState:
         """Forget votes, since their steps will be run again: the run begins anew, or from a checkpoint."""
         self._votes.clear()
 
-    def take(self, stage: Stage | None) -> None:
-        """Hold this state from now on; None: a spare, which holds nothing and is at rest."""
+    def take(self, stage: Stage | None, copy: KeptCopy | None = None) -> None:
+        """Hold this state from now on, and this copy; None: a spare, which holds nothing and is at rest."""
         with self._lock:
-            self.stage = stage
+            self.stage, self._copy = stage, copy or KeptCopy()
             self._at_rest = stage is None
             if self._at_rest and self._ended >= self.generation:  # it was ended in this moment, by who saw no rest
                 self._end(self.generation)
@@ -203,5 +206,6 @@ class WorkerState:
                 lent=sharding.up_to_date if sharding is not None else (),
                 votes=votes,
                 sums=self.stage.held_sums() if self.stage is not None else None,
+                copies=tuple(sorted(self._copy.seal(self.next_step))),
             )
         )

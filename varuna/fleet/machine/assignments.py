@@ -35,6 +35,8 @@ def assignments(
                 transfers=tuple(own.get(rank, ())),
                 rest=_rest(record, rank, losses),
                 lost_replicas=lost.get(name, ()),
+                copy_to=record.copied_to(rank),
+                copy_from=record.copied_from(rank),
                 checkpoint=record.checkpoint,
                 fresh=record.rollback and record.checkpoint is None,
             ),

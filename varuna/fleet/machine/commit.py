@@ -27,7 +27,8 @@ def note_held(transition: Transition, name: str, held: Held) -> None:
         if held.next_step is not None and held.next_step < _newest_step(transition.fleet):
             return  # answered a Hold that crossed our Apply
         transition.update(phase=replace(fleet.phase, applying=fleet.phase.applying - {name}))
-    holding = Holding(held.next_step, frozenset(held.sections), frozenset(held.lent), held.sums)
+    sections = frozenset((*held.sections, *held.copies))
+    holding = Holding(held.next_step, sections, frozenset(held.lent), held.sums)
     transition.update_worker(name, holding=holding)
     if isinstance(fleet.phase, Running) and fleet.phase.stopped is None and fleet.is_joined(name):
         transition.update(phase=replace(fleet.phase, stopped=name))

@@ -331,6 +331,7 @@ def _start(
         steps_redone=max(0, undone) + phase.in_flight,
         kept_micro_batches=left.kept if left is not None else 0,
         remainder=left,
+        copy_shift=placement.copy_shift(plan, [nodes[name] for name in seated[: plan.workers]]),
         moved_sections=len(moves),
         rollback=rollback,
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 
 from varuna.core.messages import Transfer
-from varuna.core.plan import Plan
+from varuna.core.plan import Copies, Plan
 from varuna.core.sharded_optimizer import Holders, held_by
 
 Holdings = Mapping[str, frozenset[int]]
@@ -194,6 +194,24 @@ def transfers(
                 sent_bytes[source] += weights[section]
                 moves.append(Transfer(section=section, source_rank=source, target_rank=rank, lent=is_lent))
     return tuple(moves)
+
+
+def copy_shift(plan: Plan, nodes: Sequence[str]) -> int:
+    """How many ranks further the copy of each rank's state is kept; 0: nowhere.
+
+    The least one at which most copies are on another node: a node takes all its workers with it.
+
+    Args:
+        plan: of the generation.
+        nodes: VM of each rank.
+    """
+    if plan.copies is not Copies.KEPT:
+        return 0
+
+    def apart(shift: int) -> int:
+        return sum(nodes[rank] != nodes[(rank + shift) % plan.workers] for rank in range(plan.workers))
+
+    return max(range(1, plan.workers), key=lambda shift: (apart(shift), -shift), default=0)
 
 
 def _ranks_by_section(sections: int, holdings: Sequence[frozenset[int]]) -> list[list[int]]:

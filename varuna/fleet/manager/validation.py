@@ -85,7 +85,7 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if why := _out_of_line(fleet, worker, held.votes):
         return why
     if held.next_step is None:
-        return Objection("it holds sections without a step") if held.sections or held.lent else None
+        return Objection("it holds sections without a step") if held.sections or held.lent or held.copies else None
     known = max([fleet.recorded_step, *fleet.votes, *(vote.step for vote in held.votes)])
     first = fleet.record.first_step if fleet.history else 0
     if held.next_step > max(known + 1, first):
@@ -93,6 +93,9 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if not _was_given(fleet, worker, held):
         named = ", ".join(str(section) for section in (*held.sections, *held.lent)[:8])
         return Objection(f"it claims to hold sections {named}, which it was never given")
+    if not _was_copied(fleet, worker, held):
+        named = ", ".join(str(section) for section in held.copies[:8])
+        return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
     return _about_sums(fleet, held.sums) if held.sums is not None else None
 
 
@@ -126,6 +129,17 @@ def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:
             lent = tuple(section for section in sections if section not in whole)
             if held.sections == whole and held.lent in ((), lent):
                 return True
+    return False
+
+
+def _was_copied(fleet: Fleet, worker: str, held: Held) -> bool:
+    """A worker keeps a copy of one other seat's state, of this generation or (if that did not form) of one before."""
+    if not held.copies:
+        return True
+    for record in reversed(fleet.history):
+        source = record.copied_from(record.ranks[worker]) if record.has_seat(worker) else None
+        if source is not None and held.copies == tuple(record.plan.sections_of(record.plan.place_of(source).stage)):
+            return True
     return False
 
 

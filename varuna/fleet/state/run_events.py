@@ -26,6 +26,7 @@ class GenerationRecord(Value):
     remainder: Remainder | None = Field(
         default=None, description="what of the step in flight has to run, until it is recorded; None: all of it"
     )
+    copy_shift: int = Field(default=0, description="rank r + this keeps a copy of rank r's state; 0: nobody does")
     moved_sections: int = Field(default=0, description="section states copied between workers")
     rollback: bool = Field(default=False, description="state came from a checkpoint or from the initialisation")
     checkpoint: str | None = None
@@ -40,6 +41,14 @@ class GenerationRecord(Value):
     def ranks(self) -> Mapping[str, int]:
         """Rank of each member; below ``plan.workers`` in the grid."""
         return {name: rank for rank, name in enumerate(self.members)}
+
+    def copied_from(self, rank: int) -> int | None:
+        """The rank whose state a rank keeps a copy of, if any."""
+        return (rank - self.copy_shift) % self.plan.workers if self.copy_shift and rank < self.plan.workers else None
+
+    def copied_to(self, rank: int) -> int | None:
+        """The rank that keeps a copy of a rank's state, if any does."""
+        return (rank + self.copy_shift) % self.plan.workers if self.copy_shift and rank < self.plan.workers else None
 
     def has_seat(self, name: str) -> bool:
         """Whether a worker is in the grid."""

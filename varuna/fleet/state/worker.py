@@ -52,7 +52,7 @@ class Holding:
 
     next_step: int | None = None
     sections: frozenset[int] = frozenset()
-    """Whole."""
+    """Whole: its own, and copies of another rank's."""
     lent: frozenset[int] = frozenset()
     """Without optimizer state, which other replicas hold."""
     sums: HeldSums | None = None

@@ -2,7 +2,8 @@ from itertools import pairwise
 
 from tests.unit.fleet.support import make_job, make_plan
 from varuna.core.messages import Transfer
-from varuna.fleet.machine.placement import seat, transfers, uncovered
+from varuna.core.plan import Copies
+from varuna.fleet.machine.placement import copy_shift, seat, transfers, uncovered
 
 JOB = make_job(sections=4)
 EVEN = (1, 1, 1, 1)
@@ -109,3 +110,12 @@ def test_a_worker_sits_where_its_share_of_the_state_is_wanted() -> None:
     holdings = {"a": frozenset({1, 2, 3}), "b": frozenset({0, 2, 3}), "c": FRONT}
     lent = {"a": frozenset({0}), "b": frozenset({1}), "c": BACK}
     assert seat(plan, ["a", "b", "c"], holdings, EVEN, lent=lent, holders=holders) == ("b", "c", "a")
+
+
+def test_a_copy_is_kept_on_another_machine_where_there_is_one() -> None:
+    plan = make_plan(JOB, 4, None).model_copy(update={"copies": Copies.KEPT})
+    assert copy_shift(plan, list("aaaa")) == 1
+    assert copy_shift(plan, list("abcd")) == 1
+    assert copy_shift(plan, list("aabb")) == 2, "neighbours share a machine"
+    assert copy_shift(plan, list("aaab")) == 1, "one machine has most of them"
+    assert copy_shift(make_plan(JOB, 4, None), list("abcd")) == 0

@@ -50,6 +50,8 @@ def test_lies_are_named() -> None:
         (Held(generation=1, next_step=2), "the newest is 0"),
         (Held(generation=0, next_step=2, sections=(2, 3)), "never given"),
         (Held(generation=0, next_step=2, sections=(0, 1, 2, 3)), "never given"),
+        (Held(generation=0, next_step=2, sections=sections, copies=(2, 3)), "which nobody has sent it"),
+        (Held(generation=0, next_step=None, copies=(2, 3)), "without a step"),
         (Held(generation=0, next_step=9, sections=sections), "step 2 is not committed"),
         (Held(generation=0, next_step=None, sections=sections), "without a step"),
         (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)), "1 numbers"),

@@ -1,0 +1,143 @@
+"""A copy is complete or worth nothing, whatever happens on either side meanwhile."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.unit.engine.ranks import connected
+from tests.waiting import wait_for
+from varuna.checkpoint.io.section_state import SectionState
+from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.base.still import Still
+from varuna.engine.copies import keeping, sending
+from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
+from varuna.engine.copies.sending import CopySender
+
+STEPS = 10
+
+
+class Pair:
+    """Rank 0 trains a section, and rank 1 keeps its copy; tests move both from step to step."""
+
+    def __init__(self) -> None:
+        self.groups, self.inboxes = connected(2), [Inbox(), Inbox()]
+        self.value = torch.zeros(1000)
+        self.owner, self.other, self.copy = Still(0), Still(0), KeptCopy()
+        CopyKeeper(self.groups[1], 0, self.copy, inbox=self.inboxes[1], still=self.other, rank=1, stage=1)
+        CopySender(
+            self.groups[0],
+            1,
+            inbox=self.inboxes[0],
+            still=self.owner,
+            states=lambda: {2: SectionState(2, {"parameters/w": self.value}, {"scale": 3})},
+            steps=STEPS,
+            rank=0,
+            stage=0,
+        )
+
+    def update(self, *stills: Still, step: int) -> None:
+        """Both, or one of them, apply a step."""
+        for still in stills:
+            still.changes()
+            if still is self.owner:
+                self.value.fill_(float(step))
+            still.rests(step)
+
+    def kept(self) -> int | None:
+        """The step of the copy that is complete."""
+        return self.copy._step
+
+    def close(self) -> None:
+        for still, inbox in zip((self.owner, self.other), self.inboxes, strict=True):
+            still.close()
+            inbox.abort(GenerationEnded(0))
+
+
+@pytest.fixture
+def pair() -> Pair:
+    return Pair()
+
+
+def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Semaphore, Callable[[], int]]:
+    """Each part of a copy waits until the test lets it go; and how many were sent."""
+    gate, sent = threading.Semaphore(0), []
+
+    def pause_s(part_s: float) -> float:
+        sent.append(part_s)
+        gate.acquire(timeout=20)
+        return 0.0
+
+    monkeypatch.setattr(sending, "pause_s", pause_s)
+    monkeypatch.setattr(sending, "PART_BYTES", 1024)  # of 4032
+    return gate, lambda: len(sent)
+
+
+def test_each_step_has_a_copy_which_the_next_one_replaces(pair: Pair) -> None:
+    for step in range(3):
+        wait_for(lambda step=step: pair.kept() == step, 10)  # type: ignore[misc]
+        pair.update(pair.owner, pair.other, step=step + 1)
+    wait_for(lambda: pair.kept() == 3, 10)
+    assert pair.copy.seal(2) == {}, "of another step"
+    found = pair.copy.seal(3)
+    assert found[2].tensors["parameters/w"].unique().tolist() == [3.0]
+    assert found[2].scalars == {"scale": 3}
+    pair.close()
+
+
+def test_a_copy_that_the_next_update_overtakes_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, sent = gated(monkeypatch)
+    pair = Pair()
+    gate.release()
+    wait_for(lambda: sent() == 2, 10)
+    pair.update(pair.owner, step=1)  # rank 1 has not got the vote yet
+    gate.release(100)
+    with pytest.raises(AssertionError):
+        wait_for(lambda: pair.kept() is not None, 0.3)
+    assert sent() == 2, "instead of the third part there was word of it"
+    pair.update(pair.other, step=1)
+    wait_for(lambda: pair.kept() == 1, 10)
+    assert pair.copy.seal(1)[2].tensors["parameters/w"].unique().tolist() == [1.0]
+    pair.close()
+
+
+def test_the_old_copy_stays_until_its_keeper_has_the_vote(pair: Pair) -> None:
+    """If the owner dies with the only result of a vote, the step runs again from the old state."""
+    wait_for(lambda: pair.kept() == 0, 10)
+    pair.update(pair.owner, step=1)
+    with pytest.raises(AssertionError):
+        wait_for(lambda: pair.kept() != 0, 0.3)
+    assert pair.copy.seal(0)[2].tensors["parameters/w"].unique().tolist() == [0.0]
+    pair.close()
+
+
+def test_what_is_sealed_does_not_change_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, sent = gated(monkeypatch)
+    pair = Pair()
+    wait_for(lambda: sent() == 1, 10)
+    assert pair.copy.seal(0) == {}
+    gate.release(100)
+    wait_for(lambda: sent() == 4, 10)
+    pair.update(pair.owner, pair.other, step=1)
+    with pytest.raises(AssertionError):
+        wait_for(lambda: pair.kept() is not None, 0.3)
+    pair.close()
+
+
+def test_without_room_there_is_no_copy_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(keeping, "available_bytes", lambda: 8000)  # twice the copy is more
+    pair, printed = Pair(), []
+
+    def warned() -> bool:
+        printed.append("".join(capfd.readouterr()))
+        return "has no room for a copy of rank 0's state" in "".join(printed)
+
+    wait_for(warned, 10)
+    assert pair.kept() is None
+    monkeypatch.setattr(keeping, "available_bytes", lambda: 9000)
+    pair.update(pair.owner, pair.other, step=1)
+    wait_for(lambda: pair.kept() == 1, 10)
+    pair.close()

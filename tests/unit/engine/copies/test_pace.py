@@ -1,0 +1,44 @@
+"""How fast copies are made, and that a worker whose copies are always late makes few of them."""
+
+from itertools import pairwise
+
+import pytest
+
+from varuna.engine.copies.pace import LONGEST_PAUSE_S, SHORT_S, Pace, pause_s
+
+
+def test_copies_take_half_of_a_links_time_and_never_pause_for_long() -> None:
+    assert pause_s(0.004) == pytest.approx(0.004)
+    assert pause_s(60.0) == LONGEST_PAUSE_S
+
+
+def test_a_copy_may_take_a_third_of_a_step_or_a_moment() -> None:
+    pace = Pace()
+    assert not pace.ended(9.9, 30.0)
+    assert pace.late == 0
+    assert not pace.ended(10.1, 30.0)
+    assert pace.late == 1
+    assert not pace.ended(SHORT_S, 0.01)
+    assert pace.late == 0
+
+
+def test_copies_that_are_always_late_become_rare_and_are_told_of_once() -> None:
+    pace, told, begun = Pace(), 0, []
+    for step in range(400):
+        if pace.begins():
+            begun.append(step)
+            told += pace.ended(None, 1.0)
+    gaps = [later - sooner for sooner, later in pairwise(begun)]
+    assert gaps[:6] == [1, 1, 3, 5, 9, 17]
+    assert set(gaps[6:]) <= {33, 65}
+    assert told == 1
+
+
+def test_a_copy_in_time_makes_every_step_have_one_again() -> None:
+    pace = Pace()
+    for _ in range(5):
+        pace.ended(None, 1.0)
+    while not pace.begins():
+        pass
+    pace.ended(0.1, 1.0)
+    assert [pace.begins() for _ in range(3)] == [True] * 3

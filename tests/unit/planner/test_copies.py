@@ -1,0 +1,66 @@
+"""Whether a run keeps copies of stages' states: where a loss would cost steps, and copies cost little."""
+
+from typing import Any
+
+from tests.unit.planner.models import GB, MB, model, section
+from varuna.calibration.format import Link, NetworkCosts, Ring
+from varuna.calibration.nominal import nominal_calibration
+from varuna.core.model import JobFacts
+from varuna.core.plan import Copies, Plan
+from varuna.planner.choose import plan_run
+
+STATE_BYTES = 300 * MB  # of a section: its parameters, and twice as much of the optimizer
+
+
+def made(
+    stages: int = 4, workers: int = 4, *, copies: bool = True, memory_bytes: int | None = None, **job: Any
+) -> Plan:
+    facts = JobFacts(
+        **{"model": model([section()] * 4), "global_batch": 64, "micro_batch": 1, "seed": 0, "steps": 1, **job}
+    )
+    return plan_run(facts, workers=workers, stages=stages, memory_bytes=memory_bytes, copies=copies)
+
+
+def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
+    plan = made()
+    assert (plan.shape, plan.copies) == ("4x1", Copies.KEPT)
+    without = made(copies=False)
+    assert without.copies is Copies.NONE
+    assert [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)] == [
+        STATE_BYTES
+    ] * 4
+    assert made(stages=2).copies is Copies.NONE, "two replicas"
+    assert made(stages=1, workers=1).copies is Copies.NONE, "nobody else is there"
+
+
+def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
+    plan, without = made(stages=3, workers=3), made(stages=3, workers=3, copies=False)
+    most = max(len(plan.sections_of(stage)) for stage in range(3)) * STATE_BYTES
+    more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
+    largest = next(stage for stage in range(3) if len(plan.sections_of(stage)) == 2)
+    assert more == [STATE_BYTES if stage == largest else most for stage in range(3)]
+
+
+def test_there_is_no_copy_where_it_does_not_fit_or_is_not_in_host_memory() -> None:
+    needed = max(made(copies=False).memory_bytes)
+    assert made(memory_bytes=needed).copies is Copies.MEMORY
+    assert made(memory_bytes=needed + GB).copies is Copies.KEPT
+    assert made(memory_apart=True).copies is Copies.DEVICE
+
+
+def test_there_is_no_copy_where_it_would_take_too_much_of_a_measured_step() -> None:
+    facts = model([section()] * 4)
+    job = JobFacts(model=facts, global_batch=64, micro_batch=1, seed=0, steps=1)
+    measured = nominal_calibration(facts)
+
+    def over(bytes_per_s: float) -> Plan:
+        network = NetworkCosts(
+            link=Link(latency_s=0, bytes_per_s=bytes_per_s), rings=(Ring(latency_s=0, bytes_per_s=1e9),)
+        )
+        known = measured.model_copy(update={"across_vms": network})
+        return plan_run(job, workers=4, stages=4, calibration=known, copies=True)
+
+    step_s = over(1e12).step_s
+    just = 2 * STATE_BYTES / (step_s / 3)  # half of the link's time, a third of a step
+    assert over(1.2 * just).copies is Copies.KEPT
+    assert over(0.5 * just).copies is Copies.TIME

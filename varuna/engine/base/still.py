@@ -1,0 +1,48 @@
+"""When a stage's state rests, so that other threads may read it: between two updates."""
+
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Still:
+    """Guards the state of one stage in one generation; the training thread changes it, others read.
+
+    A read holds an update up, so it must be short.
+    """
+
+    def __init__(self, step: int) -> None:
+        """The state rests, and contains ``step`` steps."""
+        self._changed = threading.Condition()
+        self._step: int | None = step
+        self._closed = False
+
+    def changes(self) -> None:
+        """The state is about to change; waits for a read in progress."""
+        with self._changed:
+            self._step = None
+
+    def rests(self, step: int) -> None:
+        """The state rests again, and contains ``step`` steps."""
+        with self._changed:
+            self._step = step
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Nobody waits any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def wait_beyond(self, step: int) -> int | None:
+        """Wait until the state rests at a step beyond this one; None: it was closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._step is not None and self._step > step))
+            return None if self._closed else self._step
+
+    def read(self, step: int, look: Callable[[], T]) -> T | None:
+        """What ``look`` returns, which no update interrupts; None: the state is not that of ``step`` any more."""
+        with self._changed:
+            return look() if self._step == step and not self._closed else None

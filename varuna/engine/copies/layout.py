@@ -1,0 +1,130 @@
+"""How a stage's state crosses to another rank: a header, then the bytes of all tensors as one body, in equal parts.
+
+Nothing is copied as a whole: a part is cut out of the tensors as they are, and put into new ones at the other end.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from varuna.checkpoint.io.section_state import DTYPE_NAMES, JSON, SectionState
+from varuna.core.errors import CheckpointError
+
+_ALIGNMENT_BYTES = 64
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+
+
+class Entry(NamedTuple):
+    """A tensor of a section's state."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    first: int
+    """of its bytes, within those of its section"""
+
+
+class SectionLayout(NamedTuple):
+    """The state of one section, without its tensors' values."""
+
+    section: int
+    size_bytes: int
+    entries: tuple[Entry, ...]
+    scalars: dict[str, JSON]
+
+    @classmethod
+    def of(cls, state: SectionState) -> Self:
+        """The layout of a state.
+
+        Raises:
+            CheckpointError: a tensor's dtype has no name.
+        """
+        entries, end = [], 0
+        for name, value in state.tensors.items():
+            if value.dtype not in DTYPE_NAMES:
+                raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which cannot be copied")
+            entries.append(Entry(name, DTYPE_NAMES[value.dtype], tuple(value.shape), end))
+            end = -(-(end + value.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return cls(state.section, end, tuple(entries), dict(state.scalars))
+
+    def state_in(self, memory: Tensor) -> SectionState:
+        """The state whose bytes are in ``memory``, as views of it."""
+        tensors = {}
+        for name, dtype_name, shape, first in self.entries:
+            dtype, count = _DTYPES[dtype_name], torch.Size(shape).numel()
+            tensors[name] = memory[first : first + count * dtype.itemsize].view(dtype).view(shape)
+        return SectionState(self.section, tensors, dict(self.scalars))
+
+
+def as_bytes(layouts: Sequence[SectionLayout]) -> bytes:
+    """The header."""
+    return json.dumps([layout._asdict() for layout in layouts]).encode()
+
+
+def from_bytes(header: bytes) -> tuple[SectionLayout, ...]:
+    """Inverse of ``as_bytes``."""
+    return tuple(
+        SectionLayout(
+            each["section"],
+            each["size_bytes"],
+            tuple(Entry(name, dtype, tuple(shape), first) for name, dtype, shape, first in each["entries"]),
+            each["scalars"],
+        )
+        for each in json.loads(header)
+    )
+
+
+class Body:
+    """Bytes of several sections, one after another, which are read or written in parts."""
+
+    def __init__(self, pieces: Sequence[tuple[int, Tensor]], size_bytes: int) -> None:
+        """Begin with flat tensors of bytes, and where each begins in the body."""
+        self._pieces = [(start, piece) for start, piece in pieces if piece.numel()]
+        self._starts, self.size_bytes = [start for start, _ in self._pieces], size_bytes
+
+    @classmethod
+    def of_states(cls, layouts: Sequence[SectionLayout], states: Mapping[int, SectionState]) -> Self:
+        """The body of states as they are; what is not contiguous is copied."""
+        pieces, start = [], 0
+        for layout in layouts:
+            for entry in layout.entries:
+                value = states[layout.section].tensors[entry.name].detach().resolve_conj().resolve_neg()
+                pieces.append((start + entry.first, value.contiguous().view(-1).view(torch.uint8)))
+            start += layout.size_bytes
+        return cls(pieces, start)
+
+    @classmethod
+    def of_memory(cls, memories: Sequence[Tensor]) -> Self:
+        """The body that is in the memory of each section."""
+        pieces, start = [], 0
+        for memory in memories:
+            pieces.append((start, memory))
+            start += memory.numel()
+        return cls(pieces, start)
+
+    def read(self, first: int, part: Tensor) -> None:
+        """Copy the bytes from ``first`` on into ``part``; what is between tensors, or beyond the end, stays."""
+        for mine, other in self._overlaps(first, part):
+            other.copy_(mine)
+
+    def write(self, first: int, part: Tensor) -> None:
+        """Inverse of ``read``."""
+        for mine, other in self._overlaps(first, part):
+            mine.copy_(other)
+
+    def _overlaps(self, first: int, part: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pieces, and where they are in the part."""
+        end, found = first + part.numel(), []
+        nearest = max(0, bisect_right(self._starts, first) - 1)
+        for start, piece in islice(self._pieces, nearest, None):
+            if start >= end:
+                break
+            low, high = max(first, start), min(end, start + piece.numel())
+            if low < high:
+                found.append((piece[low - start : high - start], part[low - first : high - first]))
+        return found

@@ -1,0 +1,44 @@
+"""Whether a run keeps a copy of each stage's state in the memory of another worker. Pure.
+
+It is worth that where each section has one holder, whose loss would send the run back to a checkpoint. A copy is made
+during every step, beside the computation, and the next step makes it worthless.
+"""
+
+from varuna.core.model import JobFacts
+from varuna.core.plan import Copies, Plan
+from varuna.planner.request import PlanRequest
+
+LINK_SHARE = 0.5
+"""Of a link's time, at most, goes to copies."""
+LONGEST = 1 / 3
+"""Of a step, that a copy may take: until it is complete, the loss of its owner is what it is without copies."""
+
+
+def with_copies(plan: Plan, job: JobFacts, request: PlanRequest, *, measured: bool) -> Plan:
+    """The plan with the decision, and with the memory that copies take.
+
+    Args:
+        plan: the best one.
+        job: what it trains.
+        request: that it answers.
+        measured: the plan's times were; nominal ones are no reason against copies, which stop by themselves if they
+            take too long.
+    """
+    if plan.replicas > 1 or plan.stages == 1:
+        return plan.model_copy(update={"copies": Copies.NONE})
+    if job.memory_apart:
+        return plan.model_copy(update={"copies": Copies.DEVICE})
+    sections = job.model.sections
+    state_bytes = [
+        sum(sections[index].parameter_bytes + sections[index].optimizer_bytes for index in plan.sections_of(stage))
+        for stage in range(plan.stages)
+    ]
+    # Who keeps whose copy is decided with the seats.
+    kept_bytes = [max(state_bytes[:stage] + state_bytes[stage + 1 :]) for stage in range(plan.stages)]
+    memory_bytes = tuple(own + kept for own, kept in zip(plan.memory_bytes, kept_bytes, strict=True))
+    if request.limit_bytes is not None and max(memory_bytes) > request.limit_bytes:
+        return plan.model_copy(update={"copies": Copies.MEMORY})
+    copy_s = max(state_bytes) / request.calibration.across_vms.link.bytes_per_s / LINK_SHARE
+    if measured and copy_s > LONGEST * plan.step_s:
+        return plan.model_copy(update={"copies": Copies.TIME})
+    return plan.model_copy(update={"copies": Copies.KEPT, "memory_bytes": memory_bytes})
