@@ -115,8 +115,8 @@ class Plan(Value):
         return f"{self.stages}x{self.replicas}"
 
     def same_work(self, other: "Plan") -> bool:
-        """Whether two plans are equal but for their predictions."""
-        unpredicted = {"step_s": 0.0, "memory_bytes": (), "host_bytes": ()}
+        """Whether two plans are equal but for their predictions, and for copies of state."""
+        unpredicted = {"step_s": 0.0, "memory_bytes": (), "host_bytes": (), "copies": Copies.NONE}
         return self.model_copy(update=unpredicted) == other.model_copy(update=unpredicted)
 
     def rank_of(self, replica: int, stage: int) -> int:

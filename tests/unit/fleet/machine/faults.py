@@ -78,6 +78,12 @@ counts_every_vote = hearing(
 counts_lent_sections = hearing(lambda _, held: {"sections": tuple(sorted({*held.sections, *held.lent}))})
 """Parameters without optimizer state are taken for a section."""
 
+forgets_copies = hearing(lambda _, held: {"copies": ()})
+"""Nobody knows of copies of other workers' state."""
+
+counts_every_copy = hearing(lambda fleet, held: {"copies": tuple(range(fleet.record.plan.sections))})
+"""A copy that has not come, or is of an older step, is taken for one."""
+
 
 def _is_verdict(instruction: Instruction) -> bool:
     return isinstance(instruction, Publish) and isinstance(instruction.event, VerdictReached)

@@ -15,10 +15,10 @@ import pytest
 from tests.unit.fleet.machine import faults
 from tests.unit.fleet.machine.rollbacks import abandoned_timeline, spare_of_a_rollback
 from tests.unit.fleet.machine.test_machine_storm import SECTIONS, STEPS, SimulatedWorker, World, one_stage
-from tests.unit.fleet.support import Machine, make_job, two_stages
+from tests.unit.fleet.support import Machine, make_job, make_plan, two_stages
 from varuna.core.messages import Apply, Recorded, Suspect
-from varuna.core.model import Memory
-from varuna.core.plan import Plan
+from varuna.core.model import JobFacts, Memory
+from varuna.core.plan import Copies, Plan
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended, Stopping
@@ -131,6 +131,7 @@ class Small(World):
     def acts(self) -> list[str]:
         """What a living worker may do."""
         acts = ["obey", "learn", "fetch"] + ["leave"] * (self.steps < STEPS)
+        acts += ["copy"] * (self.driver.plan is copied_stages)
         return acts + ["gather"] * self.shared + ["again"] * bool(self.repeats) + ["die"] * bool(self.deaths)
 
     def key(self) -> object:
@@ -165,6 +166,7 @@ def _copy(original: T) -> T:
 def _twin(worker: SimulatedWorker) -> SimulatedWorker:
     twin = _copy(worker)
     twin.sections, twin.lent, twin.votes = set(worker.sections), set(worker.lent), list(worker.votes)
+    twin.copies = set(worker.copies)
     twin.inbox, twin.outbox = list(worker.inbox), list(worker.outbox)
     return twin
 
@@ -175,6 +177,8 @@ def _changes_nothing(act: str, worker: SimulatedWorker) -> bool:
         return not worker.inbox
     if act == "learn":
         return worker.stopped or worker.reduced is None or worker.reduced != worker.next_step
+    if act == "copy":
+        return worker.stopped or worker.copied_step == worker.next_step
     if act in ("fetch", "gather"):
         return worker.stopped or (not worker.loading and worker.stage <= worker.sections)
     return False
@@ -185,7 +189,8 @@ def _face(w: SimulatedWorker) -> object:
     answers = tuple((type(m).__name__, getattr(m, "next_step", None), len(getattr(m, "votes", ()))) for m in w.outbox)
     votes = tuple((vote.step, vote.generation) for vote in w.votes)
     facts = (w.alive, w.generation, w.next_step, w.timeline, w.reduced, w.recorded_step, w.stopped, w.loading, w.left)
-    return (*facts, w.over), tuple(sorted(w.sections)), tuple(sorted(w.lent)), messages, answers, votes
+    held = tuple(sorted(w.sections)), tuple(sorted(w.lent)), tuple(sorted(w.copies)), w.copied_step
+    return (*facts, w.over), held, messages, answers, votes
 
 
 def explore(start: Small, most: int) -> int:
@@ -211,10 +216,16 @@ def explore(start: Small, most: int) -> int:
     return len(seen)
 
 
+def copied_stages(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    """One replica, whose stages each have a copy on another worker."""
+    return make_plan(job, workers, micro_batch).model_copy(update={"copies": Copies.KEPT})
+
+
 CASES = {
     "three replicas": (3, one_stage, 2, False),
     "two stages and a spare": (3, two_stages, 2, False),
     "three replicas that share state out": (3, one_stage, 2, True),
+    "three stages with copies": (3, copied_stages, 1, False),  # with two deaths 112,628 states, explored once
 }
 LAST = {"two stages": (2, two_stages, 1, False), "two replicas": (2, one_stage, 1, False)}
 """The step in flight is the last one: who has it leaves."""
@@ -255,6 +266,8 @@ FAULTS: dict[str, tuple[Machine, Callable[[Machine], object]]] = {
         faults.counts_lent_sections,
         partial(explore_case, "three replicas that share state out"),
     ),
+    "nobody knows of copies": (faults.forgets_copies, partial(explore_case, "three stages with copies")),
+    "copies that are not there count": (faults.counts_every_copy, partial(explore_case, "three stages with copies")),
     "the last step is over for those who have not applied it": (
         faults.ends_for_all,
         partial(explore_last, "two stages"),

@@ -62,6 +62,9 @@ class SimulatedWorker:
     timeline: int = -1
     sections: set[int] = field(default_factory=set)
     lent: set[int] = field(default_factory=set)
+    copies: set[int] = field(default_factory=set)
+    """Sections of another worker, as they are after ``copied_step`` steps."""
+    copied_step: int = -1
     reduced: int | None = None
     votes: list[Vote] = field(default_factory=list)
     recorded_step: int = -1
@@ -104,6 +107,11 @@ class SimulatedWorker:
         return self.assignment.plan.place_of(self.rank).replica
 
     @property
+    def whole(self) -> set[int]:
+        """Sections that others may have from it: its own, and copies of the same step."""
+        return self.sections | (self.copies if self.copied_step == self.next_step else set())
+
+    @property
     def is_ready(self) -> bool:
         """Has all of its stage."""
         return not (self.stopped or self.loading) and self.needed <= self.sections and self.is_complete
@@ -125,6 +133,7 @@ class SimulatedWorker:
                 sections=tuple(sorted(self.sections)),
                 lent=tuple(sorted(self.lent)),
                 votes=unrecorded,
+                copies=tuple(sorted(self.whole - self.sections)),
             )
         )
 
@@ -207,7 +216,7 @@ class World:
         held = set[int]()
         for worker in holders:
             if worker.next_step == newest:
-                held |= worker.sections
+                held |= worker.whole
             elif worker.next_step == worker.reduced == newest - 1 and worker.generation == number - 1:
                 held |= worker.needed  # one step behind, but able to apply it
         if rollback:
@@ -284,6 +293,7 @@ class World:
             return  # until it has loaded, a worker still has its old state and its old votes
         if worker.next_step == assignment.next_step == self.base:
             worker.timeline = self.timeline
+        worker.sections, worker.copies = worker.whole, set()  # until the generation has formed it has both
         if not assignment.is_spare:
             if worker.next_step != assignment.next_step or not worker.sections | worker.lent:
                 worker.next_step, worker.sections, worker.lent = None, set(), set()
@@ -300,7 +310,7 @@ class World:
             worker.loading, worker.timeline, worker.reduced = False, assignment.generation, None
             worker.next_step = None if assignment.is_spare else assignment.next_step
             worker.sections, worker.votes = set(worker.needed), []
-            worker.lent = worker.stage - worker.sections
+            worker.lent, worker.copies = worker.stage - worker.sections, set()
             return
         if worker.next_step not in (None, assignment.next_step):
             return  # it trains: what it lacks now comes with ``gather``
@@ -315,6 +325,17 @@ class World:
                 (worker.lent if move.lent else worker.sections).add(move.section)
                 worker.next_step, worker.timeline = source.next_step, source.timeline
                 return
+
+    def copy(self, worker: SimulatedWorker) -> None:
+        """The state of the worker whose copy this one keeps has come, complete, while both are at the same step."""
+        assignment = worker.assignment
+        if assignment is None or assignment.copy_from is None or not (worker.alive and worker.is_ready):
+            return
+        source = self.workers[self.members(assignment)[assignment.copy_from]]
+        if source.alive and source.is_ready and source.generation == worker.generation:
+            assert source.rank + 1 == worker.rank or worker.rank == 0
+            if source.next_step == worker.next_step:
+                worker.copies, worker.copied_step = set(source.needed), worker.next_step or 0
 
     def gather(self, worker: SimulatedWorker) -> None:
         """The owners' new parameters reach a rank that has applied the step, if all of them live."""
