@@ -49,10 +49,10 @@ def train(options: argparse.Namespace) -> None:
 
     import varuna
     from benchmarks.engine_overhead import Tokens
-    from varuna.engine.copies.pace import Pace
+    from varuna.engine.copies.pace import CopyPace
 
     mode = [MODES[0]]
-    setattr(Pace, "begins", lambda pace: mode[0] == "with")  # noqa: B010 - mypy takes no assignment to a method
+    setattr(CopyPace, "begins", lambda pace: mode[0] == "with")  # noqa: B010 - mypy takes no assignment to a method
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in MODES}
     trainer = varuna.Trainer(
         lambda: _model(options.width),

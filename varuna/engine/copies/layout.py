@@ -19,7 +19,7 @@ _ALIGNMENT_BYTES = 64
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
-class Entry(NamedTuple):
+class TensorPlace(NamedTuple):
     """A tensor of a section's state."""
 
     name: str
@@ -34,7 +34,7 @@ class SectionLayout(NamedTuple):
 
     section: int
     size_bytes: int
-    entries: tuple[Entry, ...]
+    entries: tuple[TensorPlace, ...]
     scalars: dict[str, JSON]
 
     @classmethod
@@ -48,7 +48,7 @@ class SectionLayout(NamedTuple):
         for name, value in state.tensors.items():
             if value.dtype not in DTYPE_NAMES:
                 raise CheckpointError(f"{name} of section {state.section} is {value.dtype}, which cannot be copied")
-            entries.append(Entry(name, DTYPE_NAMES[value.dtype], tuple(value.shape), end))
+            entries.append(TensorPlace(name, DTYPE_NAMES[value.dtype], tuple(value.shape), end))
             end = -(-(end + value.nbytes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         return cls(state.section, end, tuple(entries), dict(state.scalars))
 
@@ -72,7 +72,7 @@ def from_bytes(header: bytes) -> tuple[SectionLayout, ...]:
         SectionLayout(
             each["section"],
             each["size_bytes"],
-            tuple(Entry(name, dtype, tuple(shape), first) for name, dtype, shape, first in each["entries"]),
+            tuple(TensorPlace(name, dtype, tuple(shape), first) for name, dtype, shape, first in each["entries"]),
             each["scalars"],
         )
         for each in json.loads(header)

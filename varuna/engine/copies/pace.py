@@ -17,7 +17,7 @@ def pause_s(part_s: float) -> float:
     return min(LONGEST_PAUSE_S, part_s * (1 / LINK_SHARE - 1))
 
 
-class Pace:
+class CopyPace:
     """Which steps a copy is made of: each one, as long as copies get ready in time."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from varuna.engine.base.spans import span
 from varuna.engine.base.still import Still
 from varuna.engine.base.transport import Group
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes
-from varuna.engine.copies.pace import Pace, pause_s
+from varuna.engine.copies.pace import CopyPace, pause_s
 from varuna.process.console import warn
 from varuna.process.threads import start
 
@@ -81,7 +81,7 @@ class CopySender:
         """
         self._group, self._keeper, self._inbox, self._still = group, keeper, inbox, still
         self._states, self._steps, self._where = states, steps, {"rank": rank, "stage": stage}
-        self._pace, self._has_room = Pace(), True
+        self._pace, self._has_room = CopyPace(), True
         start("copy-sender", self._run)
 
     def _run(self) -> None:

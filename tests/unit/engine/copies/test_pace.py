@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from varuna.engine.copies.pace import LONGEST_PAUSE_S, SHORT_S, Pace, pause_s
+from varuna.engine.copies.pace import LONGEST_PAUSE_S, SHORT_S, CopyPace, pause_s
 
 
 def test_copies_take_half_of_a_links_time_and_never_pause_for_long() -> None:
@@ -13,7 +13,7 @@ def test_copies_take_half_of_a_links_time_and_never_pause_for_long() -> None:
 
 
 def test_a_copy_may_take_a_third_of_a_step_or_a_moment() -> None:
-    pace = Pace()
+    pace = CopyPace()
     assert not pace.ended(9.9, 30.0)
     assert pace.late == 0
     assert not pace.ended(10.1, 30.0)
@@ -23,7 +23,7 @@ def test_a_copy_may_take_a_third_of_a_step_or_a_moment() -> None:
 
 
 def test_copies_that_are_always_late_become_rare_and_are_told_of_once() -> None:
-    pace, told, begun = Pace(), 0, []
+    pace, told, begun = CopyPace(), 0, []
     for step in range(400):
         if pace.begins():
             begun.append(step)
@@ -35,7 +35,7 @@ def test_copies_that_are_always_late_become_rare_and_are_told_of_once() -> None:
 
 
 def test_a_copy_in_time_makes_every_step_have_one_again() -> None:
-    pace = Pace()
+    pace = CopyPace()
     for _ in range(5):
         pace.ended(None, 1.0)
     while not pace.begins():
