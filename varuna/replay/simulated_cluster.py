@@ -9,7 +9,20 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from varuna.core.messages import Assign, Assignment, Finish, FromWorker, Held, Hello, Hold, RaiseFlag, Vote, Voted
+from varuna.core.messages import (
+    Assign,
+    Assignment,
+    Beat,
+    Finish,
+    FromWorker,
+    Held,
+    Hello,
+    Hold,
+    RaiseFlag,
+    Vote,
+    Voted,
+    WorkerPhase,
+)
 from varuna.core.model import JobFacts
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
@@ -266,6 +279,9 @@ class SimulatedCluster:
             worker.sections = frozenset(plan.sections_of(plan.place_of(rank).stage)) if in_grid else frozenset()
             worker.next_step = assignment.next_step if in_grid else None
         self._begin_step(generation, assignment, assignment.next_step, 0.0)
+        for name in self._members(assignment)[: plan.workers]:  # from now on nobody else is needed as a source
+            step = assignment.next_step
+            self._say(name, Beat(generation=generation, step=step, activity="", phase=WorkerPhase.STEPS))
 
     def _begin_step(self, generation: int, assignment: Assignment, step: int, pause_s: float) -> None:
         self._life.began_s = self.now_s + pause_s
