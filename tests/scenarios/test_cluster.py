@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import socket
+import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,7 +31,7 @@ def undisturbed() -> dict[int, float]:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    cluster = Cluster(tmp_path, "--workers", "4", "--stages", "2")
+    cluster = Cluster(tmp_path, "--workers", "4", "--stages", "2", "--price", "3600")
     yield cluster
     cluster.close()
 
@@ -43,14 +45,20 @@ def test_training_goes_on_while_the_manager_is_away_and_when_a_machine_dies(
     cluster.until_agents(1)
     second = cluster.agent("b", *args, workers=2)
     cluster.until_step(5)
+    spent, asked_s = cluster.status()["cost"]["spent"], time.time()
     kill(cluster.manager)
     last = max(cluster.steps())
+    cluster.flags = cluster.flags[:-2]  # the run folder knows the price
     cluster.start_manager()
     cluster.until_step(last + 4)
+    cost, waited_s = cluster.status()["cost"], time.time() - asked_s
+    assert cost["per_hour"] == 4 * 3600
+    assert spent + 4 * waited_s - 1 < cost["spent"] < spent + 4 * waited_s + 4  # dollars: a worker costs one per second
     assert "the manager is back: generation 0" in cluster.said()
     kill(second)  # its workers die with it
     assert ended(first) == 0
     assert ended(cluster.manager) == 0
+    assert re.search(r"done .* \$[\d,.]+ spent\n", cluster.said())
     log = cluster.check(undisturbed)
     assert [line["step"] for line in log] == list(range(STEPS))  # nothing committed was redone, nothing went unseen
     generations = [event.record.generation for event in cluster.events("generation_started")]

@@ -55,15 +55,15 @@ def live_view(
     """
     fixed = [*heads, headline(status, width, doing_s), *numbers(status, width, plain=plain)][: max(1, rows)]
     left = rows - len(fixed)
-    story = [line for mark in told(status["marks"]) for line in sentence(mark, width)]
+    sentences = [sentence(mark, width) for mark in told(status["marks"])]
+    story_rows = sum(map(len, sentences))
     spares = without_seat(status)
     # The story gets a third of the room, and what the workers leave of the rest.
-    told_rows = min(len(story), max(2, left // 3), left)
+    told_rows = min(story_rows, max(2, left // 3), left)
     workers = grid(status, width, left - told_rows - bool(spares), plain=plain)
     if workers and spares:
         workers.append(_line(spares, "dim"))
-    told_rows = min(len(story), max(0, left - _height(workers)))
-    return Group(*fixed, *workers, *story[len(story) - told_rows :])
+    return Group(*fixed, *workers, *_newest(sentences, left - _height(workers)))
 
 
 def rule(*, plain: bool) -> RenderableType:
@@ -165,6 +165,16 @@ def sentence(mark: Mapping[str, Any], width: int) -> list[Text]:
         line.append(text, style=style)
         lines.append(line)
     return lines
+
+
+def _newest(sentences: Sequence[Sequence[Text]], rows: int) -> list[Text]:
+    """The last sentences that fit whole; of a single one that does not, its beginning."""
+    lines: list[Text] = []
+    for each in reversed(sentences):
+        if len(lines) + len(each) > rows:
+            break
+        lines = [*each, *lines]
+    return lines if lines or not sentences else list(sentences[-1][: max(0, rows)])
 
 
 def sparkline(values: Sequence[float | None]) -> str:

@@ -108,6 +108,14 @@ def test_a_long_sentence_takes_two_lines_at_most() -> None:
     assert lines[1].endswith("...")
 
 
+def test_a_sentence_for_which_there_is_no_room_is_left_out_whole() -> None:
+    long = {"kind": "lost", "text": "worker w1 was lost, " * 4, "time_s": 0.0, "step": 1}
+    lines = drawn(status_of(marks=[long, long, long]), 60, rows=13)
+    assert lines[-2].startswith(clock(0.0))  # the workers have left three lines
+    assert lines[-3] == "spare: w99"
+    assert drawn(status_of(marks=[long]), 60, rows=7)[-1].startswith(clock(0.0))
+
+
 def test_before_the_first_step_a_run_says_what_it_does() -> None:
     status = status_of(
         state="starting",
