@@ -124,6 +124,10 @@ def terminal(command: list[str], columns: int, rows: int, **more: str) -> Iterat
     """A command on a terminal of its own."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    modes = termios.tcgetattr(theirs)
+    # Ctrl-C would take back output that is on its way, and leave half an escape sequence before its own echo.
+    modes[3] = modes[3] & ~termios.ECHO | termios.NOFLSH
+    termios.tcsetattr(theirs, termios.TCSANOW, modes)
     settings = environment(TERM="xterm-256color", LANG="C.UTF-8", **more)
     name = os.ttyname(theirs)
     pid = os.posix_spawn(
