@@ -1,8 +1,9 @@
 """One capture for all workers that are threads of one process and were given the same model: see ``varuna.testing``."""
 
 import functools
+from argparse import Namespace
 from collections.abc import Callable, Mapping
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -52,6 +53,8 @@ def same(one: object, other: object) -> bool:
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, Namespace | SimpleNamespace):
+        return same(vars(one), vars(other))
     parts = _parts(one)
     return parts is not None and same(parts, _parts(other))
 

@@ -1,5 +1,6 @@
 """Workers that are threads share a capture if they were given the same, and only then."""
 
+from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -44,6 +45,7 @@ def keeping(value: object) -> Callable[[], object]:
         pytest.param(defaulting, (1, "a"), id="defaults"),
         pytest.param(lambda value: closing_over(closing_over(value)), (1, 2), id="functions in closures"),
         pytest.param(lambda value: partial(torch.full, value, fill_value=value), (1, 2), id="partials"),
+        pytest.param(lambda value: closing_over(Namespace(layers=value)), (1, 2), id="arguments"),
         pytest.param(lambda value: {"ids": torch.full((2,), value)}, (0, 1), id="batches"),
     ],
 )
