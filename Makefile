@@ -89,7 +89,7 @@ field-libraries: install
 	@test .field/.installed -nt tests/field/requirements.txt || { \
 		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .field \
 			-r tests/field/requirements.txt >/dev/null 2>&1 && touch .field/.installed; } || \
-		echo "timm, torchvision and diffusers cannot be installed: the field is transformers alone" >&2
+		echo "timm, torchvision, diffusers and scikit-learn cannot be installed: the field is transformers alone" >&2
 
 FAMILY ?=
 SAMPLE ?= 100000
@@ -104,7 +104,8 @@ field-table: install field-libraries
 
 # Scenarios that compute in one process share the cores; of those that start and kill workers, which wait for much of
 # their time, two files run at once.
-IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_scale_on_paper.py tests/scenarios/test_inductor.py
+IN_PROCESS := tests/scenarios/test_families.py tests/scenarios/test_gallery.py tests/scenarios/test_scale_on_paper.py \
+	tests/scenarios/test_inductor.py
 
 test: install azurite fake-gcs field-libraries kubernetes-tools page-tools
 	$(BIN)/python -m pytest -q -n auto --dist worksteal tests/unit

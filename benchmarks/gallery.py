@@ -1,0 +1,156 @@
+"""Run the examples of the gallery as a newcomer would, and write what they take into docs/gallery.md.
+
+python -m benchmarks.gallery            all of them, in some minutes
+python -m benchmarks.gallery lora t5    some of them
+"""
+
+import argparse
+import datetime
+import os
+import platform
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "gallery.md"
+FOLDER = "examples/gallery/"
+COMPARED = 2
+"""the step, of an example's first run, whose loss tests compare with the page's"""
+LOSS = re.compile(r"^step \d+ loss (\S+)$", re.M)
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+MEASURED = re.compile(r"^\*Measured .*\*$", re.M)
+
+
+@dataclass(frozen=True)
+class Example:
+    """A script of examples/gallery."""
+
+    name: str
+    shows: str
+    script: str
+    full: str
+    """options of a size that is not run here"""
+    options: str = ""
+    first: str = ""
+    """options with which the script is run before that"""
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """The script and its options, in turn; the losses are those of the last."""
+        each = (self.first, self.options) if self.first else (self.options,)
+        return tuple(f"{self.script} {options}".rstrip() for options in each)
+
+    @property
+    def command(self) -> str:
+        """What a reader types in that folder."""
+        return " && ".join(f"python {run}" for run in self.runs)
+
+    @property
+    def full_row(self) -> str:
+        """Of the page's second table."""
+        started = f"varuna run --on slurm --partition spot --nodes 4:32 {FOLDER}"
+        return f"| {self.name} | `{' && '.join(f'{started}{run} {self.full}' for run in self.runs)}` |"
+
+    def row(self, minutes: float, compared: float, last: float) -> str:
+        """Of the page's first table."""
+        return f"| {self.name} | {self.shows} | `{self.command}` | {minutes:.1f} | {compared:.4f} | {last:.4f} |"
+
+
+_LANGUAGE = "--layers 24 --width 2048 --length 1024 --global-batch 512 --steps 100000"
+EXAMPLES = (
+    Example("char-gpt", "a character-level GPT in plain PyTorch", "char_gpt.py", _LANGUAGE),
+    Example("gpt2", "GPT-2 of Hugging Face", "families.py", _LANGUAGE, "--family gpt2"),
+    Example("llama", "Llama of Hugging Face", "families.py", _LANGUAGE, "--family llama"),
+    Example(
+        "qwen-moe", "Qwen's mixture of experts and its balancing loss", "families.py", _LANGUAGE, "--family qwen-moe"
+    ),
+    Example(
+        "lora",
+        "adapters of PEFT over a frozen Llama",
+        "lora.py",
+        "--base Llama-3.2-1B --rank 16 --length 2048 --global-batch 128 --steps 2000 --checkpoints s3://bucket/lora",
+    ),
+    Example("bert", "BERT guesses masked bytes", "bert_masked.py", _LANGUAGE.replace("1024", "512")),
+    Example(
+        "t5",
+        "T5 summarises docstrings",
+        "t5_summaries.py",
+        "--layers 24 --width 1024 --length 512 --files 1000 --global-batch 256 --steps 50000",
+    ),
+    Example(
+        "vit",
+        "a Vision Transformer on real images, and what it gets right of others",
+        "vit_digits.py",
+        "--layers 32 --width 1280 --global-batch 1024 --steps 100000",
+    ),
+    Example(
+        "resnet",
+        "a ResNet with batch normalisation",
+        "resnet_digits.py",
+        "--blocks 8 --width 256 --global-batch 1024 --steps 50000",
+    ),
+    Example("lamb", "LAMB, with one norm shared by all stages", "lamb.py", _LANGUAGE.replace("512", "8192")),
+    Example(
+        "safetensors",
+        "makes a folder of safetensors, and goes on from it with another text",
+        "from_safetensors.py",
+        _LANGUAGE,
+        "--weights base",
+        first="--export base",
+    ),
+)
+
+
+def cores_s() -> float:
+    """Seconds of a core that all processes that have ended have taken: the same on a busy machine."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(example: Example, folder: Path) -> str:
+    """Run it in one process, in ``folder``; its row.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    before_s, losses = cores_s(), []
+    for run in example.runs:
+        script, *options = run.split()
+        command = [sys.executable, str(ROOT / FOLDER / script), *options]
+        done = subprocess.run(command, cwd=folder, env=ONE_THREAD, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{example.name} failed:\n{done.stderr}")
+        losses.append([float(loss) for loss in LOSS.findall(done.stdout)])
+        print(done.stderr, *done.stdout.splitlines()[-2:], sep="\n", flush=True)
+    return example.row((cores_s() - before_s) / 60, losses[0][COMPARED], losses[-1][-1])
+
+
+def rewritten(page: str, rows: dict[str, str]) -> str:
+    """The page with other rows for the examples named."""
+    for name, row in rows.items():
+        page = re.sub(rf"^\| {name} \| (?!`varuna).*$", lambda _, row=row: row, page, flags=re.M)  # type: ignore[misc]
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="default: all")
+    names = parser.parse_args().names
+    for example in EXAMPLES:
+        if not names or example.name in names:
+            with tempfile.TemporaryDirectory() as folder:
+                row = measure(example, Path(folder))
+            print(row, flush=True)
+            PAGE.write_text(rewritten(PAGE.read_text(), {example.name: row}))
+    if not names:
+        said = f"*Measured {datetime.date.today()}, one of {os.cpu_count()} cores, Python {platform.python_version()}.*"
+        PAGE.write_text(MEASURED.sub(said, PAGE.read_text()))
+
+
+if __name__ == "__main__":
+    main()
