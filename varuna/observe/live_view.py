@@ -130,7 +130,7 @@ def _step_time(status: Mapping[str, Any]) -> list[str]:
     if not status["step_s"]:
         return []
     measured, timed = format_duration(status["step_s"]), status["timed"]
-    if timed is not None and timed["generation"] == status["generation"]:
+    if timed is not None and timed["generation"] == status["generation"] and not timed["is_nominal"]:
         return [f"a step takes {measured}, predicted {format_duration(timed['predicted_s'])}"]
     return [f"a step takes {measured}"]
 

@@ -28,7 +28,9 @@ class SeatView(NamedTuple):
     @property
     def text(self) -> str:
         """Its worker, and what is special about it."""
-        return self.name if self.kind == "ok" else f"{self.name} {self.words.removesuffix(PEERS)}"
+        if self.kind == "ok":
+            return self.name
+        return f"{self.name} {'slow, ' * (self.kind == 'slow')}{self.words.removesuffix(PEERS)}"
 
 
 def seats(status: Mapping[str, Any]) -> list[list[SeatView]]:

@@ -23,7 +23,7 @@ def status_of(stages: int = 2, replicas: int = 2, **changes: Any) -> dict[str, A
         "examples_per_s": 1234.0,
         "left_s": 90.0,
         "step_s": 0.125,
-        "timed": {"generation": 3, "predicted_s": 0.1, "stages": []},
+        "timed": {"generation": 3, "predicted_s": 0.1, "is_nominal": False, "stages": []},
         "generation": 3,
         "plan": {"stages": stages, "replicas": replicas, "micro_batch": 2, "global_batch": 15},
         "members": names,
@@ -70,7 +70,7 @@ def test_without_colours_a_worker_says_in_words_how_it_is() -> None:
     status["workers"][1] |= {"condition": "slow", "words": "1.50 times the compute of its peers"}
     del status["workers"][3]
     lines = drawn(status)
-    assert "replica 0  w0       w1 1.50 times" in lines
+    assert "replica 0  w0       w1 slow, 1.50 times" in lines
     assert "replica 1  w2       w3 lost" in lines
 
 
@@ -134,6 +134,12 @@ def test_before_the_first_step_a_run_says_what_it_does() -> None:
         marks=[],
     )
     assert drawn(status, doing_s=7.4) == ["starting 4 workers, 1 ready  7 s"]
+
+
+@pytest.mark.parametrize("timed", [None, {"generation": 2, "is_nominal": False}, {"generation": 3, "is_nominal": True}])
+def test_only_a_prediction_from_measured_times_of_this_plan_is_shown(timed: dict[str, Any] | None) -> None:
+    lines = drawn(status_of(timed=None if timed is None else {"predicted_s": 0.1, "stages": [], **timed}))
+    assert lines[1].endswith("a step takes 125 ms")
 
 
 def test_a_loop_without_an_end_has_no_bar_and_no_time_left() -> None:

@@ -195,7 +195,12 @@ class Calibrator:
     def _learn(self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float) -> list[Told]:
         base = self.calibration or nominal_calibration(job.model)
         told: list[Told] = [
-            GenerationTimed(generation=fleet.generation, predicted_s=self.predicted_s(plan), stages=tuple(stages))
+            GenerationTimed(
+                generation=fleet.generation,
+                predicted_s=self.predicted_s(plan),
+                is_nominal=self.calibration is None,
+                stages=tuple(stages),
+            )
         ]
         gap = explain_gap(base, plan, stages) if self.calibration is not None else None
         if gap is not None and not self._explained:

@@ -212,6 +212,7 @@ def timed(event: GenerationTimed) -> dict[str, object]:
     return {
         "generation": event.generation,
         "predicted_s": event.predicted_s,
+        "is_nominal": event.is_nominal,
         "stages": [parts(stage) for stage in event.stages],
     }
 

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 
 from varuna.core.plan import Plan
 from varuna.core.units import format_duration
-from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.fleet import Finishing, Fleet
 from varuna.fleet.state.worker import Worker
 
 Kind = Literal["ok", "slow", "silent", "leaving", "wait"]
@@ -33,7 +33,7 @@ def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: fl
         return Condition("leaving", "its machine will leave")
     if fleet.is_alone or fleet.is_hidden(worker.node):
         return Condition("silent", "out of sight")
-    if silent_s is not None and silent_s > fleet.config.lease_s / 2:
+    if silent_s is not None and silent_s > fleet.config.lease_s / 2 and not isinstance(fleet.phase, Finishing):
         return Condition("silent", f"silent for {format_duration(silent_s)}")
     if not worker.is_joined:
         return Condition("wait", worker.standing.value)

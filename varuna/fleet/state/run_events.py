@@ -130,6 +130,7 @@ class GenerationTimed(Value):
     kind: Literal["generation_timed"] = "generation_timed"
     generation: int
     predicted_s: float = Field(description="of a step, by what was known when the times were told")
+    is_nominal: bool = Field(default=False, description="that was operation counts alone, and nothing measured")
     stages: tuple[RankTimes, ...]
 
 

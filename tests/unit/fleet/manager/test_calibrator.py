@@ -62,12 +62,16 @@ def test_once_every_rank_has_told_enough_the_run_refines_what_it_plans_from(tmp_
     assert heard.hear(fleet(), "w1", beat(times(2)), 0.0) == [], "too few steps"
     [told] = heard.hear(fleet(), "w1", beat(times(3)), 0.0)
     assert isinstance(told, GenerationTimed)
+    assert told.is_nominal, "nothing was measured when it was predicted"
     assert [stage.steps for stage in told.stages] == [5, 5]
     assert plans[0] is None
     heard.plan(JOB, 2, 2)
     assert plans[-1] == heard.calibration
     assert read_calibration(tmp_path / RUN_FILE) == heard.calibration
     assert heard.hear(fleet(), "w1", beat(times(1)), 0.0) == [], "the next look comes when there is twice as much"
+    told, *_ = heard.hear(fleet(), "w1", beat(times(10)), 0.0) or heard.hear(fleet(), "w0", beat(times(10)), 0.0)
+    assert isinstance(told, GenerationTimed)
+    assert not told.is_nominal
 
 
 def test_what_is_no_news_is_passed_over(tmp_path: Path) -> None:

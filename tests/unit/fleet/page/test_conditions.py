@@ -6,7 +6,7 @@ from varuna.core.messages import Beat
 from varuna.fleet.page.conditions import slowness
 from varuna.fleet.page.status import describe
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Departure
+from varuna.fleet.state.fleet import Departure, Finishing
 from varuna.fleet.state.worker import Standing
 
 
@@ -34,6 +34,14 @@ def test_a_silent_worker_is_silent_before_its_lease_is_over() -> None:
     worker = fleet.workers["w1"]
     driver.fleet = replace(fleet, listened_s=fleet.seen_s(worker) + 4.0, progressed_s=float("-inf"))
     assert conditions(driver)["w1"] == ("silent", "silent for 4.0 s")
+
+
+def test_nobody_is_called_silent_while_scripts_run_to_their_ends() -> None:
+    driver = trained()
+    fleet = driver.fleet
+    seen_s = fleet.seen_s(fleet.workers["w1"])
+    driver.fleet = replace(fleet, listened_s=seen_s + 4.0, progressed_s=float("-inf"), phase=Finishing())
+    assert conditions(driver)["w1"] == ("ok", "works")
 
 
 def test_a_machine_that_will_leave_comes_before_all_else() -> None:
