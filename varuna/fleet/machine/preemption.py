@@ -106,6 +106,8 @@ def release(transition: Transition) -> None:
             if worker.standing is Standing.JOINED:
                 transition.send(worker.name, Finish())
                 transition.update_worker(worker.name, standing=Standing.DISMISSED)
+                if not fleet.config.replace:
+                    transition.update(wanted=max(0, transition.fleet.wanted - 1))
         if not fleet.departing[node].released:
             departing = {**transition.fleet.departing, node: replace(fleet.departing[node], released=True)}
             transition.update(departing=departing)
