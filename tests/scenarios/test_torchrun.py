@@ -57,27 +57,29 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
     cluster.close()
 
 
-def test_a_node_dies_one_comes_and_the_manager_is_away_meanwhile_and_the_losses_are_those_of_one_process(
+def test_a_node_of_three_dies_one_comes_and_the_manager_is_away_meanwhile_and_the_losses_are_those_of_one_process(
     cluster: Cluster,
 ) -> None:
-    alone = python("--steps", str(STEPS), "--dropout", "0.1")
     args = ["--steps", str(STEPS), "--dropout", "0.1", "--slow", "0.1"]
     args += ["--checkpoint-dir", str(cluster.folder / "checkpoints"), "--checkpoint-every", "5"]
     nodes = Torchruns(cluster, "2:3", JOB, *args)
     try:
-        first, _ = nodes.start("a"), nodes.start("b")
-        wait_for(lambda: nodes.newest() >= 8)
+        first, other, _ = nodes.start("a"), nodes.start("b"), nodes.start("c")
+        wait_for(lambda: ": n0-vm, n1-vm, n2-vm".replace("vm", nodes.host) in cluster.said())
+        begun = nodes.newest()
+        wait_for(lambda: nodes.newest() >= begun + 8)
         kill(cluster.manager)
         wait_for(lambda: "lost the manager; workers continue" in nodes.said("a"))
-        nodes.kill("b")
-        last = nodes.start("c")
+        nodes.kill("c")
+        last = nodes.start("d")
         cluster.start_manager()
-        assert (ended(first, 200), ended(last), ended(cluster.manager)) == (0, 0, 0), cluster.said()
+        alone = python("--steps", str(STEPS), "--dropout", "0.1")  # while they form the next world
+        assert [ended(node, 200) for node in (first, other, last, cluster.manager)] == [0, 0, 0, 0], cluster.said()
         lines = nodes.lines()
         assert {step for step, _ in lines} == set(range(STEPS))
         for step, loss in lines:
             assert loss == pytest.approx(alone.losses[step], rel=1e-5), step
-        assert "torchrun: 2 of 2 nodes have finished" in cluster.said()
+        assert "torchrun: 3 of 3 nodes have finished" in cluster.said()
     finally:
         nodes.close()
 

@@ -69,6 +69,6 @@ pod "" varuna --help >/dev/null
 if said=$(pod "" varuna run --workers 2 train.py 2>&1); then echo "a run without a folder for temporary files?" >&2; exit 1; fi
 case $said in *Traceback* | *"internal error"*) echo "not said well: $said" >&2; exit 1 ;; esac
 echo "$said"
-pod /tmp sh -c 'varuna run --workers 2 --run-dir /tmp/run train.py && varuna doctor --quick --run /tmp/run; [ $? -le 1 ]' | tail -15 # 1: the manager is gone
+pod /tmp sh -c 'varuna run --workers 2 --run-dir /tmp/run train.py && varuna doctor --quick --run /tmp/run' | tail -15
 pod /tmp varuna demo --steps 60 --output /tmp/demo | tail -12
 echo "== the image does what the chart needs"

@@ -217,12 +217,13 @@ class _Following:
                     "With its folder, the same command continues the run."
                 )
                 return
-            except _silent() as error:
+            except _silent():
                 if time.monotonic() > silent_since_s + _SILENT_S:
                     self._trouble = FleetError(
-                        f"the Ray cluster did not answer for {_SILENT_S:.0f} s ({ray_cluster.last_line(error)}). "
-                        "Is its head node there? Training goes on if the cluster does; the same command follows it "
-                        "again."
+                        f"the Ray cluster did not answer for {_SILENT_S:.0f} s. If its head node is lost, so is the "
+                        "cluster: its nodes end within a minute, and the same command in another one continues from "
+                        "the newest checkpoint, if that and --run-dir are on storage that both have. If it is only "
+                        "cut off from here, training goes on, and the same command follows it again."
                     )
                     return
                 if not is_told and time.monotonic() > silent_since_s + _GONE_S:
