@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from tests.scenarios.ray_autoscaling import AutoscalingCluster
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 STEPS = 200
-BOUND_S = 120.0
+BOUND_S = 200.0
 
 
 @pytest.fixture

@@ -134,9 +134,8 @@ def _ending(ended: RunEnded) -> Finding:
 def _ledger(facts: Facts) -> list[Finding]:
     ledger = facts.ledger
     if ledger is None:
-        return [
-            Finding(Severity.FAULT, "ledger", facts.unreadable, "Keep the run's folder as it is, and look at its disk.")
-        ]
+        remedy = "Keep the run's folder as it is. Use the Varuna that the run was started with, or look at its disk."
+        return [Finding(Severity.FAULT, "ledger", facts.unreadable, remedy)]
     if ledger.faults:
         more = f" (and {len(ledger.faults) - 1} more)" if len(ledger.faults) > 1 else ""
         remedy = "Samples may be missing or used twice: please report this with the run's folder."

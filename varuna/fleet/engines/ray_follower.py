@@ -180,6 +180,7 @@ class _Following:
         self._name, self._manager = name, manager
         self._signal = 0
         self._trouble: Exception | None = None
+        self._heard_s, self._is_told = time.monotonic(), False
         self._heard = ManagerOutput(life=0, out=b"", out_end=0, err=b"", err_end=0, code=None)
 
     def run(self) -> int:
@@ -197,6 +198,7 @@ class _Following:
         while thread.is_alive():
             if self._signal and self._act():
                 return 0
+            self._check_silence()
             thread.join(_TURN_S)
         if self._trouble is not None:
             raise self._trouble
@@ -204,13 +206,32 @@ class _Following:
         assert self._heard.code is not None
         return self._heard.code
 
+    def _check_silence(self) -> None:
+        """See how long the manager has not answered, on this thread: without a head, Ray's calls wait for ever.
+
+        Raises:
+            FleetError: for too long.
+        """
+        silent_s = time.monotonic() - self._heard_s
+        if silent_s > _SILENT_S:
+            raise FleetError(
+                f"the Ray cluster did not answer for {_SILENT_S:.0f} s. If its head node is lost, so is the "
+                "cluster: its nodes end within a minute, and the same command in another one continues from "
+                "the newest checkpoint, if that and --run-dir are on storage that both have. If it is only "
+                "cut off from here, training goes on, and the same command follows it again."
+            )
+        if silent_s < _GONE_S:
+            self._is_told = False
+        elif not self._is_told:
+            say("the manager does not answer; Ray starts it again where it was lost")
+            self._is_told = True
+
     def _follow(self) -> None:
         """Show what is said, until the run is over or something is wrong."""
-        silent_since_s, is_told = time.monotonic(), False
         while self._heard.code is None:
             try:
                 self._hear()
-                silent_since_s, is_told = time.monotonic(), False
+                self._heard_s = time.monotonic()
             except _gone() as error:
                 self._trouble = FleetError(
                     f"the manager of {self._name} is gone from the Ray cluster ({ray_cluster.last_line(error)}). "
@@ -218,17 +239,7 @@ class _Following:
                 )
                 return
             except _silent():
-                if time.monotonic() > silent_since_s + _SILENT_S:
-                    self._trouble = FleetError(
-                        f"the Ray cluster did not answer for {_SILENT_S:.0f} s. If its head node is lost, so is the "
-                        "cluster: its nodes end within a minute, and the same command in another one continues from "
-                        "the newest checkpoint, if that and --run-dir are on storage that both have. If it is only "
-                        "cut off from here, training goes on, and the same command follows it again."
-                    )
-                    return
-                if not is_told and time.monotonic() > silent_since_s + _GONE_S:
-                    say("the manager does not answer; Ray starts it again where it was lost")
-                    is_told = True
+                pass  # who waits for this thread knows since when
             except Exception as error:  # noqa: BLE001 a thread that ends in silence would look like the run's end
                 self._trouble = error
                 return

@@ -35,3 +35,10 @@ def open_database(run_dir: Path) -> sqlite3.Connection:
     except sqlite3.Error as error:
         raise FleetError(f"{path} cannot be used ({error}). Pass another --run-dir, or move the file away.") from error
     return connection
+
+
+def unreadable(path: Path, error: Exception) -> str:
+    """What to say of a file that cannot be read."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]  # of pydantic's: how many, where, what
+    why = ": ".join(lines[1:3] or lines) or type(error).__name__
+    return f"{path} cannot be read: it is damaged, or another version of Varuna wrote it ({why})"

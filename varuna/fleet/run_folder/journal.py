@@ -12,7 +12,7 @@ from varuna.core.errors import FleetError, UsageError
 from varuna.core.messages import Vote
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
-from varuna.fleet.run_folder.database import FILE, open_database
+from varuna.fleet.run_folder.database import FILE, open_database, unreadable
 from varuna.fleet.run_folder.step_log import StepLog
 from varuna.fleet.state.run_events import Asked, GenerationStarted, RunEnded, RunEvent, StepRecorded, VerdictReached
 from varuna.process.console import warn
@@ -241,7 +241,7 @@ def read_events(run_dir: Path) -> list[RunEvent]:
         finally:
             database.close()
     except (sqlite3.Error, ValueError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
+        raise UsageError(unreadable(path, error)) from error
 
 
 def _bodies(database: sqlite3.Connection, after: int) -> list[str]:

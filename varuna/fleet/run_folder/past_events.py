@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
-from varuna.fleet.run_folder.database import FILE
+from varuna.fleet.run_folder.database import FILE, unreadable
 from varuna.fleet.state.run_events import RunEvent
 
 _event: TypeAdapter[RunEvent] = TypeAdapter(RunEvent)
@@ -48,7 +48,7 @@ def events_and_steps(run_dir: Path) -> Iterator[tuple[float, RunEvent | PastStep
             for time_s, kind, body in database.execute(query, (_BEGINNING, first)):
                 yield time_s, _step(body, time_s) if kind == "step_recorded" else _event.validate_json(body)
     except (sqlite3.Error, ValueError) as error:
-        raise UsageError(f"{run_dir / FILE} cannot be read: {error}") from error
+        raise UsageError(unreadable(run_dir / FILE, error)) from error
 
 
 def kept_job(run_dir: Path) -> JobFacts | None:
@@ -62,7 +62,7 @@ def kept_job(run_dir: Path) -> JobFacts | None:
             body = _fact(database, "job")
         return None if body is None else JobFacts.model_validate_json(body)
     except (sqlite3.Error, ValueError) as error:
-        raise UsageError(f"{run_dir / FILE} cannot be read: {error}") from error
+        raise UsageError(unreadable(run_dir / FILE, error)) from error
 
 
 def _opened(run_dir: Path) -> sqlite3.Connection:
