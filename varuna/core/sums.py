@@ -120,6 +120,19 @@ class HeldSums(Value):
     losses: tuple[MicroBatchLoss, ...] = Field(default=(), description="by the last stage")
 
 
+def joined(parts: Sequence[HeldSums]) -> HeldSums | None:
+    """What a worker has of a step in all, of different sections; None: nothing."""
+    if not parts:
+        return None
+    losses = {each.micro_batch: each for part in parts for each in part.losses}
+    return HeldSums(
+        micro_batch=parts[0].micro_batch,
+        sections=tuple(each for part in parts for each in part.sections),
+        without=tuple(sorted({section for part in parts for section in part.without})),
+        losses=tuple(losses[number] for number in sorted(losses)),
+    )
+
+
 class RestOfStep(Value):
     """What of a broken step a rank does, and what it has already: holds for the first step of a generation."""
 

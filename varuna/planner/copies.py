@@ -33,8 +33,12 @@ def with_copies(plan: Plan, job: JobFacts, request: PlanRequest, *, measured: bo
         sum(sections[index].parameter_bytes + sections[index].optimizer_bytes for index in plan.sections_of(stage))
         for stage in range(plan.stages)
     ]
-    # Who keeps whose copy is decided with the seats.
-    kept_bytes = [max(state_bytes[:stage] + state_bytes[stage + 1 :]) for stage in range(plan.stages)]
+    sums = [each.trainable_bytes if each.gradient_bytes is None else each.gradient_bytes for each in sections]
+    whole_bytes = [
+        state_bytes[stage] + sum(sums[index] for index in plan.sections_of(stage)) for stage in range(plan.stages)
+    ]
+    # Who keeps whose copy is decided with the seats. Sums are sent and received section by section.
+    kept_bytes = [max(whole_bytes[:stage] + whole_bytes[stage + 1 :]) + 2 * max(sums) for stage in range(plan.stages)]
     memory_bytes = tuple(own + kept for own, kept in zip(plan.memory_bytes, kept_bytes, strict=True))
     if request.limit_bytes is not None and max(memory_bytes) > request.limit_bytes:
         return plan.model_copy(update={"copies": Copies.MEMORY})

@@ -10,6 +10,7 @@ from varuna.core.plan import Copies, Plan
 from varuna.planner.choose import plan_run
 
 STATE_BYTES = 300 * MB  # of a section: its parameters, and twice as much of the optimizer
+SUM_BYTES = 100 * MB
 
 
 def made(
@@ -27,7 +28,7 @@ def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
     without = made(copies=False)
     assert without.copies is Copies.NONE
     assert [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)] == [
-        STATE_BYTES
+        STATE_BYTES + 3 * SUM_BYTES  # one that leaves, one that is kept, one that arrives
     ] * 4
     assert made(stages=2).copies is Copies.NONE, "two replicas"
     assert made(stages=1, workers=1).copies is Copies.NONE, "nobody else is there"
@@ -35,10 +36,11 @@ def test_each_stage_has_a_copy_where_it_has_one_holder() -> None:
 
 def test_an_uneven_plan_promises_memory_for_the_largest_other_stage() -> None:
     plan, without = made(stages=3, workers=3), made(stages=3, workers=3, copies=False)
-    most = max(len(plan.sections_of(stage)) for stage in range(3)) * STATE_BYTES
+    most = max(len(plan.sections_of(stage)) for stage in range(3)) * (STATE_BYTES + SUM_BYTES)
     more = [more - less for more, less in zip(plan.memory_bytes, without.memory_bytes, strict=True)]
     largest = next(stage for stage in range(3) if len(plan.sections_of(stage)) == 2)
-    assert more == [STATE_BYTES if stage == largest else most for stage in range(3)]
+    least = STATE_BYTES + SUM_BYTES
+    assert more == [2 * SUM_BYTES + (least if stage == largest else most) for stage in range(3)]
 
 
 def test_there_is_no_copy_where_it_does_not_fit_or_is_not_in_host_memory() -> None:

@@ -1,6 +1,7 @@
 """Where each section has one holder, the loss of a worker costs the step in flight and no more: same losses."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
 from varuna.engine.base.spans import Span, subscribe
-from varuna.engine.copies import sending
+from varuna.engine.copies import sending, wire
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
 
@@ -39,6 +40,8 @@ class Kept:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._seen: set[tuple[int, int]] = set()
+        self.sums: Counter[tuple[int, int, int]] = Counter()
+        """by keeper, step and section"""
 
     def hear(self, span: Span) -> None:
         """Note it."""
@@ -46,6 +49,8 @@ class Kept:
             with self._changed:
                 self._seen.add((span.rank, span.step))
                 self._changed.notify_all()
+        if (span.name, span.phase) == ("kept-sum", "end"):
+            self.sums[span.rank, span.step, span.index] += 1
 
     def on(self, *ranks: int, step: int) -> Callable[[], bool]:
         """Wait until these ranks have complete copies of a step's state."""
@@ -136,8 +141,24 @@ def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monk
         begun.set()
         return 100.0
 
-    monkeypatch.setattr(sending, "PART_BYTES", 1024)
+    monkeypatch.setattr(wire, "PART_BYTES", 1024)
     monkeypatch.setattr(sending, "pause_s", stuck)
     outcome = disturbed(kept, [Waiting(1, 1, "B", lambda: begun.wait(20), 3)])
     assert went_back(outcome)
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
+    kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """Only what it has added since runs again, and what was in flight."""
+    monkeypatch.setattr(sending, "sums_pause_s", lambda round_s: 0.0)
+    outcome = disturbed(kept, [Waiting(rank, 2, "B", kept.on((rank + 1) % 3, step=2), 50)])
+    copies = [count for (keeper, step, _), count in kept.sums.items() if (keeper, step) == ((rank + 1) % 3, 2)]
+    assert copies
+    assert not went_back(outcome)
+    assert outcome.plans == ("3x1", "2x1")
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    assert 10 < outcome.kept[1] <= 50

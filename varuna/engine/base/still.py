@@ -23,6 +23,7 @@ class Still:
         """The state is about to change; waits for a read in progress."""
         with self._changed:
             self._step = None
+            self._changed.notify_all()
 
     def rests(self, step: int) -> None:
         """The state rests again, and contains ``step`` steps."""
@@ -41,6 +42,11 @@ class Still:
         with self._changed:
             self._changed.wait_for(lambda: self._closed or (self._step is not None and self._step > step))
             return None if self._closed else self._step
+
+    def lasts(self, step: int, bound_s: float) -> bool:
+        """Wait for so long; whether the state is that of ``step`` until then."""
+        with self._changed:
+            return not self._changed.wait_for(lambda: self._closed or self._step != step, bound_s)
 
     def read(self, step: int, look: Callable[[], T]) -> T | None:
         """What ``look`` returns, which no update interrupts; None: the state is not that of ``step`` any more."""

@@ -1,4 +1,4 @@
-"""Keeps the copy of another rank's state in host memory, for the next generation."""
+"""Keeps copies of another rank's state, and of its sums of gradients, in host memory for the next generation."""
 
 import threading
 from collections.abc import Sequence
@@ -7,12 +7,14 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.sums import HeldSums
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.still import Still
 from varuna.engine.base.transport import Group
+from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, from_bytes
-from varuna.engine.copies.sending import ANSWER_TAG, TAG, WORD_BYTES, Opening
+from varuna.engine.stage.load_state import SUMS
 from varuna.process.host_memory import available_bytes
 from varuna.process.threads import start
 
@@ -29,19 +31,20 @@ class KeptCopy:
         self._step: int | None = None
         self._memories: dict[int, Tensor] = {}  # by section
         self._layouts: Sequence[SectionLayout] = ()
+        self._sums: dict[int, tuple[HeldSums, Tensor]] = {}  # by section
+        self._spare: Tensor | None = None  # memory of sums that were replaced
 
     def begin(self, layouts: Sequence[SectionLayout]) -> Body | None:
         """Drop the old copy; room for a new one, or None if there is none."""
         with self._lock:
             if self._sealed:
                 return None
-            self._step, self._layouts = None, ()
+            self._step, self._layouts, self._sums = None, (), {}
             sizes = {layout.section: layout.size_bytes for layout in layouts}
             kept = {section: each for section, each in self._memories.items() if sizes.get(section) == each.numel()}
             self._memories = kept
             more_bytes = sum(size for section, size in sizes.items() if section not in kept)
-            free_bytes = available_bytes()
-            if free_bytes is not None and _ROOM * more_bytes > free_bytes:
+            if not _has_room(more_bytes):
                 self._memories = {}
                 return None
             for section, size in sizes.items():
@@ -55,53 +58,96 @@ class KeptCopy:
             if not self._sealed:
                 self._step, self._layouts = step, layouts
 
+    def begin_sum(self, step: int, size_bytes: int) -> Tensor | None:
+        """Room for the sums of a section in ``step``; None if there is none, or no state that they belong to."""
+        with self._lock:
+            if self._sealed or self._step != step:
+                return None
+            spare, self._spare = self._spare, None
+            if spare is not None and spare.nbytes == size_bytes:
+                return spare
+            del spare
+            return torch.empty(size_bytes // 4, dtype=torch.float32) if _has_room(size_bytes) else None
+
+    def complete_sum(self, step: int, held: HeldSums, values: Tensor) -> None:
+        """The sums of one section are there, in place of older ones."""
+        [section] = (each.section for each in held.sections)
+        with self._lock:
+            if not self._sealed and self._step == step:
+                if section in self._sums:
+                    self._spare = self._sums[section][1]
+                self._sums[section] = held, values
+
     def seal(self, step: int | None) -> dict[int, SectionState]:
         """Let nothing change it any more; by section, the states that it has of ``step``, as references."""
         with self._lock:
             self._sealed = True
             if step is None or self._step != step:
                 return {}
-            return {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
+            states = {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
+            for section, (_, values) in self._sums.items():
+                states[section].tensors[SUMS] = values
+            return states
+
+    def sums(self, step: int | None) -> tuple[HeldSums, ...]:
+        """What is in the sums that it has of ``step``, once it is sealed."""
+        with self._lock:
+            return tuple(held for held, _ in self._sums.values()) if step is not None and self._step == step else ()
+
+
+def _has_room(size_bytes: int) -> bool:
+    free_bytes = available_bytes()
+    return free_bytes is None or _ROOM * size_bytes <= free_bytes
 
 
 class CopyKeeper:
-    """Receives the copies of the state of rank ``source``, as long as the generation lasts."""
+    """Receives the copies of rank ``owner``, as long as the generation lasts."""
 
     def __init__(
-        self, group: Group, source: int, copy: KeptCopy, *, inbox: Inbox, still: Still, rank: int, stage: int
+        self, group: Group, owner: int, copy: KeptCopy, *, inbox: Inbox, still: Still, rank: int, stage: int
     ) -> None:
-        """Start receiving; the arguments are those of ``CopySender``."""
-        self._group, self._source, self._copy, self._inbox, self._still = group, source, copy, inbox, still
+        """Start receiving.
+
+        Args:
+            group: every member of the generation.
+            owner: rank that sends copies of its state.
+            copy: takes them.
+            inbox: of the generation, for its end.
+            still: says which step this rank's own state is of.
+            rank: this one.
+            stage: that it runs.
+        """
+        self._group, self._owner, self._copy, self._inbox, self._still = group, owner, copy, inbox, still
         self._where = {"rank": rank, "stage": stage}
         start("copy-keeper", self._run)
 
     def _run(self) -> None:
         try:
-            while not self._inbox.ended and self._keep_one():
-                pass
+            while not self._inbox.ended:
+                opening, header = wire.next_offer(self._group, self._owner)
+                if opening.kind == wire.CopyKind.SUM:
+                    self._keep_sum(opening, HeldSums.model_validate_json(header))
+                # Until this rank has the step's vote itself, its copy may be all that is left of the old state.
+                elif self._still.wait_beyond(opening.step - 1) is None:
+                    return
+                else:
+                    self._keep_state(opening, from_bytes(header))
         except RuntimeError:
             return  # see CopySender
 
-    def _keep_one(self) -> bool:
-        """Receive one copy; False: the generation is over."""
-        opening = Opening(*self._receive(len(Opening._fields) * WORD_BYTES).view(torch.int64).tolist())
-        layouts = from_bytes(self._receive(opening.header_bytes).numpy().tobytes())
-        # Until this rank has the step's vote itself, the copy that it has may be all that is left of that state.
-        if self._still.wait_beyond(opening.step - 1) is None:
-            return False
+    def _keep_state(self, opening: wire.Opening, layouts: Sequence[SectionLayout]) -> None:
         body = self._copy.begin(layouts)
-        answer = torch.tensor([int(body is not None)], dtype=torch.int64)
-        self._group.send(answer, self._source, ANSWER_TAG).wait()
-        if body is None:
-            return True
-        for first in range(0, max(1, body.size_bytes), opening.part_bytes):
-            message = self._receive(opening.part_bytes + WORD_BYTES)
-            if not message[opening.part_bytes :].view(torch.int64).item():
-                return True
-            body.write(first, message[: opening.part_bytes])
-        with span("kept", **self._where, step=opening.step):
-            self._copy.complete(opening.step, layouts)
-        return True
+        wire.answer_offer(self._group, self._owner, takes=body is not None)
+        if body is not None and wire.receive_parts(self._group, self._owner, opening, body.write):
+            with span("kept", **self._where, step=opening.step):
+                self._copy.complete(opening.step, layouts)
 
-    def _receive(self, size_bytes: int) -> Tensor:
-        return self._group.receive(torch.empty(size_bytes, dtype=torch.uint8), self._source, TAG).wait()
+    def _keep_sum(self, opening: wire.Opening, held: HeldSums) -> None:
+        values = self._copy.begin_sum(opening.step, opening.body_bytes)
+        wire.answer_offer(self._group, self._owner, takes=values is not None)
+        if values is None:
+            return
+        body = Body.of_memory([values.view(torch.uint8)])
+        if wire.receive_parts(self._group, self._owner, opening, body.write):
+            with span("kept-sum", **self._where, step=opening.step, index=held.sections[0].section):
+                self._copy.complete_sum(opening.step, held, values)

@@ -6,6 +6,8 @@ ready in time makes them less often.
 
 from varuna.planner.copies import LINK_SHARE, LONGEST
 
+_SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.1
+"""Seconds between copies of a step's sums of gradients, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
 SHORT_S = 0.25
 """A copy may take so long, however short a step is."""
@@ -15,6 +17,11 @@ _TOO_LATE, _MOST_SKIPPED = 3, 64
 def pause_s(part_s: float) -> float:
     """How long to pause after a part that took ``part_s``, so that copies take their share of a link's time."""
     return min(LONGEST_PAUSE_S, part_s * (1 / LINK_SHARE - 1))
+
+
+def sums_pause_s(round_s: float) -> float:
+    """How long to wait after copies of all sums that took ``round_s``: the training thread makes a part of them."""
+    return max(_SUMS_EVERY_S, round_s * (1 / _SUMS_SHARE - 1))
 
 
 class CopyPace:

@@ -1,17 +1,11 @@
-"""Sends a copy of this rank's state to the rank that keeps it, once a step, beside the training.
+"""Sends copies of this rank's state, and of its sums of gradients, to the rank that keeps them, beside the training.
 
-For each copy:
-
-1. sender: the step, and the sizes of header, body and parts
-2. sender: the header
-3. keeper: whether it has room; it answers once it is at that step itself, since its last copy is worth something until
-   then
-4. sender: the parts, each with a word that says whether the state still rests
+A state is sent once a step, as soon as it rests; then the sums of the step, of one section after another, every few
+seconds.
 """
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,30 +13,33 @@ from torch import Tensor
 
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import CheckpointError
+from varuna.core.sums import HeldSums, SectionSum, Spans
 from varuna.core.units import format_bytes
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.base.still import Still
 from varuna.engine.base.transport import Group
+from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes
-from varuna.engine.copies.pace import CopyPace, pause_s
+from varuna.engine.copies.pace import CopyPace, pause_s, sums_pause_s
+from varuna.engine.stage.stage import Stage
+from varuna.engine.stage.sums import Wanted
 from varuna.process.console import warn
 from varuna.process.threads import start
 
-TAG = 90_000
-ANSWER_TAG = TAG + 1
-PART_BYTES = 4 * 2**20
-WORD_BYTES = 8
-"""After each part: 1 if it is one."""
+_LOOK_S = 0.2
+"""How soon it is noticed that a step is over whose sums are waited for."""
 
 
-class Opening(NamedTuple):
-    """What a copy begins with."""
+class Copied(NamedTuple):
+    """What is copied of a stage."""
 
-    step: int
-    header_bytes: int
-    body_bytes: int
-    part_bytes: int
+    still: Still
+    """says when the state rests"""
+    states: Callable[[], Mapping[int, SectionState]]
+    """of all its sections, as references"""
+    stage: Stage | None
+    """whose sums of gradients are copied, too; None: they are not"""
 
 
 class _Frozen(NamedTuple):
@@ -53,34 +50,24 @@ class _Frozen(NamedTuple):
 
 
 class CopySender:
-    """Sends copies of a stage's state to ``keeper``, as long as the generation lasts."""
+    """Sends copies to ``keeper``, as long as the generation lasts."""
 
     def __init__(
-        self,
-        group: Group,
-        keeper: int,
-        *,
-        inbox: Inbox,
-        still: Still,
-        states: Callable[[], Mapping[int, SectionState]],
-        steps: int,
-        rank: int,
-        stage: int,
+        self, group: Group, keeper: int, copied: Copied, *, inbox: Inbox, steps: int, rank: int, stage: int
     ) -> None:
         """Start sending.
 
         Args:
             group: every member of the generation.
-            keeper: rank that keeps the copy.
+            keeper: rank that keeps the copies.
+            copied: what they are of.
             inbox: of the generation, for its end.
-            still: says when the state rests.
-            states: of all sections of the stage, as references.
             steps: length of the run: nothing follows its last one.
             rank: this one.
             stage: that it runs.
         """
-        self._group, self._keeper, self._inbox, self._still = group, keeper, inbox, still
-        self._states, self._steps, self._where = states, steps, {"rank": rank, "stage": stage}
+        self._group, self._keeper, self._inbox, self._copied = group, keeper, inbox, copied
+        self._still, self._steps, self._where = copied.still, steps, {"rank": rank, "stage": stage}
         self._pace, self._has_room = CopyPace(), True
         start("copy-sender", self._run)
 
@@ -96,11 +83,15 @@ class CopySender:
             step, begin_s, tried = next_step, now_s, self._pace.begins()
             try:
                 copy_s = self._copy(step) if tried else None
+                if copy_s is not None and self._copied.stage is not None:
+                    self._copy_sums(step, self._copied.stage)
             except RuntimeError:
                 return  # the other rank is gone: whoever decides on the generation learns that from its other links
             except CheckpointError as error:
                 warn(f"the state of rank {self._where['rank']} has no copy on another worker: {error}")
                 return
+
+    # -- state -----------------------------------------------------------------------------------------------
 
     def _copy(self, step: int) -> float | None:
         """Seconds until the copy was complete; None: the state changed before, or the keeper has no room."""
@@ -109,38 +100,27 @@ class CopySender:
         if frozen is None:
             return None
         header, body = frozen
-        part_bytes = min(PART_BYTES, max(WORD_BYTES, body.size_bytes))
-        opening = Opening(step, len(header), body.size_bytes, part_bytes)
-        self._send(torch.tensor(opening, dtype=torch.int64))
-        self._send(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        answer = self._group.receive(torch.zeros(1, dtype=torch.int64), self._keeper, ANSWER_TAG).wait()
-        self._has_room = bool(answer.item())
-        if not self._has_room:
+        opening = wire.offer(self._group, self._keeper, wire.CopyKind.STATE, step, header, body.size_bytes)
+        self._has_room = opening is not None
+        if opening is None:
             self._warn_once_of_room(body.size_bytes)
             return None
-        buffer = torch.zeros(part_bytes + WORD_BYTES, dtype=torch.uint8)
-        part, word = buffer[:part_bytes], buffer[part_bytes:].view(torch.int64)
+
+        def fill(first: int, part: Tensor) -> bool:
+            return bool(self._still.read(step, lambda: _read(body, first, part)))
+
         with span("copy", **self._where, step=step):
-            for first in range(0, max(1, body.size_bytes), part_bytes):
-                rests = self._still.read(step, partial(_look, body, first, part)) is not None
-                word.fill_(rests)
-                part_s = self._send(buffer)
-                if not rests:
-                    return None
-                self._inbox.over.wait(pause_s(part_s))
-        return time.monotonic() - begin_s
+            whole = wire.send_parts(self._group, self._keeper, opening, fill, self._pause)
+        return time.monotonic() - begin_s if whole else None
 
     def _frozen(self) -> _Frozen:
         """Where the state is that rests now."""
-        states = self._states()
+        states = self._copied.states()
         layouts = [SectionLayout.of(states[section]) for section in sorted(states)]
         return _Frozen(as_bytes(layouts), Body.of_states(layouts, states))
 
-    def _send(self, message: Tensor) -> float:
-        """Send a message; how long it took."""
-        begin_s = time.monotonic()
-        self._group.send(message, self._keeper, TAG).wait()
-        return time.monotonic() - begin_s
+    def _pause(self, part_s: float) -> None:
+        self._inbox.over.wait(pause_s(part_s))
 
     def _warn_once_of_room(self, size_bytes: int) -> None:
         if not self._pace.late:
@@ -150,7 +130,50 @@ class CopySender:
                 "Use fewer workers per machine, or more machines."
             )
 
+    # -- sums of gradients -----------------------------------------------------------------------------------
 
-def _look(body: Body, first: int, part: Tensor) -> bool:
+    def _copy_sums(self, step: int, stage: Stage) -> None:
+        """Send the sums of all sections, again and again until the step is over or the keeper takes no more."""
+        sizes, sent = stage.sums.sizes(), dict[int, Spans]()
+        room, round_s = torch.empty(0), 0.0
+        while self._still.lasts(step, sums_pause_s(round_s)):
+            begin_s = time.monotonic()
+            if not room.numel():
+                room = torch.empty(max(sizes.values(), default=0), dtype=torch.float32)
+            for section, size in sizes.items():
+                wanted = Wanted(section, room[:size])
+                stage.sums.want(wanted)
+                while not wanted.taken.wait(_LOOK_S):
+                    if not self._still.lasts(step, 0.0):
+                        stage.sums.want(None)
+                        return
+                if wanted.micro_batches and wanted.micro_batches != sent.get(section):
+                    if not self._copy_sum(step, stage, wanted):
+                        return
+                    sent[section] = wanted.micro_batches
+            round_s = time.monotonic() - begin_s
+
+    def _copy_sum(self, step: int, stage: Stage, wanted: Wanted) -> bool:
+        held = HeldSums(
+            micro_batch=stage.plan.micro_batch,
+            sections=(SectionSum(section=wanted.section, micro_batches=wanted.micro_batches),),
+            without=stage.sums.without,
+            losses=stage.work.known,
+        )
+        body = Body.of_memory([wanted.room.view(torch.uint8)])
+        header = held.model_dump_json().encode()
+        opening = wire.offer(self._group, self._keeper, wire.CopyKind.SUM, step, header, body.size_bytes)
+
+        def fill(first: int, part: Tensor) -> bool:
+            body.read(first, part)
+            return self._still.lasts(step, 0.0)
+
+        if opening is None:
+            return False
+        with span("copy-sum", **self._where, step=step, index=wanted.section):
+            return wire.send_parts(self._group, self._keeper, opening, fill, self._pause)
+
+
+def _read(body: Body, first: int, part: Tensor) -> bool:
     body.read(first, part)
     return True

@@ -26,6 +26,17 @@ class Begun(NamedTuple):
     """by section: the sums of gradients that this rank goes on from, whose memory is taken over"""
 
 
+class Wanted:
+    """A section's sums that another thread wants a copy of, as they are between two actions."""
+
+    def __init__(self, section: int, room: Tensor) -> None:
+        """Begin without them; they go into ``room``."""
+        self.section, self.room = section, room
+        self.micro_batches: Spans = ()
+        """what is in them; nothing: they are void"""
+        self.taken = threading.Event()
+
+
 class Sums:
     """The sums of one stage in one generation.
 
@@ -50,6 +61,7 @@ class Sums:
         self._reduced: set[int] = set()
         self._void: set[int] = set()
         self._kept: dict[int, frozenset[int]] = {}
+        self._wanted: Wanted | None = None
         self._discard()
         if begun is not None:
             here = (each for each in begun.rest.taken if each.section in begun.flats)
@@ -95,14 +107,29 @@ class Sums:
         if self.has(section, micro_batch):
             with self._buckets[section].aside():
                 yield
-            return
-        self._open[section] += not rest
-        yield
-        if whole:
-            self._open[section] -= 1
-            self._added[section].add(micro_batch)
+        else:
+            self._open[section] += not rest
+            yield
+            if whole:
+                self._open[section] -= 1
+                self._added[section].add(micro_batch)
+        wanted = self._wanted
+        if wanted is not None and wanted.section == section:
+            self._wanted = None
+            wanted.micro_batches = self._held(section)
+            if wanted.micro_batches:
+                wanted.room.copy_(self._buckets[section].flat)
+            wanted.taken.set()
 
     # -- by any thread -----------------------------------------------------------------------------------
+
+    def want(self, wanted: Wanted | None) -> None:
+        """Let the training thread copy a section's sums, once it has added to them; None: nobody wants any."""
+        self._wanted = wanted
+
+    def sizes(self) -> dict[int, int]:
+        """Numbers in the sums of each section that has gradients."""
+        return {section: bucket.flat.numel() for section, bucket in self._buckets.items() if bucket.flat.numel()}
 
     def reduced(self, section: int, total: Tensor) -> None:
         """Take the sum over all replicas in place of this one's.

@@ -13,6 +13,7 @@ from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import WorkerError
 from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Flag, Held, Vote
+from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.stage.load_state import SUMS
@@ -195,6 +196,8 @@ class WorkerState:
 
     def _report(self, generation: int) -> None:
         sharding = self.stage.sharding if self.stage is not None else None
+        copies = tuple(sorted(self._copy.seal(self.next_step)))
+        own = self.stage.held_sums() if self.stage is not None else None
         recorded = self._membership.recorded_step
         unrecorded = [vote for vote in self._votes if vote.step > recorded]
         votes = tuple(unrecorded or list(self._votes)[-1:])  # the newest always: it may decide the verdict
@@ -205,7 +208,7 @@ class WorkerState:
                 sections=sharding.held if sharding is not None else (),
                 lent=sharding.up_to_date if sharding is not None else (),
                 votes=votes,
-                sums=self.stage.held_sums() if self.stage is not None else None,
-                copies=tuple(sorted(self._copy.seal(self.next_step))),
+                sums=joined([*([own] if own is not None else []), *self._copy.sums(self.next_step)]),
+                copies=copies,
             )
         )

@@ -11,9 +11,9 @@ from tests.waiting import wait_for
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.still import Still
-from varuna.engine.copies import keeping, sending
+from varuna.engine.copies import keeping, sending, wire
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
-from varuna.engine.copies.sending import CopySender
+from varuna.engine.copies.sending import Copied, CopySender
 
 STEPS = 10
 
@@ -29,9 +29,8 @@ class Pair:
         CopySender(
             self.groups[0],
             1,
+            Copied(self.owner, lambda: {2: SectionState(2, {"parameters/w": self.value}, {"scale": 3})}, None),
             inbox=self.inboxes[0],
-            still=self.owner,
-            states=lambda: {2: SectionState(2, {"parameters/w": self.value}, {"scale": 3})},
             steps=STEPS,
             rank=0,
             stage=0,
@@ -70,7 +69,7 @@ def gated(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Semaphore, Callabl
         return 0.0
 
     monkeypatch.setattr(sending, "pause_s", pause_s)
-    monkeypatch.setattr(sending, "PART_BYTES", 1024)  # of 4032
+    monkeypatch.setattr(wire, "PART_BYTES", 1024)  # of 4032
     return gate, lambda: len(sent)
 
 

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from varuna.engine.copies.pace import LONGEST_PAUSE_S, SHORT_S, CopyPace, pause_s
+from varuna.engine.copies.pace import LONGEST_PAUSE_S, SHORT_S, CopyPace, pause_s, sums_pause_s
 
 
 def test_copies_take_half_of_a_links_time_and_never_pause_for_long() -> None:
@@ -42,3 +42,8 @@ def test_a_copy_in_time_makes_every_step_have_one_again() -> None:
         pass
     pace.ended(0.1, 1.0)
     assert [pace.begins() for _ in range(3)] == [True] * 3
+
+
+def test_sums_are_copied_every_few_seconds_for_a_tenth_of_the_time() -> None:
+    assert sums_pause_s(0.01) == 5.0
+    assert sums_pause_s(2.0) == pytest.approx(18.0)

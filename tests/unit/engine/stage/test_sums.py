@@ -7,7 +7,7 @@ from torch import Tensor
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans
 from varuna.engine.stage.gradient_bucket import Bucket
-from varuna.engine.stage.sums import Begun, StepShare, Sums
+from varuna.engine.stage.sums import Begun, StepShare, Sums, Wanted
 
 PLAN = Plan(
     stages=1, replicas=2, micro_batch=1, global_batch=6, starts=(0,), sections=3, stash_limits=(1,)
@@ -116,3 +116,28 @@ def test_the_next_generation_goes_on_and_drops_what_some_replica_has(leaves: lis
     other.begin(7)
     assert not other.losses, "one replica tells it"
     assert other.known == rest.losses, "but all can tell it after another loss"
+
+
+def test_another_thread_gets_sums_as_they_are_between_two_actions(leaves: list[Tensor]) -> None:
+    sums, buckets = sums_over(leaves)
+    sums.begin()
+    assert sums.sizes() == {0: 3, 1: 3}
+    wanted = Wanted(1, torch.empty(3))
+    sums.want(wanted)
+    add(sums, buckets, leaves, 0, 0)
+    assert not wanted.taken.is_set(), "of another section"
+    add(sums, buckets, leaves, 1, 0)
+    assert wanted.taken.is_set()
+    add(sums, buckets, leaves, 1, 1)
+    assert (wanted.micro_batches, wanted.room.tolist()) == (((0, 1),), [2.0] * 3)
+
+
+def test_another_thread_gets_no_sums_that_have_half_of_a_micro_batch(leaves: list[Tensor]) -> None:
+    sums, _ = sums_over(leaves)
+    sums.begin()
+    wanted = Wanted(0, torch.empty(3))
+    sums.want(wanted)
+    with sums.adding(0, 0, whole=False):
+        pass
+    assert wanted.taken.is_set()
+    assert wanted.micro_batches == ()
