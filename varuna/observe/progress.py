@@ -13,7 +13,7 @@ _NO_COPIES = {
     Copies.NONE: "",
     Copies.DEVICE: " (none in another worker's memory, since state is not in host memory)",
     Copies.MEMORY: " (no room for another in the memory of workers)",
-    Copies.TIME: " (another, in a worker's memory, would take more than a third of a step to make)",
+    Copies.TIME: " (copies in other workers' memory would slow steps down)",
 }
 
 

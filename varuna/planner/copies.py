@@ -8,10 +8,8 @@ from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.planner.request import PlanRequest
 
-LINK_SHARE = 0.5
-"""Of a link's time, at most, goes to copies."""
-LONGEST = 1 / 3
-"""Of a step, that a copy may take: until it is complete, the loss of its owner is what it is without copies."""
+MOST_BUSY = 0.01
+"""Of a step, that a copy may keep a link busy. It takes about as much of a core at each end."""
 
 
 def with_copies(plan: Plan, job: JobFacts, request: PlanRequest, *, measured: bool) -> Plan:
@@ -42,7 +40,7 @@ def with_copies(plan: Plan, job: JobFacts, request: PlanRequest, *, measured: bo
     memory_bytes = tuple(own + kept for own, kept in zip(plan.memory_bytes, kept_bytes, strict=True))
     if request.limit_bytes is not None and max(memory_bytes) > request.limit_bytes:
         return plan.model_copy(update={"copies": Copies.MEMORY})
-    copy_s = max(state_bytes) / request.calibration.across_vms.link.bytes_per_s / LINK_SHARE
-    if measured and copy_s > LONGEST * plan.step_s:
+    copy_s = max(state_bytes) / request.calibration.across_vms.link.bytes_per_s
+    if measured and copy_s > MOST_BUSY * plan.step_s:
         return plan.model_copy(update={"copies": Copies.TIME})
     return plan.model_copy(update={"copies": Copies.KEPT, "memory_bytes": memory_bytes})

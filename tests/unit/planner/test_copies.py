@@ -63,6 +63,6 @@ def test_there_is_no_copy_where_it_would_take_too_much_of_a_measured_step() -> N
         return plan_run(job, workers=4, stages=4, calibration=known, copies=True)
 
     step_s = over(1e12).step_s
-    just = 2 * STATE_BYTES / (step_s / 3)  # half of the link's time, a third of a step
+    just = STATE_BYTES / (step_s / 100)
     assert over(1.2 * just).copies is Copies.KEPT
     assert over(0.5 * just).copies is Copies.TIME

@@ -4,9 +4,11 @@ Copies share links and processors with the training. So they pause after each pa
 ready in time makes them less often.
 """
 
-from varuna.planner.copies import LINK_SHARE, LONGEST
-
-_SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.1
+LINK_SHARE = 0.5
+"""Of a link's time, at most, goes to copies."""
+LONGEST = 0.1
+"""Of a step, that a copy may take: until it is complete, the loss of its owner is what it is without copies."""
+_SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.02
 """Seconds between copies of a step's sums of gradients, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
 SHORT_S = 0.25

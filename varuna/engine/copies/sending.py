@@ -23,7 +23,7 @@ from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes
 from varuna.engine.copies.pace import CopyPace, pause_s, sums_pause_s
 from varuna.engine.stage.stage import Stage
-from varuna.engine.stage.sums import Wanted
+from varuna.engine.stage.sums import SumWanted
 from varuna.process.console import warn
 from varuna.process.threads import start
 
@@ -31,7 +31,7 @@ _LOOK_S = 0.2
 """How soon it is noticed that a step is over whose sums are waited for."""
 
 
-class Copied(NamedTuple):
+class CopiedStage(NamedTuple):
     """What is copied of a stage."""
 
     still: Still
@@ -53,7 +53,7 @@ class CopySender:
     """Sends copies to ``keeper``, as long as the generation lasts."""
 
     def __init__(
-        self, group: Group, keeper: int, copied: Copied, *, inbox: Inbox, steps: int, rank: int, stage: int
+        self, group: Group, keeper: int, copied: CopiedStage, *, inbox: Inbox, steps: int, rank: int, stage: int
     ) -> None:
         """Start sending.
 
@@ -77,7 +77,7 @@ class CopySender:
             now_s = time.monotonic()
             if tried and self._pace.ended(copy_s, now_s - begin_s) and self._has_room:
                 warn(
-                    f"copies of rank {self._where['rank']}'s state on rank {self._keeper} take more than a third of a "
+                    f"copies of rank {self._where['rank']}'s state on rank {self._keeper} take more than a tenth of a "
                     "step: they are made less often, and the loss of a worker may send the run back to a saved state"
                 )
             step, begin_s, tried = next_step, now_s, self._pace.begins()
@@ -141,7 +141,7 @@ class CopySender:
             if not room.numel():
                 room = torch.empty(max(sizes.values(), default=0), dtype=torch.float32)
             for section, size in sizes.items():
-                wanted = Wanted(section, room[:size])
+                wanted = SumWanted(section, room[:size])
                 stage.sums.want(wanted)
                 while not wanted.taken.wait(_LOOK_S):
                     if not self._still.lasts(step, 0.0):
@@ -153,7 +153,7 @@ class CopySender:
                     sent[section] = wanted.micro_batches
             round_s = time.monotonic() - begin_s
 
-    def _copy_sum(self, step: int, stage: Stage, wanted: Wanted) -> bool:
+    def _copy_sum(self, step: int, stage: Stage, wanted: SumWanted) -> bool:
         held = HeldSums(
             micro_batch=stage.plan.micro_batch,
             sections=(SectionSum(section=wanted.section, micro_batches=wanted.micro_batches),),

@@ -26,7 +26,7 @@ class Begun(NamedTuple):
     """by section: the sums of gradients that this rank goes on from, whose memory is taken over"""
 
 
-class Wanted:
+class SumWanted:
     """A section's sums that another thread wants a copy of, as they are between two actions."""
 
     def __init__(self, section: int, room: Tensor) -> None:
@@ -61,7 +61,7 @@ class Sums:
         self._reduced: set[int] = set()
         self._void: set[int] = set()
         self._kept: dict[int, frozenset[int]] = {}
-        self._wanted: Wanted | None = None
+        self._wanted: SumWanted | None = None
         self._discard()
         if begun is not None:
             here = (each for each in begun.rest.taken if each.section in begun.flats)
@@ -123,7 +123,7 @@ class Sums:
 
     # -- by any thread -----------------------------------------------------------------------------------
 
-    def want(self, wanted: Wanted | None) -> None:
+    def want(self, wanted: SumWanted | None) -> None:
         """Let the training thread copy a section's sums, once it has added to them; None: nobody wants any."""
         self._wanted = wanted
 

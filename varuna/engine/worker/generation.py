@@ -20,7 +20,7 @@ from varuna.engine.base.peer_activity import watch
 from varuna.engine.base.spans import span
 from varuna.engine.base.wait_bounds import Awaited, Doing
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
-from varuna.engine.copies.sending import Copied, CopySender
+from varuna.engine.copies.sending import CopiedStage, CopySender
 from varuna.engine.links.groups import Groups
 from varuna.engine.links.links import Courier
 from varuna.engine.pipeline.reduce import Reducer
@@ -253,7 +253,7 @@ def _open_copies(
         CopySender(
             groups.world,
             assignment.copy_to,
-            Copied(stage.still, states, stage if stage.sums.outlast else None),
+            CopiedStage(stage.still, states, stage if stage.sums.outlast else None),
             inbox=inbox,
             steps=setting.steps,
             **where,

@@ -13,7 +13,7 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.still import Still
 from varuna.engine.copies import keeping, sending, wire
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
-from varuna.engine.copies.sending import Copied, CopySender
+from varuna.engine.copies.sending import CopiedStage, CopySender
 
 STEPS = 10
 
@@ -29,7 +29,7 @@ class Pair:
         CopySender(
             self.groups[0],
             1,
-            Copied(self.owner, lambda: {2: SectionState(2, {"parameters/w": self.value}, {"scale": 3})}, None),
+            CopiedStage(self.owner, lambda: {2: SectionState(2, {"parameters/w": self.value}, {"scale": 3})}, None),
             inbox=self.inboxes[0],
             steps=STEPS,
             rank=0,

@@ -7,7 +7,7 @@ from torch import Tensor
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans
 from varuna.engine.stage.gradient_bucket import Bucket
-from varuna.engine.stage.sums import Begun, StepShare, Sums, Wanted
+from varuna.engine.stage.sums import Begun, StepShare, Sums, SumWanted
 
 PLAN = Plan(
     stages=1, replicas=2, micro_batch=1, global_batch=6, starts=(0,), sections=3, stash_limits=(1,)
@@ -122,7 +122,7 @@ def test_another_thread_gets_sums_as_they_are_between_two_actions(leaves: list[T
     sums, buckets = sums_over(leaves)
     sums.begin()
     assert sums.sizes() == {0: 3, 1: 3}
-    wanted = Wanted(1, torch.empty(3))
+    wanted = SumWanted(1, torch.empty(3))
     sums.want(wanted)
     add(sums, buckets, leaves, 0, 0)
     assert not wanted.taken.is_set(), "of another section"
@@ -135,7 +135,7 @@ def test_another_thread_gets_sums_as_they_are_between_two_actions(leaves: list[T
 def test_another_thread_gets_no_sums_that_have_half_of_a_micro_batch(leaves: list[Tensor]) -> None:
     sums, _ = sums_over(leaves)
     sums.begin()
-    wanted = Wanted(0, torch.empty(3))
+    wanted = SumWanted(0, torch.empty(3))
     sums.want(wanted)
     with sums.adding(0, 0, whole=False):
         pass
