@@ -64,12 +64,16 @@ def replay(
 def _sentences(outcome: "ReplayOutcome") -> str:
     plans = ", ".join(f"{shape} {100 * share:.0f} %" for shape, share in list(outcome.plans.items())[:8])
     morphs = ", ".join(f"{count} {kind}" for kind, count in sorted(outcome.morphs.items()))
+    kept = ""
+    if outcome.micro_batches_kept:
+        kept = f" (without {outcome.micro_batches_kept / outcome.micro_batches:.1f} steps' worth of micro-batches)"
     price = "" if outcome.dollars is None else f", {outcome.dollars:,.0f} dollars"
     return (
         f"policy {outcome.policy}: goodput {100 * outcome.goodput:.1f} % of instant lossless morphs\n  "
         f"{outcome.samples:,} samples in {outcome.steps:,} steps of {outcome.global_batch} (m = "
-        f"{outcome.micro_batch}), {outcome.steps_redone} steps repeated\n  {format_duration(outcome.duration_s)}, "
-        f"training {100 * outcome.training_share:.1f} % of it; {outcome.gpu_hours:,.1f} GPU-hours{price}\n  "
+        f"{outcome.micro_batch}), {outcome.steps_redone} steps repeated{kept}\n  "
+        f"{format_duration(outcome.duration_s)}, training {100 * outcome.training_share:.1f} % of it; "
+        f"{outcome.gpu_hours:,.1f} GPU-hours{price}\n  "
         f"generations: {morphs or 'none'}; checkpoints: {len(outcome.checkpoints_s)}\n  time by plan (P x D): "
         f"{plans}"
     )

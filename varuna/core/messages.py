@@ -50,13 +50,15 @@ class Vote(Value):
 
 
 class Transfer(Value):
-    """Copy of one section's state between two ranks of a new generation."""
+    """Copy of one section's state, or of sums, between two ranks of a new generation."""
 
     section: int
     source_rank: int
     target_rank: int
     lent: bool = Field(default=False, description="without its optimizer state, which other ranks will hold")
-    sums: bool = Field(default=False, description="with the sums of gradients of a step that was broken off")
+    sums: bool = Field(
+        default=False, description="in place of state, the sums of gradients of a step that was broken off"
+    )
 
 
 class Assignment(Value):

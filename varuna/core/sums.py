@@ -1,9 +1,9 @@
 """Which micro-batches are in which sums of gradients, and which must run again after a loss. Pure.
 
 A worker that stops in the middle of a step holds, for each of its sections, the sum of the gradients of some
-micro-batches. Of each section disjoint sums are chosen, at most one for each rank. A micro-batch that is in the chosen
-sums of every section does not run again. All others do, through all stages; a section that has one already does not
-add it again.
+micro-batches. Of each section disjoint sums are chosen, at most one of each rank; where that rank no longer runs the
+section, its sum goes to one that does. A micro-batch that is in the chosen sums of every section does not run again.
+All others do, through all stages; a section that has one already does not add it again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -68,13 +68,17 @@ def is_within(spans: Spans, micro_batches: int) -> bool:
     return all(a < b for a, b in pairwise(bounds)) and bounds[-1] <= micro_batches
 
 
-def choose(offered: Mapping[int, Spans]) -> dict[int, Spans]:
-    """Disjoint sums of one section, by rank: the largest first, among equals that of the lowest rank.
+def choose(offered: Mapping[int, Spans], seats: Sequence[int]) -> dict[int, Spans]:
+    """Disjoint sums of one section, by rank: the largest first, among equals one that need not move.
 
     A sum that is reduced over the replicas has all micro-batches, so it is chosen alone.
+
+    Args:
+        offered: by rank.
+        seats: ranks that run the section from now on.
     """
     chosen: dict[int, Spans] = {}
-    for rank in sorted(offered, key=lambda rank: (-count(offered[rank]), rank)):
+    for rank in sorted(offered, key=lambda rank: (-count(offered[rank]), rank not in seats, rank)):
         if offered[rank] and not any(overlap(offered[rank], other) for other in chosen.values()):
             chosen[rank] = offered[rank]
     return dict(sorted(chosen.items()))
@@ -102,6 +106,12 @@ class SectionSum(Value):
 
     section: int
     micro_batches: Spans
+
+
+class TakenSum(SectionSum):
+    """Part of the sum that a rank goes on from."""
+
+    source_rank: int = Field(ge=0, description="who has it: the rank itself, or one that sends it")
 
 
 class MicroBatchLoss(Value):
@@ -137,7 +147,7 @@ class RestOfStep(Value):
     """What of a broken step a rank does, and what it has already: holds for the first step of a generation."""
 
     work: Spans = Field(description="micro-batches that its replica runs")
-    taken: tuple[SectionSum, ...] = Field(description="sums that it goes on from; others of its own are void")
+    taken: tuple[TakenSum, ...] = Field(description="sums that it goes on from; others of its own are void")
     kept: tuple[SectionSum, ...] = Field(description="of its sections: what the sums of some replica contain")
     losses: tuple[MicroBatchLoss, ...] = Field(
         default=(), description="for ranks of the last stage: of the micro-batches that do not run again"
@@ -148,7 +158,9 @@ class Remainder(Value):
     """What is left to do of a broken step, and from which sums a generation goes on."""
 
     micro_batches: int = Field(ge=1, description="of the step")
-    taken: tuple[tuple[SectionSum, ...], ...] = Field(description="by rank: the chosen sums")
+    taken: tuple[tuple[TakenSum, ...], ...] = Field(
+        description="by rank of the grid: the chosen sums, of each section in the order in which they are added"
+    )
     work: tuple[Spans, ...] = Field(description="by replica: the micro-batches that run; never none")
 
     @property
@@ -179,19 +191,23 @@ class Remainder(Value):
 
 
 def remainder(
-    micro_batches: int, replicas: int, ranks: int, offered: Mapping[int, Mapping[int, Spans]], losses: Spans
+    micro_batches: int,
+    replicas: int,
+    seats: Mapping[int, Sequence[int]],
+    offered: Mapping[int, Mapping[int, Spans]],
+    losses: Spans,
 ) -> Remainder | None:
     """What of a broken step has to run; None: everything, so that no sum is worth keeping.
 
     Args:
         micro_batches: of the step.
         replicas: of the new plan; each gets at least one micro-batch, if need be one that nobody lacks.
-        ranks: of the new plan.
-        offered: by section that has gradients: by rank of the new plan, what is in a sum that it could go on from.
+        seats: by section: the ranks that run it by the new plan.
+        offered: by section that has gradients: by rank, what is in its sum; of ranks without that seat, if it may move.
         losses: micro-batches whose losses are known.
     """
     everything: Spans = ((0, micro_batches),)
-    chosen = {section: choose(by_rank) for section, by_rank in sorted(offered.items())}
+    chosen = {section: choose(by_rank, seats[section]) for section, by_rank in sorted(offered.items())}
     lacking = union([without(everything, union(by_rank.values())) for by_rank in chosen.values()])
     again = union([lacking, without(everything, losses)])
     if count(again) < replicas:
@@ -199,12 +215,23 @@ def remainder(
         again = union([again, spans_of(spare)])
     if count(again) >= micro_batches:
         return None
-    taken = tuple(
-        tuple(
-            SectionSum(section=section, micro_batches=by_rank[rank])
-            for section, by_rank in chosen.items()
-            if rank in by_rank
-        )
-        for rank in range(ranks)
-    )
+    taken = _seated(chosen, seats, without(everything, again))
     return Remainder(micro_batches=micro_batches, taken=taken, work=deal(again, replicas))
+
+
+def _seated(
+    chosen: Mapping[int, Mapping[int, Spans]], seats: Mapping[int, Sequence[int]], spared: Spans
+) -> tuple[tuple[TakenSum, ...], ...]:
+    """By rank, the sums that it goes on from. One moves only if it spares something, to who has got fewest so far."""
+    taken: list[list[TakenSum]] = [[] for _ in range(1 + max(rank for ranks in seats.values() for rank in ranks))]
+    arrivals = [0] * len(taken)
+    for section, by_rank in chosen.items():
+        for source, spans in by_rank.items():
+            target = source
+            if source not in seats[section]:
+                if not overlap(spans, spared):
+                    continue
+                target = min(seats[section], key=lambda rank: (arrivals[rank], rank))
+                arrivals[target] += 1
+            taken[target].append(TakenSum(section=section, micro_batches=spans, source_rank=source))
+    return tuple(map(tuple, taken))

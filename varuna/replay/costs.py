@@ -25,6 +25,8 @@ class MorphCosts:
     """Time to make the groups of a new generation, without copies of state."""
     warm_s: float = 45.0
     """Time from a VM's appearance to a worker that could run at once: start, imports, capture of the model."""
+    keeps_sums: bool = True
+    """Whether survivors go on from the sums of gradients that they have of a step that a loss breaks off."""
     checkpoints: bool = True
     """Whether to save at Young's interval, from the losses so far and the run's own snapshot times."""
     snapshot_bytes_per_s: float = 5e9

@@ -7,6 +7,7 @@ from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
+from varuna.replay.broken_steps import BrokenSteps
 from varuna.replay.costs import MorphCosts, RestartCosts, checkpoint_every_s
 from varuna.replay.job import job_of, state_bytes
 from varuna.replay.plans import Plans
@@ -61,6 +62,7 @@ class Replay:
             self._job,
             self._plans,
             costs,
+            BrokenSteps(self._job, self._calibration),
             most_workers=self._trace.most_nodes * self._gpus,
             link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
             on_event=history.note,
@@ -74,6 +76,7 @@ class Replay:
             "morph",
             steps=steps,
             redone=sum(record.steps_redone for record in cluster.fleet.history),
+            kept=sum(record.kept_micro_batches for record in cluster.fleet.history),
             training_s=cluster.training_s,
             morphs=history.kinds,
             stretches=history.stretches(self._trace.end_s),
@@ -142,6 +145,7 @@ class Replay:
         *,
         steps: int,
         redone: int,
+        kept: int = 0,
         training_s: float,
         morphs: dict[str, int],
         stretches: tuple[Stretch, ...],
@@ -162,6 +166,8 @@ class Replay:
             samples=steps * self._job.global_batch,
             ideal_samples=self.ideal_samples,
             steps_redone=redone,
+            micro_batches_kept=kept,
+            micro_batches=-(-self._job.global_batch // self._plans.micro_batch),
             morphs=morphs,
             plans={shape: round(share, 4) for shape, share in sorted(shares.items(), key=lambda s: -s[1])},
             training_share=training_s / duration_s,
@@ -203,7 +209,8 @@ class _History:
     def _train(self, at_s: float, record: GenerationRecord) -> None:
         """Note that a generation's first step is recorded: it began to train one step earlier."""
         kind = self._marks[-1][2]
-        self._marks.append((max(self._marks[-1][0], at_s - record.plan.step_s), record, kind))
+        step_s = record.plan.step_s * (1 - record.kept_micro_batches / record.plan.micro_batches)
+        self._marks.append((max(self._marks[-1][0], at_s - step_s), record, kind))
 
     def stretches(self, end_s: float) -> tuple[Stretch, ...]:
         """Stretches by time, without gaps after the first generation's start."""

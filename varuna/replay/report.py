@@ -27,6 +27,10 @@ class ReplayOutcome(Value):
     samples: int
     ideal_samples: float = Field(description="of instant, lossless morphs, always on the best plan")
     steps_redone: int = Field(description="broken off in flight, or undone by a rollback")
+    micro_batches: int = Field(description="of a step")
+    micro_batches_kept: int = Field(
+        default=0, description="of steps broken off in flight: those that did not run again"
+    )
     morphs: dict[str, int] = Field(description="by kind")
     plans: dict[str, float] = Field(description="share of the time by P x D")
     training_share: float = Field(description="share of the time in which a step was running")

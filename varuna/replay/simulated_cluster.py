@@ -24,6 +24,7 @@ from varuna.core.messages import (
     WorkerPhase,
 )
 from varuna.core.model import JobFacts
+from varuna.core.sums import HeldSums
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.state.config import FleetConfig
@@ -40,6 +41,7 @@ from varuna.fleet.state.inputs import (
 from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
 from varuna.fleet.state.run_events import RunEvent
+from varuna.replay.broken_steps import BrokenSteps
 from varuna.replay.costs import MorphCosts, checkpoint_every_s
 from varuna.replay.job import state_bytes
 
@@ -56,6 +58,8 @@ class SimulatedWorker:
     next_step: int | None = None
     sections: frozenset[int] = frozenset()
     assignment: Assignment | None = None
+    sums: HeldSums | None = None
+    """Of the newest step that was broken off."""
 
 
 @dataclass(slots=True)
@@ -67,7 +71,13 @@ class _Life:
     over: bool = False
     regroup: bool = False
     save: bool = False
-    began_s: float = 0.0
+    formed: bool = False
+    step: int = -1
+    began_s: float | None = None
+    """When its step began; None between steps."""
+    held_s: float | None = None
+    """When its ranks heard that it is over."""
+    gone_s: dict[str, float] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     """By rank: bytes of state that it sends to others."""
     received: dict[int, int] = field(default_factory=dict)
@@ -81,12 +91,14 @@ class SimulatedCluster:
         job: JobFacts,
         planner: Planner,
         costs: MorphCosts,
+        broken_steps: BrokenSteps,
         *,
         most_workers: int,
         link_bytes_per_s: float,
         on_event: Callable[[float, RunEvent], None],
     ) -> None:
         self._job, self._costs, self._on_event = job, costs, on_event
+        self._broken_steps = broken_steps
         self._link_bytes_per_s = link_bytes_per_s
         self._bytes = state_bytes(job)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -156,6 +168,7 @@ class SimulatedCluster:
         for name in self._nodes.pop(node):
             if self._workers[name].alive:
                 self._workers[name].alive = False
+                self._life.gone_s[name] = self.now_s
                 self._schedule(self.now_s + self._costs.lease_s, lambda name=name: self._miss(name))  # type: ignore[misc]
 
     def _miss(self, name: str) -> None:
@@ -213,6 +226,7 @@ class SimulatedCluster:
                 self._take(worker, assignment)
             case Hold(generation=generation) if generation == life.generation:
                 life.over = True
+                life.held_s = self.now_s if life.held_s is None else life.held_s
                 self._schedule(self.now_s + self._costs.stop_s, lambda: self._report(worker, generation))
             case RaiseFlag(generation=generation, flag="regroup") if generation == life.generation:
                 life.regroup = True
@@ -227,7 +241,29 @@ class SimulatedCluster:
     def _report(self, worker: SimulatedWorker, generation: int) -> None:
         if worker.alive and generation == self._life.generation:
             sections = tuple(sorted(worker.sections))
-            self._say(worker.name, Held(generation=generation, next_step=worker.next_step, sections=sections))
+            worker.sums = self._sums(worker)
+            self._say(
+                worker.name,
+                Held(generation=generation, next_step=worker.next_step, sections=sections, sums=worker.sums),
+            )
+
+    def _sums(self, worker: SimulatedWorker) -> HeldSums | None:
+        """What a worker has of a step that was broken off: of this generation or, if that has not formed, of another.
+
+        A replica that lost a rank came as far as it was then: the others can do little without it.
+        """
+        life, assignment = self._life, worker.assignment
+        if not life.formed or assignment is None or not self._costs.keeps_sums:
+            return worker.sums
+        if life.began_s is None or life.held_s is None or assignment.is_spare:
+            return None
+        plan, members = assignment.plan, self._members(assignment)
+        stopped_s = []
+        for replica in range(plan.replicas):
+            ranks = range(plan.rank_of(replica, 0), plan.rank_of(replica, 0) + plan.stages)
+            stopped_s.append(min(life.gone_s.get(members[rank], life.held_s) for rank in ranks) - life.began_s)
+        rest = assignment.rest if life.step == assignment.next_step else None
+        return self._broken_steps.held(plan, assignment.rank, rest, stopped_s)
 
     # -- a generation ----------------------------------------------------------------------------------------
 
@@ -238,7 +274,9 @@ class SimulatedCluster:
         worker.assignment = assignment
         for move in assignment.transfers:
             moved = self._life.sent if move.source_rank == assignment.rank else self._life.received
-            moved[assignment.rank] = moved.get(assignment.rank, 0) + self._bytes[move.section]
+            section = self._job.model.sections[move.section]
+            size = section.trainable_bytes if move.sums else self._bytes[move.section]
+            moved[assignment.rank] = moved.get(assignment.rank, 0) + size
         self._life.waiting.discard(worker.name)
         if not self._life.waiting:
             generation = assignment.generation
@@ -272,9 +310,10 @@ class SimulatedCluster:
     def _formed(self, generation: int, assignment: Assignment) -> None:
         if self._is_stuck(generation, assignment, forming=True):
             return
-        plan = assignment.plan
+        plan, self._life.formed = assignment.plan, True
         for rank, name in enumerate(self._members(assignment)):
             worker = self._workers[name]
+            worker.sums = None
             in_grid = rank < plan.workers
             worker.sections = frozenset(plan.sections_of(plan.place_of(rank).stage)) if in_grid else frozenset()
             worker.next_step = assignment.next_step if in_grid else None
@@ -284,21 +323,22 @@ class SimulatedCluster:
             self._say(name, Beat(generation=generation, step=step, activity="", phase=WorkerPhase.STEPS))
 
     def _begin_step(self, generation: int, assignment: Assignment, step: int, pause_s: float) -> None:
-        self._life.began_s = self.now_s + pause_s
-        end_s = self.now_s + pause_s + assignment.plan.step_s
-        self._schedule(end_s, lambda: self._end_step(generation, assignment, step))
+        self._life.step, self._life.began_s = step, self.now_s + pause_s
+        left = self.fleet.history[generation].remainder if step == assignment.next_step else None
+        step_s = assignment.plan.step_s if left is None else self._broken_steps.seconds(assignment.plan, left.work)
+        self._schedule(self._life.began_s + step_s, lambda: self._end_step(generation, assignment, step, step_s))
 
-    def _end_step(self, generation: int, assignment: Assignment, step: int) -> None:
+    def _end_step(self, generation: int, assignment: Assignment, step: int, step_s: float) -> None:
         """The vote is done: all ranks apply, rank 0 reports, and the next step or the morph follows."""
         if self._is_stuck(generation, assignment, forming=False):
             return
-        plan = assignment.plan
-        self.training_s += plan.step_s
+        plan, self._life.began_s = assignment.plan, None
+        self.training_s += step_s
         grid = self._members(assignment)[: plan.workers]
         for name in grid:
             self._workers[name].next_step = step + 1
         layout = VoteLayout(sections=plan.sections, micro_batches=plan.micro_batches)
-        vote = Vote(generation=generation, step=step, vector=(0.0,) * layout.size, wall_s=plan.step_s)
+        vote = Vote(generation=generation, step=step, vector=(0.0,) * layout.size, wall_s=step_s)
         regroup = self._life.regroup
         self._say(grid[0], Voted(vote=vote))
         pause_s = self._maybe_save(assignment, step + 1)

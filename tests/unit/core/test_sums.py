@@ -1,11 +1,11 @@
 """Sums that survive a loss: sets of micro-batches, and the proof by brute force that each is added exactly once."""
 
 import random
+from itertools import combinations, product
 
 import pytest
 
 from varuna.core.sums import (
-    SectionSum,
     Spans,
     choose,
     count,
@@ -44,11 +44,13 @@ def test_spans_from_outside_are_looked_at(spans: Spans) -> None:
 
 
 def test_a_reduced_sum_is_chosen_alone() -> None:
-    assert choose({3: ((0, 9),), 1: ((0, 9),), 2: ((0, 4),)}) == {1: ((0, 9),)}
+    full: Spans = ((0, 9),)
+    assert choose({3: full, 1: full, 2: ((0, 4),)}, seats=(1, 2, 3)) == {1: full}
+    assert choose({3: full, 1: full, 2: ((0, 4),)}, seats=(2, 3)) == {3: full}, "it need not move"
 
 
 def test_of_overlapping_sums_the_smaller_is_dropped() -> None:
-    assert choose({0: ((0, 2),), 1: ((1, 4),), 2: ((5, 6),), 3: ()}) == {1: ((1, 4),), 2: ((5, 6),)}
+    assert choose({0: ((0, 2),), 1: ((1, 4),), 2: ((5, 6),), 3: ()}, seats=()) == {1: ((1, 4),), 2: ((5, 6),)}
 
 
 def test_shares_are_even_and_ascending() -> None:
@@ -57,20 +59,69 @@ def test_shares_are_even_and_ascending() -> None:
 
 
 def test_a_micro_batch_whose_loss_is_lost_runs_again() -> None:
-    found = remainder(6, 1, 1, {0: {0: ((0, 6),)}}, losses=((0, 4),))
+    found = remainder(6, 1, {0: [0]}, {0: {0: ((0, 6),)}}, losses=((0, 4),))
     assert found is not None
     assert found.work == (((4, 6),),)
     assert found.kept == 4
 
 
 def test_every_replica_gets_something_to_do() -> None:
-    found = remainder(6, 3, 3, {0: {1: ((0, 6),)}}, losses=((0, 6),))
+    found = remainder(6, 3, {0: range(3)}, {0: {1: ((0, 6),)}}, losses=((0, 6),))
     assert found is not None
     assert found.work == (((0, 1),), ((1, 2),), ((2, 3),))
 
 
 def test_nothing_is_kept_if_every_micro_batch_lacks_somewhere() -> None:
-    assert remainder(4, 1, 2, {0: {0: ((0, 4),)}, 1: {}}, losses=((0, 4),)) is None
+    assert remainder(4, 1, {0: [0], 1: [1]}, {0: {0: ((0, 4),)}, 1: {}}, losses=((0, 4),)) is None
+
+
+_GRIDS = {"2x2": [[0, 2], [1, 3]], "2x1": [[0], [1]], "1x2": [[0, 1], [0, 1]], "1x1": [[0], [0]]}
+"""By section, the ranks that run it."""
+
+
+@pytest.mark.parametrize("shape", _GRIDS)
+def test_each_micro_batch_is_added_exactly_once_whatever_is_held(shape: str) -> None:
+    """2 stages of a section each, 2 replicas, 3 micro-batches: every loss, and every set that each may hold."""
+    seats, replicas = dict(enumerate(_GRIDS[shape])), int(shape[-1])
+    everything: Spans = ((0, 3),)
+    shares = [(), ((0, 1),), ((1, 2),), ((0, 2),), everything], [(), ((2, 3),), everything]
+    cases = 0
+    for dead, moves, losses in product([None, 0, 1, 2, 3], [True, False], _subsets(3)):
+        for sums in product(shares[0], shares[0], shares[1], shares[1]):
+            by_section = {
+                section: {
+                    rank: spans
+                    for rank, spans in list(enumerate(sums))[section::2]
+                    if rank != dead and (moves or rank in seats[section])
+                }
+                for section in (0, 1)
+            }
+            found = remainder(3, replicas, seats, by_section, losses)
+            common = set(range(3)) & set(numbers_of(losses))
+            for by_rank in by_section.values():
+                common &= {number for spans in by_rank.values() for number in numbers_of(spans)}
+            if found is None:
+                assert len(common) == 0 or replicas > 3 - len(common)
+                continue
+            cases += 1
+            again = [number for spans in found.work for number in numbers_of(spans)]
+            assert len(again) == len(set(again)), "no micro-batch runs twice"
+            assert all(found.work), "every replica has one to run"
+            assert set(again) | set(numbers_of(losses)) == {0, 1, 2}, "every loss is known in the end"
+            assert found.kept == 3 - len(again)
+            for section, by_rank in by_section.items():
+                added = [number for number in again if not overlap(((number, number + 1),), found.kept_of(section))]
+                for rank, each in ((rank, each) for rank, own in enumerate(found.taken) for each in own):
+                    if each.section == section:
+                        assert rank in seats[section], "who holds it runs the section"
+                        assert each.micro_batches == by_rank[each.source_rank]
+                        added += numbers_of(each.micro_batches)
+                assert sorted(added) == [0, 1, 2]
+    assert cases > 500
+
+
+def _subsets(end: int) -> list[Spans]:
+    return [spans_of(chosen) for size in range(end + 1) for chosen in combinations(range(end), size)]
 
 
 class Worker:
@@ -86,7 +137,7 @@ class Worker:
 def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
     """Histories with up to three losses, each at a random point, under plans of changing depth and width."""
     choices = random.Random(1)
-    kept_at_all = 0
+    kept_at_all = moved = 0
     for _ in range(300):
         micro_batches, sections = choices.randrange(6, 14), 4
         replicas, stages = choices.choice([2, 3]), choices.choice([1, 2, 4])
@@ -102,33 +153,40 @@ def test_each_micro_batch_is_added_exactly_once_whatever_dies() -> None:
             )
             old, grid = grid, _grid(replicas, stages, sections)
             offered: dict[int, dict[int, Spans]] = {section: {} for section in range(sections)}
-            sources: dict[int, Worker] = {}
             survivors = choices.sample(old, max(1, len(old) - 1))
-            for rank, source in zip(
-                choices.sample(range(len(grid)), min(len(grid), len(survivors))), survivors, strict=False
-            ):
-                sources[rank] = source
-                for section in grid[rank].sums.keys() & source.sums.keys():
-                    offered[section][rank] = source.spans(section)
+            ranks = choices.sample(range(len(grid)), min(len(grid), len(survivors)))
+            ranks += range(len(grid), len(grid) + len(survivors) - len(ranks))  # spares, which leave the grid
+            sources = dict(zip(ranks, survivors, strict=True))
+            moves = choices.random() < 0.5
+            for rank, source in sources.items():
+                for section in source.sums:
+                    if moves or (rank < len(grid) and section in grid[rank].sums):
+                        offered[section][rank] = source.spans(section)
+            seats = {
+                section: [rank for rank, worker in enumerate(grid) if section in worker.sums]
+                for section in range(sections)
+            }
             known = spans_of({j for j in losses if choices.random() < 0.9})
-            found = remainder(micro_batches, replicas, len(grid), offered, known)
+            found = remainder(micro_batches, replicas, seats, offered, known)
             losses = set(numbers_of(known))
             if found is None:
                 work, kept, losses = deal(((0, micro_batches),), replicas), [()] * sections, set()
                 continue
             kept_at_all += found.kept
+            moved += sum(each.source_rank != rank for rank, sums in enumerate(found.taken) for each in sums)
             work, kept = found.work, [found.kept_of(section) for section in range(sections)]
             for rank, sums in enumerate(found.taken):
                 for each in sums:
-                    assert isinstance(each, SectionSum)
-                    assert each.micro_batches == sources[rank].spans(each.section)
-                    grid[rank].sums[each.section] = list(sources[rank].sums[each.section])
+                    assert each.source_rank == rank or rank in seats[each.section]
+                    assert each.micro_batches == sources[each.source_rank].spans(each.section)
+                    grid[rank].sums[each.section] += sources[each.source_rank].sums[each.section]
         _run(choices, grid, work, kept, losses, part=1.0)
         for section in range(sections):
             added = [j for worker in grid for j in worker.sums.get(section, [])]
             assert sorted(added) == list(range(micro_batches))
         assert losses == set(range(micro_batches))
     assert kept_at_all > 200
+    assert moved > 100
 
 
 def _grid(replicas: int, stages: int, sections: int) -> list[Worker]:

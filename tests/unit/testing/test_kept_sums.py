@@ -50,6 +50,20 @@ def test_two_losses_in_one_step_cost_only_what_is_lacking(alone: tuple[float, ..
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert outcome.kept[0] == 0
     assert 0 < outcome.kept[1] < MICRO_BATCHES
+    assert 0 < outcome.kept[2] < MICRO_BATCHES
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    "stages", [{4: 2, 3: 3}, {6: 2, 5: 4}, {4: 2, 3: 1}], ids=["deeper", "much deeper", "shallower"]
+)
+def test_sums_move_where_the_number_of_stages_changes(alone: tuple[float, ...], stages: dict[int, int]) -> None:
+    """A worker of the second pipeline is lost after 3 backwards: what the others have added is not lost."""
+    workers = max(stages)
+    outcome = run(script, workers=workers, stages=stages, faults=[After(2, 2, "B", 3)])
+    assert outcome.plans[0] == f"2x{workers // 2}"
+    assert outcome.losses == pytest.approx(alone, rel=1e-6)
+    assert MICRO_BATCHES // 6 <= outcome.kept[1] < MICRO_BATCHES
 
 
 @pytest.mark.timeout(200)

@@ -64,8 +64,9 @@ class Sums:
         self._wanted: SumWanted | None = None
         self._discard()
         if begun is not None:
-            here = (each for each in begun.rest.taken if each.section in begun.flats)
-            self._added |= {each.section: set(numbers_of(each.micro_batches)) for each in here}
+            for each in begun.rest.taken:
+                if each.section in begun.flats:
+                    self._added[each.section].update(numbers_of(each.micro_batches))
             self._kept = {each.section: frozenset(numbers_of(each.micro_batches)) for each in begun.rest.kept}
 
     def begin(self) -> None:

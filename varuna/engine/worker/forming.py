@@ -210,7 +210,10 @@ def _states(
     sources = {each.source_rank for each in assignment.transfers if each.target_rank == rank}
     targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
     at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
-    received = exchange(groups.world, assignment.transfers, rank, held, left_out) if assignment.transfers else {}
+    received: dict[int, SectionState] = {}
+    sums: dict[tuple[int, int], Tensor] = {}
+    if assignment.transfers:
+        received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out)
     if received:
         at(Awaited("frozen parameters from the files of weights="))
         put_back(received, _used(model, received), partial(initial, checks=False), "what another worker sent")
@@ -229,10 +232,8 @@ def _states(
         states = stored_states(model, wanted, assignment.checkpoint, lent=set(wanted) - set(whole), initial=frozen)
     else:
         states = {section: received[section] if section in received else held[section] for section in wanted}
-        for section in received.keys() & held.keys() & states.keys():  # it came for its optimizer state only
-            if (own := held[section].tensors.get(SUMS)) is not None:
-                states[section].tensors.setdefault(SUMS, own)
         put_back(states, _used(model, states), partial(initial, checks=False), "the copy of a lost worker's state")
+        _add_sums(states, assignment, held, sums)
     if assignment.members > 1 and assignment.fresh:
         others = tuple(m for m in range(assignment.members) if m != rank)
         at(Awaited("the comparison of first values", others, checks=True))
@@ -246,6 +247,28 @@ def _states(
 def _used(model: PartitionedModel, states: Collection[int]) -> dict[int, Sequence[str]]:
     """Parameters of sections."""
     return {section: model.sections[section].parameters for section in states}
+
+
+def _add_sums(
+    states: Mapping[int, SectionState],
+    assignment: Assignment,
+    held: Mapping[int, SectionState],
+    arrived: Mapping[tuple[int, int], Tensor],
+) -> None:
+    """Put the sums of gradients that this rank goes on from into the states: its own as they are, or a new total.
+
+    Never in place: until all members are ready, what is here must remain what this worker has said that it is.
+    """
+    parts: dict[int, list[Tensor | None]] = {}
+    for each in assignment.rest.taken if assignment.rest is not None else ():
+        own = each.source_rank == assignment.rank and each.section in held
+        part = held[each.section].tensors.get(SUMS) if own else arrived.get((each.section, each.source_rank))
+        parts.setdefault(each.section, []).append(part)
+    for section, state in states.items():
+        state.tensors.pop(SUMS, None)
+        known = [part for part in parts.get(section, ()) if part is not None]
+        if known and len(known) == len(parts[section]):  # else there are none, and the vote shows it
+            state.tensors[SUMS] = sum(known[1:], known[0])  # no copy, if there is one
 
 
 def _look_again(

@@ -207,8 +207,9 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
     plan, rest, begun = assignment.plan, assignment.rest, None
     place = plan.place_of(assignment.rank)
     if rest is not None:
-        taken = [each.section for each in rest.taken if SUMS in states[each.section].tensors]
-        begun = Begun(rest, {section: states[section].tensors[SUMS] for section in taken})
+        begun = Begun(
+            rest, {section: state.tensors[SUMS] for section, state in states.items() if SUMS in state.tensors}
+        )
     stage = Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica, begun=begun)
     for value in setting.loop.measured:
         stage.optimizer.measure(value)

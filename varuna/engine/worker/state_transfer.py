@@ -1,6 +1,7 @@
 """State of sections from live holders to ranks that need it, when a generation begins."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,18 +15,27 @@ from varuna.engine.stage.load_state import SUMS, is_lent_along
 _TAG = 100_000
 
 
+class Received(NamedTuple):
+    """What came from other ranks."""
+
+    states: dict[int, SectionState]
+    """by section"""
+    sums: dict[tuple[int, int], Tensor]
+    """by section and rank that sent them"""
+
+
 def exchange(
     group: Group,
     transfers: Sequence[Transfer],
     rank: int,
     held: Mapping[int, SectionState],
     left_out: LeftOut | None = None,
-) -> dict[int, SectionState]:
+) -> Received:
     """Take part in all transfers of this rank at once; returns what it received.
 
-    Each is a length and then the section in the checkpoint's format, whole or without optimizer state. All sends and
-    receives are posted before any is waited for, so no order of transfers can deadlock.
-    Between two ranks, messages are told apart by their section: each rank knows its own transfers only.
+    Each is a length and then the section in the checkpoint's format, whole or without optimizer state, or its sums of
+    gradients. All sends and receives are posted before any is waited for, so no order of transfers can deadlock.
+    Between two ranks, messages are told apart by their section and kind: each rank knows its own transfers only.
 
     Args:
         group: every member of the generation.
@@ -45,7 +55,7 @@ def exchange(
             key = transfer.section, transfer.lent, transfer.sums
             if key not in packed:
                 state = _part(held[transfer.section], transfer)
-                state = state if left_out is None else left_out.of(state)
+                state = state if left_out is None or transfer.sums else left_out.of(state)
                 packed[key] = torch.frombuffer(bytearray(to_bytes(state)), dtype=torch.uint8)
             length = torch.tensor([packed[key].numel()], dtype=torch.int64)
             sends.append(group.send(length, transfer.target_rank, _tag(transfer)))
@@ -57,16 +67,18 @@ def exchange(
     bodies = _receive_all(group, list(zip(receives, empty, strict=True)), more=1)
     for send in sends:
         send.wait()
-    return {
-        transfer.section: from_bytes(body.numpy().tobytes()) for transfer, body in zip(receives, bodies, strict=True)
-    }
+    found = [(each, from_bytes(body.numpy().tobytes())) for each, body in zip(receives, bodies, strict=True)]
+    return Received(
+        {each.section: state for each, state in found if not each.sums},
+        {(each.section, each.source_rank): state.tensors[SUMS] for each, state in found if SUMS in state.tensors},
+    )
 
 
 def _part(state: SectionState, transfer: Transfer) -> SectionState:
     """What of a section's state is sent."""
 
     def goes(name: str) -> bool:
-        return transfer.sums if name == SUMS else not transfer.lent or is_lent_along(name)
+        return transfer.sums if name == SUMS else not transfer.sums and (not transfer.lent or is_lent_along(name))
 
     return SectionState(
         state.section,
@@ -77,7 +89,7 @@ def _part(state: SectionState, transfer: Transfer) -> SectionState:
 
 def _tag(transfer: Transfer) -> int:
     """Of the length; that of the section itself is one more."""
-    return _TAG + 2 * transfer.section
+    return _TAG + 4 * transfer.section + 2 * transfer.sums
 
 
 def _receive_all(group: Group, wanted: Sequence[tuple[Transfer, Tensor]], *, more: int) -> list[Tensor]:

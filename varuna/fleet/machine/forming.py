@@ -11,7 +11,7 @@ from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
-from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage
+from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet, Idle, Running
@@ -316,7 +316,7 @@ def _start(
     rollback = not origin.from_holders
     if rollback:
         _tell_origin(transition, origin)
-    left, moves = (None, moves) if rollback else salvage(fleet, plan, members, moves, origin.next_step)
+    left = None if rollback else salvage(fleet, plan, members, origin.next_step)
     if left is not None:
         transition.notice(
             f"kept {left.kept} of {left.micro_batches} micro-batches of step {origin.next_step}; the others run again"
@@ -356,7 +356,7 @@ def _start(
     )
     transition.publish(GenerationStarted(record=record))
     losses = losses_of(fleet, members, plan) if left is not None else {}
-    for name, assignment in assignments(transition.fleet.history, moves, losses):
+    for name, assignment in assignments(transition.fleet.history, (*moves, *sums_moved(left)), losses):
         transition.send(name, Assign(assignment=assignment))
 
 

@@ -1,7 +1,7 @@
 """What the next generation keeps of the step in flight: sums of gradients that outlast a loss. Pure.
 
-Sums are used only for the same step, on top of the same parameters. Where a section moves, they may move with it. A
-wrong set costs time, never the run: the vote counts what is in the sums.
+Sums are used only for the same step, on top of the same parameters. Where a section moves, they move too. A wrong set
+costs time, never the run: the vote counts what is in the sums.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,45 +13,49 @@ from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import Holding
 
+_WORTH_MOVING = 1 / 16
+"""Sums move if that spares this part of a step. Each moves once, over links of its own: half of what each gradient does
+in the all-reduce of every step, which is a small part of it where the plan is any good."""
 
-def salvage(
-    fleet: Fleet, plan: Plan, members: Sequence[str], moves: Sequence[Transfer], next_step: int
-) -> tuple[Remainder | None, tuple[Transfer, ...]]:
-    """What is left to do of the step that was broken off (None: all of it); and the moves, some of them with sums.
+
+def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) -> Remainder | None:
+    """What is left to do of the step that was broken off; None: all of it.
 
     Args:
         fleet: all its members stand still.
         plan: of the next generation.
         members: worker of each rank, spares after the grid.
-        moves: of sections.
         next_step: that every state contains.
     """
-    plain = tuple(moves)
     if not fleet.history or (fleet.record.rollback and not fleet.formed):
-        return None, plain  # sums may be of a timeline that was given up
+        return None  # sums may be of a timeline that was given up
     holdings = _holdings(fleet, members)
     held = [_sums(holding, plan, next_step) for holding in holdings]
     none = {section for each in holdings if each.sums for section in each.sums.without}
-    offered: dict[int, dict[int, Spans]] = {section: {} for section in range(plan.sections) if section not in none}
-    for rank in range(plan.workers):
-        for section in plan.sections_of(plan.place_of(rank).stage):
-            if section in held[rank] and section in offered:
-                offered[section][rank] = held[rank][section]
+    seats = {section: range(plan.stage_of(section), plan.workers, plan.stages) for section in range(plan.sections)}
+    offered = {
+        section: {rank: sums[section] for rank, sums in enumerate(held) if section in sums}
+        for section in seats
+        if section not in none
+    }
+    here = {
+        section: {rank: spans for rank, spans in by_rank.items() if rank in seats[section]}
+        for section, by_rank in offered.items()
+    }
     known = spans_of(losses_of(fleet, members, plan))
-    where = plan.micro_batches, plan.replicas, plan.workers
-    staying = remainder(*where, offered, known)
-    for move in moves:
-        if move.section in offered and move.section in held[move.source_rank]:
-            offered[move.section].setdefault(move.target_rank, held[move.source_rank][move.section])
-    moving = remainder(*where, offered, known)
-    if moving is None or (staying is not None and staying.kept >= moving.kept):
-        return staying, plain
-    taken = {(each.section, rank) for rank, sums in enumerate(moving.taken) for each in sums}
-    return moving, tuple(
-        move.model_copy(update={"sums": True})
-        if (move.section, move.target_rank) in taken and move.section not in held[move.target_rank]
-        else move
-        for move in moves
+    staying = remainder(plan.micro_batches, plan.replicas, seats, here, known)
+    moving = remainder(plan.micro_batches, plan.replicas, seats, offered, known) if offered != here else None
+    more = (moving.kept if moving is not None else 0) - (staying.kept if staying is not None else 0)
+    return moving if more >= _WORTH_MOVING * plan.micro_batches else staying
+
+
+def sums_moved(left: Remainder | None) -> tuple[Transfer, ...]:
+    """Sums that their holders send to others."""
+    return tuple(
+        Transfer(section=each.section, source_rank=each.source_rank, target_rank=rank, sums=True)
+        for rank, sums in enumerate(left.taken if left is not None else ())
+        for each in sums
+        if each.source_rank != rank
     )
 
 

@@ -9,10 +9,11 @@ from pathlib import PurePosixPath
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
-from varuna.core.sums import HeldSums, is_within
+from varuna.core.sums import HeldSums, is_within, spans_of, union, without
 from varuna.core.vote import VoteLayout
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import Worker
 
 
@@ -96,11 +97,14 @@ def _about_held(fleet: Fleet, worker: str, held: Held) -> Objection | None:
     if not _was_copied(fleet, worker, held):
         named = ", ".join(str(section) for section in held.copies[:8])
         return Objection(f"it claims to keep copies of sections {named}, which nobody has sent it")
-    return _about_sums(fleet, held.sums) if held.sums is not None else None
+    return _about_sums(fleet, worker, held.next_step, held.sums) if held.sums is not None else None
 
 
-def _about_sums(fleet: Fleet, sums: HeldSums) -> Objection | None:
-    """What is in the sums is proved by the count in the vote; here, whether they can be sums at all."""
+def _about_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Objection | None:
+    """Whether they can be sums at all, and of micro-batches that the worker was given.
+
+    What really is in them is proved by the count in the vote.
+    """
     assert fleet.job is not None
     micro_batches = -(-fleet.job.global_batch // sums.micro_batch)
     named = [each.section for each in sums.sections]
@@ -109,7 +113,29 @@ def _about_sums(fleet: Fleet, sums: HeldSums) -> Objection | None:
     width = 2 + len(fleet.job.metrics)
     if any(not 0 <= each.micro_batch < micro_batches or len(each.values) != width for each in sums.losses):
         return Objection(f"the losses that it holds are not {width} numbers for one of {micro_batches} micro-batches")
+    if not any(_may_contain(record, worker, next_step, sums) for record in reversed(fleet.history)):
+        return Objection("the sums of gradients that it holds are of sections or micro-batches that it was never given")
     return None
+
+
+def _may_contain(record: GenerationRecord, worker: str, next_step: int, sums: HeldSums) -> bool:
+    """Whether sums can be of this generation: of the worker's share, of what it went on from, or of all replicas."""
+    plan = record.plan
+    if not record.has_seat(worker) or plan.micro_batch != sums.micro_batch:
+        return False
+    rank = record.ranks[worker]
+    replica, stage = plan.place_of(rank)
+    share, taken = spans_of(plan.micro_batches_of(replica)), ()
+    if record.remainder is not None and next_step == record.first_step:
+        share, taken = record.remainder.work[replica], record.remainder.taken[rank]
+    for each in sums.sections:
+        own = (part.micro_batches for part in taken if part.section == each.section)
+        is_full = each.micro_batches == ((0, plan.micro_batches),)
+        if each.section not in plan.sections_of(stage) or not (
+            is_full or not without(each.micro_batches, union([share, *own]))
+        ):
+            return False
+    return True
 
 
 def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:

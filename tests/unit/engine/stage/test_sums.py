@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans
+from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, TakenSum
 from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.engine.stage.sums import Begun, StepShare, Sums, SumWanted
 
@@ -90,7 +90,7 @@ def test_what_the_tied_total_is_written_into_is_void(leaves: list[Tensor]) -> No
 
 
 def test_the_next_generation_goes_on_and_drops_what_some_replica_has(leaves: list[Tensor]) -> None:
-    taken = (SectionSum(section=0, micro_batches=((0, 2),)),)
+    taken = tuple(TakenSum(section=0, micro_batches=((j, j + 1),), source_rank=j) for j in range(2))
     kept = (SectionSum(section=0, micro_batches=((0, 2), (4, 5))), SectionSum(section=1, micro_batches=((4, 5),)))
     rest = RestOfStep(
         work=((3, 6),), taken=taken, kept=kept, losses=(MicroBatchLoss(micro_batch=0, values=(1.0, 2.0)),)

@@ -55,7 +55,7 @@ def exchanged(
 
     def work(rank: int) -> None:
         own = [each for each in transfers if rank in (each.source_rank, each.target_rank)]
-        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}), left_out)
+        received[rank] = exchange(groups[rank], own, rank, held.get(rank, {}), left_out).states
 
     run_all([partial(work, rank) for rank in range(size)])
     return received

@@ -1,12 +1,14 @@
 """What a worker cannot truthfully say, and what it may."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.unit.fleet.support import Driver, make_vote, two_stages
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.model import Memory
 from varuna.core.saved import SavedShard
-from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
+from varuna.core.sums import HeldSums, MicroBatchLoss, Remainder, SectionSum, Spans, TakenSum
 from varuna.fleet.manager.validation import objection
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
@@ -31,8 +33,8 @@ def shard(**changes: object) -> Saved:
     return Saved(shard=SavedShard.model_validate({**values, **changes}))
 
 
-def summed(spans: Spans, *losses: MicroBatchLoss) -> Held:
-    sections = (SectionSum(section=0, micro_batches=spans),)
+def summed(spans: Spans, *losses: MicroBatchLoss, section: int = 0) -> Held:
+    sections = (SectionSum(section=section, micro_batches=spans),)
     held = HeldSums(micro_batch=2, sections=sections, losses=losses)
     return Held(generation=0, next_step=2, sections=(0, 1), sums=held)
 
@@ -57,6 +59,9 @@ def test_lies_are_named() -> None:
         (Held(generation=0, next_step=2, sections=sections, votes=(vote(driver, 1, vector=(1.0,)),)), "1 numbers"),
         (summed(((7, 9),)), "other micro-batches than 8"),
         (summed(((3, 5), (4, 6))), "other micro-batches than 8"),
+        (summed(((3, 5),)), "micro-batches that it was never given"),
+        (summed(((0, 7),)), "micro-batches that it was never given"),
+        (summed(((0, 2),), section=2), "sections or micro-batches that it was never given"),
         (summed((), MicroBatchLoss(micro_batch=8, values=(1.0, 2.0))), "2 numbers for one of 8"),
         (summed((), MicroBatchLoss(micro_batch=7, values=(1.0,))), "2 numbers for one of 8"),
         (Voted(vote=vote(driver, 2, vector=(0.0,) * 3)), "3 numbers"),
@@ -71,6 +76,28 @@ def test_lies_are_named() -> None:
     ]
     for message, said in lies:
         assert said in text(objection(driver.fleet, w0, message)), message
+
+
+@pytest.mark.parametrize("spans", [((0, 1), (2, 4)), ((0, 4),), ((0, 8),)], ids=["some", "its share", "reduced"])
+def test_sums_of_what_was_given_are_believed(spans: Spans) -> None:
+    driver = running()
+    assert objection(driver.fleet, driver.fleet.members[0], summed(spans)) is None
+
+
+def test_sums_that_a_worker_went_on_from_are_believed_in_that_step_only() -> None:
+    driver = running()
+    plan, w0 = driver.fleet.record.plan, driver.fleet.members[0]
+    own = (TakenSum(section=0, micro_batches=((4, 6),), source_rank=2),)
+    left = Remainder(micro_batches=8, taken=(own, (), (), ()), work=(((0, 2),), ((2, 4), (6, 8))))
+    record = driver.fleet.record.model_copy(update={"remainder": left, "first_step": 2})
+    fleet = replace(driver.fleet, history=(record,))
+    assert plan.micro_batches == 8
+    assert objection(fleet, w0, summed(((0, 2), (4, 6)))) is None
+    assert "never given" in text(objection(fleet, w0, summed(((0, 3), (4, 6)))))
+    later = summed(((0, 2), (4, 6))).model_copy(update={"next_step": 3})
+    fleet = replace(fleet, recorded_step=2)
+    assert "never given" in text(objection(fleet, w0, later))
+    assert objection(fleet, w0, summed(((0, 4),)).model_copy(update={"next_step": 3})) is None
 
 
 def test_honest_words_pass_at_every_moment_of_a_morph() -> None:
