@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
-from varuna.core.sums import HeldSums, is_within, spans_of, union, without
+from varuna.core.sums import HeldSums, TakenSum, is_within, spans_of, union, without
 from varuna.core.vote import VoteLayout
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
@@ -125,7 +125,8 @@ def _may_contain(record: GenerationRecord, worker: str, next_step: int, sums: He
         return False
     rank = record.ranks[worker]
     replica, stage = plan.place_of(rank)
-    share, taken = spans_of(plan.micro_batches_of(replica)), ()
+    share = spans_of(plan.micro_batches_of(replica))
+    taken: tuple[TakenSum, ...] = ()
     if record.remainder is not None and next_step == record.first_step:
         share, taken = record.remainder.work[replica], record.remainder.taken[rank]
     for each in sums.sections:
