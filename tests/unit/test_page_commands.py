@@ -78,7 +78,7 @@ def commands(page: Path) -> Iterator[Printed]:
     blocks += INDENTED.findall(rest)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     lines += [" ".join(quoted.split()) for quoted in INLINE.findall(INDENTED.sub("", rest))]
-    for line in (part for line in lines for part in line.split(" && ")):
+    for line in (part for each in lines for part in each.split(" && ")):
         if (found := COMMAND.match(line.strip())) and not PROSE.search(line):
             yield Printed(name, re.sub(r"\s{2,}.*|\s+#.*|\s+>+ .*", "", found[1]).strip())
 

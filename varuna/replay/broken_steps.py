@@ -27,8 +27,6 @@ class _Added(NamedTuple):
 
     micro_batch: int
     """of the replica, from 0"""
-    begins_s: float
-    """from here on, a part of its gradients may be in the sums"""
     ends_s: float
 
 
@@ -74,8 +72,6 @@ class BrokenSteps:
         done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= until_s)
         if min(stopped_s) >= course.reduced_s[stage]:
             sums: Mapping[int, Spans] = dict.fromkeys(plan.sections_of(stage), everything)
-        elif any(each.begins_s <= until_s < each.ends_s for each in course.added[stage]):
-            sums = {}
         else:
             sums = self._with_inherited(plan.sections_of(stage), done, rest)
         losses: tuple[MicroBatchLoss, ...] = ()
@@ -115,14 +111,10 @@ class BrokenSteps:
         scale = plan.step_s / trace.step_s if scale is None else scale  # of long steps, the planner simulates a part
         added, loss_s = [], [0.0] * micro_batches
         for row in trace.rows:
-            halves: dict[int, float] = {}
             ended: list[_Added] = []
-            for (_, kind, micro_batch), _start_s, end_s in row:
-                if kind is Kind.INPUT:
-                    halves[micro_batch] = end_s * scale
-                elif kind in (Kind.BACKWARD, Kind.WEIGHT):
-                    begins_s = halves.pop(micro_batch, end_s * scale)  # an action that has begun is finished
-                    ended.append(_Added(micro_batch, begins_s, end_s * scale))
+            for (_, kind, micro_batch), _, end_s in row:
+                if kind in (Kind.BACKWARD, Kind.INPUT):  # what is left of halves is done before a rank stops
+                    ended.append(_Added(micro_batch, end_s * scale))
                 elif kind is Kind.FORWARD and row.stage == plan.stages - 1:
                     loss_s[micro_batch] = end_s * scale
             added.append(tuple(ended))

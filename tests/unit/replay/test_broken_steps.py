@@ -61,18 +61,6 @@ def test_the_last_stage_knows_losses_that_are_in_no_sum_yet(steps: BrokenSteps) 
     assert not steps.held(PLAN, 0, None, (5.0, 5.0)).losses  # type: ignore[union-attr]
 
 
-def test_nothing_is_in_sums_that_wait_for_the_second_half_of_a_backward() -> None:
-    halves = {"input_s": (0.02,), "weight_s": (0.02,)}
-    kinds = {name: kind.model_copy(update=halves) for name, kind in CALIBRATION.kinds.items()}
-    steps = BrokenSteps(job_of(CALIBRATION, 64, 1), CALIBRATION.model_copy(update={"kinds": kinds}))
-    split = PLAN.model_copy(update={"split_last": 4, "policy": "adaptive"})
-    times = [5 + 5 * part / 200 for part in range(200)]
-    waiting = [time for time in times if not held(steps, 2, (time, time), plan=split)]
-    assert waiting
-    assert held(steps, 2, (10.0, 10.0), plan=split)
-    assert all(held(steps, 2, (time, time)) for time in times), "whole backwards"
-
-
 def test_what_was_inherited_is_still_there_and_not_added_again(steps: BrokenSteps) -> None:
     rest = RestOfStep(
         work=((0, 8), (30, 32)),
