@@ -7,7 +7,7 @@ stuck from the moment when a member of it is gone until the machine has noticed 
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna.core.messages import (
     Assign,
@@ -121,7 +121,7 @@ class SimulatedCluster:
             start_timeout_s=float("inf"),
             max_start_failures=10**9,
         )
-        self.fleet = Fleet.empty(config, 0.0)
+        self.fleet = replace(Fleet.empty(config, 0.0), link_bytes_per_s=link_bytes_per_s)
         self._schedule(0.0, self._tick)
 
     # -- time ------------------------------------------------------------------------------------------------

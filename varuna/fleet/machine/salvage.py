@@ -1,21 +1,19 @@
 """What the next generation keeps of the step in flight: sums of gradients that outlast a loss. Pure.
 
-Sums are used only for the same step, on top of the same parameters. Where a section moves, they move too. A wrong set
-costs time, never the run: the vote counts what is in the sums.
+Sums are used only for the same step, on top of the same parameters. Where a section moves, they move too, unless their
+micro-batches are computed again sooner. A wrong set costs time, never the run: the vote counts what is in the sums.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, Remainder, Spans, count, remainder, spans_of
 from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.morph_gain import LINK_BYTES_PER_S
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import Holding
-
-_WORTH_MOVING = 1 / 16
-"""Sums move if that spares this part of a step. Each moves once, over links of its own: half of what each gradient does
-in the all-reduce of every step, which is a small part of it where the plan is any good."""
 
 
 def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) -> Remainder | None:
@@ -46,7 +44,20 @@ def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) ->
     staying = remainder(plan.micro_batches, plan.replicas, seats, here, known)
     moving = remainder(plan.micro_batches, plan.replicas, seats, offered, known) if offered != here else None
     more = (moving.kept if moving is not None else 0) - (staying.kept if staying is not None else 0)
-    return moving if more >= _WORTH_MOVING * plan.micro_batches else staying
+    step_s = fleet.step_wall_s or plan.step_s
+    return moving if more * step_s / plan.micro_batches > moving_s(fleet, sums_moved(moving)) else staying
+
+
+def moving_s(fleet: Fleet, sums: Sequence[Transfer]) -> float:
+    """Seconds that sums of gradients take between workers: those of the rank that sends or receives most."""
+    assert fleet.job is not None
+    sections = fleet.job.model.sections
+    sent, received = Counter[int](), Counter[int]()
+    for each in sums:
+        sent[each.source_rank] += sections[each.section].summed_bytes
+        received[each.target_rank] += sections[each.section].summed_bytes
+    most_bytes = max((*sent.values(), *received.values()), default=0)
+    return most_bytes / (fleet.link_bytes_per_s or LINK_BYTES_PER_S)
 
 
 def sums_moved(left: Remainder | None) -> tuple[Transfer, ...]:

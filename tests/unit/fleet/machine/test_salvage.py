@@ -1,13 +1,17 @@
 """What a generation keeps of a step that was broken off: whose sums, what runs again, and what is void."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
-from tests.unit.fleet.support import Driver, make_job, two_stages
+from tests.unit.fleet.support import Driver, make_job, make_plan, two_stages
 from varuna.core.messages import Held, Voted
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
 from varuna.core.sums import HeldSums, MicroBatchLoss, SectionSum, Spans
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.inputs import NoticeReceived
 from varuna.fleet.state.outputs import Publish, Send
 from varuna.fleet.state.run_events import GenerationStarted, Notice
 
@@ -105,3 +109,22 @@ def test_sums_of_a_timeline_that_was_given_up_are_void() -> None:
         driver.say(name, Held(generation=0, next_step=0, sections=sections, sums=held))
     assert driver.fleet.generation == 1
     assert driver.fleet.record.kept_micro_batches == 0
+
+
+@pytest.mark.parametrize(("link_bytes_per_s", "kept"), [(1e3, 4), (10.0, 0)])
+def test_sums_stay_where_computing_again_is_faster_than_their_way(link_bytes_per_s: float, kept: int) -> None:
+    """4x1 becomes 2x1, a step of 8 s has half of its 8 micro-batches, and a stage's sums have 100 or 200 bytes."""
+    job = make_job(sections=4, steps=100)
+    driver = Driver(FleetConfig(workers=4, replace=False), plan=shallow, job=job, node_of=lambda worker: worker)
+    driver.gather()
+    driver.voted(0)
+    driver.fleet = replace(driver.fleet, link_bytes_per_s=link_bytes_per_s, step_wall_s=8.0)
+    driver.feed(NoticeReceived("w3", deadline_s=driver.now_s + 2))
+    for number in range(4):
+        answer(driver, f"w{number}", sums({number: ((0, 4),)}, range(4) if number == 3 else range(0)))
+    record = driver.fleet.record
+    assert (record.plan.shape, record.kept_micro_batches) == ("2x1", kept)
+
+
+def shallow(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+    return make_plan(job, workers, micro_batch, stages=4 if workers == 4 else 2)
