@@ -79,6 +79,7 @@ def optimizer_state_of(states: States, sections: Sequence[int]) -> dict[str, dic
 
 
 SUMS = "sums"
+"""Of gradients, among tensors; what is in them, among scalars."""
 """Entry of a section's state between two generations: its sums of gradients, if the step was broken off."""
 
 

@@ -211,7 +211,7 @@ def _states(
     targets = {each.target_rank for each in assignment.transfers if each.source_rank == rank}
     at(Awaited("the copying of sections", tuple(sorted(sources | targets))))
     received: dict[int, SectionState] = {}
-    sums: dict[tuple[int, int], Tensor] = {}
+    sums: dict[tuple[int, int], SectionState] = {}
     if assignment.transfers:
         received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out)
     if received:
@@ -253,19 +253,22 @@ def _add_sums(
     states: Mapping[int, SectionState],
     assignment: Assignment,
     held: Mapping[int, SectionState],
-    arrived: Mapping[tuple[int, int], Tensor],
+    arrived: Mapping[tuple[int, int], SectionState],
 ) -> None:
     """Put the sums of gradients that this rank goes on from into the states: its own as they are, or a new total.
 
-    Never in place: until all members are ready, what is here must remain what this worker has said that it is.
+    None, if what is in them is not what the manager was told: the vote then shows it, and the step runs again. Never in
+    place: until all members are ready, what is here must remain what this worker has said that it is.
     """
     parts: dict[int, list[Tensor | None]] = {}
     for each in assignment.rest.taken if assignment.rest is not None else ():
-        own = each.source_rank == assignment.rank and each.section in held
-        part = held[each.section].tensors.get(SUMS) if own else arrived.get((each.section, each.source_rank))
-        parts.setdefault(each.section, []).append(part)
+        own = each.source_rank == assignment.rank
+        state = held.get(each.section) if own else arrived.get((each.section, each.source_rank))
+        is_it = state is not None and state.scalars.get(SUMS) == [list(span) for span in each.micro_batches]
+        parts.setdefault(each.section, []).append(state.tensors[SUMS] if state is not None and is_it else None)
     for section, state in states.items():
         state.tensors.pop(SUMS, None)
+        state.scalars.pop(SUMS, None)
         known = [part for part in parts.get(section, ()) if part is not None]
         if known and len(known) == len(parts[section]):  # else there are none, and the vote shows it
             state.tensors[SUMS] = sum(known[1:], known[0])  # no copy, if there is one

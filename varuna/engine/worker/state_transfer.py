@@ -20,7 +20,7 @@ class Received(NamedTuple):
 
     states: dict[int, SectionState]
     """by section"""
-    sums: dict[tuple[int, int], Tensor]
+    sums: dict[tuple[int, int], SectionState]
     """by section and rank that sent them"""
 
 
@@ -70,7 +70,7 @@ def exchange(
     found = [(each, from_bytes(body.numpy().tobytes())) for each, body in zip(receives, bodies, strict=True)]
     return Received(
         {each.section: state for each, state in found if not each.sums},
-        {(each.section, each.source_rank): state.tensors[SUMS] for each, state in found if SUMS in state.tensors},
+        {(each.section, each.source_rank): state for each, state in found if each.sums},
     )
 
 

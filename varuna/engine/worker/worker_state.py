@@ -59,6 +59,7 @@ class WorkerState:
         for each in stage.sums.seal():
             if each.section in states:
                 states[each.section].tensors[SUMS] = stage.buckets[each.section].flat
+                states[each.section].scalars[SUMS] = [list(span) for span in each.micro_batches]
         return {**self._copy.seal(stage.next_step), **states}
 
     def in_hand(self) -> tuple[dict[int, SectionState], Turn | None]:
