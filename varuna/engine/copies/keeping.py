@@ -85,8 +85,9 @@ class KeptCopy:
             if step is None or self._step != step:
                 return {}
             states = {layout.section: layout.state_in(self._memories[layout.section]) for layout in self._layouts}
-            for section, (_, values) in self._sums.items():
+            for section, (held, values) in self._sums.items():
                 states[section].tensors[SUMS] = values
+                states[section].scalars[SUMS] = [list(span) for span in held.sections[0].micro_batches]
             return states
 
     def sums(self, step: int | None) -> tuple[HeldSums, ...]:

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
 from varuna.core.saved import SavedShard
 from varuna.core.sharded_optimizer import held_by, holders_of
-from varuna.core.sums import HeldSums, TakenSum, is_within, spans_of, union, without
+from varuna.core.sums import HeldSums, SectionSum, TakenSum, is_within, spans_of, union, without
 from varuna.core.vote import VoteLayout
 from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.fleet import Fleet
@@ -119,24 +119,27 @@ def _about_sums(fleet: Fleet, worker: str, next_step: int, sums: HeldSums) -> Ob
 
 
 def _may_contain(record: GenerationRecord, worker: str, next_step: int, sums: HeldSums) -> bool:
-    """Whether sums can be of this generation: of the worker's share, of what it went on from, or of all replicas."""
-    plan = record.plan
-    if not record.has_seat(worker) or plan.micro_batch != sums.micro_batch:
+    """Whether sums can be of this generation: the worker's own, and copies of those of the rank whose copy it keeps."""
+    if not record.has_seat(worker) or record.plan.micro_batch != sums.micro_batch:
         return False
     rank = record.ranks[worker]
+    ranks = [each for each in (rank, record.copied_from(rank)) if each is not None]
+    return all(any(_may_be_of(record, each, next_step, one) for each in ranks) for one in sums.sections)
+
+
+def _may_be_of(record: GenerationRecord, rank: int, next_step: int, held: SectionSum) -> bool:
+    """Whether a sum can be a rank's: of its share, of what it went on from, or of all replicas."""
+    plan = record.plan
     replica, stage = plan.place_of(rank)
     share = spans_of(plan.micro_batches_of(replica))
     taken: tuple[TakenSum, ...] = ()
     if record.remainder is not None and next_step == record.first_step:
         share, taken = record.remainder.work[replica], record.remainder.taken[rank]
-    for each in sums.sections:
-        own = (part.micro_batches for part in taken if part.section == each.section)
-        is_full = each.micro_batches == ((0, plan.micro_batches),)
-        if each.section not in plan.sections_of(stage) or not (
-            is_full or not without(each.micro_batches, union([share, *own]))
-        ):
-            return False
-    return True
+    own = (part.micro_batches for part in taken if part.section == held.section)
+    is_full = held.micro_batches == ((0, plan.micro_batches),)
+    return held.section in plan.sections_of(stage) and (
+        is_full or not without(held.micro_batches, union([share, *own]))
+    )
 
 
 def _was_given(fleet: Fleet, worker: str, held: Held) -> bool:

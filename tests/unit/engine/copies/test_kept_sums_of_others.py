@@ -41,6 +41,7 @@ def test_the_newest_sums_of_each_section_are_reported_with_the_state() -> None:
     put(copy, 5, held(3, ((0, 4),), 0, 1, 2, 3), 3.0)
     states = copy.seal(5)
     assert [set(states[section].tensors[SUMS].tolist()) for section in (3, 4)] == [{3.0}, {2.0}]
+    assert [states[section].scalars[SUMS] for section in (3, 4)] == [[[0, 4]], [[0, 3]]]
     whole = joined(copy.sums(5))
     assert whole is not None
     assert {each.section: each.micro_batches for each in whole.sections} == {3: ((0, 4),), 4: ((0, 3),)}

@@ -6,7 +6,8 @@ import pytest
 
 from tests.unit.fleet.support import Driver, make_vote, two_stages
 from varuna.core.messages import Beat, FromWorker, Held, Saved, Vote, Voted
-from varuna.core.model import Memory
+from varuna.core.model import JobFacts, Memory
+from varuna.core.plan import Copies, Plan
 from varuna.core.saved import SavedShard
 from varuna.core.sums import HeldSums, MicroBatchLoss, Remainder, SectionSum, Spans, TakenSum
 from varuna.fleet.manager.validation import objection
@@ -14,6 +15,7 @@ from varuna.fleet.state.causes import Objection
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import WorkerDistrusted
 from varuna.fleet.state.outputs import Kill
+from varuna.fleet.state.worker import changed
 
 
 def running() -> Driver:
@@ -173,3 +175,25 @@ def test_what_is_shared_out_is_whole_with_its_holders_only() -> None:
         Held(generation=0, next_step=None, lent=(1,)),
     ]
     assert [bool(objection(driver.fleet, w0, held)) for held in said] == [False, False, True, True, True]
+
+
+def test_sums_of_the_rank_whose_copy_a_worker_keeps_are_no_lie() -> None:
+    def copied(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return two_stages(job, workers, micro_batch).model_copy(update={"copies": Copies.KEPT})
+
+    driver = Driver(FleetConfig(workers=2), plan=copied)
+    driver.gather()
+    driver.voted(0)
+
+    def held(*sections: int) -> Held:
+        whole: Spans = ((0, 3),)
+        sums = HeldSums(
+            micro_batch=2, sections=tuple(SectionSum(section=each, micro_batches=whole) for each in sections)
+        )
+        return Held(generation=0, next_step=1, sections=(0, 1), copies=(2, 3), sums=sums)
+
+    assert objection(driver.fleet, "w0", held(0, 1, 2, 3)) is None
+    assert objection(driver.fleet, "w0", held(2)) is None
+    without = driver.fleet.record.model_copy(update={"copy_shift": 0})
+    driver.fleet = changed(driver.fleet, history=(without,))
+    assert "never given" in text(objection(driver.fleet, "w0", held(2).model_copy(update={"copies": ()})))
