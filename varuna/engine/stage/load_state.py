@@ -79,8 +79,8 @@ def optimizer_state_of(states: States, sections: Sequence[int]) -> dict[str, dic
 
 
 SUMS = "sums"
-"""Of gradients, among tensors; what is in them, among scalars."""
-"""Entry of a section's state between two generations: its sums of gradients, if the step was broken off."""
+"""Entry of a section's state between two generations, if the step was broken off: its sums of gradients among the
+tensors, and what is in them among the scalars."""
 
 
 def is_lent_along(name: str) -> bool:
