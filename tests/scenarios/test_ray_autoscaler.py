@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from tests.scenarios.ray_autoscaling import AutoscalingCluster
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install ray)")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.skipif("SLOW" not in os.environ, reason="it takes three minutes; SLOW=1 includes it"),
+    pytest.mark.timeout(600),
+]
 STEPS = 200
 BOUND_S = 200.0
 
