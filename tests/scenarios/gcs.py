@@ -5,8 +5,10 @@ deletions; what writes is turned here into calls of its JSON API. So generations
 are the server's.
 """
 
+import contextlib
 import json
 import re
+import secrets
 import shutil
 import subprocess
 import tempfile
@@ -69,12 +71,15 @@ class _Xml(BaseHTTPRequestHandler):
         bucket, name, query = self._target()
         body = self._body()
         if "uploads" in query:
-            number = f"upload-{len(self.uploads)}"
+            number = f"upload-{secrets.token_hex(8)}"
             self.uploads[number] = name
             text = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
             self._say(200, text)
             return
         upload = query["uploadId"]
+        if upload not in self.uploads:  # as after a completion whose answer got lost
+            self._say(404, "<Error><Code>NoSuchUpload</Code></Error>")
+            return
         parts = [
             f".parts/{upload}/{int(number):05d}" for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)
         ]
@@ -83,6 +88,7 @@ class _Xml(BaseHTTPRequestHandler):
         if status != 200:
             self._refuse(status)
             return
+        del self.uploads[upload]
         for part in parts:
             self._json("DELETE", f"/storage/v1/b/{bucket}/o/{quote(part, '')}")
         etag = json.loads(content)["etag"].strip('"')
@@ -158,7 +164,8 @@ class _Xml(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(data)
+            with contextlib.suppress(OSError):  # the proxy has closed the connection: the answer is lost
+                self.wfile.write(data)
 
 
 @contextmanager

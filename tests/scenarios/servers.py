@@ -37,6 +37,7 @@ class Proxy:
         self._moving.set()
         self.mode = "pass"
         self.sent_bytes = 0
+        self._to_lose: bytes | None = None
         threading.Thread(target=self._accept, daemon=True).start()
 
     def set(self, mode: str) -> None:
@@ -46,6 +47,10 @@ class Proxy:
         if mode == "refuse":
             for each in list(self._sockets):
                 _close(each)
+
+    def lose_answer_to(self, text: bytes) -> None:
+        """The answer to the next request that contains ``text`` gets lost, after the server has done what it asks."""
+        self._to_lose = text
 
     def close(self) -> None:
         self.set("refuse")
@@ -74,6 +79,8 @@ class Proxy:
                     break
                 if not is_answer:
                     self.sent_bytes += len(data)
+                    if self._to_lose is not None and self._to_lose in data:
+                        self._to_lose, self.mode = None, "deaf once"
                 sink.sendall(data)
         for each in (source, sink):
             self._sockets.discard(each)

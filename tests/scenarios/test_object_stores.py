@@ -148,6 +148,17 @@ def test_a_create_whose_answer_is_lost_is_found_to_be_ours(server: Server, store
         store.create("manifest", b"theirs")
 
 
+def test_an_upload_whose_completion_gets_no_answer_is_whole(server: Server, store: Store) -> None:
+    # The server has put the parts together and forgotten them, so asking again to do so cannot succeed.
+    server.proxy.lose_answer_to(b"comp=blocklist" if server.name == "azure" else b"<CompleteMultipartUpload")
+    upload, errors = in_background(lambda: store.write("x/large", large))
+    upload.join(60)
+    assert not upload.is_alive()
+    assert errors == []
+    assert server.proxy.mode == "pass"  # an answer was lost
+    assert store.entries("x") == [("x/large", LARGE_BYTES)]
+
+
 def test_a_slow_upload_keeps_to_its_pace(store: Store, request: pytest.FixtureRequest) -> None:
     paced = open_store(store.url, upload_bytes_per_s=LARGE_BYTES / 1.5)
     begin_s = time.monotonic()
