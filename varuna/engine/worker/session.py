@@ -365,6 +365,7 @@ class Session:
         if not self._is_sound or (is_last and self._saver.is_rescue):
             return
         if is_last:
+            self.heartbeat.at("waits until the checkpoint before the last one is written", WorkerPhase.LOOP)
             self._saver.flush()
         with generation.phase("save", stage.next_step - 1):
             self._saver.save(stage, assignment, lambda: self._loop.saved(self.standing.newest()))
