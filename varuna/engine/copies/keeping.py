@@ -133,8 +133,8 @@ class CopyKeeper:
                     return
                 else:
                     self._keep_state(opening, from_bytes(header))
-        except RuntimeError:
-            return  # see CopySender
+        except wire.OtherIsGone:
+            return
 
     def _keep_state(self, opening: wire.Opening, layouts: Sequence[SectionLayout]) -> None:
         body = self._copy.begin(layouts)

@@ -85,9 +85,9 @@ class CopySender:
                 copy_s = self._copy(step) if tried else None
                 if copy_s is not None and self._copied.stage is not None:
                     self._copy_sums(step, self._copied.stage)
-            except RuntimeError:
-                return  # the other rank is gone: whoever decides on the generation learns that from its other links
-            except CheckpointError as error:
+            except wire.OtherIsGone:
+                return
+            except (CheckpointError, RuntimeError) as error:
                 warn(f"the state of rank {self._where['rank']} has no copy on another worker: {error}")
                 return
 

@@ -10,6 +10,7 @@ For each copy, of a state or of one section's sums of gradients:
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -23,6 +24,10 @@ ANSWER_TAG = TAG + 1
 PART_BYTES = 4 * 2**20
 WORD_BYTES = 8
 """After each part: 1 if it is one."""
+
+
+class OtherIsGone(Exception):
+    """The other rank is gone, or the generation has ended; other links say which."""
 
 
 class CopyKind(IntEnum):
@@ -46,13 +51,14 @@ def offer(group: Group, keeper: int, kind: CopyKind, step: int, header: bytes, b
     """Announce a copy; None if the keeper does not take it.
 
     Raises:
-        RuntimeError: the keeper is gone.
+        OtherIsGone: the keeper.
     """
-    part_bytes = min(PART_BYTES, max(WORD_BYTES, body_bytes))
-    opening = Opening(kind, step, len(header), body_bytes, part_bytes)
-    group.send(torch.tensor(opening, dtype=torch.int64), keeper, TAG).wait()
-    group.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), keeper, TAG).wait()
-    answer = group.receive(torch.zeros(1, dtype=torch.int64), keeper, ANSWER_TAG).wait()
+    words = max(1, -(-min(PART_BYTES, body_bytes) // WORD_BYTES))  # whole ones: another word follows each part
+    opening = Opening(kind, step, len(header), body_bytes, words * WORD_BYTES)
+    _send(group, keeper, torch.tensor(opening, dtype=torch.int64))
+    _send(group, keeper, torch.frombuffer(bytearray(header), dtype=torch.uint8))
+    with _noticing_the_end():
+        answer = group.receive(torch.zeros(1, dtype=torch.int64), keeper, ANSWER_TAG).wait()
     return opening if answer.item() else None
 
 
@@ -69,7 +75,7 @@ def send_parts(
         pause: called after each part with the seconds that it took.
 
     Raises:
-        RuntimeError: the keeper is gone.
+        OtherIsGone: the keeper.
     """
     buffer = torch.zeros(opening.part_bytes + WORD_BYTES, dtype=torch.uint8)
     part, word = buffer[: opening.part_bytes], buffer[opening.part_bytes :].view(torch.int64)
@@ -77,7 +83,7 @@ def send_parts(
         goes_on = fill(first, part)
         word.fill_(goes_on)
         begin_s = time.monotonic()
-        group.send(buffer, keeper, TAG).wait()
+        _send(group, keeper, buffer)
         if not goes_on:
             return False
         pause(time.monotonic() - begin_s)
@@ -88,7 +94,7 @@ def next_offer(group: Group, owner: int) -> tuple[Opening, bytes]:
     """Wait for the next copy that is announced, and its header.
 
     Raises:
-        RuntimeError: the owner is gone.
+        OtherIsGone: the owner.
     """
     message = _receive(group, owner, len(Opening._fields) * WORD_BYTES)
     opening = Opening(*message.view(torch.int64).tolist())
@@ -99,16 +105,16 @@ def answer_offer(group: Group, owner: int, *, takes: bool) -> None:
     """Say whether it is taken.
 
     Raises:
-        RuntimeError: the owner is gone.
+        OtherIsGone: the owner.
     """
-    group.send(torch.tensor([int(takes)], dtype=torch.int64), owner, ANSWER_TAG).wait()
+    _send(group, owner, torch.tensor([int(takes)], dtype=torch.int64), ANSWER_TAG)
 
 
 def receive_parts(group: Group, owner: int, opening: Opening, write: Callable[[int, Tensor], None]) -> bool:
     """Receive the body; False if it was broken off.
 
     Raises:
-        RuntimeError: the owner is gone.
+        OtherIsGone: the owner.
     """
     for first in _firsts(opening):
         message = _receive(group, owner, opening.part_bytes + WORD_BYTES)
@@ -122,5 +128,20 @@ def _firsts(opening: Opening) -> Iterator[int]:
     return iter(range(0, max(1, opening.body_bytes), opening.part_bytes))
 
 
+def _send(group: Group, peer: int, message: Tensor, tag: int = TAG) -> None:
+    with _noticing_the_end():
+        group.send(message, peer, tag).wait()
+
+
 def _receive(group: Group, owner: int, size_bytes: int) -> Tensor:
-    return group.receive(torch.empty(size_bytes, dtype=torch.uint8), owner, TAG).wait()
+    with _noticing_the_end():
+        return group.receive(torch.empty(size_bytes, dtype=torch.uint8), owner, TAG).wait()
+
+
+@contextmanager
+def _noticing_the_end() -> Iterator[None]:
+    """Tell errors of links from all others, which are RuntimeErrors too."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OtherIsGone(str(error)) from error

@@ -13,7 +13,9 @@ from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.still import Still
 from varuna.engine.copies import keeping, sending, wire
 from varuna.engine.copies.keeping import CopyKeeper, KeptCopy
+from varuna.engine.copies.layout import Body
 from varuna.engine.copies.sending import CopiedStage, CopySender
+from varuna.process.threads import start
 
 STEPS = 10
 
@@ -83,6 +85,51 @@ def test_each_step_has_a_copy_which_the_next_one_replaces(pair: Pair) -> None:
     assert set(found[2].tensors["parameters/w"].tolist()) == {3.0}
     assert found[2].scalars == {"scale": 3}
     pair.close()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 4, 8, 20, 1028, 4100])  # sums of an odd number of gradients, too
+def test_a_body_of_any_size_arrives(monkeypatch: pytest.MonkeyPatch, size_bytes: int) -> None:
+    monkeypatch.setattr(wire, "PART_BYTES", 1024)
+    groups, inbox = connected(2), Inbox()
+    body, found = (
+        torch.arange(size_bytes, dtype=torch.int64).to(torch.uint8),
+        torch.zeros(size_bytes, dtype=torch.uint8),
+    )
+    kept: list[bool] = []
+
+    def keep() -> None:
+        opening, header = wire.next_offer(groups[1], 0)
+        assert header == b"what"
+        wire.answer_offer(groups[1], 0, takes=True)
+        kept.append(wire.receive_parts(groups[1], 0, opening, Body.of_memory([found]).write))
+
+    keeper = start("test-keeper", keep)
+
+    def fill(first: int, part: torch.Tensor) -> bool:
+        Body.of_memory([body]).read(first, part)
+        return True
+
+    opening = wire.offer(groups[0], 1, wire.CopyKind.SUM, 3, b"what", size_bytes)
+    assert opening is not None
+    assert wire.send_parts(groups[0], 1, opening, fill, lambda part_s: None)
+    keeper.join(20)
+    assert kept == [True]
+    assert torch.equal(found, body)
+    inbox.abort(GenerationEnded(0))
+
+
+def test_a_copy_that_cannot_be_made_is_told_of(capfd: pytest.CaptureFixture[str]) -> None:
+    groups, inbox, still = connected(2), Inbox(), Still(0)
+
+    def states() -> dict[int, SectionState]:
+        raise RuntimeError("no memory for it")
+
+    CopySender(groups[0], 1, CopiedStage(still, states, None), inbox=inbox, steps=STEPS, rank=0, stage=0)
+    said: list[str] = []
+    wait_for(lambda: said.append(capfd.readouterr().err) or "no memory for it" in "".join(said), 10)
+    assert "the state of rank 0 has no copy on another worker" in "".join(said)
+    still.close()
+    inbox.abort(GenerationEnded(0))
 
 
 def test_a_copy_that_the_next_update_overtakes_is_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
