@@ -27,7 +27,7 @@ if ! store images -q python:3.11-slim >/dev/null 2>&1; then
 fi
 
 echo "== build"
-# PyTorch's own index may be out of reach: then pip takes the same wheel from where this machine's pip has it.
+# pip takes the wheel of torch that this machine's pip has or gets.
 mkdir -p "$folder/wheels"
 pip download -q --dest "$folder/wheels" "$torch"
 { cat /etc/pip.conf 2>/dev/null || echo "[global]"; printf 'find-links = /wheels\nretries = 0\n'; } >"$folder/pip.conf"
