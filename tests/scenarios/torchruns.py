@@ -46,7 +46,7 @@ class Torchruns:
     def kill(self, name: str) -> None:
         """The machine is gone: torchrun and its workers at once."""
         process = self.processes[name]
-        victims = [process.pid, *_children(process.pid)]
+        victims = [process.pid, *descendants(process.pid)]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
         process.wait(10)
@@ -85,7 +85,8 @@ def entry_points(folder: Path) -> Path:
     return info.parent
 
 
-def _children(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
+    """Processes that this one has started, and theirs."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -94,5 +95,5 @@ def _children(pid: int) -> list[int]:
             except OSError:
                 continue
             if parent == pid:
-                found += [int(entry.name), *_children(int(entry.name))]
+                found += [int(entry.name), *descendants(int(entry.name))]
     return found

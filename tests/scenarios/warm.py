@@ -74,7 +74,7 @@ class Process(subprocess.Popen[Any]):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         fds = [given[end] if given[end] >= 0 else number for number, end in enumerate(_THEIR_ENDS)]
-        folder, own_session = given["cwd"] or os.getcwd(), given["start_new_session"]
+        folder, own_session = os.fspath(given["cwd"] or os.getcwd()), given["start_new_session"]
         order = Order(command, environment, folder, own_session, os.getpid(), tethered)
         try:
             self.pid = _ask(order, fds)

@@ -4,6 +4,7 @@ Needs the extra ``aws``, and these permissions of ``autoscaling``: SetDesiredCap
 DescribeScalingActivities.
 """
 
+import os
 from typing import Any
 
 from varuna.core.errors import UsageError
@@ -35,7 +36,7 @@ class AutoScalingGroup:
 
     Args:
         group: its name.
-        region: such as ``us-east-1``; by default the environment's.
+        region: such as ``us-east-1``; by default that of AWS_REGION, which boto3 does not read, or what boto3 finds.
         endpoint_url: of a stand-in for AWS; by default AWS itself.
 
     Raises:
@@ -52,9 +53,14 @@ class AutoScalingGroup:
         config = Config(connect_timeout=_TIMEOUT_S, read_timeout=_TIMEOUT_S, retries={"max_attempts": 2})
         self._group, self.name = group, f"Auto Scaling group {group}"
         try:
+            region = region or os.environ.get("AWS_REGION")
             self._client: Any = boto3.client("autoscaling", region, endpoint_url=endpoint_url, config=config)
         except (BotoCoreError, ValueError) as error:
-            raise UsageError(f"AWS cannot be used: {error}. Set AWS_REGION and credentials.") from error
+            raise UsageError(
+                f"AWS cannot be used: {str(error).rstrip('.')}. Set AWS_REGION and credentials."
+            ) from error
+
+        self.region = str(self._client.meta.region_name)
 
     def read(self) -> GroupState:
         """Look; errors as of ``GroupApi``."""

@@ -3,8 +3,12 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from varuna.core.errors import FleetError
 from varuna.fleet.clouds.original_size import OriginalSize
 from varuna.fleet.clouds.provider import CapacityError
+
+_CONTESTED = 3
+"""Looks in a row at which somebody else has set another size: no person does that, but another run does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +64,8 @@ class GroupProvider:
     def __init__(self, api: GroupApi, before: OriginalSize) -> None:
         self._api, self._before = api, before
         self._wished: int | None = None
+        self._set: int | None = None  # by this manager, and accepted
+        self._contested = 0
         api.read()
 
     def resize(self, nodes: int) -> None:
@@ -67,14 +73,16 @@ class GroupProvider:
 
         Raises:
             CapacityError: the group's maximum is lower, or the cloud has no such machines now.
-            FleetError: no permission, or the group is gone.
+            FleetError: no permission, the group is gone, or somebody else sets its size again and again.
         """
         state = self._api.read()
+        self._note_others(state.desired, nodes)
         self._before.keep(state.desired)
         allowed = _within(state, nodes)
         self._wished = allowed
         if state.desired != allowed:
             self._api.resize(allowed)
+        self._set = allowed
         if allowed < nodes:
             raise CapacityError(f"the maximum size of {self._api.name} is {allowed}")
         if state.running < allowed and state.desired == allowed:
@@ -99,7 +107,7 @@ class GroupProvider:
 
         Raises:
             CapacityError: the cloud does not answer now.
-            FleetError: no permission, or the group is gone.
+            FleetError: no permission, or the group is gone; or the size is somebody else's, and not what it was.
         """
         if self._wished is None:
             return
@@ -107,6 +115,26 @@ class GroupProvider:
         if now == self._wished != before:
             self._api.resize(before)
         self._before.drop()
+        if now not in (self._wished, before):
+            raise FleetError(
+                f"{self._api.name} keeps the size {now}, which somebody else has set; before this run it was {before}. "
+                "If nobody needs those machines, set it back by hand: they cost money"
+            )
+
+    def _note_others(self, desired: int, nodes: int) -> None:
+        """Count looks at which the size is not the one that this run has set, and the cloud does not say why."""
+        is_other = self._set not in (None, desired)
+        if is_other:
+            try:
+                self._api.complain()
+            except CapacityError:
+                is_other = False
+        self._contested = self._contested + 1 if is_other else 0
+        if self._contested >= _CONTESTED:
+            raise FleetError(
+                f"somebody else sets the size of {self._api.name} again and again, now to {desired}, while this run "
+                f"needs {nodes}. Is it another run, or a scaling policy? Give each run a group of its own"
+            )
 
 
 def _within(state: GroupState, nodes: int) -> int:

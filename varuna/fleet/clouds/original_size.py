@@ -1,12 +1,12 @@
 """The size that a group had before a run asked for more: kept in the run's database, since managers come and go."""
 
 import sqlite3
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from varuna.core.errors import FleetError
-from varuna.fleet.run_folder.database import open_database
+from varuna.fleet.run_folder.database import FILE, open_database
 
 
 class OriginalSize:
@@ -18,7 +18,7 @@ class OriginalSize:
     """
 
     def __init__(self, run_dir: Path, group: str) -> None:
-        self._run_dir, self._name = run_dir, f"size before: {group}"
+        self._run_dir, self._name = run_dir, _fact(group)
 
     def keep(self, nodes: int) -> int:
         """Keep a size, unless one is kept already; returns the one that is kept.
@@ -49,3 +49,19 @@ class OriginalSize:
             raise FleetError(f"the {self._name} cannot be stored in {self._run_dir}: {error}") from error
         finally:
             database.close()
+
+
+def user_of(group: str, among: Iterable[Path]) -> Path | None:
+    """The folder of the first run among these that has changed this group's size, and has not given it back."""
+    for folder in among:
+        try:
+            with closing(sqlite3.connect(f"{(folder / FILE).as_uri()}?mode=ro", uri=True, timeout=2.0)) as database:
+                if database.execute("SELECT 1 FROM facts WHERE name = ?", (_fact(group),)).fetchone() is not None:
+                    return folder
+        except sqlite3.Error:
+            continue  # whatever that folder is, it asks for no machines
+    return None
+
+
+def _fact(group: str) -> str:
+    return f"size before: {group}"

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from varuna.core.errors import UsageError
 from varuna.fleet.clouds.group import GroupApi, GroupProvider
 from varuna.fleet.clouds.kubernetes import AgentSet
-from varuna.fleet.clouds.original_size import OriginalSize
+from varuna.fleet.clouds.original_size import OriginalSize, user_of
 from varuna.fleet.engines.engine import AgentCommand, Engine, EngineKind, EngineOption, EnginePlace
+from varuna.fleet.run_folder.connection_file import known_runs
 from varuna.fleet.run_folder.join_file import keep_join
 
 
@@ -17,9 +18,20 @@ class GroupEngine(GroupProvider):
         api: the group.
         key: names the group among others, in the run's database.
         place: where the group's size before the run, and the JOIN string, are kept.
+
+    Raises:
+        UsageError: another run of this user's, on this machine, uses the group.
+        CapacityError: the cloud does not answer now.
+        FleetError: there is no such group, or no permission.
     """
 
     def __init__(self, api: GroupApi, key: str, place: EnginePlace) -> None:
+        others = (run.folder for run in known_runs() if run.is_live and run.folder != place.run_dir)
+        if (other := user_of(key, others)) is not None:
+            raise UsageError(
+                f"the run in {other} uses {api.name}, and a group serves one run: its machines join that one. Give "
+                f"this run a group of its own, or end the other one: varuna stop --run {other}"
+            )
         super().__init__(api, OriginalSize(place.run_dir, key))
         self._run_dir = place.run_dir
 
@@ -38,11 +50,12 @@ class AgentSetEngine(GroupEngine):
 
     Args:
         agents: the set.
+        cluster: its API server, if it is not the one of this pod.
         place: where its size before the run is kept.
     """
 
-    def __init__(self, agents: AgentSet, place: EnginePlace) -> None:
-        super().__init__(agents, agents.name, place)
+    def __init__(self, agents: AgentSet, cluster: str, place: EnginePlace) -> None:
+        super().__init__(agents, f"{agents.name} {cluster}".rstrip(), place)
         self._agents = agents
 
     def start(self, command: AgentCommand) -> None:
@@ -60,7 +73,8 @@ def _aws(place: EnginePlace, options: Mapping[str, str]) -> Engine:
     group = options["group"]
     if not group:
         raise UsageError("--on aws needs the name of an Auto Scaling group: --on aws:GROUP")
-    return GroupEngine(AutoScalingGroup(group), group, place)
+    api = AutoScalingGroup(group)
+    return GroupEngine(api, f"aws {api.region}/{group}", place)
 
 
 def _azure(place: EnginePlace, options: Mapping[str, str]) -> Engine:
@@ -76,7 +90,7 @@ def _gcp(place: EnginePlace, options: Mapping[str, str]) -> Engine:
 
 
 def _k8s(place: EnginePlace, options: Mapping[str, str]) -> Engine:
-    return AgentSetEngine(AgentSet(options["stateful-set"], url=options["api-server"]), place)
+    return AgentSetEngine(AgentSet(options["stateful-set"], url=options["api-server"]), options["api-server"], place)
 
 
 AWS = EngineKind(

@@ -176,7 +176,11 @@ class AgentServer:
             self._audit.refused("join", address, "malformed request")
             return _error(422, f"the request is invalid: {first_problem(error)}")
         if wanted.version != __version__:
-            self._audit.refused("join", address, f"version {wanted.version}")
+            is_ours = await asyncio.to_thread(self._registry.knows, wanted.token)
+            refuse = self._audit.turned_away if is_ours else self._audit.refused
+            refuse(
+                "join", address, f"it runs Varuna {wanted.version}, the manager {__version__}: install the same there"
+            )
             return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
         try:
             join = self._registry.join
@@ -207,7 +211,7 @@ class AgentServer:
             return
         difference = await asyncio.to_thread(self._registry.agree, greet.job)
         if difference is not None:
-            self._audit.refused(f"connect agent {node}", address, difference)
+            self._audit.turned_away(f"connect agent {node}", address, difference)
             await websocket.close(BAD_JOB, difference[:120])
             return
         before = self._links.get(node)

@@ -7,19 +7,29 @@ from varuna.fleet.state.run_events import Audited
 
 _EVERY_S = 10.0
 _SOURCES = 1024
+_REASONS = 16
 
 
 class Audit:
     """Passes on what was done, and refusals at most once in 10 s for each kind and address; for one thread.
 
+    A machine of the run's own that is refused is something that its user can mend: that is said, once for each reason.
+
     Args:
         publish: gets what is worth a line.
         clock: seconds.
+        warn: shows the run's user a sentence.
     """
 
-    def __init__(self, publish: Callable[[Audited], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._publish, self._clock = publish, clock
+    def __init__(
+        self,
+        publish: Callable[[Audited], None],
+        clock: Callable[[], float] = time.monotonic,
+        warn: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._publish, self._clock, self._warn = publish, clock, warn
         self._silent: dict[tuple[str, str], tuple[float, int]] = {}  # until when, and how many were kept back
+        self._said: set[str] = set()
 
     def did(self, action: str, address: str) -> None:
         """Somebody changed something, with the right to do so."""
@@ -37,3 +47,10 @@ class Audit:
         self._silent[key] = (now_s + _EVERY_S, 0)
         more = f" ({kept_back} more times in the last {_EVERY_S:.0f} s)" if kept_back else ""
         self._publish(Audited(action=action, address=address, allowed=False, why=why + more))
+
+    def turned_away(self, action: str, address: str, why: str) -> None:
+        """A machine that has this run's JOIN string, or a name in it, was not let in."""
+        self.refused(action, address, why)
+        if why not in self._said and len(self._said) < _REASONS:
+            self._said.add(why)
+            self._warn(f"a machine at {address} was not let in: {why}")

@@ -42,6 +42,12 @@ class Registry:
             self._database.execute("INSERT INTO tokens VALUES (?, ?, ?, ?)", (hashed(token), uses, now + life_s, now))
         return token
 
+    def knows(self, token: str) -> bool:
+        """Whether this run has ever given out such a token, which may be spent by now."""
+        with self._lock:
+            found = self._database.execute("SELECT 1 FROM tokens WHERE sha256 = ?", (hashed(token),)).fetchone()
+        return found is not None
+
     def join(self, token: str, hostname: str, secret_sha256: str) -> str:
         """Spend one use of a token; returns what the machine is called from now on.
 

@@ -215,7 +215,7 @@ class ManagerService(Generic[B]):
                 self._chronicle.read(place.run_dir)
             if place.price is not None and place.price != self._chronicle.price:
                 self.mailbox.post(place.price)
-            audit = Audit(self.mailbox.post)
+            audit = Audit(self.mailbox.post, warn=self.mailbox.warn)
             self.workers = launch.open(place, Parts(run, is_new, self.mailbox, audit, write or to_stdout))
             """The back end."""
             undo.callback(self.workers.close)

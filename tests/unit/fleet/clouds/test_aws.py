@@ -96,8 +96,15 @@ def test_a_size_that_somebody_else_set_is_left_alone(client: Any, endpoint: str,
     provider = provider_in(tmp_path, endpoint)
     provider.resize(4)
     client.set_desired_capacity(AutoScalingGroupName=GROUP, DesiredCapacity=3)
-    provider.close()
+    with pytest.raises(FleetError, match=r"keeps the size 3, .* before this run it was 1"):
+        provider.close()
     assert desired(client) == 3
+
+
+def test_the_region_is_that_of_the_variable_that_errors_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    monkeypatch.setenv("AWS_REGION", "eu-north-1")
+    assert AutoScalingGroup(GROUP).region == "eu-north-1"
 
 
 def test_a_group_that_does_not_exist_is_named(client: Any, endpoint: str, tmp_path: Path) -> None:

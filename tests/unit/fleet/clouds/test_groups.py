@@ -56,6 +56,38 @@ def provider(api: GroupApi, run_dir: Path) -> GroupProvider:
     return GroupProvider(api, OriginalSize(run_dir, "g"))
 
 
+def test_two_runs_on_one_group_do_not_take_turns_for_ever(cloud: Any, tmp_path: Path) -> None:
+    server, make, url = cloud
+    (tmp_path / "other").mkdir()
+    ours, other = provider(make(url), tmp_path), provider(make(url), tmp_path / "other")
+    for _ in range(3):
+        ours.resize(2)
+        other.resize(5)
+    with pytest.raises(FleetError, match="Give each run a group of its own") as refused:
+        ours.resize(2)
+    assert not isinstance(refused.value, CapacityError)
+    other.resize(5)
+    other.resize(5)
+    with pytest.raises(FleetError, match=r"keeps the size 5, .* before this run it was 1\. .* back by hand"):
+        ours.close()
+    assert server.desired == 5
+
+
+def test_a_size_that_the_cloud_itself_takes_back_is_asked_for_again(cloud: Any, tmp_path: Path) -> None:
+    server, make, url = cloud
+    api = make(url)
+    group = provider(api, tmp_path)
+
+    def complain() -> None:
+        raise CapacityError("no such machines now")
+
+    api.complain = complain
+    for _ in range(9):
+        group.resize(3)
+        server.desired = 1
+    assert len(server.asked) == 9
+
+
 def test_a_group_grows_and_shrinks_as_wished_and_is_given_back(cloud: Any, tmp_path: Path) -> None:
     server, make, url = cloud
     group = provider(make(url), tmp_path)

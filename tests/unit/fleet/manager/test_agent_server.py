@@ -73,6 +73,7 @@ class Gate:
         self.events: list[Event | Reconciliation] = []
         self.pulses: list[tuple[str, Mapping[str, Beat]]] = []
         self.audited: list[Audited] = []
+        self.shown: list[str] = []
         self.folder = folder
         self.logs = LogKeeper(folder)
         self.door = AgentServer(
@@ -82,7 +83,7 @@ class Gate:
             run="r1",
             post=self.note,
             logs=self.logs,
-            audit=Audit(self.audited.append),
+            audit=Audit(self.audited.append, warn=self.shown.append),
             write=lambda line: None,
         )
         self.client = TestClient(Starlette(routes=self.door.routes()))
@@ -198,6 +199,15 @@ def test_whoever_may_not_join_is_told_why_and_written_down(gate: Gate, body: Any
     answer = gate.client.post("/join", json=body)
     assert (answer.status_code, said in answer.json()["error"]) == (status, True)
     assert len(gate.refusals()) == 1
+    assert gate.shown == []  # strangers cannot write on the user's terminal
+
+
+def test_an_older_version_with_this_runs_token_is_shown_to_the_user_once(gate: Gate) -> None:
+    for _ in range(3):
+        answer = gate.client.post("/join", json=request(version="0.0.1", token=gate.registry.mint()))
+        assert answer.status_code == 409
+    [shown] = gate.shown
+    assert f"it runs Varuna 0.0.1, the manager {__version__}: install the same there" in shown
 
 
 def test_what_an_agent_says_reaches_the_manager_in_order_and_once(gate: Gate) -> None:
@@ -297,6 +307,7 @@ def test_another_script_is_refused(gate: Gate) -> None:
     with gate.visit(gate.join(), job=JOB.model_copy(update={"script_sha256": "c"})) as agent:
         code, reason = agent.closed()
     assert (code, "same file" in reason) == (4403, True)
+    assert "was not let in: its script train.py differs from the run's" in gate.shown[0]
 
 
 def test_two_agents_with_one_identity_do_not_take_turns(gate: Gate) -> None:

@@ -1,0 +1,74 @@
+"""``varuna run --on aws|azure|gcp``: instances boot as the cloud's page says, are killed, preempted and replaced."""
+
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios import clouds
+from tests.scenarios.clouds import SLOW, Cloud, Machines
+from tests.scenarios.cluster import ended
+from tests.scenarios.launch import processes_with, python
+from tests.scenarios.on_engine import OnEngine
+from tests.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(300)
+STEPS = 160
+LIBRARIES = {"aws": ("boto3", "moto.server"), "azure": ("azure.identity",), "gcp": ("google.auth",)}
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[int, float]:
+    done = python("--steps", str(STEPS), "--dropout", "0.1")
+    assert done.code == 0, done.err
+    return done.losses
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_instances_are_killed_and_preempted_and_the_group_replaces_them(
+    name: str, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    for library in LIBRARIES[name]:
+        pytest.importorskip(library)
+    begin: Callable[[], AbstractContextManager[Cloud]] = getattr(clouds, name)
+    with begin() as cloud:
+        machines = Machines(cloud, tmp_path / "cloud")
+        run = OnEngine(tmp_path / "user", "--on", cloud.where, "--nodes", "2:2", args=SLOW, **cloud.variables)
+        try:
+            lose_all_of_the_first_machines(cloud, machines, run)
+            assert run.verb("stop").code == 0
+            assert ended(run.manager) == 0, run.said()
+            assert cloud.desired() == 0
+            wait_for(lambda: not machines.living())
+            for instance in machines.taken[2:]:  # they end because the run is over, or at the shutdown just after that
+                assert instance.agent.wait(30) in (0, -signal.SIGTERM)
+                assert "the run is over" in (instance.folder / "agent.err").read_text()
+            wait_for(lambda: not processes_with(str(tmp_path)), 10)
+        finally:
+            run.close()
+            machines.close()
+    run.check(undisturbed)
+
+
+def lose_all_of_the_first_machines(cloud: Cloud, machines: Machines, run: OnEngine) -> None:
+    """Of two instances one is killed; once it is replaced, the other gets its cloud's notice."""
+    run.wait(lambda: (run.run_dir / "join").exists() and len(machines.living()) == 2)
+    machines.put_secret(run.run_dir)
+
+    def until_replaced() -> None:
+        run.wait(lambda: len(machines.living()) == run.machines() == 2)
+        run.until_steps(3)
+
+    until_replaced()
+    first, second = machines.living()
+    machines.vanish(second)
+    until_replaced()
+    cloud.notify(first.says)
+    assert ended(first.agent) == 0
+    if cloud.name == "azure":
+        assert first.says.approved == ["A-1"]
+    machines.vanish(first)
+    until_replaced()
+    assert "spot notice" in run.said()
