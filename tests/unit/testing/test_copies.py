@@ -154,7 +154,7 @@ def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
     kept: Kept, alone: tuple[float, ...], monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """Only what it has added since runs again, and what was in flight."""
-    monkeypatch.setattr(sending, "sums_pause_s", lambda round_s: 0.0)
+    monkeypatch.setattr(sending, "sums_pause_s", lambda round_s, size_bytes: 0.0)
     outcome = disturbed(kept, [Waiting(rank, 2, "B", kept.on((rank + 1) % 3, step=2), 50)])
     copies = [count for (keeper, step, _), count in kept.sums.items() if (keeper, step) == ((rank + 1) % 3, 2)]
     assert copies

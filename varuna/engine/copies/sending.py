@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.section_state import SectionState
+from varuna.core.copy_pace import CopyPace, pause_s, sums_pause_s
 from varuna.core.errors import CheckpointError
 from varuna.core.sums import HeldSums, SectionSum, Spans
 from varuna.core.units import format_bytes
@@ -21,7 +22,6 @@ from varuna.engine.base.still import Still
 from varuna.engine.base.transport import Group
 from varuna.engine.copies import wire
 from varuna.engine.copies.layout import Body, SectionLayout, as_bytes
-from varuna.engine.copies.pace import CopyPace, pause_s, sums_pause_s
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import SumWanted
 from varuna.process.console import warn
@@ -135,8 +135,8 @@ class CopySender:
     def _copy_sums(self, step: int, stage: Stage) -> None:
         """Send the sums of all sections, again and again until the step is over or the keeper takes no more."""
         sizes, sent = stage.sums.sizes(), dict[int, Spans]()
-        room, round_s = torch.empty(0), 0.0
-        while self._still.lasts(step, sums_pause_s(round_s)):
+        room, round_s, all_bytes = torch.empty(0), 0.0, 4 * sum(sizes.values())
+        while self._still.lasts(step, sums_pause_s(round_s, all_bytes)):
             begin_s = time.monotonic()
             if not room.numel():
                 room = torch.empty(max(sizes.values(), default=0), dtype=torch.float32)

@@ -21,15 +21,17 @@ def seat(
     *,
     nodes: Mapping[str, str] | None = None,
     kept: Sequence[str] = (),
+    own: Holdings | None = None,
     lent: Holdings | None = None,
     holders: Holders | None = None,
 ) -> tuple[str, ...]:
     """Worker of each rank, spares after the grid.
 
-    Greedy: the pair of worker and stage that shares most bytes is seated first. Among equals, who comes
-    earlier in ``workers`` gets the lower rank, so a caller that lists the members by their old rank keeps
-    rank 0 (whose output people read) where it is. A worker that may sit in several replicas sits beside
-    one of its own node, since what neighbours say to each other then does not cross the network.
+    Greedy: the pair of worker and stage that shares most bytes is seated first. Among equals, a stage comes first
+    that fewer others could run as well, and who ran most of it before who keeps a copy of it, whose sums of gradients
+    are older. Among equals still, who comes earlier in ``workers`` gets the lower rank, so a caller that lists the
+    members by their old rank keeps rank 0 (whose output people read) where it is. A worker that may sit in several
+    replicas sits beside one of its own node, since what neighbours say to each other then does not cross the network.
 
     Args:
         plan: at most as many ranks as there are workers.
@@ -38,6 +40,7 @@ def seat(
         weights: bytes of each section's state.
         nodes: VM of each worker; without it, all are on VMs of their own.
         kept: the grid that ran this same plan before: whoever still has its state keeps its seat.
+        own: sections that each worker ran last; what else it has is a copy. Without it, nothing is.
         lent: sections that each worker has without optimizer state.
         holders: by section, the replicas that will hold it whole; None: all.
     """
@@ -49,14 +52,27 @@ def seat(
         if worker in order_of and holdings.get(worker, _NOTHING).issuperset(wanted.whole(rank)):
             seating.sit(rank, standing.pop(order_of[worker]))
     known = {worker: holdings.get(worker, _NOTHING) | (lent or {}).get(worker, _NOTHING) for worker in workers}
-    shared_bytes = {
-        (order, stage): sum(weights[section] for section in plan.sections_of(stage) if section in known[worker])
+
+    def shared_bytes(sections: frozenset[int], stage: int) -> int:
+        return sum(weights[section] for section in plan.sections_of(stage) if section in sections)
+
+    shared = {
+        (order, stage): (
+            shared_bytes(known[worker], stage),
+            0 if own is None else shared_bytes(known[worker] & own.get(worker, _NOTHING), stage),
+        )
         for order, worker in standing.items()
         if known[worker]
         for stage in range(plan.stages)
     }
-    for order, stage in sorted(shared_bytes, key=lambda pair: (-shared_bytes[pair], pair)):
-        if shared_bytes[order, stage] and order in standing and seating.free[stage]:
+    rivals = Counter((stage, whole) for (_, stage), (whole, _) in shared.items())
+
+    def urgency(pair: tuple[int, int]) -> tuple[int, int, int, tuple[int, int]]:
+        whole, ran = shared[pair]
+        return -whole, rivals[pair[1], whole], -ran, pair
+
+    for order, stage in sorted(shared, key=urgency):
+        if shared[order, stage][0] and order in standing and seating.free[stage]:
             worker = standing.pop(order)
             held = holdings.get(worker, _NOTHING)
 

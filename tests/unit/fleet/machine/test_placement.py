@@ -81,6 +81,22 @@ def test_a_kept_plan_keeps_every_seat() -> None:
     assert seat(plan, ["a", "c", "d", "new"], holdings, EVEN, kept=("a", "b", "c", "d")) == ("a", "new", "c", "d")
 
 
+def test_who_ran_a_stage_keeps_it_before_who_has_a_copy_of_it() -> None:
+    """Both hold everything, and the stage that is larger now is seated first."""
+    plan = make_plan(JOB, 2, None, stages=2)
+    holdings = {"a": ALL, "b": ALL}
+    for weights in ((1, 1, 9, 9), (9, 9, 1, 1), EVEN):
+        for own in ({"a": FRONT, "b": BACK}, {"a": BACK, "b": FRONT}):
+            members = seat(plan, ["a", "b"], holdings, weights, own=own)
+            assert [own[name] for name in members] == [FRONT, BACK], (weights, own)
+
+
+def test_a_copy_is_worth_more_than_having_run_less_of_a_stage() -> None:
+    plan = make_plan(JOB, 2, None, stages=2)
+    members = seat(plan, ["a", "b"], {"a": ALL, "b": BACK}, EVEN, own={"a": BACK, "b": BACK})
+    assert members == ("a", "b"), "nobody else has the front"
+
+
 def test_state_that_is_shared_out_goes_to_who_will_hold_it_and_parameters_to_the_others() -> None:
     plan = make_plan(JOB, 3, None, stages=1)
     holders = ((0, 1), (1, 2), (2, 0), (0, 1, 2))

@@ -1,13 +1,17 @@
 """How fast copies are made, and when one is not worth trying. Pure.
 
 Copies share links and processors with the training. So they pause after each part, and a worker whose copies do not get
-ready in time makes them less often.
+ready in time makes them less often. The engine makes them by these rules, the planner prices them, and a replay models
+them.
 """
 
 LINK_SHARE = 0.5
 """Of a link's time, at most, goes to copies."""
 LONGEST = 0.1
 """Of a step, that a copy may take: until it is complete, the loss of its owner is what it is without copies."""
+PROCESSOR_S_PER_BYTE = 1.9e-9
+"""Of a worker that sends copies and keeps as many of another's (``benchmarks.copy_cost``, 24 November 2026). Where
+processors do not train, as beside GPUs, it is more than a copy can cost."""
 _SUMS_EVERY_S, _SUMS_SHARE = 5.0, 0.02
 """Seconds between copies of a step's sums of gradients, and the share of time that making them may take."""
 LONGEST_PAUSE_S = 1.0
@@ -21,9 +25,19 @@ def pause_s(part_s: float) -> float:
     return min(LONGEST_PAUSE_S, part_s * (1 / LINK_SHARE - 1))
 
 
-def sums_pause_s(round_s: float) -> float:
-    """How long to wait after copies of all sums that took ``round_s``: the training thread makes a part of them."""
-    return max(_SUMS_EVERY_S, round_s * (1 / _SUMS_SHARE - 1))
+def copying_s(size_bytes: int, link_bytes_per_s: float) -> float:
+    """How long copies of so many bytes are under way, with the pauses between their parts."""
+    return size_bytes / (link_bytes_per_s * LINK_SHARE)
+
+
+def sums_pause_s(round_s: float, size_bytes: int) -> float:
+    """How long to wait after copies of all sums, of ``size_bytes``, that took ``round_s``.
+
+    What they cost is their processor time, and no more than all of the time that they took: on a slow link, that is
+    mostly waiting.
+    """
+    cost_s = min(round_s, PROCESSOR_S_PER_BYTE * size_bytes)
+    return max(_SUMS_EVERY_S, round_s, cost_s / _SUMS_SHARE - round_s)
 
 
 class CopyPace:

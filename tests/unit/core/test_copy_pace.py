@@ -4,7 +4,15 @@ from itertools import pairwise
 
 import pytest
 
-from varuna.engine.copies.pace import LONGEST_PAUSE_S, SHORT_S, CopyPace, pause_s, sums_pause_s
+from varuna.core.copy_pace import (
+    LONGEST_PAUSE_S,
+    PROCESSOR_S_PER_BYTE,
+    SHORT_S,
+    CopyPace,
+    copying_s,
+    pause_s,
+    sums_pause_s,
+)
 
 
 def test_copies_take_half_of_a_links_time_and_never_pause_for_long() -> None:
@@ -45,5 +53,21 @@ def test_a_copy_in_time_makes_every_step_have_one_again() -> None:
 
 
 def test_sums_are_copied_every_few_seconds_for_little_of_the_time() -> None:
-    assert sums_pause_s(0.01) == 5.0
-    assert sums_pause_s(2.0) == pytest.approx(98.0)
+    assert sums_pause_s(0.0, 10**12) == 5.0, "the first round follows the state's copy"
+    assert sums_pause_s(0.01, 10**6) == 5.0
+    assert sums_pause_s(2.0, 10**10) == pytest.approx(98.0), "processors that are slower than those measured"
+
+
+def test_copies_over_a_slow_link_are_not_rarer_than_their_processor_time_asks_for() -> None:
+    """A stage of 250 million parameters over 2 Gb/s: eight seconds under way, of which two are work."""
+    size_bytes = 10**9
+    round_s = copying_s(size_bytes, 0.25e9)
+    assert round_s == pytest.approx(8.0)
+    every_s = round_s + sums_pause_s(round_s, size_bytes)
+    assert every_s == pytest.approx(PROCESSOR_S_PER_BYTE * size_bytes / 0.02)
+
+
+def test_copies_of_sums_never_take_more_than_half_of_the_time() -> None:
+    size_bytes = 10**9
+    round_s = copying_s(size_bytes, 0.01e9)
+    assert sums_pause_s(round_s, size_bytes) >= round_s
