@@ -7,8 +7,12 @@ from typing import Literal, get_args
 
 from varuna.core.errors import UsageError
 from varuna.engine.base.spans import Span, subscribe
+from varuna.membership.launched import here
 
-Phase = Literal["form", "F", "R", "B", "I", "W", "reduce", "vote", "apply", "save"]
+Phase = Literal[
+    "form", "F", "R", "B", "I", "W", "send", "reduce", "sum", "tied", "vote", "apply", "save",
+    "copy", "copy-sum", "kept", "kept-sum", "hold", "held", "move", "barrier",
+]  # fmt: skip
 """What a rank does in a step: forward, recompute, backward (or its halves I and W), and so on."""
 
 
@@ -19,43 +23,64 @@ class Killed(BaseException):
 class Fault:
     """Something that happens once; see ``fail_at``. ``happened`` says whether it did."""
 
-    def __init__(self, rank: int, step: int, phase: Phase, error: BaseException | None) -> None:
+    def __init__(
+        self, rank: int, step: int, phase: Phase, error: BaseException | None, *, after: int = 0, at_end: bool = False
+    ) -> None:
         self.rank, self.step, self.phase, self.error = rank, step, phase, error
         self.happened = False
+        self._mark, self._left = "end" if at_end else "begin", after
         self._lock = threading.Lock()
+        self.lose: Callable[[int], None] = lambda rank: None
+        """ends the worker of a rank, from another thread than its own; set by whoever runs the workers"""
 
     def __str__(self) -> str:
         return f"fail_at(rank={self.rank}, step={self.step}, phase={self.phase!r})"
 
     def is_here(self, span: Span) -> bool:
         """Whether this is the place; once."""
-        here = (span.phase, span.rank, span.step, span.name) == ("begin", self.rank, self.step, self.phase)
+        here = (span.phase, span.rank, span.step, span.name) == (self._mark, self.rank, self.step, self.phase)
         with self._lock:
             if not here or self.happened:
                 return False
-            self.happened = True
-        return True
+            self._left -= 1
+            self.happened = self._left < 0
+            return self.happened
 
     def hear(self, span: Span) -> None:
-        """Raise, on the rank's own thread, if this is the place."""
-        if self.is_here(span):
-            raise Killed(str(self)) if self.error is None else self.error
+        """Raise, or end the rank whose other thread this is, if this is the place."""
+        if not self.is_here(span):
+            return
+        if self.error is not None:
+            raise self.error
+        if here.get() is not None:
+            raise Killed(str(self))
+        self.lose(self.rank)
 
 
-def fail_at(*, rank: int, step: int, phase: Phase = "F", error: BaseException | None = None) -> Fault:
+def fail_at(
+    *,
+    rank: int,
+    step: int,
+    phase: Phase = "F",
+    after: int = 0,
+    at_end: bool = False,
+    error: BaseException | None = None,
+) -> Fault:
     """A worker is lost as it begins a phase of a step.
 
     Args:
         rank: of the worker, in the plan that runs by then.
         step: counted from 0, as in ``Step.step``.
-        phase: ``"form"``, ``"F"``, ``"R"``, ``"B"``, ``"I"``, ``"W"``, ``"reduce"``, ``"vote"``, ``"apply"`` or
-            ``"save"``. At ``form``, ``step`` is the first one of the new plan. Not every plan has every phase.
+        phase: such as ``"F"``, ``"B"``, ``"vote"`` or ``"form"``: docs/testing.md has all of them, and not every plan.
+            At ``form``, ``step`` is the first one of the new plan.
+        after: so many times the phase passes in that step before.
+        at_end: as it ends the phase, not as it begins it.
         error: raise this there instead: the worker's own code fails, which ends the run.
 
     Raises:
         UsageError: there is no such phase.
     """
-    return Fault(rank, step, _checked(phase), error)
+    return Fault(rank, step, _checked(phase), error, after=after, at_end=at_end)
 
 
 def _checked(phase: Phase) -> Phase:

@@ -83,6 +83,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="varuna-testing-") as folder, watching(faults):
         crew = _Workers(script, Path(folder), workers, stages, bound_s)
         for fault in faults:
+            fault.lose = crew.lose
             if isinstance(fault, Warned):
                 fault.tell = crew.warn
         try:
@@ -154,7 +155,7 @@ class _Workers:
         self._lines: dict[str, _Line] = {}
         self._threads: dict[str, threading.Thread] = {}
         self._places: dict[str, WorkerThread] = {}
-        self._is_over = False
+        self._is_over, self._lost = False, set[str]()
         self._returned: dict[str, Any] = {}
         self._errors: list[BaseException] = []
         self._events: list[RunEvent] = []
@@ -218,6 +219,13 @@ class _Workers:
         name = self._manager.fleet.members[rank]
         self._mailbox.post(NoticeReceived(name, time.monotonic() + seconds, "preemption notice"))
 
+    def lose(self, rank: int) -> None:
+        """Let the worker of a rank die here and now, as far as a thread can: it says nothing any more."""
+        name = self._manager.fleet.members[rank]
+        self._lost.add(name)
+        self._places[name].membership.close()
+        self.kill(name)
+
     def end(self) -> None:
         """Leave nothing behind."""
         for name in self._places:
@@ -280,8 +288,8 @@ class _Workers:
         except Killed:
             code = -9
         except BaseException as error:  # noqa: BLE001 - for the caller of run
-            code = 1
-            if not self._is_over:
+            code = -9 if name in self._lost else 1
+            if code == 1 and not self._is_over:
                 self._errors.append(_described(name, error))
             self._places[name].membership.failed(str(error), traceback.format_exc(), code)
         finally:

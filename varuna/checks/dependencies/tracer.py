@@ -169,8 +169,8 @@ def _load(stage: Stage, gradients: Gradients) -> dict[str, Tensor]:
     """Put fresh copies of the gradients where a step expects them."""
     fresh: dict[str, Tensor] = {}
     for name, value in gradients.items():
-        if name in stage.totals:
-            fresh[name] = stage.totals[name].copy_(value)
+        if name in stage.totals.views:
+            fresh[name] = stage.totals.views[name].copy_(value)
         else:
             fresh[name] = stage.parameters[name].grad = value.clone()
     return fresh

@@ -13,13 +13,15 @@ class Span:
     """The ``begin`` or the ``end``, by ``phase``, of a piece of work."""
 
     name: str
-    """F, R, B, I, W, reduce, vote, apply, save, generate or form"""
+    """F, R, B, I, W, send, reduce, sum, tied, vote, apply, save, generate; form, move, barrier; copy, copy-sum, kept,
+    kept-sum; hold, held"""
     phase: str
     rank: int
     stage: int
     step: int
     index: int
-    """global micro-batch for F, R, B, I, W; generation for form; token for generate; else -1"""
+    """global micro-batch for F, R, B, I, W, send; section for sum, copy-sum, kept-sum; parameter for tied; generation
+    for form, move, barrier, hold, held; token for generate; else -1"""
 
 
 Listener = Callable[[Span], None]

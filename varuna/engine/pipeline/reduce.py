@@ -3,6 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property
 from itertools import count
 
@@ -13,6 +14,7 @@ from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
 from varuna.core.vote import VoteLayout
 from varuna.engine.base.inbox import Inbox
+from varuna.engine.base.spans import span
 from varuna.engine.base.transport import Group
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.device.host_copies import Ready
@@ -61,13 +63,13 @@ class Reducer:
         group = self._groups.stage
         if group is not None and flat.numel():
             point = self._copies.point()  # what the device is given from now on need not be waited for
-            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, section, point))
+            self._courier.submit(("reduced", step, section), lambda: self._reduce(group, step, section, point))
         else:
             self._inbox.put(("reduced", step, section), None)
         if self._stage.statistics.has(section):
             self._courier.submit(("statistics", step, section), lambda: self._gather(section))
 
-    def _reduce(self, group: Group, section: int, point: Ready) -> None:
+    def _reduce(self, group: Group, step: int, section: int, point: Ready) -> None:
         sums, flat = self._stage.sums, self._stage.buckets[section].flat
         in_bf16, direct = self._stage.job.bf16_reduction, self._groups.direct.sums
         if direct is not None:
@@ -77,10 +79,11 @@ class Reducer:
         begin_s = time.monotonic()
         with self._copies.at_host(flat, point) as own:
             values = self._copy(own) if sums.outlast else own  # an all-reduce that breaks off leaves nonsense
-            if in_bf16:
-                all_reduce_rounded(group, values)
-            else:
-                group.all_reduce(values)
+            with self._span("sum", step, section):
+                if in_bf16:
+                    all_reduce_rounded(group, values)
+                else:
+                    group.all_reduce(values)
             if sums.outlast:
                 sums.reduced(section, values)
         self.reductions.append(Carry(flat.nbytes // 2 if in_bf16 else flat.nbytes, begin_s, time.monotonic()))
@@ -102,7 +105,7 @@ class Reducer:
     def finish(self, step: int) -> None:
         """Wait until every section is reduced and tied gradients are summed."""
         if self._sharers:
-            self._courier.submit(("tied", step), self._sum_tied)
+            self._courier.submit(("tied", step), lambda: self._sum_tied(step))
         for section in reversed(self._stage.sections):
             self._take(("reduced", step, section), f"the sums of section {section} (step {step})", self._replicas)
             if self._stage.statistics.has(section):
@@ -111,7 +114,7 @@ class Reducer:
         if self._sharers:
             self._take(("tied", step), f"the gradients of tied parameters (step {step})", self._sharers)
         else:
-            self._sum_tied()  # all parts are here: another thread would only cost time
+            self._sum_tied(step)  # all parts are here: another thread would only cost time
 
     def _take(self, key: Hashable, what: str, on: tuple[int, ...]) -> None:
         self._inbox.take(key, lambda: Awaited(what, on))
@@ -194,14 +197,18 @@ class Reducer:
             self._groups.stage.all_reduce(table)
         self._stage.statistics.complete(section, table)
 
-    def _sum_tied(self) -> None:
+    def _span(self, name: str, step: int, index: int) -> AbstractContextManager[None]:
+        return span(name, rank=self._rank, stage=self._stage.index, step=step, index=index)
+
+    def _sum_tied(self, step: int) -> None:
         """One exchange for each tied parameter, numbered and ordered as in the job's facts, which all ranks share.
 
         Each stage holds a selection of its own: its own counting would give one exchange two numbers.
         """
         for number, tied in enumerate(self._stage.job.model.facts.tied):
-            if tied.name in self._stage.totals:
-                self._sum_one(tied, _TIED_TAG + number)
+            if tied.name in self._stage.totals.views:
+                with self._span("tied", step, number):
+                    self._sum_one(tied, _TIED_TAG + number)
 
     def _sum_one(self, tied: TiedParameter, tag: int) -> None:
         """Exchange the sums of all sections that use a parameter, then add them in section order.
@@ -220,7 +227,7 @@ class Reducer:
                 sent = parts[section].cpu()  # gloo's point-to-point takes host tensors only
                 works += [self._groups.world.send(sent, peer, tag) for peer in holders if peer != self._rank]
             else:
-                parts[section] = torch.empty_like(self._stage.totals[tied.name], device="cpu")
+                parts[section] = torch.empty_like(self._stage.totals.views[tied.name], device="cpu")
                 works.append(self._groups.world.receive(parts[section], home, tag))
         for work in works:
             work.wait()
@@ -228,9 +235,7 @@ class Reducer:
         total = parts[tied.sections[0]].to(device)
         for section in tied.sections[1:]:
             total = total + parts[section].to(device)
-        home = next(section for section in tied.sections if section in self._stage.sections)
-        with self._stage.sums.changing(home):
-            self._stage.totals[tied.name].copy_(total)
+        self._stage.totals.take(tied.name, total)
 
 
 def cast_vote(

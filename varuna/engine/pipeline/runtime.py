@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 import torch
@@ -320,7 +321,8 @@ class Runtime:
             stage.work.losses.append((micro_batch, sums))
             flight.weight = float(self._plan.global_batch) if self._whole.used else sums[1]
         else:
-            forward_pass.hand_on(step, micro_batch, out, arrived)
+            with self._sending(step, micro_batch):
+                forward_pass.hand_on(step, micro_batch, out, arrived)
             self._forwards += 1
         return flight
 
@@ -382,4 +384,8 @@ class Runtime:
     def _send_upstream(self, step: int, micro_batch: int, gradients: dict[str, Tensor]) -> None:
         if self._upstream is not None:
             layout = self._layouts.gradient_out(step, micro_batch)
-            self._upstream.send(layout.pack(gradients, copies=self._forward_pass.copies_of(layout)))
+            with self._sending(step, micro_batch):
+                self._upstream.send(layout.pack(gradients, copies=self._forward_pass.copies_of(layout)))
+
+    def _sending(self, step: int, micro_batch: int) -> AbstractContextManager[None]:
+        return span("send", rank=self._rank, stage=self._stage.index, step=step, index=micro_batch)

@@ -26,6 +26,7 @@ from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
 from varuna.engine.stage.sums import Begun, StepShare, Sums
+from varuna.engine.stage.tied_totals import TiedTotals
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
 
@@ -103,9 +104,8 @@ class Stage:
         ]
         """the sections' graphs for each declared length, the longest first"""
         self.tied = [p for p in job.model.facts.tied if p.name in self.parameters and p.name in job.model.trainable]
-        self.totals = {p.name: self._home_of(p).views[p.name] for p in self.tied}
-        """summed gradients of tied parameters, in place of those of the first section here that uses them"""
-        self._gradients |= self.totals
+        self.totals = TiedTotals({p.name: self._home_of(p).views[p.name] for p in self.tied}, self.sums)
+        self._gradients |= self.totals.views
         self._halves = HalfGradients(self.parameters, self._gradients if job.dtype is torch.float32 else {})
         updated = [(name, value) for name, value in self.named_parameters() if name in self.sharding.updated]
         known_state = optimizer_state_of(states, self.sharding.held)
@@ -293,7 +293,7 @@ class Stage:
 
     def squared_norms(self) -> dict[int, float]:
         """Squared L2 norm of each section's reduced gradients, float64; a tied parameter counts at its owner only."""
-        norms = squared_norms(self.buckets, self.tied, self.totals)
+        norms = squared_norms(self.buckets, self.tied, self.totals.known)
         return {section: norm / self.gradient_scale**2 for section, norm in norms.items()}
 
     def apply(self, step: int, scale: float, exchange: Exchange | None = None, *, overflowed: bool = False) -> None:
@@ -351,9 +351,10 @@ class Stage:
         self.job.traffic.saves.follow(self.copied)
         scale /= self.gradient_scale
         self.sums.discard()
+        self.totals.settle()
         for bucket in self.buckets.values():
             bucket.flat.mul_(scale)
-        self._show(self.totals)
+        self._show(self.totals.views)
         self._halves.show()
         if self.job.before_step is not None:
             self.job.before_step(self.named_parameters())

@@ -55,11 +55,10 @@ class Sums:
         self._buckets, self.outlast = buckets, outlast
         self._all: Spans = ((0, plan.micro_batches),)
         self._lock = threading.Lock()
-        self._sealed, self._inherited = False, begun is not None
+        self._sealed, self._is_void, self._inherited = False, False, begun is not None
         self._added: dict[int, set[int]] = {}
         self._open: dict[int, int] = {}  # by section: micro-batches of which a part is in the sums
         self._reduced: set[int] = set()
-        self._void: set[int] = set()
         self._kept: dict[int, frozenset[int]] = {}
         self._wanted: SumWanted | None = None
         self._discard()
@@ -82,12 +81,12 @@ class Sums:
         """Nothing is in them."""
         self._added = {section: set() for section in self._buckets}
         self._open = dict.fromkeys(self._buckets, 0)
-        self._reduced, self._void = set(), set()
+        self._reduced, self._is_void = set(), False
 
     def discard(self) -> None:
         """They are not sums any more, or not to be trusted: nobody goes on from them."""
         with self._lock:
-            self._void = set(self._buckets)
+            self._is_void = True
 
     # -- by the training thread --------------------------------------------------------------------------
 
@@ -143,8 +142,8 @@ class Sums:
             self._reduced.add(section)
 
     @contextmanager
-    def changing(self, *sections: int) -> Iterator[None]:
-        """In this block sums are written by a thread of the generation; those of ``sections`` are void afterwards.
+    def changing(self) -> Iterator[None]:
+        """In this block a thread of the generation writes to sums, or notes what comes of them.
 
         Raises:
             RuntimeError: they are sealed.
@@ -152,7 +151,6 @@ class Sums:
         with self._lock:
             if self._sealed:
                 raise RuntimeError("the generation has ended, and its sums may not be changed")
-            self._void.update(sections)
             yield
 
     def counted(self, section: int, replica: int) -> tuple[float, float]:
@@ -177,7 +175,7 @@ class Sums:
             return tuple(SectionSum(section=section, micro_batches=spans) for section, spans in held.items() if spans)
 
     def _held(self, section: int) -> Spans:
-        if section in self._void or self._open[section] or not self._buckets[section].flat.numel():
+        if self._is_void or self._open[section] or not self._buckets[section].flat.numel():
             return ()
         return self._all if section in self._reduced else spans_of(self._added[section])
 

@@ -6,6 +6,7 @@ All of it runs on a disposable thread, since every part of it may block on a pee
 import json
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
@@ -21,6 +22,7 @@ from varuna.checkpoint.names import split_place
 from varuna.core.errors import DamagedCheckpoint, VarunaError
 from varuna.core.messages import Assignment
 from varuna.core.sharded_optimizer import held_by, holders_of
+from varuna.engine.base.spans import span
 from varuna.engine.base.transport import FORMING_BOUND_S, Store, prefixed
 from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.gpu_links import connect
@@ -171,7 +173,8 @@ def form_generation(
     at(Awaited("the end of forming", others))
     known = torch.tensor([float(combines is True), float(combines is False), float(damage is not None)])
     if assignment.members > 1:  # nobody drops old state before everyone has its own
-        groups.world.all_reduce(known)
+        with _span("barrier", assignment):
+            groups.world.all_reduce(known)
     if damage is not None or known[2]:
         raise damage or DamagedCheckpoint(f"another rank found a damaged shard in {assignment.checkpoint}")
     if assignment.checkpoint is not None:
@@ -182,6 +185,11 @@ def form_generation(
     elif not assignment.fresh:
         loop = agree(groups.world, rank, assignment.members, told) if assignment.members > 1 else told.value
     return Formed(groups, states, True if known[0] else False if known[1] else None, loop)
+
+
+def _span(name: str, assignment: Assignment) -> AbstractContextManager[None]:
+    stage = -1 if assignment.is_spare else assignment.plan.place_of(assignment.rank).stage
+    return span(name, rank=assignment.rank, stage=stage, step=assignment.next_step, index=assignment.generation)
 
 
 def _stored_loop(place: str) -> JSON:
@@ -213,7 +221,8 @@ def _states(
     received: dict[int, SectionState] = {}
     sums: dict[tuple[int, int], SectionState] = {}
     if assignment.transfers:
-        received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out)
+        with _span("move", assignment):
+            received, sums = exchange(groups.world, assignment.transfers, rank, held, left_out)
     if received:
         at(Awaited("frozen parameters from the files of weights="))
         put_back(received, _used(model, received), partial(initial, checks=False), "what another worker sent")

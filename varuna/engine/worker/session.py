@@ -238,7 +238,7 @@ class Session:
         """Form a generation: groups, state, stage; None for a spare."""
         standing, plan = self.standing, assignment.plan
         inbox = Inbox(self._patience, who=_who(assignment), rank=assignment.rank, ranks=range(plan.workers))
-        standing.enter(assignment.generation, inbox)
+        standing.enter(assignment.generation, inbox, assignment.rank)
         self.heartbeat.at(f"forms generation {assignment.generation}", WorkerPhase.FORMS)
         self.heartbeat.inbox = inbox
         try:

@@ -7,7 +7,7 @@ thread. Whoever finds the state at rest (between steps, or no part of a generati
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 from varuna.checkpoint.io.section_state import SectionState
 from varuna.core.errors import WorkerError
@@ -15,6 +15,7 @@ from varuna.core.membership import Membership
 from varuna.core.messages import Apply, Flag, Held, Vote
 from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
+from varuna.engine.base.spans import span
 from varuna.engine.copies.keeping import KeptCopy
 from varuna.engine.stage.load_state import SUMS
 from varuna.engine.stage.stage import Stage
@@ -36,6 +37,7 @@ class WorkerState:
         self._reported = -1  # newest generation whose end was answered
         self._asked: dict[Flag, int] = {}  # by flag: the generation whose next vote carries it
         self._at_rest = True
+        self._rank = -1
         self._votes: deque[Vote] = deque(maxlen=_VOTES_KEPT)
         self.generation = -1
         self.stage: Stage | None = None
@@ -68,8 +70,8 @@ class WorkerState:
 
     # -- into a generation -----------------------------------------------------------------------------------
 
-    def enter(self, generation: int, inbox: Inbox) -> None:
-        """The training thread begins to form a generation.
+    def enter(self, generation: int, inbox: Inbox, rank: int) -> None:
+        """The training thread begins to form a generation, with this rank.
 
         Raises:
             GenerationEnded: the manager has ended it already.
@@ -77,7 +79,7 @@ class WorkerState:
         if self.stage is not None:
             self.stage.roll_back()  # a new generation: the verdict on a tentative step was not COMMIT
         with self._lock:
-            self.generation, self._inbox, self._at_rest = generation, inbox, False
+            self.generation, self._inbox, self._rank, self._at_rest = generation, inbox, rank, False
             if self._ended >= generation:
                 raise GenerationEnded(generation)
 
@@ -160,7 +162,7 @@ class WorkerState:
 
     def on_hold(self, generation: int) -> None:
         """End a generation, since the manager has."""
-        with self._lock:
+        with self._span("hold", generation), self._lock:
             self._ended = max(self._ended, generation)
             if generation < self.generation and self.generation >= 0:
                 return
@@ -202,14 +204,19 @@ class WorkerState:
         recorded = self._membership.recorded_step
         unrecorded = [vote for vote in self._votes if vote.step > recorded]
         votes = tuple(unrecorded or list(self._votes)[-1:])  # the newest always: it may decide the verdict
-        self._membership.held(
-            Held(
-                generation=generation,
-                next_step=self.next_step,
-                sections=sharding.held if sharding is not None else (),
-                lent=sharding.up_to_date if sharding is not None else (),
-                votes=votes,
-                sums=joined([*([own] if own is not None else []), *self._copy.sums(self.next_step)]),
-                copies=copies,
-            )
+        held = Held(
+            generation=generation,
+            next_step=self.next_step,
+            sections=sharding.held if sharding is not None else (),
+            lent=sharding.up_to_date if sharding is not None else (),
+            votes=votes,
+            sums=joined([*([own] if own is not None else []), *self._copy.sums(self.next_step)]),
+            copies=copies,
         )
+        with self._span("held", generation):
+            self._membership.held(held)
+
+    def _span(self, name: str, generation: int) -> AbstractContextManager[None]:
+        stage = self.stage
+        where = {"stage": -1, "step": -1} if stage is None else {"stage": stage.index, "step": stage.next_step}
+        return span(name, rank=self._rank, **where, index=generation)

@@ -201,6 +201,6 @@ def test_an_all_reduce_is_timed_with_its_copies_but_without_the_backward_before_
     streams.compute.put(lambda: setattr(streams, "now_s", 100.0))  # a backward
     flat = generation.stage.buckets[0].flat
     [group] = connected(1)
-    generation.reducer._reduce(group, 0, generation.stage.job.traffic.sums.point())
+    generation.reducer._reduce(group, 0, 0, generation.stage.job.traffic.sums.point())
     assert streams.now_s == 102.0
     assert generation.reducer.reductions[-1] == Carry(flat.nbytes, 100.0, 102.0)

@@ -125,9 +125,9 @@ def test_frozen_sections_are_never_recorded_and_send_and_reduce_nothing(
     reduced: list[int] = []
     reduce = Reducer._reduce
 
-    def summed(reducer: Reducer, group: Group, section: int, point: Ready) -> None:
+    def summed(reducer: Reducer, group: Group, step: int, section: int, point: Ready) -> None:
         reduced.append(reducer._stage.index)
-        reduce(reducer, group, section, point)
+        reduce(reducer, group, step, section, point)
 
     monkeypatch.setattr(Sender, "send", weighed)
     monkeypatch.setattr(Reducer, "_reduce", summed)

@@ -8,6 +8,7 @@ from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, TakenSum
 from varuna.engine.stage.gradient_bucket import Bucket
 from varuna.engine.stage.sums import Begun, StepShare, Sums, SumWanted
+from varuna.engine.stage.tied_totals import TiedTotals
 
 PLAN = Plan(
     stages=1, replicas=2, micro_batch=1, global_batch=6, starts=(0,), sections=3, stash_limits=(1,)
@@ -71,22 +72,29 @@ def test_a_reduction_takes_effect_at_once_or_not_at_all(leaves: list[Tensor]) ->
     assert told(sums) == {0: ((0, 6),), 1: ((0, 1),)}
     with pytest.raises(RuntimeError, match="ended"):
         sums.reduced(1, torch.full((3,), 7.0))
-    with pytest.raises(RuntimeError, match="ended"), sums.changing(1):
+    with pytest.raises(RuntimeError, match="ended"), sums.changing():
         buckets[1].flat.zero_()
     assert buckets[0].flat.tolist() == [7.0] * 3
     assert buckets[1].flat.tolist() == [2.0] * 3
 
 
-def test_what_the_tied_total_is_written_into_is_void(leaves: list[Tensor]) -> None:
+def test_the_total_of_a_tied_gradient_leaves_the_sums_as_they_are_until_the_update(leaves: list[Tensor]) -> None:
     sums, buckets = sums_over(leaves)
+    totals = TiedTotals({"w": buckets[0].views["a"]}, sums)
     sums.begin()
     for section in (0, 1):
         add(sums, buckets, leaves, section, 0)
-    with sums.changing(0):
-        buckets[0].flat.add_(1)
-    assert told(sums) == {1: ((0, 1),)}
+    before = buckets[0].flat.clone()
+    totals.take("w", torch.full((3,), 100.0))
+    assert totals.known["w"].tolist() == [100.0] * 3
+    assert torch.equal(buckets[0].flat, before)
+    assert told(sums) == {0: ((0, 1),), 1: ((0, 1),)}
+    with pytest.raises(RuntimeError, match="the generation has ended"):
+        totals.take("w", torch.zeros(3))
     sums.discard()
+    totals.settle()
     assert told(sums) == {}
+    assert buckets[0].flat.tolist() == [100.0] * 3
 
 
 def test_the_next_generation_goes_on_and_drops_what_some_replica_has(leaves: list[Tensor]) -> None:

@@ -25,7 +25,7 @@ class Disturbed(dict[Flag, int]):
 
 def entered() -> WorkerState:
     standing = WorkerState(cast(Membership, None))  # nothing is reported here
-    standing.enter(0, Inbox())
+    standing.enter(0, Inbox(), 0)
     return standing
 
 
@@ -58,7 +58,7 @@ class Listening:
 def test_a_spare_answers_a_hold_that_comes_when_its_generation_has_just_formed() -> None:
     membership = Listening()
     standing = WorkerState(cast(Membership, membership))
-    standing.enter(3, Inbox())
+    standing.enter(3, Inbox(), 0)
     standing.on_hold(3)  # its training thread has taken what was formed, and waits for nothing any more
     assert not membership.heard
     standing.take(None)
