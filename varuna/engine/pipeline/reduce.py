@@ -64,13 +64,13 @@ class Reducer:
         group = self._groups.stage
         if self._shares_losses and section == self._stage.sections[-1]:
             self._share_losses(step)
+        if self._stage.statistics.has(section):  # first: whoever has the total has all statistics, too
+            self._courier.submit(("statistics", step, section), lambda: self._gather(section))
         if group is not None and flat.numel():
             point = self._copies.point()  # what the device is given from now on need not be waited for
             self._courier.submit(("reduced", step, section), lambda: self._reduce(group, step, section, point))
         else:
             self._inbox.put(("reduced", step, section), None)
-        if self._stage.statistics.has(section):
-            self._courier.submit(("statistics", step, section), lambda: self._gather(section))
 
     @property
     def _shares_losses(self) -> bool:

@@ -77,7 +77,7 @@ class Stage:
             dtypes=job.model.dtypes,
         )
         self.buffers = buffers_of(graphs, states, job.dtype, job.device)
-        self.statistics = Statistics(graphs, plan, job.traffic.sums)
+        self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
         self.truths = Truths()
         self.buckets: dict[int, Bucket] = {}
         flats = {} if begun is None else begun.flats

@@ -24,6 +24,8 @@ class Begun(NamedTuple):
     """what this rank does of it"""
     flats: Mapping[int, Tensor]
     """by section: the sums of gradients that this rank goes on from, whose memory is taken over"""
+    statistics: Mapping[int, Tensor] = {}
+    """by section that updates buffers: statistics of the micro-batches in those sums, as bytes, in the same order"""
 
 
 class SumWanted:
