@@ -12,6 +12,7 @@ from torch import Tensor
 
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
+from varuna.core.sums import MicroBatchLoss
 from varuna.core.vote import VoteLayout
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
@@ -61,13 +62,35 @@ class Reducer:
         """Note that the section's last backward is done, so that its sums may be reduced."""
         flat = self._stage.buckets[section].flat
         group = self._groups.stage
+        if self._shares_losses and section == self._stage.sections[-1]:
+            self._share_losses(step)
+        if self._stage.statistics.has(section):  # first: whoever has the total has all statistics, too
+            self._courier.submit(("statistics", step, section), lambda: self._gather(section))
         if group is not None and flat.numel():
             point = self._copies.point()  # what the device is given from now on need not be waited for
             self._courier.submit(("reduced", step, section), lambda: self._reduce(group, step, section, point))
         else:
             self._inbox.put(("reduced", step, section), None)
-        if self._stage.statistics.has(section):
-            self._courier.submit(("statistics", step, section), lambda: self._gather(section))
+
+    @property
+    def _shares_losses(self) -> bool:
+        """Whether sums outlast a rank of the last stage that has replicas: then its losses must, too."""
+        return self._stage.is_last and self._groups.stage is not None and self._stage.sums.outlast
+
+    def _share_losses(self, step: int) -> None:
+        """Tell the replicas the losses of this one's micro-batches: one table, each row of which has one writer."""
+        work, group = self._stage.work, self._groups.stage
+        assert group is not None
+        table = torch.zeros(self._plan.micro_batches, 2 + len(self._stage.job.model.metrics), dtype=torch.float64)
+        for micro_batch, values in work.losses:
+            table[micro_batch] = torch.tensor(values, dtype=torch.float64)
+
+        def share() -> None:
+            group.all_reduce(table)
+            rows = enumerate(table.tolist())
+            work.learn([MicroBatchLoss(micro_batch=number, values=tuple(values)) for number, values in rows])
+
+        self._courier.submit(("losses", step), share)
 
     def _reduce(self, group: Group, step: int, section: int, point: Ready) -> None:
         sums, flat = self._stage.sums, self._stage.buckets[section].flat
@@ -106,6 +129,8 @@ class Reducer:
         """Wait until every section is reduced and tied gradients are summed."""
         if self._sharers:
             self._courier.submit(("tied", step), lambda: self._sum_tied(step))
+        if self._shares_losses:
+            self._take(("losses", step), f"the losses of the other replicas (step {step})", self._replicas)
         for section in reversed(self._stage.sections):
             self._take(("reduced", step, section), f"the sums of section {section} (step {step})", self._replicas)
             if self._stage.statistics.has(section):

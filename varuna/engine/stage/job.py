@@ -51,11 +51,9 @@ class Job:
     def sums_outlast(self) -> bool:
         """Whether sums of gradients may outlast the loss of a worker, so that only what is missing runs again.
 
-        Not on a GPU, and not where a micro-batch leaves more than gradients and a loss: statistics for buffers, counts
-        of the whole batch, truths of branches.
+        Not on a GPU, and not where a micro-batch leaves more than gradients, a loss and statistics for buffers: counts
+        of the whole batch, which all begin with, and truths of branches, which are compared when all have run.
         """
         sections = [section for graph in self.model.graphs for section in graph.sections]
-        plain = self.model.whole is None and not any(
-            each.updates or each.statistics or each.truths for each in sections
-        )
+        plain = self.model.whole is None and not any(each.truths for each in sections)
         return plain and self.device.type == "cpu" and self.traffic.streams is None

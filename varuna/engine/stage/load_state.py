@@ -83,6 +83,10 @@ SUMS = "sums"
 tensors, and what is in them among the scalars."""
 
 
+STATISTICS = "statistics"
+"""Entry beside it, of a section that updates buffers: statistics of the micro-batches in the sums, as bytes."""
+
+
 def is_lent_along(name: str) -> bool:
     """Whether an entry of a section's state is wanted where its optimizer state is not."""
     return not name.startswith("optimizer/")

@@ -25,8 +25,7 @@ from varuna.engine.stage.offload import optimizer_of
 from varuna.engine.stage.precision import ComputeCopies, HalfGradients
 from varuna.engine.stage.section import Examples, SectionRunner, Tape, Tensors, backward, crossing, flow_on
 from varuna.engine.stage.sharded_optimizer import ShardedOptimizerState
-from varuna.engine.stage.sums import Begun, StepShare, Sums
-from varuna.engine.stage.tied_totals import TiedTotals
+from varuna.engine.stage.sums import Begun, StepShare, Sums, TiedTotals
 from varuna.partition.cut.split_backward import PendingWeights
 from varuna.partition.model import PartitionedModel
 
@@ -78,7 +77,7 @@ class Stage:
             dtypes=job.model.dtypes,
         )
         self.buffers = buffers_of(graphs, states, job.dtype, job.device)
-        self.statistics = Statistics(graphs, plan, job.traffic.sums)
+        self.statistics = Statistics(graphs, plan, job.traffic.sums, begun)
         self.truths = Truths()
         self.buckets: dict[int, Bucket] = {}
         flats = {} if begun is None else begun.flats

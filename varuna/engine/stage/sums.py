@@ -24,6 +24,8 @@ class Begun(NamedTuple):
     """what this rank does of it"""
     flats: Mapping[int, Tensor]
     """by section: the sums of gradients that this rank goes on from, whose memory is taken over"""
+    statistics: Mapping[int, Tensor] = {}
+    """by section that updates buffers: statistics of the micro-batches in those sums, as bytes, in the same order"""
 
 
 class SumWanted:
@@ -180,6 +182,47 @@ class Sums:
         return self._all if section in self._reduced else spans_of(self._added[section])
 
 
+class TiedTotals:
+    """The totals of one stage, which its optimizer gets in place of the sums of its first section that uses each.
+
+    If sums may outlast a loss, a total is kept apart until the update: from the sum of its own section, another worker
+    can go on until then.
+    """
+
+    def __init__(self, views: Mapping[str, Tensor], sums: Sums) -> None:
+        """Begin without any.
+
+        Args:
+            views: by parameter, where the optimizer finds its gradient: in a section's bucket.
+            sums: of the stage.
+        """
+        self.views, self._sums = views, sums
+        self._apart: dict[str, Tensor] = {}
+
+    def take(self, name: str, total: Tensor) -> None:
+        """A total is known; its memory is taken over.
+
+        Raises:
+            RuntimeError: the generation has ended.
+        """
+        with self._sums.changing():
+            if self._sums.outlast:
+                self._apart[name] = total
+            else:
+                self.views[name].copy_(total)
+
+    @property
+    def known(self) -> Mapping[str, Tensor]:
+        """By parameter, once all are known."""
+        return {**self.views, **self._apart}
+
+    def settle(self) -> None:
+        """Put them where the optimizer finds them; nobody goes on from the sums any more."""
+        for name, total in self._apart.items():
+            self.views[name].copy_(total)
+        self._apart = {}
+
+
 class StepShare:
     """The work of one rank in one generation: its share of every step, but of the first what ``begun`` has left."""
 
@@ -187,6 +230,7 @@ class StepShare:
         self._share, self._replica, self._first_step = plan.micro_batches_of(replica), replica, first_step
         self._rest = None if begun is None else numbers_of(begun.rest.work)
         self._told: Sequence[MicroBatchLoss] = () if begun is None else begun.rest.losses
+        self._shared: Sequence[MicroBatchLoss] = ()
         self.losses: list[tuple[int, list[float]]] = []
         """(global micro-batch, [weighted loss, weight, metric sums...]) that this rank votes on; last stage only"""
 
@@ -196,17 +240,22 @@ class StepShare:
 
     def end(self) -> None:
         """The step is applied: nobody needs its losses."""
-        self._told, self.losses = (), []
+        self._told, self._shared, self.losses = (), (), []
 
     def begin(self, step: int) -> None:
         """Begin a step. Losses of micro-batches that do not run again are told by the first replica."""
+        self._shared = ()
         if step != self._first_step:
             self._told = ()
         self.losses = [(each.micro_batch, list(each.values)) for each in self._told if self._replica == 0]
 
+    def learn(self, losses: Sequence[MicroBatchLoss]) -> None:
+        """All losses of the step; a thread beside the training one says so."""
+        self._shared = losses
+
     @property
     def known(self) -> tuple[MicroBatchLoss, ...]:
         """All losses of the step that are known here."""
-        found = {each.micro_batch: each for each in self._told}
+        found = {each.micro_batch: each for each in (*self._told, *self._shared)}
         found |= {number: MicroBatchLoss(micro_batch=number, values=tuple(values)) for number, values in self.losses}
         return tuple(found[number] for number in sorted(found))

@@ -28,7 +28,7 @@ from varuna.engine.base.wait_bounds import Awaited
 from varuna.engine.links.gpu_links import connect
 from varuna.engine.links.groups import Groups, form
 from varuna.engine.links.traffic import Traffic
-from varuna.engine.stage.load_state import SUMS, is_lent_along
+from varuna.engine.stage.load_state import STATISTICS, SUMS, is_lent_along
 from varuna.engine.worker.agreement import check_agreement, share_refusal
 from varuna.engine.worker.loop_state import LOOP, Told, agree
 from varuna.engine.worker.state_transfer import exchange
@@ -269,18 +269,22 @@ def _add_sums(
     None, if what is in them is not what the manager was told: the vote then shows it, and the step runs again. Never in
     place: until all members are ready, what is here must remain what this worker has said that it is.
     """
-    parts: dict[int, list[Tensor | None]] = {}
+    parts: dict[int, list[SectionState | None]] = {}
     for each in assignment.rest.taken if assignment.rest is not None else ():
         own = each.source_rank == assignment.rank
         state = held.get(each.section) if own else arrived.get((each.section, each.source_rank))
         is_it = state is not None and state.scalars.get(SUMS) == [list(span) for span in each.micro_batches]
-        parts.setdefault(each.section, []).append(state.tensors[SUMS] if state is not None and is_it else None)
+        parts.setdefault(each.section, []).append(state if is_it else None)
     for section, state in states.items():
+        known = [part.tensors.copy() for part in parts.get(section, ()) if part is not None]
         state.tensors.pop(SUMS, None)
+        state.tensors.pop(STATISTICS, None)
         state.scalars.pop(SUMS, None)
-        known = [part for part in parts.get(section, ()) if part is not None]
         if known and len(known) == len(parts[section]):  # else there are none, and the vote shows it
-            state.tensors[SUMS] = sum(known[1:], known[0])  # no copy, if there is one
+            sums = [part[SUMS] for part in known]
+            state.tensors[SUMS] = sum(sums[1:], sums[0])  # no copy, if there is one
+            if STATISTICS in known[0]:
+                state.tensors[STATISTICS] = torch.cat([part[STATISTICS] for part in known])
 
 
 def _look_again(

@@ -27,7 +27,7 @@ from varuna.engine.pipeline.reduce import Reducer
 from varuna.engine.pipeline.runtime import Runtime
 from varuna.engine.pipeline.timeline import StepPhase
 from varuna.engine.stage.job import Job
-from varuna.engine.stage.load_state import SUMS
+from varuna.engine.stage.load_state import STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import Begun
 from varuna.engine.worker.forming import Formed, form_generation
@@ -208,7 +208,9 @@ def build_stage(setting: Setting, assignment: Assignment, states: Mapping[int, S
     place = plan.place_of(assignment.rank)
     if rest is not None:
         begun = Begun(
-            rest, {section: state.tensors[SUMS] for section, state in states.items() if SUMS in state.tensors}
+            rest,
+            {section: state.tensors[SUMS] for section, state in states.items() if SUMS in state.tensors},
+            {each: state.tensors[STATISTICS] for each, state in states.items() if STATISTICS in state.tensors},
         )
     stage = Stage(setting.job, plan, place.stage, states, assignment.next_step, replica=place.replica, begun=begun)
     for value in setting.loop.measured:
@@ -254,7 +256,7 @@ def _open_copies(
         CopySender(
             groups.world,
             assignment.copy_to,
-            CopiedStage(stage.still, states, stage if stage.sums.outlast else None),
+            CopiedStage(stage.still, states, stage if stage.sums.outlast and not stage.statistics.sections else None),
             inbox=inbox,
             steps=setting.steps,
             **where,

@@ -10,7 +10,7 @@ from varuna.checkpoint.io.frozen import LeftOut
 from varuna.checkpoint.io.section_state import SectionState, from_bytes, to_bytes
 from varuna.core.messages import Transfer
 from varuna.engine.base.transport import Group, Work
-from varuna.engine.stage.load_state import SUMS, is_lent_along
+from varuna.engine.stage.load_state import STATISTICS, SUMS, is_lent_along
 
 _TAG = 100_000
 
@@ -78,7 +78,11 @@ def _part(state: SectionState, transfer: Transfer) -> SectionState:
     """What of a section's state is sent."""
 
     def goes(name: str) -> bool:
-        return transfer.sums if name == SUMS else not transfer.sums and (not transfer.lent or is_lent_along(name))
+        return (
+            transfer.sums
+            if name in (SUMS, STATISTICS)
+            else not transfer.sums and (not transfer.lent or is_lent_along(name))
+        )
 
     return SectionState(
         state.section,

@@ -17,7 +17,7 @@ from varuna.core.sums import joined
 from varuna.engine.base.inbox import GenerationEnded, Inbox
 from varuna.engine.base.spans import span
 from varuna.engine.copies.keeping import KeptCopy
-from varuna.engine.stage.load_state import SUMS
+from varuna.engine.stage.load_state import STATISTICS, SUMS
 from varuna.engine.stage.stage import Stage
 from varuna.engine.worker.loop_state import Turn
 from varuna.engine.worker.step import apply_vote, layout_of
@@ -62,6 +62,9 @@ class WorkerState:
             if each.section in states:
                 states[each.section].tensors[SUMS] = stage.buckets[each.section].flat
                 states[each.section].scalars[SUMS] = [list(span) for span in each.micro_batches]
+                statistics = stage.statistics.carried(each.section, each.micro_batches)
+                if statistics is not None:
+                    states[each.section].tensors[STATISTICS] = statistics
         return {**self._copy.seal(stage.next_step), **states}
 
     def in_hand(self) -> tuple[dict[int, SectionState], Turn | None]:

@@ -7,8 +7,7 @@ from torch import Tensor
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, RestOfStep, SectionSum, Spans, TakenSum
 from varuna.engine.stage.gradient_bucket import Bucket
-from varuna.engine.stage.sums import Begun, StepShare, Sums, SumWanted
-from varuna.engine.stage.tied_totals import TiedTotals
+from varuna.engine.stage.sums import Begun, StepShare, Sums, SumWanted, TiedTotals
 
 PLAN = Plan(
     stages=1, replicas=2, micro_batch=1, global_batch=6, starts=(0,), sections=3, stash_limits=(1,)

@@ -1,0 +1,64 @@
+"""Statistics of batch normalisation stay with the sums of gradients of their micro-batches, and move with them."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import varuna
+from tests.unit.engine.ranks import Tokens
+from tests.unit.engine.stage.test_batch_norm import sgd
+from varuna.testing import RunResult, fail_at, run
+from varuna.testing.faults import Fault
+
+STEPS, MICRO_BATCHES = 4, 12
+
+
+class Normalised(nn.Module):
+    """Each place of a text is normalised over texts and features, in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(16) for _ in range(4))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            x = x + torch.tanh(norm(layer(x)))
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+
+
+def script() -> list[float]:
+    """The loss over other data, in which running statistics show, in the middle and at the end."""
+    trainer = varuna.Trainer(Normalised, Tokens(), sgd, 3 * MICRO_BATCHES, micro_batch=3, clip_grad_norm=1.0)
+    return [trainer.evaluate(Tokens()).loss for step in trainer.steps(STEPS) if step.index in (2, 3)]
+
+
+@pytest.fixture(scope="module")
+def alone() -> RunResult:
+    return run(script)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("stages", "faults"),
+    [
+        ({4: 2, 3: 2}, [fail_at(rank=3, step=2, phase="B", after=2)]),
+        ({4: 2, 3: 2}, [fail_at(rank=3, step=2, phase="reduce")]),
+        ({4: 2, 3: 3}, [fail_at(rank=2, step=2, phase="B", after=3)]),
+        (
+            {5: 2, 4: 2, 3: 3},
+            [fail_at(rank=1, step=2, phase="B", after=3), fail_at(rank=3, step=2, phase="form")],
+        ),
+    ],
+    ids=["open", "reduced", "moved", "twice"],
+)
+def test_running_statistics_outlast_a_loss(alone: RunResult, stages: dict[int, int], faults: list[Fault]) -> None:
+    outcome = run(script, workers=max(stages), stages=stages, faults=faults)
+    assert outcome.losses == pytest.approx(alone.losses, rel=1e-5)
+    [expected] = alone.returned.values()
+    whole = [found for found in outcome.returned.values() if len(found) == len(expected)]
+    assert len(whole) >= 2  # others wait as spares
+    assert all(found == pytest.approx(expected, rel=1e-5) for found in whole)
+    assert outcome.kept[1] > 0
