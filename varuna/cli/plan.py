@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,8 +16,9 @@ from varuna.calibration.nominal import nominal_calibration
 from varuna.cli import options
 from varuna.core.devices import reserved_bytes
 from varuna.core.errors import NoPlanError, UsageError
+from varuna.core.plan import Copies
 from varuna.core.units import format_bytes, format_duration
-from varuna.planner.choose import Flags, explain, with_options
+from varuna.planner.choose import Flags, by_goodput, explain, with_options
 from varuna.planner.report import RankingReport, report
 from varuna.planner.request import Objective, PlanRequest
 from varuna.planner.sweep import Rejection, rank_plans
@@ -73,6 +75,12 @@ def plan(
         bool,
         typer.Option("--shard-optimizer", help="Distribute optimizer state over replicas, like the Trainer's option."),
     ] = False,
+    losses_per_hour: Annotated[
+        float,
+        typer.Option(
+            min=0, metavar="X", help="Rank by what is left at so many losses of a worker per hour, all GPUs together."
+        ),
+    ] = 0.0,
     as_json: options.AsJson = False,
 ) -> None:
     """Rank the plans for N GPUs, and show what each step spends its time on.
@@ -100,9 +108,14 @@ def plan(
             "gpus_per_vm": gpus_per_node,
             "stages": stages,
             "objective": objective,
+            "losses_per_hour": losses_per_hour,
         }
     )
     ranking = rank_plans(request)
+    if losses_per_hour:
+        worth = by_goodput(ranking, request, copies=True)[:_SHOWN]
+        plans, predictions = tuple(each.plan for each in worth), tuple(each.prediction for each in worth)
+        ranking = replace(ranking, plans=plans, predictions=predictions)
     found = report(request, ranking, price_per_hour=known.hardware.price_per_hour if price is None else price)
     if as_json:
         print(found.model_dump_json(indent=2))
@@ -134,7 +147,12 @@ def _asked(script: Path | None, args: Sequence[str], file: Path | None) -> PlanR
         if given is None:
             raise UsageError("say what to plan for: varuna plan train.py --gpus N, or --calibration FILE --gpus N")
         return PlanRequest(
-            calibration=given, workers=1, global_batch=DEFAULT_GLOBAL_BATCH, stash_moves=True, wanted=_SHOWN
+            calibration=given,
+            workers=1,
+            global_batch=DEFAULT_GLOBAL_BATCH,
+            stash_moves=True,
+            keeps_sums=False,
+            wanted=_SHOWN,
         )
     from varuna.job.script_runner import output_as_errors, take_job
 
@@ -156,6 +174,7 @@ def request_of(spec: "JobSpec", given: Calibration | None = None) -> PlanRequest
         micro_batch=job.micro_batch,
         tentative=job.combines,
         stash_moves=job.memory_apart,
+        keeps_sums=not job.memory_apart,
         wanted=_SHOWN,
     )
 
@@ -196,8 +215,10 @@ def show(console: Console, found: RankingReport) -> None:
 
 def _table(found: RankingReport, *, wide: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    titles = ["", "P x D", "m", "N_m", "step", "ex/s", "bubble"]
+    shows_bubble = wide or not found.losses_per_hour
+    titles = ["", "P x D", "m", "N_m", "step", "ex/s", *(["bubble"] if shows_bubble else [])]
     titles += ["compute", "transfer", "all-reduce", "idle"] if wide else []
+    titles += ["a loss", "ex/s left"] if found.losses_per_hour else []
     titles += ["memory", *(["$/M ex"] if found.plans[0].dollars_per_million_examples is not None else []), "slower"]
     for title in titles:
         table.add_column(title, justify="right", no_wrap=True)
@@ -212,8 +233,13 @@ def _table(found: RankingReport, *, wide: bool) -> Table:
             str(plan.micro_batches),
             format_duration(plan.step_time_s),
             f"{plan.examples_per_s:.4g}",
-            f"{plan.bubble:.1%}",
+            *([f"{plan.bubble:.1%}"] if shows_bubble else []),
             *([f"{share / plan.step_time_s:.1%}" for share in shares] if wide else []),
+            *(
+                [format_duration(plan.loss_s), f"{plan.examples_per_s_left:.4g}"]
+                if plan.loss_s is not None and plan.examples_per_s_left is not None
+                else []
+            ),
             format_bytes(max(plan.memory_bytes)),
             *([] if dollars is None else [f"{dollars:.4g}"]),
             "" if plan is found.plans[0] else f"{plan.slower:+.1%}",
@@ -242,6 +268,9 @@ def _show_best(console: Console, found: RankingReport) -> None:
         lines.append(f"host memory of a stage: {least} to {most}")
     if best.split_last:
         lines.append(f"the last {best.split_last} backwards of a replica are split in two")
+    if found.losses_per_hour:
+        kept = ", with copies of each stage's state and sums" if best.copies is Copies.KEPT else ""
+        lines.append(f"chosen by what is left at {found.losses_per_hour:g} losses per hour{kept}")
     if best.dollars_per_hour is not None:
         lines.append(f"$ {best.dollars_per_hour:.4g} per hour for the VMs in use")
     for line in lines:

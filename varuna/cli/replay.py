@@ -12,6 +12,8 @@ from varuna.core.units import counted, format_duration
 if TYPE_CHECKING:
     from varuna.replay.report import ReplayOutcome
 
+_LEAST_LOST = 0.0005
+
 
 def replay(
     trace: Annotated[Path, typer.Argument(help="CSV of `time, add|remove, node` or `time, number of nodes`; or JSON.")],
@@ -75,5 +77,12 @@ def _sentences(outcome: "ReplayOutcome") -> str:
         f"{format_duration(outcome.duration_s)}, training {100 * outcome.training_share:.1f} % of it; "
         f"{outcome.gpu_hours:,.1f} GPU-hours{price}\n  "
         f"generations: {morphs or 'none'}; checkpoints: {len(outcome.checkpoints_s)}\n  time by plan (P x D): "
-        f"{plans}"
+        f"{plans}{_lost(outcome)}"
     )
+
+
+def _lost(outcome: "ReplayOutcome") -> str:
+    """Where the rest went; nothing that rounds to 0."""
+    shares = sorted(outcome.lost.items(), key=lambda each: -each[1])
+    lost = ", ".join(f"{cause} {100 * share:.1f} %" for cause, share in shares if abs(share) >= _LEAST_LOST)
+    return f"\n  lost: {lost}" if lost else ""

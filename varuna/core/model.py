@@ -160,6 +160,10 @@ class JobFacts(Value):
         default=None, gt=0, description="that every worker's device has for it; said by who plans, not by workers"
     )
 
+    losses_per_hour: float = Field(
+        default=0.0, ge=0, description="of workers, as the run has seen them; said by who plans, not by workers"
+    )
+
     def for_comparison(self) -> "JobFacts":
         """The facts without the fields in which workers of one run may differ."""
         return self.model_copy(update={"model": self.model.model_copy(update={"code_digest": ""})})

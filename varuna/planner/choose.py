@@ -8,11 +8,19 @@ from varuna.core.errors import NoPlanError
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.planner.copies import with_copies
+from varuna.planner.goodput import Expected, expected
+from varuna.planner.pricing.predict import Prediction
 from varuna.planner.request import PlanRequest
 from varuna.planner.sweep import Ranking, rank_plans
 
 INSURANCE = 0.1
 """So much longer a step may take if every section is held twice, where workers would idle otherwise."""
+
+
+WEIGHED = 8
+"""Depths that are weighed by expected goodput."""
+_DOUBLED = 3
+"""Of those, the fastest ones, that are also tried with two replicas."""
 
 
 class Flags(NamedTuple):
@@ -51,6 +59,7 @@ def plan_run(
     policy: str = "adaptive",
     flags: Flags = NO_FLAGS,
     copies: bool = False,
+    apart: bool = False,
 ) -> Plan:
     """The plan of a generation; the same m as in the generation before, unless it fits no more.
 
@@ -64,6 +73,7 @@ def plan_run(
         policy: schedule policy.
         flags: for advice.
         copies: the run outlives the loss of a worker, so that copies of stages' states may be worth their price.
+        apart: they would lie in the memory of hosts, beside that of devices.
 
     Raises:
         UsageError: the job's m is out of range.
@@ -78,8 +88,14 @@ def plan_run(
         calibration=calibration,
         policy=policy,
     )
+    measured = calibration is not None
+    if request.losses_per_hour and measured:
+        ranking = rank_plans(request.model_copy(update={"wanted": WEIGHED}))
+        if not ranking.plans:
+            raise NoPlanError(explain(ranking, request, flags))
+        return by_goodput(ranking, request, copies=copies, apart=apart)[0].plan
     plan = _safer(best_plan(request, flags), request)
-    return with_copies(plan, job, request, measured=calibration is not None) if copies else plan
+    return with_copies(plan, request, measured=measured, apart=apart) if copies else plan
 
 
 def run_request(
@@ -106,7 +122,53 @@ def run_request(
         stash_moves=job.memory_apart,
         leaves_idle=known.across_vms != ETHERNET,  # nominal figures are no reason to send workers away
         policy=policy,
+        losses_per_hour=job.losses_per_hour,
+        keeps_sums=not job.memory_apart,
     )
+
+
+class Worth(NamedTuple):
+    """A plan, and what it is worth at a rate of losses."""
+
+    plan: Plan
+    prediction: Prediction
+    expected: Expected
+
+
+def by_goodput(ranking: Ranking, request: PlanRequest, *, copies: bool, apart: bool = False) -> list[Worth]:
+    """The fastest plans of the best depths, each with one replica and with two if that is possible, best first.
+
+    Args:
+        ranking: of the request, with as many depths as are to be weighed.
+        request: with a rate of losses.
+        copies: see ``plan_run``.
+        apart: likewise.
+    """
+    found = dict(zip(ranking.plans, ranking.predictions, strict=True))
+    for plan in ranking.plans[:_DOUBLED]:
+        found |= _double(plan, request)
+    weighed = []
+    for plan, prediction in found.items():
+        made = with_copies(plan, request, measured=True, apart=apart) if copies else plan
+        weighed.append(Worth(made, prediction, expected(made, request)))
+    return sorted(weighed, key=lambda worth: (-worth.expected.examples_per_s, worth.plan.stages))
+
+
+def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
+    """The same depth with two replicas, if the plan has one and the workers are enough."""
+    if plan.replicas > 1 or not request.leaves_idle or request.workers < 2 * plan.stages:
+        return {}
+    fixed = {
+        "workers": 2 * plan.stages,
+        "stages": plan.stages,
+        "micro_batch": plan.micro_batch,
+        "lowers_micro_batch": False,
+        "leaves_idle": False,
+        "wanted": 1,
+    }
+    ranking = rank_plans(request.model_copy(update=fixed))
+    pairs = zip(ranking.plans[:1], ranking.predictions[:1], strict=True)
+    return {double: prediction for double, prediction in pairs if double.replicas > 1}
 
 
 def _safer(best: Plan, request: PlanRequest) -> Plan:
@@ -114,20 +176,8 @@ def _safer(best: Plan, request: PlanRequest) -> Plan:
 
     With one copy, a lost worker costs all steps since the newest checkpoint.
     """
-    if best.replicas > 1 or not request.leaves_idle or request.workers < 2 * best.stages:
-        return best
-    fixed = {
-        "workers": 2 * best.stages,
-        "stages": best.stages,
-        "micro_batch": best.micro_batch,
-        "lowers_micro_batch": False,
-        "leaves_idle": False,
-    }
-    try:
-        double = best_plan(request.model_copy(update=fixed))
-    except NoPlanError:
-        return best
-    return double if double.replicas > 1 and double.step_s <= best.step_s * (1 + INSURANCE) else best
+    doubles = [double for double in _double(best, request) if double.step_s <= best.step_s * (1 + INSURANCE)]
+    return doubles[0] if doubles else best
 
 
 def with_options(known: Calibration, job: JobFacts) -> Calibration:

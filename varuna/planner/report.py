@@ -4,8 +4,9 @@ from operator import attrgetter
 
 from pydantic import Field
 
-from varuna.core.plan import Plan
+from varuna.core.plan import Copies, Plan
 from varuna.core.value import Value
+from varuna.planner.goodput import expected
 from varuna.planner.pricing.predict import Breakdown
 from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
@@ -39,6 +40,9 @@ class PlanReport(Value):
     micro_batches: int = Field(description="N_m of the replica with the most")
     step_time_s: float
     examples_per_s: float
+    loss_s: float | None = Field(default=None, description="of training, that the loss of a worker costs")
+    examples_per_s_left: float | None = Field(default=None, description="at the given rate of losses")
+    copies: Copies = Field(default=Copies.NONE, description="of each stage's state and sums, in other workers' memory")
     bubble: float = Field(description="share of the pipeline's time in which the average GPU does not compute")
     memory_bytes: tuple[int, ...] = Field(description="peak, by stage")
     host_bytes: tuple[int, ...] = Field(description="of state and inputs in host memory, by stage; empty: none")
@@ -70,6 +74,7 @@ class RankingReport(Value):
     global_batch: int
     memory_bytes: int | None = Field(description="of a GPU; null: unlimited")
     objective: str
+    losses_per_hour: float = Field(default=0.0, description="of workers; if there are any, the plans are ranked by it")
     plans: tuple[PlanReport, ...] = Field(description="best first")
     outpaced: tuple[Outpaced, ...]
     rejected: tuple[Rejection, ...]
@@ -99,6 +104,7 @@ def report(request: PlanRequest, ranking: Ranking, *, price_per_hour: float | No
         global_batch=request.global_batch,
         memory_bytes=request.limit_bytes,
         objective=request.objective,
+        losses_per_hour=request.losses_per_hour,
         plans=tuple(plans),
         outpaced=_outpaced(request, ranking),
         rejected=ranking.rejected,
@@ -129,6 +135,7 @@ def _plan_report(
 ) -> PlanReport:
     examples_per_s = plan.global_batch / plan.step_s if plan.step_s else float("inf")
     hourly = None if price_per_hour is None else price_per_hour * request.paid(plan.workers)
+    worth = expected(plan, request) if request.losses_per_hour else None
     return PlanReport(
         stages=plan.stages,
         replicas=plan.replicas,
@@ -136,6 +143,9 @@ def _plan_report(
         micro_batches=len(plan.micro_batches_of(0)),
         step_time_s=plan.step_s,
         examples_per_s=examples_per_s,
+        loss_s=worth.loss_s if worth is not None else None,
+        examples_per_s_left=worth.examples_per_s if worth is not None else None,
+        copies=plan.copies,
         bubble=parts.bubble,
         memory_bytes=plan.memory_bytes,
         host_bytes=plan.host_bytes,
@@ -159,6 +169,8 @@ def _plan_report(
 
 def _why(request: PlanRequest, plan: Plan, parts: Breakdown, best: Plan, best_parts: Breakdown) -> str:
     """The two parts of a step that grew most against the best plan, and GPUs that do not work."""
+    if plan.step_s < best.step_s and request.losses_per_hour:
+        return "faster, but losses cost more"
     if plan.step_s <= best.step_s:
         return "as fast" if request.objective == "time" else "dearer"
     grown = {label: getattr(parts, name) - getattr(best_parts, name) for name, label in _NAMES.items()}

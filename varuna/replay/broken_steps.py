@@ -9,11 +9,25 @@ from typing import NamedTuple
 
 from varuna.calibration.format import Calibration
 from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
-from varuna.core.sums import HeldSums, MicroBatchLoss, RestOfStep, SectionSum, Spans, count, numbers_of, spans_of, union
+from varuna.core.plan import Copies, Plan
+from varuna.core.sums import (
+    HeldSums,
+    MicroBatchLoss,
+    RestOfStep,
+    SectionSum,
+    Spans,
+    count,
+    joined,
+    numbers_of,
+    spans_of,
+    union,
+)
 from varuna.planner.choose import run_request
+from varuna.planner.copy_costs import copies_take_s
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile
+from varuna.planner.request import PlanRequest
+from varuna.replay.copied import CopiedSum, copied_sums
 from varuna.schedule.actions import Kind
 from varuna.simulator.costs import PipelineCosts
 from varuna.simulator.step import simulate
@@ -50,11 +64,20 @@ class BrokenSteps:
     def __init__(self, job: JobFacts, calibration: Calibration) -> None:
         self._job, self._calibration = job, calibration
         self._costs: dict[Plan, PipelineCosts] = {}
+        self._longer: dict[Plan, float] = {}
         self._courses: dict[tuple[Plan, int], _Course] = {}
 
     def seconds(self, plan: Plan, work: Sequence[Spans]) -> float:
         """How long a step takes of which each replica runs some micro-batches."""
-        return self._course(plan, max(map(count, work))).step_s
+        return self._course(plan, max(map(count, work))).step_s * self.longer(plan)
+
+    def longer(self, plan: Plan) -> float:
+        """How many times as long a step takes with the copies that are made in it, if any are, as without."""
+        known = self._longer.get(plan)
+        if known is None:
+            cost_s = copies_take_s(plan, self._request(plan)) if plan.copies is Copies.KEPT else 0.0
+            known = self._longer[plan] = 1 + cost_s / plan.step_s if plan.step_s else 1.0
+        return known
 
     def held(self, plan: Plan, rank: int, rest: RestOfStep | None, stopped_s: Sequence[float]) -> HeldSums | None:
         """What a rank says that it has of a step.
@@ -67,20 +90,69 @@ class BrokenSteps:
         """
         replica, stage = plan.place_of(rank)
         mine = plan.micro_batches_of(replica) if rest is None else numbers_of(rest.work)
-        course, until_s = self._course(plan, len(mine)), stopped_s[replica]
+        course, until_s = self._course(plan, len(mine)), stopped_s[replica] / self.longer(plan)
         everything: Spans = ((0, plan.micro_batches),)
         done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= until_s)
-        if min(stopped_s) >= course.reduced_s[stage]:
+        if min(stopped_s) / self.longer(plan) >= course.reduced_s[stage]:
             sums: Mapping[int, Spans] = dict.fromkeys(plan.sections_of(stage), everything)
         else:
             sums = self._with_inherited(plan.sections_of(stage), done, rest)
-        losses: tuple[MicroBatchLoss, ...] = ()
-        if stage == plan.stages - 1:
-            known = (mine[number] for number, at_s in enumerate(course.loss_s) if at_s <= until_s)
-            losses = tuple(MicroBatchLoss(micro_batch=number, values=(0.0,) * _WIDTH) for number in known)
-            losses += () if rest is None else rest.losses
+        losses = self._losses(plan, stage, mine, rest, course, until_s)
         sections = tuple(SectionSum(section=section, micro_batches=spans) for section, spans in sums.items() if spans)
         return HeldSums(micro_batch=plan.micro_batch, sections=sections, losses=losses) if sections else None
+
+    def copied(
+        self, plan: Plan, rank: int, rest: RestOfStep | None, *, state_complete_s: float, until_s: float
+    ) -> HeldSums | None:
+        """What a rank's keeper has of its sums, in a plan with one replica; None: nothing.
+
+        Args:
+            plan: of the generation.
+            rank: whose sums they are.
+            rest: what the rank had to do of the step, if not all.
+            state_complete_s: when the copy of the rank's state was, in seconds since the step's begin.
+            until_s: likewise, when the rank or its keeper stopped.
+        """
+        stage = plan.place_of(rank).stage
+        mine = plan.micro_batches_of(0) if rest is None else numbers_of(rest.work)
+        course = self._course(plan, len(mine))
+        longer = self.longer(plan)
+        added_s = [each.ends_s * longer for each in course.added[stage]]
+        sizes = {section: self._job.model.sections[section].summed_bytes for section in plan.sections_of(stage)}
+        newest: dict[int, CopiedSum] = {}
+        for copy in copied_sums(
+            added_s,
+            sizes,
+            state_complete_s=state_complete_s,
+            link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
+            until_s=until_s,
+        ):
+            newest[copy.section] = copy
+        parts = []
+        for section, copy in newest.items():
+            taken_s = copy.taken_s / longer
+            done = spans_of(mine[each.micro_batch] for each in course.added[stage] if each.ends_s <= taken_s)
+            spans = self._with_inherited(range(section, section + 1), done, rest)[section]
+            losses = self._losses(plan, stage, mine, rest, course, taken_s)
+            held = SectionSum(section=section, micro_batches=spans)
+            parts.append(HeldSums(micro_batch=plan.micro_batch, sections=(held,), losses=losses))
+        return joined(parts)
+
+    def _losses(
+        self,
+        plan: Plan,
+        stage: int,
+        mine: Sequence[int],
+        rest: RestOfStep | None,
+        course: _Course,
+        until_s: float,
+    ) -> tuple[MicroBatchLoss, ...]:
+        """Losses that a rank knows: none but those of the last stage does."""
+        if stage != plan.stages - 1:
+            return ()
+        known = (mine[number] for number, at_s in enumerate(course.loss_s) if at_s <= until_s)
+        inherited = () if rest is None else rest.losses
+        return (*(MicroBatchLoss(micro_batch=number, values=(0.0,) * _WIDTH) for number in known), *inherited)
 
     def _with_inherited(self, sections: range, done: Spans, rest: RestOfStep | None) -> Mapping[int, Spans]:
         """By section: what was added here, and not by anyone before; and what the rank went on from."""
@@ -124,9 +196,10 @@ class BrokenSteps:
     def _costs_of(self, plan: Plan) -> PipelineCosts:
         known = self._costs.get(plan)
         if known is None:
-            request = run_request(
-                self._job, workers=plan.workers, calibration=self._calibration, micro_batch=plan.micro_batch
-            )
+            request = self._request(plan)
             figures = profile(request.calibration, plan.micro_batch)
             known = self._costs[plan] = pipeline_costs(figures, plan, gpus_per_vm=request.vm_size)
         return known
+
+    def _request(self, plan: Plan) -> PlanRequest:
+        return run_request(self._job, workers=plan.workers, calibration=self._calibration, micro_batch=plan.micro_batch)

@@ -1,12 +1,6 @@
 """Costs of changes: seconds that a replay adds to the planner's step times."""
 
 from dataclasses import dataclass
-from math import sqrt
-
-
-def checkpoint_every_s(stall_s: float, between_losses_s: float) -> float:
-    """Young's rule: the interval at which stalls and lost work cost the same."""
-    return sqrt(2.0 * stall_s * between_losses_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +21,10 @@ class MorphCosts:
     """Time from a VM's appearance to a worker that could run at once: start, imports, capture of the model."""
     keeps_sums: bool = True
     """Whether survivors go on from the sums of gradients that they have of a step that a loss breaks off."""
+    copies: bool = True
+    """Whether workers keep copies of each other's state and sums where D is 1 and the planner finds them worth it: in
+    the memory of hosts, whose size is not known unless the calibration says it. What they cost was measured where
+    processors train."""
     checkpoints: bool = True
     """Whether to save at Young's interval, from the losses so far and the run's own snapshot times."""
     snapshot_bytes_per_s: float = 5e9

@@ -1,4 +1,4 @@
-"""Plans by number of workers, each made once."""
+"""Plans by number of workers and rate of losses, each made once."""
 
 from varuna.calibration.format import Calibration
 from varuna.core.errors import NoPlanError
@@ -14,33 +14,38 @@ class Plans:
         NoPlanError: not even the largest number of workers can run the job.
     """
 
-    def __init__(self, job: JobFacts, calibration: Calibration, most_workers: int) -> None:
-        self._job, self._calibration = job, calibration
-        self._known: dict[int, Plan | NoPlanError] = {}
+    def __init__(self, job: JobFacts, calibration: Calibration, most_workers: int, *, copies: bool = False) -> None:
+        self._job, self._calibration, self._copies = job, calibration, copies
+        self._known: dict[tuple[int, float], Plan | NoPlanError] = {}
         first = plan_run(job, workers=most_workers, calibration=calibration, micro_batch=job.micro_batch)
         self.micro_batch = first.micro_batch
-        self._known[most_workers] = first
 
     def __call__(self, job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        """The best plan for at most this many workers.
+        """The best plan for at most this many workers, at the job's rate of losses.
 
         Raises:
             NoPlanError: none fits.
         """
-        if workers not in self._known:
+        asked = workers, job.losses_per_hour
+        if asked not in self._known:
             try:
-                self._known[workers] = plan_run(
-                    self._job, workers=workers, calibration=self._calibration, micro_batch=self.micro_batch
+                self._known[asked] = plan_run(
+                    self._job.model_copy(update={"losses_per_hour": job.losses_per_hour}),
+                    workers=workers,
+                    calibration=self._calibration,
+                    micro_batch=self.micro_batch,
+                    copies=self._copies,
+                    apart=True,
                 )
             except NoPlanError as error:
-                self._known[workers] = error
-        found = self._known[workers]
+                self._known[asked] = error
+        found = self._known[asked]
         if isinstance(found, NoPlanError):
             raise found
         return found
 
     def step_s(self, workers: int) -> float:
-        """Seconds of a step of the best plan; infinite if there is none."""
+        """Seconds of a step of the fastest plan; infinite if there is none."""
         try:
             return self(self._job, workers, None).step_s if workers else float("inf")
         except NoPlanError:

@@ -7,9 +7,11 @@ from varuna.calibration.format import Calibration
 from varuna.core.errors import UsageError
 from varuna.core.model import JobFacts
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, Morphed, RunEvent, StepRecorded
+from varuna.planner.goodput import young_s
 from varuna.replay.broken_steps import BrokenSteps
-from varuna.replay.costs import MorphCosts, RestartCosts, checkpoint_every_s
+from varuna.replay.costs import MorphCosts, RestartCosts
 from varuna.replay.job import job_of, state_bytes
+from varuna.replay.lost import Account, Cause
 from varuna.replay.plans import Plans
 from varuna.replay.report import ReplayOutcome, Stretch
 from varuna.replay.simulated_cluster import SimulatedCluster
@@ -54,30 +56,42 @@ class Replay:
             for begin_s, end_s, nodes in self._trace.spans()
         )
 
+    def _ideal_per_s(self, workers: int) -> float:
+        """Samples per second of the fastest plan for so many workers."""
+        step_s = self._plans.step_s(workers)
+        return self._job.global_batch / step_s if step_s else 0.0
+
     def morphing(self, costs: MorphCosts | None = None, *, notice_s: float = 0.0) -> ReplayOutcome:
         """Replay with the real state machine; with ``notice_s``, nodes are warned that long before they go."""
         costs = costs or MorphCosts()
         history = _History(self._trace)
+        account = Account(self._ideal_per_s)
+        plans = Plans(self._job, self._calibration, self._trace.most_nodes * self._gpus, copies=costs.copies)
         cluster = SimulatedCluster(
             self._job,
-            self._plans,
+            plans,
             costs,
             BrokenSteps(self._job, self._calibration),
             most_workers=self._trace.most_nodes * self._gpus,
             link_bytes_per_s=self._calibration.across_vms.link.bytes_per_s,
             on_event=history.note,
+            account=account,
         )
         for at_s, act in self._acts(cluster, notice_s):
             cluster.run_until(at_s)
             act()
         cluster.run_until(self._trace.end_s)
         steps = cluster.fleet.recorded_step + 1
+        account.note(Cause.UNDONE, history.undone * self._job.global_batch)
+        account.note(Cause.UNFINISHED, cluster.unfinished * self._job.global_batch)
+        lost = account.closed(self._trace.end_s, steps * self._job.global_batch)
         return self._outcome(
             "morph",
             steps=steps,
             redone=sum(record.steps_redone for record in cluster.fleet.history),
             kept=sum(record.kept_micro_batches for record in cluster.fleet.history),
             training_s=cluster.training_s,
+            lost={cause.value: samples for cause, samples in lost.items()},
             morphs=history.kinds,
             stretches=history.stretches(self._trace.end_s),
             checkpoints_s=tuple(cluster.checkpoints_s),
@@ -105,7 +119,7 @@ class Replay:
         between_s = self._trace.end_s / max(1, losses)
         plan = self._plans(self._job, self._trace.most_nodes * self._gpus, None)
         snapshot_s = sum(state_bytes(self._job)) / plan.workers / costs.snapshot_bytes_per_s
-        every_s = checkpoint_every_s(snapshot_s, between_s)
+        every_s = young_s(snapshot_s, between_s)
         done = saved = undone = 0
         training_s = 0.0
         kinds: Counter[str] = Counter()
@@ -147,6 +161,7 @@ class Replay:
         redone: int,
         kept: int = 0,
         training_s: float,
+        lost: dict[str, float] | None = None,
         morphs: dict[str, int],
         stretches: tuple[Stretch, ...],
         checkpoints_s: tuple[float, ...],
@@ -169,6 +184,7 @@ class Replay:
             micro_batches_kept=kept,
             micro_batches=-(-self._job.global_batch // self._plans.micro_batch),
             morphs=morphs,
+            lost={cause: round(samples / self.ideal_samples, 5) for cause, samples in (lost or {}).items()},
             plans={shape: round(share, 4) for shape, share in sorted(shares.items(), key=lambda s: -s[1])},
             training_share=training_s / duration_s,
             gpu_hours=gpu_hours,
@@ -186,6 +202,9 @@ class _History:
         self._marks: list[tuple[float, GenerationRecord | None, str]] = []
         self._old: GenerationRecord | None = None
         self._recorded_s = 0.0
+        self._steps = 0
+        self.undone = 0
+        """steps, by rollbacks"""
         self.kinds: dict[str, int] = {}
 
     def note(self, at_s: float, event: RunEvent) -> None:
@@ -195,12 +214,14 @@ class _History:
                 kind = _kind(record, self._old)
                 self.kinds[kind] = self.kinds.get(kind, 0) + 1
                 self._old = record
+                self.undone += max(0, self._steps - record.first_step)
+                self._steps = record.first_step
                 # What came after the last committed step was lost, or spent on noticing and stopping.
                 self._marks.append((self._recorded_s if self._marks else at_s, None, kind))
             case Morphed(record=record):
                 self._train(at_s, record)
-            case StepRecorded():
-                self._recorded_s = at_s
+            case StepRecorded(step=step):
+                self._recorded_s, self._steps = at_s, step + 1
                 if self._old is not None and len(self._marks) == 1:
                     self._train(at_s, self._old)
             case _:

@@ -32,6 +32,9 @@ class ReplayOutcome(Value):
         default=0, description="of steps broken off in flight: those that did not run again"
     )
     morphs: dict[str, int] = Field(description="by kind")
+    lost: dict[str, float] = Field(
+        default_factory=dict, description="by cause, as a share of ideal_samples; with the goodput, they add up to 1"
+    )
     plans: dict[str, float] = Field(description="share of the time by P x D")
     training_share: float = Field(description="share of the time in which a step was running")
     gpu_hours: float

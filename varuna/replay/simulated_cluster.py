@@ -7,7 +7,7 @@ stuck from the moment when a member of it is gone until the machine has noticed 
 import heapq
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from varuna.core.messages import (
     Assign,
@@ -41,46 +41,19 @@ from varuna.fleet.state.inputs import (
 from varuna.fleet.state.outputs import Ask, Instruction, Kill, Publish, Send
 from varuna.fleet.state.questions import Checkpoint, FoundCheckpoint, Planner, WhichCheckpoint, plan_answer
 from varuna.fleet.state.run_events import RunEvent
+from varuna.planner.goodput import young_s
 from varuna.replay.broken_steps import BrokenSteps
-from varuna.replay.costs import MorphCosts, checkpoint_every_s
+from varuna.replay.copied import StateCopies
+from varuna.replay.costs import MorphCosts
+from varuna.replay.held import held_sums
 from varuna.replay.job import state_bytes
+from varuna.replay.life import Life, SimulatedWorker
+from varuna.replay.lost import Account, Cause, Doing
 
 _QUICK_S, _SLOW_S = 0.5, 30.0  # between ticks: while something is under way, and else
+_FEWEST_PER_HOUR = 1.0
+"""Losses that checkpoints are written for, however few were seen."""
 _VERSION = "replay"
-
-
-@dataclass(slots=True)
-class SimulatedWorker:
-    """What a simulated worker holds."""
-
-    name: str
-    alive: bool = True
-    next_step: int | None = None
-    sections: frozenset[int] = frozenset()
-    assignment: Assignment | None = None
-    sums: HeldSums | None = None
-    """Of the newest step that was broken off."""
-
-
-@dataclass(slots=True)
-class _Life:
-    """The newest generation, as its ranks see it."""
-
-    generation: int = -1
-    waiting: set[str] = field(default_factory=set)
-    over: bool = False
-    regroup: bool = False
-    save: bool = False
-    formed: bool = False
-    step: int = -1
-    began_s: float | None = None
-    """When its step began; None between steps."""
-    held_s: float | None = None
-    """When its ranks heard that it is over."""
-    gone_s: dict[str, float] = field(default_factory=dict)
-    sent: dict[int, int] = field(default_factory=dict)
-    """By rank: bytes of state that it sends to others."""
-    received: dict[int, int] = field(default_factory=dict)
 
 
 class SimulatedCluster:
@@ -96,9 +69,10 @@ class SimulatedCluster:
         most_workers: int,
         link_bytes_per_s: float,
         on_event: Callable[[float, RunEvent], None],
+        account: Account,
     ) -> None:
         self._job, self._costs, self._on_event = job, costs, on_event
-        self._broken_steps = broken_steps
+        self._broken_steps, self._account = broken_steps, account
         self._link_bytes_per_s = link_bytes_per_s
         self._bytes = state_bytes(job)
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -106,10 +80,11 @@ class SimulatedCluster:
         self._workers: dict[str, SimulatedWorker] = {}
         self._nodes: dict[str, list[str]] = {}
         self._numbers = itertools.count()
-        self._life = _Life()
+        self._life = Life()
         self._checkpoint: Checkpoint | None = None
         self._saved_s = 0.0
         self._joined_s = float("-inf")
+        self._grid: frozenset[str] = frozenset()
         self.now_s = 0.0
         self.training_s = 0.0
         self.checkpoints_s: list[float] = []
@@ -148,12 +123,22 @@ class SimulatedCluster:
             return True
         return bool(fleet.departing) or self.now_s < self._joined_s + 2
 
+    @property
+    def unfinished(self) -> float:
+        """Of the step in flight, the share that is done."""
+        life, assignment = self._life, self._workers[self.fleet.members[0]].assignment if self.fleet.history else None
+        if life.began_s is None or life.over or assignment is None or any(name in life.gone_s for name in self._grid):
+            return 0.0
+        plan = assignment.plan
+        return max(0.0, self.now_s - life.began_s) / (plan.step_s * self._broken_steps.longer(plan))
+
     # -- the cloud -------------------------------------------------------------------------------------------
 
     def add(self, node: str, gpus: int) -> None:
         """A VM appears; its workers join once they are warm."""
         names = [f"w{next(self._numbers)}" for _ in range(gpus)]
         self._nodes[node] = names
+        self._account.workers(self.now_s, there=gpus)
         for name in names:
             self._workers[name] = SimulatedWorker(name)
             self._feed(WorkerSpawned(name, node))
@@ -165,10 +150,13 @@ class SimulatedCluster:
 
     def remove(self, node: str) -> None:
         """A VM is gone, without a notice."""
-        for name in self._nodes.pop(node):
+        names = self._nodes.pop(node)
+        self._account.workers(self.now_s, there=-len(names), warm=-sum(self._workers[name].warm for name in names))
+        for name in names:
             if self._workers[name].alive:
                 self._workers[name].alive = False
                 self._life.gone_s[name] = self.now_s
+                self._stall_without(name)
                 self._schedule(self.now_s + self._costs.lease_s, lambda name=name: self._miss(name))  # type: ignore[misc]
 
     def _miss(self, name: str) -> None:
@@ -186,6 +174,8 @@ class SimulatedCluster:
     def _join(self, name: str) -> None:
         if self._workers[name].alive:
             self._joined_s = self.now_s
+            self._workers[name].warm = True
+            self._account.workers(self.now_s, warm=1)
             self._say(name, Hello(worker=name, pid=1, version=_VERSION, job=self._job))
             self._tick_once()
 
@@ -227,6 +217,7 @@ class SimulatedCluster:
             case Hold(generation=generation) if generation == life.generation:
                 life.over = True
                 life.held_s = self.now_s if life.held_s is None else life.held_s
+                self._stall(Cause.REGROUPING)
                 self._schedule(self.now_s + self._costs.stop_s, lambda: self._report(worker, generation))
             case RaiseFlag(generation=generation, flag="regroup") if generation == life.generation:
                 life.regroup = True
@@ -240,37 +231,30 @@ class SimulatedCluster:
 
     def _report(self, worker: SimulatedWorker, generation: int) -> None:
         if worker.alive and generation == self._life.generation:
-            sections = tuple(sorted(worker.sections))
             worker.sums = self._sums(worker)
+            sections = tuple(sorted(worker.sections | worker.copied))
             self._say(
                 worker.name,
                 Held(generation=generation, next_step=worker.next_step, sections=sections, sums=worker.sums),
             )
 
     def _sums(self, worker: SimulatedWorker) -> HeldSums | None:
-        """What a worker has of a step that was broken off: of this generation or, if that has not formed, of another.
-
-        A replica that lost a rank came as far as it was then: the others can do little without it.
-        """
+        """What a worker has of a step that was broken off: of this generation, or of one before if it did not form."""
         life, assignment = self._life, worker.assignment
         if not life.formed or assignment is None or not self._costs.keeps_sums:
             return worker.sums
+        worker.copied = frozenset()
         if life.began_s is None or life.held_s is None or assignment.is_spare:
             return None
-        plan, members = assignment.plan, self._members(assignment)
-        stopped_s = []
-        for replica in range(plan.replicas):
-            ranks = range(plan.rank_of(replica, 0), plan.rank_of(replica, 0) + plan.stages)
-            stopped_s.append(min(life.gone_s.get(members[rank], life.held_s) for rank in ranks) - life.began_s)
-        rest = assignment.rest if life.step == assignment.next_step else None
-        return self._broken_steps.held(plan, assignment.rank, rest, stopped_s)
+        members = [self._workers[name] for name in self._members(assignment)]
+        return held_sums(worker, members, assignment, life, self._broken_steps)
 
     # -- a generation ----------------------------------------------------------------------------------------
 
     def _take(self, worker: SimulatedWorker, assignment: Assignment) -> None:
         """A worker takes its part; when the last one has, the generation forms."""
         if assignment.generation != self._life.generation:
-            self._life = _Life(assignment.generation, set(self._members(assignment)))
+            self._life = Life(assignment.generation, set(self._members(assignment)))
         worker.assignment = assignment
         for move in assignment.transfers:
             moved = self._life.sent if move.source_rank == assignment.rank else self._life.received
@@ -281,7 +265,22 @@ class SimulatedCluster:
         if not self._life.waiting:
             generation = assignment.generation
             copy_s = self._copy_s(assignment)
+            self._stall(Cause.MOVING if assignment.checkpoint is None else Cause.LOADING)
+            self._schedule(self.now_s + copy_s, lambda: self._moved(generation))
             self._schedule(self.now_s + self._costs.form_s + copy_s, lambda: self._formed(generation, assignment))
+
+    def _moved(self, generation: int) -> None:
+        """State is where it is wanted; what is left is to form the groups."""
+        if generation == self._life.generation and not self._life.over:
+            self._stall(Cause.REGROUPING)
+
+    def _stall(self, why: Cause) -> None:
+        self._account.does(self.now_s, Doing(why))
+
+    def _stall_without(self, name: str) -> None:
+        """A worker is gone, which nobody knows yet."""
+        if self._life.began_s is not None and not self._life.over and name in self._grid:
+            self._stall(Cause.NOTICING)
 
     def _copy_s(self, assignment: Assignment) -> float:
         """Seconds that copies of state take; they run in parallel, so the busiest sender or receiver decides."""
@@ -313,20 +312,39 @@ class SimulatedCluster:
         plan, self._life.formed = assignment.plan, True
         for rank, name in enumerate(self._members(assignment)):
             worker = self._workers[name]
-            worker.sums = None
+            worker.sums, worker.copied = None, frozenset()
             in_grid = rank < plan.workers
             worker.sections = frozenset(plan.sections_of(plan.place_of(rank).stage)) if in_grid else frozenset()
             worker.next_step = assignment.next_step if in_grid else None
+        self._grid = frozenset(self._members(assignment)[: plan.workers])
+        if self.fleet.history[generation].copy_shift and self._costs.copies:
+            stages = [self._stage_bytes(assignment, plan.place_of(rank).stage) for rank in range(plan.workers)]
+            self._life.copies = StateCopies(stages, self._link_bytes_per_s)
         self._begin_step(generation, assignment, assignment.next_step, 0.0)
         for name in self._members(assignment)[: plan.workers]:  # from now on nobody else is needed as a source
             step = assignment.next_step
             self._say(name, Beat(generation=generation, step=step, activity="", phase=WorkerPhase.STEPS))
 
     def _begin_step(self, generation: int, assignment: Assignment, step: int, pause_s: float) -> None:
+        if pause_s:
+            self._stall(Cause.SAVING)
         self._life.step, self._life.began_s = step, self.now_s + pause_s
         left = self.fleet.history[generation].remainder if step == assignment.next_step else None
-        step_s = assignment.plan.step_s if left is None else self._broken_steps.seconds(assignment.plan, left.work)
+        plan, copies = assignment.plan, self._life.copies
+        if copies is not None:
+            copies.begin()
+        whole_s = plan.step_s * self._broken_steps.longer(plan)
+        step_s = whole_s if left is None else self._broken_steps.seconds(plan, left.work)
+        rate = plan.global_batch / whole_s
+        doing = Doing(Cause.SPARES, rate, plan.global_batch / plan.step_s - rate)
+        self._schedule(self._life.began_s, lambda: self._trains(generation, step, doing))
         self._schedule(self._life.began_s + step_s, lambda: self._end_step(generation, assignment, step, step_s))
+
+    def _trains(self, generation: int, step: int, doing: Doing) -> None:
+        life = self._life
+        gone = any(name in life.gone_s for name in self._grid)
+        if (generation, step) == (life.generation, life.step) and not life.over and not gone:
+            self._account.does(self.now_s, doing)
 
     def _end_step(self, generation: int, assignment: Assignment, step: int, step_s: float) -> None:
         """The vote is done: all ranks apply, rank 0 reports, and the next step or the morph follows."""
@@ -334,6 +352,8 @@ class SimulatedCluster:
             return
         plan, self._life.began_s = assignment.plan, None
         self.training_s += step_s
+        if self._life.copies is not None:
+            self._life.copies.end(step_s)
         grid = self._members(assignment)[: plan.workers]
         for name in grid:
             self._workers[name].next_step = step + 1
@@ -346,6 +366,7 @@ class SimulatedCluster:
             return
         if regroup:
             self._life.over = True
+            self._stall(Cause.REGROUPING)
             for name in self._members(assignment):
                 self._report(self._workers[name], generation)
         else:
@@ -356,8 +377,8 @@ class SimulatedCluster:
         plan = assignment.plan
         share_bytes = max(self._stage_bytes(assignment, stage) for stage in range(plan.stages)) / plan.replicas
         stall_s = share_bytes / self._costs.snapshot_bytes_per_s
-        # Half of all changes are losses.
-        every_s = checkpoint_every_s(stall_s, 2 * self.fleet.experience.gap_s(self.now_s))
+        per_hour = max(_FEWEST_PER_HOUR, self.fleet.loss_rate.per_hour(self.now_s))
+        every_s = young_s(stall_s, 3600 / per_hour)
         is_due = self._costs.checkpoints and self.now_s + plan.step_s / 2 >= self._saved_s + every_s
         if not (is_due or self._life.save):
             return 0.0

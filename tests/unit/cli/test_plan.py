@@ -240,3 +240,19 @@ def test_a_calibration_is_enough_neither_torch_nor_a_network_is_imported() -> No
     )
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_at_a_rate_of_losses_plans_are_ranked_by_what_is_left_and_both_figures_are_shown(run: Any) -> None:
+    args = ("--calibration", SMALL, "--gpus", "21", "--global-batch", "8192")
+    found = json.loads(run(*args, "--losses-per-hour", "30", "--json").out)
+    left = [plan["examples_per_s_left"] for plan in found["plans"]]
+    assert left == sorted(left, reverse=True)
+    assert all(0 < plan["examples_per_s_left"] < plan["examples_per_s"] for plan in found["plans"])
+    assert all(plan["loss_s"] > plan["step_time_s"] / 2 for plan in found["plans"]), "on GPUs, no sums are kept"
+    shown = run(*args, "--losses-per-hour", "30").out
+    assert "ex/s left" in shown
+    assert "at 30 losses per hour" in shown
+    quiet = json.loads(run(*args, "--json").out)
+    assert quiet["plans"][0]["loss_s"] is None
+    assert quiet["plans"][0]["step_time_s"] <= found["plans"][0]["step_time_s"]
+    assert "left" not in run(*args).out

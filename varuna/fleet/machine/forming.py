@@ -236,13 +236,14 @@ def plan_for(transition: Transition, workers: int) -> Planned:
         NoPlanError: nothing fits.
         UnansweredError: it is being made.
     """
-    kept, memory_bytes = transition.fleet.micro_batch, transition.fleet.memory_bytes
-    answer = transition.answer_to(WhichPlan(workers, kept, memory_bytes))
+    fleet = transition.fleet
+    kept, memory_bytes = fleet.micro_batch, fleet.memory_bytes
+    answer = transition.answer_to(WhichPlan(workers, kept, memory_bytes, fleet.losses_per_hour))
     if isinstance(answer, Planned):
         return answer
     assert isinstance(answer, Unplannable)
     if kept is not None and _job(transition).micro_batch is None:
-        other = transition.answer_to(WhichPlan(workers, None, memory_bytes))
+        other = transition.answer_to(WhichPlan(workers, None, memory_bytes, fleet.losses_per_hour))
         if isinstance(other, Planned) and other.plan.micro_batch < kept:
             return other
         if isinstance(other, Unplannable):
@@ -302,11 +303,13 @@ def _start(
             fleet.rank_of(name) or 0,
         ),
     )
-    kept = fleet.record.grid if fleet.history and plan == fleet.record.plan else ()
+    kept = fleet.record.grid if fleet.history and plan.same_work(fleet.record.plan) else ()
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
-    seated = placement.seat(plan, ordered, holdings, weights, nodes=nodes, kept=kept, lent=lent, holders=holders)
+    seated = placement.seat(
+        plan, ordered, holdings, weights, nodes=nodes, kept=kept, own=_ran(fleet), lent=lent, holders=holders
+    )
     # Who is left out may still be the source of somebody's state.
     placed = frozenset(seated)
     members = (*seated, *(name for name in fleet.joined if name not in placed))
@@ -334,6 +337,7 @@ def _start(
         copy_shift=placement.copy_shift(plan, [nodes[name] for name in seated[: plan.workers]]),
         moved_sections=len(moves),
         rollback=rollback,
+        losses_per_hour=fleet.losses_per_hour,
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
     )
     _keep_micro_batch(transition, plan)
@@ -368,6 +372,17 @@ def _keep_micro_batch(transition: Transition, plan: Plan) -> None:
             f"no plan fits with micro-batches of {kept}; using {plan.micro_batch} from now on", warning=True
         )
     transition.update(micro_batch=plan.micro_batch)
+
+
+def _ran(fleet: Fleet) -> placement.Holdings:
+    """Sections that each rank of the newest generation that trained has run."""
+    for record in reversed(fleet.history):
+        if record.recovery_seconds is not None or record.generation == 0:
+            plan = record.plan
+            return {
+                name: frozenset(plan.sections_of(plan.place_of(rank).stage)) for rank, name in enumerate(record.grid)
+            }
+    return {}
 
 
 def _holding(fleet: Fleet, name: str) -> Holding:

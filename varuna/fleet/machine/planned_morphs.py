@@ -14,6 +14,7 @@ from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine.commit import stop_generation
 from varuna.fleet.machine.forming import plan_for, plan_to_come
 from varuna.fleet.machine.preemption import Way, leavers, way_out
+from varuna.fleet.machine.salvage import worth_breaking_off_s
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import EndCause, Ending
 from varuna.fleet.state.fleet import Fleet, Running
@@ -220,8 +221,16 @@ def _consider_newcomers(transition: Transition, phase: Running) -> None:
     named = [name for name in newcomers if not fleet.is_member(name)] or newcomers
     who = f"worker{'s' * (len(named) > 1)} {' and '.join(named)}"
     if weighing.is_worth(fleet.config.min_gain):
-        transition.notice(f"{who} will be admitted: {weighing}")
-        _regroup(transition, f"{who} joined")
+        left_s = worth_breaking_off_s(fleet, plan, weighing.faster, transition.now_s)
+        if left_s is None:
+            transition.notice(f"{who} will be admitted: {weighing}")
+            _regroup(transition, f"{who} joined")
+        else:
+            transition.notice(
+                f"{who} will be admitted at once: {weighing}. Step {fleet.recorded_step + 1} would take another "
+                f"{left_s:.0f} s; it is broken off, and its sums of gradients are kept"
+            )
+            stop_generation(transition, EndCause(Ending.PLANNED, f"{who} joined"))
         return
     transition.update(phase=replace(phase, considered=frozenset(newcomers), considered_s=transition.now_s))
     # Who was here when the generation began, and has no part in its plan, is not new to anybody.

@@ -11,9 +11,16 @@ from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
 from varuna.core.sums import MicroBatchLoss, Remainder, Spans, count, remainder, spans_of
 from varuna.fleet.state.fleet import Fleet
-from varuna.fleet.state.morph_gain import LINK_BYTES_PER_S
+from varuna.fleet.state.morph_gain import LINK_BYTES_PER_S, sums_s
 from varuna.fleet.state.run_events import GenerationRecord
 from varuna.fleet.state.worker import Holding
+
+_REMEMBERED = 50
+"""Generations in which a step was broken off, at most, that tell whether sums are kept."""
+_LEAST_LEFT_S = 10.0
+"""Of a step: less is waited for."""
+_CLEARLY = 1.5
+"""So many times as much must be gained as a morph in the middle of a step costs."""
 
 
 def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) -> Remainder | None:
@@ -101,6 +108,31 @@ def share_of_step(record: GenerationRecord) -> float:
         return 1.0
     fill = plan.stages - 1  # forwards before the last stage has work, and as many backwards after it has none
     return (max(map(count, left.work)) + fill) / (plan.micro_batches / plan.replicas + fill)
+
+
+def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) -> float | None:
+    """Seconds that the step in flight still takes, if a planned morph does not wait for its end; None: it does.
+
+    It does not where the rest of the step is so much faster by the new plan that this clearly exceeds what only a morph
+    in the middle of a step costs: moving sums of gradients, and what is in flight. That sums are kept at all is known
+    from a step that was broken off before.
+
+    Args:
+        fleet: it runs steps.
+        plan: of the next generation.
+        faster: share of a step's time that goes away by it.
+        now_s: the time.
+    """
+    if not fleet.formed or not fleet.step_wall_s or fleet.job is None:
+        return None
+    if not any(record.kept_micro_batches for record in fleet.history[-_REMEMBERED:]):
+        return None
+    left_s = fleet.recorded_s + fleet.step_wall_s - now_s
+    old = fleet.record.plan
+    fill = 2 * (old.stages - 1)
+    flight_s = fleet.step_wall_s * fill / (old.micro_batches / old.replicas + fill)
+    cost_s = flight_s + max(sums_s(fleet.job, each, fleet.link_bytes_per_s) for each in (old, plan))
+    return left_s if left_s > _LEAST_LEFT_S and left_s * faster > _CLEARLY * cost_s else None
 
 
 def _holdings(fleet: Fleet, members: Sequence[str]) -> list[Holding]:

@@ -130,6 +130,7 @@ class Transition:
             self.update(futile=0, futile_since_s=None)
         if fleet.history and was_in:
             self.note_change()
+            self._note_loss(noticed=worker.node in fleet.departing)
         if fleet.is_member(name):
             self.hasten()
         if not fleet.config.replace:
@@ -147,6 +148,9 @@ class Transition:
 
     def part_with(self, name: str) -> None:
         """Remove a worker that has ended as it should; at the run's end nobody needs to hear of each."""
+        departure = self.fleet.departing.get(self.fleet.workers[name].node)
+        if departure is not None and not departure.is_drain and self.fleet.history:
+            self._note_loss(noticed=True)
         self.forget(name)
         if not isinstance(self.fleet.phase, Finishing | Ended):
             self.publish(WorkerLeft(worker=name))
@@ -159,6 +163,10 @@ class Transition:
         """Note that workers came or went, from which the run learns how often that happens."""
         experience = self.fleet.experience.changed(self.now_s, self.fleet.config.join_grace_s)
         self.update(experience=experience)
+
+    def _note_loss(self, *, noticed: bool) -> None:
+        burst_s = self.fleet.config.join_grace_s
+        self.update(loss_rate=self.fleet.loss_rate.lost(self.now_s, burst_s=burst_s, noticed=noticed))
 
     def _matters(self, name: str) -> bool:
         """Whether the loss of a worker ends (or ended) a generation."""

@@ -215,7 +215,9 @@ class Calibrator:
     def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
         """A morph, if the plan that is best now saves more until the next change than the switch costs."""
         try:
-            known = job.model_copy(update={"memory_bytes": fleet.memory_bytes})
+            known = job.model_copy(
+                update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.losses_per_hour}
+            )
             best = self.plan(known, len(fleet.available), fleet.micro_batch)
         except NoPlanError:
             return []

@@ -14,6 +14,7 @@ from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.causes import EndCause, Ending, FinishWish
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Departure, Fleet, Running
+from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.run_events import (
     Answered,
     Asked,
@@ -66,6 +67,8 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         version=past.version,
         micro_batch=history[-1].plan.micro_batch,
         history=tuple(history),
+        loss_rate=LossRate(began_s=now_s, prior_per_hour=history[-1].losses_per_hour),
+        losses_per_hour=history[-1].losses_per_hour,
         broke_s=now_s,
         planned_for=history[-1].plan.workers,  # others may have been left out as slow, or about to leave
         recorded_step=recorded_step,

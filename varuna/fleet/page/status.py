@@ -151,6 +151,7 @@ def _generations(fleet: Fleet) -> list[dict[str, object]]:
             "steps_redone": record.steps_redone,
             "kept_micro_batches": record.kept_micro_batches,
             "moved_sections": record.moved_sections,
+            "losses_per_hour": record.losses_per_hour,
             "cause": record.cause,
         }
         for record in fleet.history

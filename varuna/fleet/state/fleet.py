@@ -15,6 +15,7 @@ from varuna.core.model import JobFacts
 from varuna.core.persistent import PersistentMap
 from varuna.fleet.state.causes import Blocked, EndCause, FinishWish, Rejected
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.morph_gain import Experience
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
 from varuna.fleet.state.run_events import GenerationRecord
@@ -219,6 +220,9 @@ class Fleet:
     futile_since_s: float | None = None
     """When the first of them did, those before newcomers were dropped included; on the clock for silence."""
     experience: Experience = field(default_factory=lambda: Experience(began_s=0.0))
+    loss_rate: LossRate = field(default_factory=lambda: LossRate(began_s=0.0))
+    losses_per_hour: float = 0.0
+    """That plans are made for; settled when a generation ends."""
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""
     at_risk: Mapping[str, Risk] = field(default_factory=dict)
@@ -269,6 +273,7 @@ class Fleet:
             heard_s=now_s,
             wanted=0 if config.elastic else config.workers,
             experience=Experience(began_s=now_s),
+            loss_rate=LossRate(began_s=now_s),
         )
 
     @property

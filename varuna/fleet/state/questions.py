@@ -33,6 +33,8 @@ class WhichPlan:
     workers: int
     micro_batch: int | None
     memory_bytes: int | None
+    losses_per_hour: float = 0.0
+    """That the plan is for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +104,11 @@ def plan_answer(
     Args:
         planner: makes plans.
         predicted_s: seconds of a step of a plan, by what is known now.
-        question: workers, memory in bytes, and m if it is fixed.
+        question: workers, memory in bytes, m if it is fixed, and the rate of losses.
         job: what runs.
         running: the plan that runs, if any.
     """
-    known = job.model_copy(update={"memory_bytes": question.memory_bytes})
+    known = job.model_copy(update={"memory_bytes": question.memory_bytes, "losses_per_hour": question.losses_per_hour})
     running_s = _running_s(predicted_s, running)
     try:
         return Planned(planner(known, question.workers, question.micro_batch), running_s)

@@ -28,6 +28,7 @@ class GenerationRecord(Value):
     )
     copy_shift: int = Field(default=0, description="rank r + this keeps a copy of rank r's state; 0: nobody does")
     moved_sections: int = Field(default=0, description="section states copied between workers")
+    losses_per_hour: float = Field(default=0.0, description="that the plan was made for, as seen; 0: nothing was")
     rollback: bool = Field(default=False, description="state came from a checkpoint or from the initialisation")
     checkpoint: str | None = None
     recovery_seconds: float | None = Field(default=None, description="from the loss to the first recorded step")

@@ -9,6 +9,7 @@ from tests.unit.fleet.support import Driver, sends
 from varuna.core.messages import Finish, Hold, WorkerPhase
 from varuna.fleet.state.fleet import Running, Stopping, Straggler
 from varuna.fleet.state.inputs import DrainRequested, NoticeReceived, SpawnRequested, WorkerSpawned
+from varuna.fleet.state.run_events import Notice
 
 
 def in_long_step(nodes: str, wall_s: float = 100.0) -> Driver:
@@ -102,3 +103,26 @@ def test_a_drain_does_not_break_off_a_step_nor_do_newcomers_and_stragglers() -> 
     driver.wait(100)
     assert flags(driver) == ["regroup"]
     assert not holds(driver)
+
+
+def with_newcomer(wall_s: float, *, keeps_sums: bool) -> Driver:
+    """Two of three workers have a seat; another one comes, so that there are enough for a second replica."""
+    driver = in_long_step("abc", wall_s=wall_s)
+    kept = driver.fleet.record.model_copy(update={"kept_micro_batches": 2 if keeps_sums else 0})
+    driver.fleet = replace(driver.fleet, history=(*driver.fleet.history[:-1], kept))
+    driver.feed(WorkerSpawned("w3", "d"))
+    driver.hello("w3")
+    driver.wait(3)
+    return driver
+
+
+def test_newcomers_do_not_wait_for_the_end_of_a_long_step_whose_sums_are_kept() -> None:
+    driver = with_newcomer(400.0, keeps_sums=True)
+    assert holds(driver) == ["w0", "w1", "w2"]
+    assert any("admitted at once" in notice.text and "another 39" in notice.text for notice in driver.told(Notice))
+
+
+def test_newcomers_wait_for_the_end_of_a_step_that_would_be_lost_or_is_short() -> None:
+    for driver in (with_newcomer(400.0, keeps_sums=False), with_newcomer(10.0, keeps_sums=True)):
+        assert flags(driver) == ["regroup"]
+        assert not holds(driver)

@@ -276,3 +276,17 @@ def test_spares_of_a_plan_that_left_somebody_out_are_planned_for_anew(shell: She
         shell.say(name, held)
     assert shell.driver.fleet.generation == 2
     assert shell.driver.fleet.record.plan.workers == 4
+
+
+def test_the_next_manager_plans_for_the_losses_that_the_last_one_saw(shell: Shell) -> None:
+    shell.vote(0)
+    shell.driver.kill(NAMES[1])
+    for name in (NAMES[0], *NAMES[2:]):
+        shell.say(name, shell.held(name, 1))
+    shell.write()
+    seen = shell.driver.fleet.record.losses_per_hour
+    assert shell.driver.fleet.generation == 1
+    assert 1 < seen < 3, "one loss soon after the begin"
+    fleet = shell.die_and_start_again()
+    assert fleet.losses_per_hour == seen
+    assert fleet.loss_rate.to_plan_for(seen, shell.driver.now_s) == seen

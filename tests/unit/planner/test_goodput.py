@@ -1,0 +1,98 @@
+"""What a loss costs under a plan, and which plan is best at a rate of losses."""
+
+import pytest
+
+from tests.unit.planner.models import MB, calibrated, model, section
+from varuna.calibration.format import Link, NetworkCosts, Ring
+from varuna.core.copy_pace import PROCESSOR_S_PER_BYTE
+from varuna.core.model import JobFacts
+from varuna.core.plan import Copies, Plan
+from varuna.planner.choose import plan_run, run_request
+from varuna.planner.copy_costs import copied_rounds, copies_take_s
+from varuna.planner.goodput import expected, loss_cost_s
+from varuna.planner.request import PlanRequest
+
+FACTS = model([section()] * 8)
+NETWORK = NetworkCosts(link=Link(latency_s=0, bytes_per_s=0.5e9), rings=(Ring(latency_s=0, bytes_per_s=1e9),))
+KNOWN = calibrated(FACTS, across_vms=NETWORK)
+
+
+def job(global_batch: int = 4096, *, per_hour: float = 0.0, apart: bool = False) -> JobFacts:
+    return JobFacts(
+        model=FACTS,
+        global_batch=global_batch,
+        micro_batch=1,
+        seed=0,
+        steps=1,
+        losses_per_hour=per_hour,
+        memory_apart=apart,
+    )
+
+
+def asked(workers: int, *, per_hour: float = 6.0, apart: bool = False) -> PlanRequest:
+    return run_request(job(per_hour=per_hour, apart=apart), workers=workers, calibration=KNOWN)
+
+
+def made(stages: int, workers: int, global_batch: int = 4096) -> Plan:
+    return plan_run(job(global_batch), workers=workers, stages=stages, calibration=KNOWN)
+
+
+def with_copies(plan: Plan) -> Plan:
+    return plan.model_copy(update={"copies": Copies.KEPT})
+
+
+def test_a_loss_costs_least_with_copies_and_most_with_one_holder_alone() -> None:
+    single, double = made(8, 8), made(4, 8)
+    request = asked(8)
+    assert loss_cost_s(with_copies(single), request) < loss_cost_s(double, request) < loss_cost_s(single, request)
+
+
+def test_without_sums_the_step_in_flight_is_lost_whatever_the_number_of_replicas() -> None:
+    double = made(4, 8)
+    kept, lost = (loss_cost_s(double, asked(8, apart=apart)) for apart in (False, True))
+    assert kept < lost
+    assert lost > double.step_s / 2
+
+
+def test_with_copies_the_length_of_a_step_hardly_matters_to_a_loss() -> None:
+    short, long = (with_copies(made(8, 8, batch)) for batch in (8192, 65536))
+    request = asked(8)
+    assert long.step_s > 7 * short.step_s
+    assert loss_cost_s(long, request) - loss_cost_s(short, request) < 0.1 * (long.step_s - short.step_s)
+
+
+def test_copies_take_their_processor_time_of_state_and_each_round_of_sums() -> None:
+    plan = with_copies(made(8, 8, 65536))
+    request = asked(8)
+    rounds = copied_rounds(plan, request)
+    assert rounds.number >= 2
+    assert copies_take_s(plan, request) == pytest.approx(
+        PROCESSOR_S_PER_BYTE * (300 * MB + rounds.number * 100 * MB), rel=1e-6
+    )
+    assert expected(plan, request).step_s > plan.step_s
+
+
+def test_an_idle_worker_costs_nothing_when_it_is_lost() -> None:
+    plan = made(8, 8)
+    assert expected(plan, asked(16)).losses_per_hour == pytest.approx(expected(plan, asked(8)).losses_per_hour / 2)
+
+
+def test_without_losses_plans_are_what_they_were_and_with_many_copies_are_worth_more() -> None:
+    """A copy takes more of a link than is given to it while nothing is known of losses."""
+
+    def plan(per_hour: float) -> Plan:
+        return plan_run(
+            job(2048, per_hour=per_hour), workers=8, stages=8, calibration=KNOWN, copies=True, micro_batch=1
+        )
+
+    quiet, stormy = plan(0.0), plan(20.0)
+    assert quiet.same_work(stormy)
+    assert (quiet.copies, stormy.copies) == (Copies.TIME, Copies.KEPT)
+
+
+def test_more_losses_never_make_a_plan_that_costs_more_of_them() -> None:
+    costs = []
+    for per_hour in (0.0, 1.0, 10.0, 100.0):
+        plan = plan_run(job(16384, per_hour=per_hour), workers=9, calibration=KNOWN, copies=True)
+        costs.append(loss_cost_s(plan, asked(9, per_hour=10.0)))
+    assert costs == sorted(costs, reverse=True)

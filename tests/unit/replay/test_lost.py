@@ -1,0 +1,52 @@
+"""Where a replay's goodput went: the parts add up, and each cause is what it says."""
+
+import pytest
+
+from tests.unit.replay.test_replay import CHURN, QUIET, replay, trace
+from varuna.replay.copied import copied_sums
+from varuna.replay.costs import MorphCosts
+from varuna.replay.lost import Account, Cause, Doing
+
+
+@pytest.mark.parametrize("notice_s", [0.0, 30.0])
+def test_goodput_and_what_was_lost_add_up_to_one(notice_s: float) -> None:
+    for changes in (QUIET, CHURN, trace((0, "abcdefgh", ()), (600, (), "abcdefgh"), (700, "ijklmnop", ()), end_s=1300)):
+        outcome = replay(changes).morphing(notice_s=notice_s)
+        assert outcome.goodput + sum(outcome.lost.values()) == pytest.approx(1.0, abs=1e-3)
+        assert min(outcome.lost.values()) > -0.002
+
+
+def test_a_quiet_run_loses_its_warm_up_and_checkpoints_alone() -> None:
+    lost = replay(QUIET).morphing().lost
+    large = {cause for cause, share in lost.items() if share > 0.002}
+    assert large <= {Cause.WARMING.value, Cause.SAVING.value, Cause.UNFINISHED.value}
+    assert lost[Cause.WARMING] == pytest.approx(45 / 1800, rel=0.05)
+
+
+def test_noticing_takes_a_lease() -> None:
+    one = trace((0, "abcdefgh", ()), (601.3, (), "b"), end_s=900)
+    slow, quick = (replay(one).morphing(MorphCosts(lease_s=lease_s)).lost for lease_s in (16.0, 6.0))
+    assert slow[Cause.NOTICING] == pytest.approx(quick[Cause.NOTICING] * 16 / 6, rel=0.1)
+
+
+def test_what_is_missing_has_one_cause_at_a_time() -> None:
+    account = Account(lambda workers: float(workers))
+    account.workers(0.0, there=4)
+    account.does(10.0, Doing(Cause.SPARES, 3.0, 0.5))  # nobody was warm: all of it is missing for that
+    account.workers(10.0, warm=4)
+    account.does(20.0, Doing(Cause.NOTICING))
+    lost = account.closed(22.0, 30)
+    assert {cause: share for cause, share in lost.items() if share} == pytest.approx(
+        {Cause.WARMING: 40.0, Cause.COPYING: 5.0, Cause.SPARES: 5.0, Cause.NOTICING: 8.0}
+    )
+
+
+def test_sums_are_taken_right_after_something_was_added_and_counted_once_they_are_there() -> None:
+    added_s = [float(second) for second in range(100)]
+    copies = list(copied_sums(added_s, {0: 10**9, 1: 10**9}, state_complete_s=10.5, link_bytes_per_s=1e9, until_s=30.0))
+    assert [copy.section for copy in copies] == [0, 1]
+    assert [copy.taken_s for copy in copies] == [16.0, 18.0]
+    assert [copy.complete_s for copy in copies] == [18.0, 20.0]
+    assert not list(copied_sums(added_s, {0: 10**9}, state_complete_s=10.5, link_bytes_per_s=1e9, until_s=17.0)), (
+        "the first is not complete"
+    )

@@ -1,0 +1,57 @@
+"""How often a run loses workers: an estimate that forgets, and the rate to plan for, which ignores wobbles. Pure."""
+
+from dataclasses import dataclass, replace
+from math import exp
+
+_PRIOR_S = 1800.0
+"""A run begins as if it had watched so long, and seen no more losses than it was told of."""
+_FORGETS_S = 6 * 3600.0
+"""What is older than this counts for little."""
+NOTICED = 0.1
+"""Of a loss, that one with a notice counts for: there is a morph, but nothing runs again."""
+_WOBBLE = 2.0
+"""So many times more or less losses are no reason to plan for another rate."""
+_LEAST_PER_HOUR = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRate:
+    """Losses of a run so far; those within one morph count as one."""
+
+    began_s: float
+    prior_per_hour: float = 0.0
+    """Of the manager before this one."""
+    seen: float = 0.0
+    """Losses, less what was forgotten by ``seen_s``."""
+    seen_s: float = float("-inf")
+
+    def lost(self, now_s: float, *, burst_s: float, noticed: bool) -> "LossRate":
+        """A worker was lost; those within ``burst_s`` are one loss.
+
+        Args:
+            now_s: the time.
+            burst_s: within which workers go together, as with a machine.
+            noticed: there was a notice.
+        """
+        if now_s <= self.seen_s + burst_s:
+            return self
+        return replace(self, seen=self._seen(now_s) + (NOTICED if noticed else 1.0), seen_s=now_s)
+
+    def per_hour(self, now_s: float) -> float:
+        """The estimate."""
+        kept = exp(-max(0.0, now_s - self.began_s) / _FORGETS_S)
+        watched_s = _FORGETS_S * (1 - kept)
+        prior = self.prior_per_hour * kept * _PRIOR_S / 3600
+        return 3600 * (self._seen(now_s) + prior) / (watched_s + _PRIOR_S * kept)
+
+    def to_plan_for(self, planned_per_hour: float, now_s: float) -> float:
+        """The rate to plan for: the one that was planned for, unless the estimate has left it by far."""
+        estimate = self.per_hour(now_s)
+        if estimate < _LEAST_PER_HOUR:
+            return 0.0
+        if planned_per_hour / _WOBBLE <= estimate <= planned_per_hour * _WOBBLE:
+            return planned_per_hour
+        return float(f"{estimate:.2g}")
+
+    def _seen(self, now_s: float) -> float:
+        return self.seen * exp(-max(0.0, now_s - self.seen_s) / _FORGETS_S) if self.seen else 0.0

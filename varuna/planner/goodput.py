@@ -1,0 +1,93 @@
+"""What a loss of a worker costs under a plan, and the examples per second that are left at a rate of losses. Pure.
+
+A loss is noticed, groups are formed, state moves, and what nobody has of the step runs again. How much that is depends
+on the plan: with D replicas it is about the lost one's share, with copies of state what came after the newest copy of
+sums, without either the steps since the newest checkpoint.
+"""
+
+from math import sqrt
+from typing import NamedTuple
+
+from varuna.core.copy_pace import copying_s
+from varuna.core.plan import Copies, Plan
+from varuna.planner.copy_costs import copied_rounds, copies_take_s
+from varuna.planner.pricing.profile import profile
+from varuna.planner.request import PlanRequest
+
+NOTICED_S = 6.0
+"""Until a machine that vanished without a word counts as lost: a lease."""
+REGROUPED_S = 2.5
+"""From then until the new groups are there; ``benchmarks.recovery`` shows less on one machine."""
+SNAPSHOT_BYTES_PER_S = 5e9
+"""Rate at which state is copied out for a checkpoint, unless the calibration says so."""
+CHECKPOINT_S = 60.0
+"""Between two checkpoints, at most, while D is 1."""
+
+
+class Expected(NamedTuple):
+    """What a plan is worth at a rate of losses; seconds are of training."""
+
+    step_s: float
+    """of a step, with what copies take of it"""
+    loss_s: float
+    """that a loss of one of its workers costs"""
+    losses_per_hour: float
+    """of its workers: what takes an idle one costs nothing"""
+    examples_per_s: float
+    """that are left"""
+
+    @property
+    def share(self) -> float:
+        """Of the time that is not lost to losses and copies."""
+        return 1 / (1 + self.losses_per_hour / 3600 * self.loss_s)
+
+
+def expected(plan: Plan, request: PlanRequest) -> Expected:
+    """What a plan is worth at the request's rate of losses."""
+    step_s = plan.step_s + (copies_take_s(plan, request) if plan.copies is Copies.KEPT else 0.0)
+    rate = request.losses_per_hour * min(1.0, plan.workers / request.workers)
+    loss_s = loss_cost_s(plan, request)
+    each_s = step_s * (1 + rate / 3600 * loss_s)
+    return Expected(step_s, loss_s, rate, plan.global_batch / each_s if each_s else float("inf"))
+
+
+def loss_cost_s(plan: Plan, request: PlanRequest) -> float:
+    """Seconds of training that the loss of a worker costs, on average over the moments of a step."""
+    state = profile(request.calibration, plan.micro_batch).state_bytes
+    state_bytes = max(state.over(plan.sections_of(stage)) for stage in range(plan.stages))
+    link = request.calibration.across_vms.link.bytes_per_s
+    # State moves where the number of stages changes, as it mostly does if no spare is there.
+    base_s = NOTICED_S + REGROUPED_S + (state_bytes / link if plan.stages > 1 else 0.0)
+    return base_s + _again_s(plan, request, state_bytes, link)
+
+
+def _again_s(plan: Plan, request: PlanRequest, state_bytes: float, link: float) -> float:
+    """Seconds of the step, or of steps, that run again."""
+    step_s, fill = plan.step_s, plan.stages - 1
+    flight_s = step_s * fill / (len(plan.micro_batches_of(0)) + fill)
+    if plan.replicas > 1:
+        return step_s / 2 / plan.replicas + flight_s if request.keeps_sums else step_s / 2
+    undone_s = step_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
+    if plan.copies is not Copies.KEPT:
+        return undone_s
+    complete_s = min(step_s, copying_s(int(state_bytes), link))
+    bare = complete_s / step_s if step_s else 0.0
+    left_s = step_s - complete_s
+    rounds = copied_rounds(plan, request)
+    every_s = min(rounds.every_s, left_s) if rounds.number else left_s
+    since_s = rounds.first_s - complete_s + every_s / 2 if rounds.number else complete_s + left_s / 2
+    early_s = complete_s / 2 + _checkpoint_age_s(plan, request, state_bytes)
+    return bare * early_s + (1 - bare) * (min(since_s, complete_s + left_s / 2) + flight_s)
+
+
+def _checkpoint_age_s(plan: Plan, request: PlanRequest, state_bytes: float) -> float:
+    """Seconds of work before the step in flight that no checkpoint has: half of Young's interval, in whole steps."""
+    rate = request.losses_per_hour / 3600
+    stall_s = state_bytes / plan.replicas / (request.calibration.snapshot_bytes_per_s or SNAPSHOT_BYTES_PER_S)
+    every_s = young_s(stall_s, 1 / rate) if rate else CHECKPOINT_S
+    return max(0.0, every_s - plan.step_s) / 2
+
+
+def young_s(stall_s: float, between_losses_s: float) -> float:
+    """Young's rule: the interval at which stalls and lost work cost the same."""
+    return sqrt(2.0 * stall_s * between_losses_s)

@@ -1,0 +1,80 @@
+"""What a rank's keeper has of it at any moment of a step: its state, and sums of gradients, by the engine's pace."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from varuna.core.copy_pace import CopyPace, copying_s, sums_pause_s
+
+
+class StateCopies:
+    """Copies of all ranks' states in the steps of a generation.
+
+    Args:
+        state_bytes: by rank.
+        link_bytes_per_s: of the link to its keeper.
+    """
+
+    def __init__(self, state_bytes: Sequence[int], link_bytes_per_s: float) -> None:
+        self._copying_s = [copying_s(size, link_bytes_per_s) for size in state_bytes]
+        self._paces = [CopyPace() for _ in state_bytes]
+        self._begun = [False] * len(state_bytes)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._begun = [pace.begins() for pace in self._paces]
+
+    def end(self, step_s: float) -> None:
+        """The step ended after ``step_s``."""
+        for pace, begun, each_s in zip(self._paces, self._begun, self._copying_s, strict=True):
+            if begun:
+                pace.ended(each_s if each_s <= step_s else None, step_s)
+
+    def complete_s(self, rank: int) -> float:
+        """When a rank's copy is complete, in seconds since the step's begin; infinite: none is made."""
+        return self._copying_s[rank] if self._begun[rank] else float("inf")
+
+
+class CopiedSum(NamedTuple):
+    """A copy of a section's sum."""
+
+    section: int
+    taken_s: float
+    """what was added by then is in it; seconds since the step's begin"""
+    complete_s: float
+
+
+def copied_sums(
+    added_s: Sequence[float],
+    sizes: Mapping[int, int],
+    *,
+    state_complete_s: float,
+    link_bytes_per_s: float,
+    until_s: float,
+) -> Iterator[CopiedSum]:
+    """Copies of a stage's sums that are complete by ``until_s``, as ``engine.copies.sending`` makes them.
+
+    The first round begins after a pause, once the state's copy is complete. A section's sum is taken when something was
+    just added to it.
+
+    Args:
+        added_s: when micro-batches were added, ascending.
+        sizes: bytes of each section's sums.
+        state_complete_s: when the state's copy was.
+        link_bytes_per_s: of the link to the keeper.
+        until_s: when the owner or its keeper stopped.
+    """
+    now_s, position = state_complete_s + sums_pause_s(0.0, 0), 0
+    while now_s <= until_s:
+        began_s = now_s
+        for section, size in sizes.items():
+            while position < len(added_s) and added_s[position] < now_s:
+                position += 1
+            if position == len(added_s):
+                return
+            taken_s = added_s[position]
+            now_s = taken_s + copying_s(size, link_bytes_per_s)
+            if now_s > until_s:
+                return
+            yield CopiedSum(section, taken_s, now_s)
+        round_s = now_s - began_s
+        now_s += sums_pause_s(round_s, sum(sizes.values()))

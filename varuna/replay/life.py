@@ -1,0 +1,46 @@
+"""What a replay knows of its workers, and of the generation that they are in."""
+
+from dataclasses import dataclass, field
+
+from varuna.core.messages import Assignment
+from varuna.core.sums import HeldSums
+from varuna.replay.copied import StateCopies
+
+
+@dataclass(slots=True)
+class SimulatedWorker:
+    """What a simulated worker holds."""
+
+    name: str
+    alive: bool = True
+    warm: bool = False
+    next_step: int | None = None
+    sections: frozenset[int] = frozenset()
+    assignment: Assignment | None = None
+    sums: HeldSums | None = None
+    """Of the newest step that was broken off."""
+    copied: frozenset[int] = frozenset()
+    """Sections of another worker, whose state it had a copy of then."""
+
+
+@dataclass(slots=True)
+class Life:
+    """The newest generation, as its ranks see it."""
+
+    generation: int = -1
+    waiting: set[str] = field(default_factory=set)
+    over: bool = False
+    regroup: bool = False
+    save: bool = False
+    formed: bool = False
+    step: int = -1
+    began_s: float | None = None
+    """When its step began; None between steps."""
+    held_s: float | None = None
+    """When its ranks heard that it is over."""
+    gone_s: dict[str, float] = field(default_factory=dict)
+    copies: StateCopies | None = None
+    """If they are made."""
+    sent: dict[int, int] = field(default_factory=dict)
+    """By rank: bytes of state that it sends to others."""
+    received: dict[int, int] = field(default_factory=dict)
