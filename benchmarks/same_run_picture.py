@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from varuna.observe.report import largest_relative_difference
-from varuna.observe.svg import element, picture
+from varuna.pictures.svg import element, picture
 
 Act = Literal["kill", "freeze", "start"]
 _Scale = Callable[[float], float]

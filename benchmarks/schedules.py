@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -23,7 +24,7 @@ from typing import Any
 from benchmarks.emulated.network import NETWORKS, Network
 from varuna.calibration.format import Jitter
 from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
-from varuna.observe.gantt import Panel, draw, measured, simulated
+from varuna.pictures.gantt import Bar, Panel, draw, simulated
 from varuna.schedule.actions import Action, Kind
 from varuna.schedule.policy import POLICIES, split_last
 from varuna.simulator.bounds import lower_bounds_s
@@ -85,6 +86,24 @@ def figure() -> str:
         trace = step(uniform(4), policy, 5)
         panels.append(simulated(title, f"bubble {trace.bubble_fraction:.0%}", trace))
     return draw("One step of 4 stages and 5 micro-batches, in units of one forward", panels, unit="units")
+
+
+def measured(title: str, note: str, stages: Sequence[StepTimes]) -> Panel:
+    """The panel of a step that ran, from the times of one replica's stages, whose clocks must agree.
+
+    Times count from the first action.
+    """
+    zero_s = min((took.begin_s for times in stages for took in times.actions), default=0.0)
+    rows = []
+    for times in stages:
+        bars = [
+            Bar(a.kind.value, a.micro_batch, begin_s - zero_s, end_s - zero_s) for a, begin_s, end_s, _ in times.actions
+        ]
+        bars += [
+            Bar(name, -1, begin_s - zero_s, end_s - zero_s) for name, begin_s, end_s in times.phases if name == "reduce"
+        ]
+        rows.append(tuple(bars))
+    return Panel(title, note, tuple(rows))
 
 
 def measured_figure(network: str, stages: int, micro_batches: int) -> str:

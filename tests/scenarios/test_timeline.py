@@ -12,11 +12,12 @@ import pytest
 
 from tests.scenarios.launch import Done, environment, run, varuna, varuna_command
 from tests.scenarios.warm import Process
-from tests.unit.observe.test_chrome_trace import check_format
+from tests.unit.pictures.test_chrome_trace import check_format
 from tests.waiting import wait_for
 from varuna.core.times import StepTimeline
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
-from varuna.observe.step_picture import simulation_of
+from varuna.pictures.step_picture import simulation_of
+from varuna.pictures.step_split import split_waits
 
 pytestmark = pytest.mark.timeout(300)
 STEPS, AHEAD = 60, 20
@@ -69,11 +70,26 @@ def check_measured(found: StepTimeline) -> None:
         sender = ranks[neighbour]
         left_s = {s.micro_batch: sender.zero_s + s.begin_s for s in sender.sent if s.kind == kind}
         assert sorted(left_s) == mine
+        came_s = {came.micro_batch: rank.zero_s + came.at_s for came in rank.came if came.kind == kind}
+        assert sorted(came_s) == mine
+        assert all(left_s[micro_batch] <= came_s[micro_batch] for micro_batch in mine)
         waited_until = {wait.end_s for wait in rank.waits}
         for did in rank.actions:
             if did.kind in kinds:  # its time of choosing counts with it, unless the rank had waited
                 needed_s = did.begin_s if did.begin_s in waited_until else did.end_s
                 assert left_s[did.micro_batch] <= rank.zero_s + needed_s
+
+
+def check_split(found: StepTimeline) -> None:
+    """All waits are told apart, on one clock; some of them are for messages that are on their way."""
+    split = split_waits(found)
+    assert split is not None
+    assert split.uncertain_s == 0
+    for stage in range(found.plan.stages):
+        ranks = [rank for rank in found.ranks if found.plan.place_of(rank.rank).stage == stage]
+        waited_s = sum(wait.end_s - wait.begin_s for rank in ranks for wait in rank.waits) / len(ranks)
+        assert split.transfer_s[stage] + split.idle_s[stage] == pytest.approx(waited_s)
+    assert sum(split.transfer_s) > 0
 
 
 def check_simulated(found: StepTimeline) -> None:
@@ -116,6 +132,7 @@ def test_a_living_run_shows_steps_and_profiles_and_its_losses_stay_the_same(tmp_
         found = read_timeline(living.folder, step)
         assert found is not None
         check_measured(found)
+        check_split(found)
         check_simulated(found)
     over = command("timeline", *where, "-o", str(picture))
     assert f"step {STEPS - 1} of plan 2x2" in over.out

@@ -15,7 +15,7 @@ from varuna.cli import options
 from varuna.core.errors import UsageError
 from varuna.core.plan import Plan
 from varuna.core.units import format_bytes, format_duration
-from varuna.observe.gantt import draw, simulated
+from varuna.pictures.gantt import draw, simulated
 from varuna.planner.choose import best_plan
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.profile import profile

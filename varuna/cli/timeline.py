@@ -54,8 +54,8 @@ def timeline(
     """
     if output is not None and output.suffix not in (".svg", ".json"):
         raise UsageError(f"{output} has no known format. End the name in .svg for a picture, in .json for a trace.")
-    from varuna.observe.chrome_trace import chrome_trace
-    from varuna.observe.step_picture import picture, simulation_of
+    from varuna.pictures.chrome_trace import chrome_trace
+    from varuna.pictures.step_picture import picture, simulation_of
 
     found = _timeline_of(run, step)
     trace = simulation_of(found) if simulated else None

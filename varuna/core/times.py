@@ -123,6 +123,15 @@ class Sent(NamedTuple):
     end_s: float
 
 
+class Came(NamedTuple):
+    """A message from a neighbouring stage was here, whole."""
+
+    kind: str
+    """activation or gradient"""
+    micro_batch: int
+    at_s: float
+
+
 class Summed(NamedTuple):
     """An all-reduce of one section's gradients, in the background."""
 
@@ -146,6 +155,7 @@ class RankTimeline(Value):
     waits: Annotated[tuple[Did, ...], Field(max_length=MOST_ROWS)] = ()
     ends: Annotated[tuple[EndPart, ...], Field(max_length=64)] = ()
     sent: Annotated[tuple[Sent, ...], Field(max_length=MOST_ROWS)] = ()
+    came: Annotated[tuple[Came, ...], Field(max_length=MOST_ROWS)] = ()
     sums: Annotated[tuple[Summed, ...], Field(max_length=MOST_ROWS)] = ()
 
     @property

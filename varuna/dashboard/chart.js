@@ -11,8 +11,8 @@ const view = { axis: "time", share: 1, reading: null };
 const shapes = [];
 let drawn = null;
 
-/** Draw the run; `again()` asks for another drawing. */
-export function prepareChart(again) {
+/** Draw the run; `again()` asks for another drawing, and `showNear(step)` shows a step's picture. */
+export function prepareChart(again, showNear) {
   for (const button of document.querySelectorAll("[data-axis], [data-range]")) {
     button.addEventListener("click", () => {
       if (button.dataset.axis) view.axis = button.dataset.axis;
@@ -28,9 +28,13 @@ export function prepareChart(again) {
     readAt(event.clientX - box.left);
   });
   chart.addEventListener("pointerleave", () => readNothing());
+  chart.addEventListener("click", () => {
+    if (view.reading !== null && drawn?.found[view.reading]) showNear(drawn.found[view.reading].point.last);
+  });
   chart.addEventListener("keydown", (event) => {
     const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -1e9, End: 1e9 }[event.key];
     if (event.key === "Escape") readNothing();
+    if (event.key === "Enter" && view.reading !== null && drawn?.found[view.reading]) showNear(drawn.found[view.reading].point.last);
     if (!move || !drawn?.found.length) return;
     event.preventDefault();
     const last = drawn.found.length - 1;

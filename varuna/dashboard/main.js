@@ -11,6 +11,7 @@ import { drawCheckpoints, drawCost, drawNumbers } from "./numbers.js";
 import { drawPlans, drawSplit, preparePlans, refreshPlans } from "./plans.js";
 import { drawStory, prepareStory } from "./story.js";
 import { enter, listen } from "./stream.js";
+import { drawTimeline, prepareTimeline, showNear } from "./timeline.js";
 
 const THEMES = ["auto", "light", "dark"];
 const run = nothing();
@@ -37,6 +38,7 @@ function drawAll() {
   drawGrid(run);
   drawStory(run);
   drawSplit(run);
+  drawTimeline(run);
   drawPlans(run);
   drawCheckpoints(run);
   drawCost(run);
@@ -89,10 +91,11 @@ function prepareTheme() {
 }
 
 prepareTheme();
-prepareChart(() => again());
+prepareChart(() => again(), showNear);
 prepareGrid({ again: () => again("grid"), showLog, drain: (node) => ask("drain", node), canAct: () => canAct(run) });
 preparePlans();
-prepareStory(() => again("story"));
+prepareTimeline();
+prepareStory(() => again("story"), showNear);
 prepareLogs();
 prepareActions();
 addEventListener("hashchange", () => location.reload());

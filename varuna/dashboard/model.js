@@ -5,7 +5,7 @@ const MOST_MARKS = 600;
 
 export function nothing() {
   return {
-    known: false, buckets: [], recent: [], bands: [], marks: [], timed: null, checkpoint: null, ended: null,
+    known: false, buckets: [], recent: [], bands: [], marks: [], timed: null, waits: null, checkpoint: null, ended: null,
     status: {}, workers: new Map(),
   };
 }
@@ -79,6 +79,15 @@ export function points(run) {
 }
 
 export const newest = (run) => run.recent.at(-1) ?? null;
+
+/** Measured stages with their waits told apart, as far as steps of the same generation were looked at. */
+export function splitWaits(timed, waits) {
+  if (waits?.generation !== timed.generation || waits.transfer_share.length !== timed.stages.length) return timed.stages;
+  return timed.stages.map((stage, at) => {
+    const transfer_s = stage.waited_s * waits.transfer_share[at];
+    return { ...stage, transfer_s, idle_s: stage.waited_s - transfer_s, waited_s: 0 };
+  });
+}
 
 /** What the run does, as one word that the page's colours follow. */
 export function phase(run) {

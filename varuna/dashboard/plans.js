@@ -2,17 +2,17 @@
 
 import { byId, legend, make, say } from "./dom.js";
 import { bytes, counted, number, percent, span } from "./format.js";
-import { newest } from "./model.js";
+import { newest, splitWaits } from "./model.js";
 import { read } from "./stream.js";
 
 const PREDICTED = [["compute", "compute_s"], ["transfer", "transfer_s"], ["all-reduce", "reduce_s"], ["optimizer", "optimizer_s"], ["idle", "idle_s"]];
-const MEASURED = [["compute", "compute_s"], ["all-reduce", "reduced_s"], ["optimizer", "ending_s"], ["waiting", "waited_s"]];
+const MEASURED = [["compute", "compute_s"], ["transfer", "transfer_s"], ["all-reduce", "reduced_s"], ["optimizer", "ending_s"], ["idle", "idle_s"], ["waiting", "waited_s"]];
 const MOST_STAGES = 16;
 let table = null, asked = "", busy = false;
 
 export function preparePlans() {
   legend(byId("split-legend"), [["part-compute", "compute"], ["part-transfer", "transfer"], ["part-all-reduce", "all-reduce"],
-    ["part-optimizer", "optimizer, vote and the rest"], ["part-idle", "idle"], ["part-waiting", "waiting: transfer and idle together"]]);
+    ["part-optimizer", "optimizer, vote and the rest"], ["part-idle", "idle"], ["part-waiting", "waiting: transfer or idle"]]);
 }
 
 /** Ask the planner when a generation has begun to train, or when measured times are new. */
@@ -37,16 +37,14 @@ export function drawSplit(run) {
   const rows = [], running = table?.running, timed = run.timed?.generation === run.status.generation ? run.timed : null;
   if (running) rows.push(["predicted", PREDICTED, running, running.step_s]);
   if (timed?.stages.length) {
-    rows.push(["measured", MEASURED, mean(timed.stages), mean(timed.stages).step_s]);
-    const stages = timed.stages.length > 1 ? timed.stages.slice(0, MOST_STAGES) : [];
+    const split = splitWaits(timed, run.waits), whole = mean(split);
+    rows.push(["measured", MEASURED, whole, whole.step_s]);
+    const stages = split.length > 1 ? split.slice(0, MOST_STAGES) : [];
     rows.push(...stages.map((stage, at) => [`stage ${at}`, MEASURED, stage, stage.step_s]));
   }
   const box = byId("split-bars"), key = JSON.stringify(rows);
   byId("split-legend").hidden = !rows.length;
   say(byId("split-note"), note(run, running, timed));
-  const newest_step = newest(run);
-  byId("split-command").hidden = !newest_step;
-  if (newest_step) say(byId("split-timeline"), `varuna timeline --step ${newest_step[0]} --simulated`);
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   const longest = Math.max(...rows.map(([, , , whole]) => whole));
@@ -59,10 +57,16 @@ function note(run, running, timed) {
   else if (!table.measured) said.push("The prediction is from operation counts and nominal hardware: it ranks plans, but its seconds may be far off.");
   if (!timed) said.push(run.status.read_only ? "No measured times were kept for the last generation." : "Measured parts are known after some seconds of training in a generation; until then only whole steps are.");
   else if ((timed.stages.length ?? 0) > MOST_STAGES) said.push(`The first ${MOST_STAGES} of ${timed.stages.length} stages are shown.`);
-  if (timed) said.push("Workers tell how long they waited, but not for what: transfer and idle cannot be told apart in measured steps.");
+  if (timed && run.waits?.generation !== timed.generation) said.push("What waits were for is known after a step was looked at, if the clocks of all machines can be compared.");
+  else if (timed) said.push(looked(run.waits));
   const step = newest(run);
   if (!timed && run.status.step_s && step) said.push(`The newest step took ${span(run.status.step_s)}.`);
   return said.join(" ");
+}
+
+function looked({ step, looks, uncertain_s }) {
+  const off = uncertain_s ? ` Clocks of machines agree to within ${span(uncertain_s)}, and so do the begins of transfers.` : "";
+  return `A wait is transfer while its message is on its way, and idle before; told apart in ${looks === 1 ? `step ${step}` : `${looks} steps, the newest is ${step}`}.${off}`;
 }
 
 function mean(stages) {

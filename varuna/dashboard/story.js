@@ -7,7 +7,11 @@ const FEW = 30;
 const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", morph: "morph", joined: "joined", left: "left", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
 const state = { all: false, key: "" };
 
-export function prepareStory(again) {
+/** `showNear(step)` shows a step's picture. */
+export function prepareStory(again, showNear) {
+  byId("story-list").addEventListener("click", ({ target }) => {
+    if (target.dataset.step) showNear(Number(target.dataset.step));
+  });
   byId("story-more").addEventListener("click", () => {
     state.all = !state.all;
     again();
@@ -23,5 +27,6 @@ export function drawStory(run) {
   more.textContent = state.all ? "show fewer" : `show all ${run.marks.length}`;
   byId("story-list").replaceChildren(...shown.toReversed().map((mark) => make("li", { class: mark.kind },
     make("time", { datetime: new Date(mark.time_s * 1000).toISOString() }, clock(mark.time_s)), " ",
-    make("span", { class: "kind" }, NAMES[mark.kind] ?? mark.kind), " ", make("span", { class: "text" }, mark.text))));
+    make("span", { class: "kind" }, NAMES[mark.kind] ?? mark.kind), " ", make("span", { class: "text" }, mark.text),
+    mark.kind === "morph" && mark.step !== null ? make("button", { type: "button", class: "look", "data-step": String(mark.step), title: "what each rank did there" }, `step ${mark.step}`) : null)));
 }

@@ -1,4 +1,4 @@
-"""What happens inside a run, for people: progress lines, reports, Gantt pictures.
+"""What happens inside a run, for people: progress lines, the view in a terminal, reports.
 
-In: a run's events, and rows of simulated or measured steps. Out: text and SVG. Nothing here decides anything.
+In: a run's events. Out: text. Nothing here decides anything.
 """

@@ -135,6 +135,27 @@ def _step_time(status: Mapping[str, Any]) -> list[str]:
     return [f"a step takes {measured}"]
 
 
+def step_parts(status: Mapping[str, Any]) -> str:
+    """What a step's time went to, as a mean over the stages; empty before that was measured."""
+    timed, waits = status["timed"], status["waits"]
+    if timed is None or not timed["stages"] or timed["generation"] != status["generation"]:
+        return ""
+    stages = timed["stages"]
+    is_split = waits is not None and waits["generation"] == timed["generation"]
+    shares = waits["transfer_share"] if is_split else [0.0] * len(stages)
+    whole_s = sum(stage["step_s"] for stage in stages)
+    transfer_s = sum(stage["waited_s"] * share for stage, share in zip(stages, shares, strict=True))
+    waited_s = sum(stage["waited_s"] for stage in stages)
+    parts = {
+        "compute": sum(stage["compute_s"] for stage in stages),
+        "transfer": transfer_s if is_split else 0.0,
+        "all-reduce": sum(stage["reduced_s"] for stage in stages),
+        "optimizer and vote": sum(stage["ending_s"] for stage in stages),
+        ("idle" if is_split else "transfer or idle"): waited_s - transfer_s,
+    }
+    return ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in parts.items() if seconds >= whole_s / 200)
+
+
 def _kept(status: Mapping[str, Any]) -> list[str]:
     if not status["checkpoint_dir"]:
         return ["no checkpoints"] if status["steps"] else []

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna.core.units import format_duration
-from varuna.observe.live_view import headline, numbers
+from varuna.observe.live_view import headline, numbers, step_parts
 
 _NEWEST = 8
 """Generations that are shown."""
@@ -17,6 +17,8 @@ _NEWEST = 8
 def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> RenderableType:
     """The answer of ``/status`` for people, once."""
     parts: list[RenderableType] = [headline(status, width, None), *numbers(status, width, plain=plain)]
+    if words := step_parts(status):
+        parts.append(Text(f"of a step  {words}"))
     if status["workers"]:
         parts.append(_workers(status))
     if status["generations"]:

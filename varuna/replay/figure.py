@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from varuna.observe.svg import element, picture
+from varuna.pictures.svg import element, picture
 from varuna.replay.report import ReplayOutcome, Stretch
 
 _WIDTH, _HEIGHT = 1200, 640

@@ -23,7 +23,7 @@ from varuna.engine.links.gpu_links import GpuChannel
 from varuna.engine.links.message import DeviceMessage, Packed
 from varuna.process.threads import start
 
-_REMEMBERED = 256
+_REMEMBERED, _ARRIVALS_REMEMBERED = 256, 20_000
 _POSTED = 2
 """Receives that wait for their message: with one, the next message would first have to ask for a place."""
 
@@ -161,6 +161,8 @@ class Receiver:
         self._expected, self._copies, self._channel = expected, copies, channel
         self._places = places
         self._untaken: deque[Hashable] = deque()
+        self.arrivals: deque[tuple[Hashable, float]] = deque(maxlen=_ARRIVALS_REMEMBERED)
+        """keys of the newest messages in order, each with the time at which it was here, for whoever takes them"""
         start(f"receive-{name}", self._run)
 
     def _run(self) -> None:
@@ -176,7 +178,10 @@ class Receiver:
                     key, body, work = posted.popleft()
                     if self._places is not None:
                         self._untaken.append(key)
-                    self._inbox.put(key, self._whole(work.wait(), body))
+                    whole = self._whole(work.wait(), body)
+                    self.arrivals.append((key, time.monotonic()))  # first: the training thread may act on it at once
+                    self._inbox.put(key, whole)
+                    del whole
                 elif self._untaken:
                     self._inbox.pause(lambda: self._free() > 0)
                 else:

@@ -117,10 +117,11 @@ class ForwardPass:
         apart = frozenset(section for peer, section in ends if peer in direct.sends)
         self.layouts = Layouts(plan, stage.sections, model.graphs, self.variants, apart)
         self.downstream: Sender | None = None
+        self.upstream: Receiver | None = None
         if stage.index > 0:
             expected = self.expected(self._activation, self.layouts.activation_in, self._work_of, steps)
             name, channel = self.link_name(rank - 1), direct.receives.get(rank - 1)
-            Receiver(groups.world, rank - 1, purpose.tag, inbox, name, expected, self._copies, channel)
+            self.upstream = Receiver(groups.world, rank - 1, purpose.tag, inbox, name, expected, self._copies, channel)
         if not stage.is_last:
             name, channel = self.link_name(rank + 1), direct.sends.get(rank + 1)
             self.downstream = Sender(groups.world, rank + 1, purpose.tag, inbox, name, channel)

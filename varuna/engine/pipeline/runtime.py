@@ -21,7 +21,7 @@ from varuna.engine.pipeline.forward_pass import TRAINING, ForwardPass
 from varuna.engine.pipeline.input_stash import InputStash, StashedInput
 from varuna.engine.pipeline.lookahead import lookahead_of
 from varuna.engine.pipeline.reduce import Reducer
-from varuna.engine.pipeline.timeline import Messages, StepPhase, StepTimes
+from varuna.engine.pipeline.timeline import Messages, StepPhase, StepTimes, taken
 from varuna.engine.stage.section import Examples, Tape
 from varuna.engine.stage.stage import Left, Stage
 from varuna.partition.batch_weight import WeightFunction
@@ -110,6 +110,7 @@ class Runtime:
     def _open_gradient_links(self, groups: Groups) -> None:
         stage, rank, forward_pass = self._stage, self._rank, self._forward_pass
         self._upstream: Sender | None = None
+        self._receivers = [] if forward_pass.upstream is None else [forward_pass.upstream]
         if stage.index > 0:
             where = (groups.world, rank - 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank - 1))
             self._upstream = Sender(*where, groups.direct.sends.get(rank - 1))
@@ -118,7 +119,8 @@ class Runtime:
             expected = forward_pass.expected("gradient", self._layouts.gradient_in, self._backward_order, steps)
             where = (groups.world, rank + 1, _GRADIENT_TAG, self._inbox, forward_pass.link_name(rank + 1))
             channel = groups.direct.receives.get(rank + 1)
-            Receiver(*where, expected, self._copies, channel, places=GRADIENTS_COMING)
+            receiver = Receiver(*where, expected, self._copies, channel, places=GRADIENTS_COMING)
+            self._receivers.append(receiver)
 
     def _policy(self, micro_batches: int) -> Policy:
         plan, stage = self._plan, self._stage.index
@@ -227,10 +229,12 @@ class Runtime:
         """Messages of the step that has just ended."""
         down, up = self._downstream, self._upstream
         order = self._orders[len(self._mine)]
+        assert self.times is not None
         return Messages(
             micro_batches=tuple(self._mine),
             activations=list(enumerate(down.take_begun())) if down is not None else [],
             gradients=list(zip(order, up.take_begun(), strict=False)) if up is not None else [],
+            arrivals=[a for each in self._receivers for a in taken(each.arrivals, self.times.step, self._mine)],
         )
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
 """What a rank did in a step, and when: the one record behind heartbeats, calibration and pictures of steps."""
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -32,13 +33,22 @@ class StepPhase(NamedTuple):
     end_s: float
 
 
+class MessageCame(NamedTuple):
+    """A message was here, whole: activation or gradient of a micro-batch within the replica."""
+
+    kind: str
+    micro_batch: int
+    at_s: float
+
+
 class Messages(NamedTuple):
-    """What one rank sent in a step, each with the micro-batch that it belongs to, within the replica."""
+    """What one rank sent and got in a step, each with the micro-batch that it belongs to, within the replica."""
 
     micro_batches: tuple[int, ...]
     """numbers within the global batch, by those within the replica"""
     activations: Sequence[tuple[int, Carry]]
     gradients: Sequence[tuple[int, Carry]]
+    arrivals: Sequence[MessageCame] = ()
 
 
 class StepTimes(NamedTuple):
@@ -85,3 +95,21 @@ class StepTimes(NamedTuple):
 
 def _sum(rows: Iterable[Took]) -> float:
     return sum(row.seconds for row in rows)
+
+
+def taken(arrivals: deque[tuple[Hashable, float]], step: int, mine: Sequence[int]) -> list[MessageCame]:
+    """Remove a step's arrivals from those of a receiver, whose keys are of a kind, a step and a micro-batch.
+
+    Those of the next step, which the sender may have begun, stay. ``mine`` are the step's micro-batches of this rank.
+    """
+    local, found = {micro_batch: at for at, micro_batch in enumerate(mine)}, []
+    while arrivals:
+        key, at_s = arrivals[0]
+        assert isinstance(key, tuple)
+        kind, of, micro_batch = key
+        if of > step:
+            break
+        arrivals.popleft()
+        if of == step and micro_batch in local:
+            found.append(MessageCame(kind, local[micro_batch], at_s))
+    return found

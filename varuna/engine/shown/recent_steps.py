@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from varuna.core.messages import StepShown
-from varuna.core.times import Did, EndPart, RankTimeline, Sent, Summed
+from varuna.core.times import Came, Did, EndPart, RankTimeline, Sent, Summed
 from varuna.engine.links.carry import Carry
 from varuna.engine.pipeline.timeline import Messages, StepTimes, Took
 
@@ -101,6 +101,7 @@ class RecentSteps:
                 for kind, carries in travelled
                 for micro_batch, carry in carries
             ),
+            came=tuple(Came(kind, micro_batch, since(at_s)) for kind, micro_batch, at_s in ran.messages.arrivals),
             sums=tuple(Summed(carry.size_bytes, since(carry.begin_s), since(carry.end_s)) for carry in ran.sums),
         )
 

@@ -259,6 +259,7 @@ class Session:
             standing.forget_votes()
         if self._saver is not None:
             self._saver.inherit(assignment)
+        self.heartbeat.reporter.begin()  # before a beat can name the new generation, with times of the old one
         if assignment.is_spare:
             standing.take(None)
             formed.groups.abandon()
@@ -272,7 +273,6 @@ class Session:
             self._saver.begin(stage, assignment)
         generation = open_generation(self._setting, assignment, inbox, formed.groups, stage, copy)
         self._close_current()
-        self.heartbeat.reporter.begin()
         inbox.expect_step(plan.step_s)
         self.current, self.heartbeat.runtime = generation, generation.runtime
         return generation

@@ -159,6 +159,8 @@ class Calibrator:
         rank = fleet.rank_of(worker)
         if beat.times is None or fleet.job is None or beat.generation != fleet.generation or rank is None:
             return []
+        if rank >= fleet.record.plan.workers:
+            return []  # a spare of an older version, which tells what it did before
         if self._generation != fleet.generation:
             self._generation, self._heard, self._due_steps, self._due_beats = fleet.generation, {}, LEAST_STEPS, 0
         known = self._heard.get(rank)

@@ -33,6 +33,7 @@ class KeptRun:
             self._picture.take(event)
             if isinstance(event, GenerationStarted):
                 self._plan, self._generation = event.record.plan.model_dump(), event.record.generation
+        self.folder = folder
         self.logs = folder / "logs" if (folder / "logs").is_dir() else folder
 
     @property
@@ -69,6 +70,7 @@ def kept_api(run: KeptRun, feed: LiveFeed, logins: Logins) -> OperatorApi:
     return OperatorApi(
         status=run.status,
         logs=run.logs,
+        run_dir=run.folder,
         ask=lambda event: False,
         audit=Audit(lambda event: None),
         feed=feed,

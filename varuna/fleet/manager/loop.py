@@ -53,6 +53,7 @@ from varuna.fleet.state.run_events import (
     RunEnded,
     RunEvent,
     StepRecorded,
+    WaitsSplit,
     WorkerLost,
 )
 from varuna.process.background_work import BackgroundWork
@@ -202,7 +203,7 @@ class Manager:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
                 done.set()
-            case Audited() | Notice() | GenerationTimed() | CheckpointCommitted() | Priced():
+            case Audited() | Notice() | GenerationTimed() | WaitsSplit() | CheckpointCommitted() | Priced():
                 self._publish(event)
             case Broken(error=error):
                 raise error

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from varuna.core.messages import Beat
 from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.state.inputs import Event
-from varuna.fleet.state.run_events import Audited, CheckpointCommitted, GenerationTimed, Notice, Priced
+from varuna.fleet.state.run_events import Audited, CheckpointCommitted, GenerationTimed, Notice, Priced, WaitsSplit
 
 _ASK_S = 8.0  # less than the patience of who asks
 
@@ -46,6 +46,7 @@ Posted = (
     | Audited
     | Notice
     | GenerationTimed
+    | WaitsSplit
     | Priced
     | CheckpointCommitted
     | Broken

@@ -20,8 +20,10 @@ from varuna.fleet.page.answers import HEADERS, error, finite
 from varuna.fleet.page.files import page_routes
 from varuna.fleet.page.live_feed import MOST_PAGES, LiveFeed
 from varuna.fleet.page.logins import Logins
+from varuna.fleet.page.step_sheet import DeskAnswer, drawn, recorded_step
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.registry import TOKEN_LIFE_S
+from varuna.fleet.run_folder.timelines import kept_steps
 from varuna.fleet.state.inputs import DrainRequested, Event, FinishRequested, MorphRequested, SaveRequested
 
 _MAX_BODY_BYTES = 4096
@@ -77,7 +79,9 @@ class OperatorApi:
     plans: Callable[[], dict[str, object]] = dict
     """The planner's table for the workers that there are now."""
     desk: StepDesk | None = None
-    """Shows what happened in a step; None: nobody can look."""
+    """Shows what happened in a step; None: there is only what was recorded."""
+    run_dir: Path | None = None
+    """Timelines are recorded there."""
     hosts: Callable[[], dict[str, object]] = dict
     """What other machines have told of themselves, by machine."""
     mint: Callable[[int, float], str] | None = None
@@ -102,6 +106,8 @@ class OperatorApi:
             Route("/plans", self._plans),
             Route("/hosts", self._hosts),
             Route("/timeline", self._timeline),
+            Route("/timeline.svg", self._timeline_picture),
+            Route("/timelines", self._timelines),
             Route("/profile", self._profile, methods=["POST"]),
             Route("/profile/{rank:int}/{first:int}", self._profiled),
             Route("/metrics", self._metrics),
@@ -148,11 +154,30 @@ class OperatorApi:
         """``?step=``, of a step that may lie ahead (202 until it is over); without it the newest one."""
         if not self._may_read(request):
             return self._refuse(request, "read a timeline")
-        step = request.query_params.get("step", "")
-        if self.desk is None or not re.fullmatch(r"\d{0,12}", step):
-            return error(422, "pass step= as the number of a step")
-        answer = await asyncio.to_thread(self.desk.timeline, int(step) if step else None)
+        answer = await asyncio.to_thread(self._told_of, request.query_params.get("step", ""))
         return Response(answer.body, answer.status, media_type="application/json", headers=HEADERS)
+
+    async def _timeline_picture(self, request: Request) -> Response:
+        """The same as a picture, with the step as it would be if nothing had taken longer than usual below."""
+        if not self._may_read(request):
+            return self._refuse(request, "read a timeline")
+        step = request.query_params.get("step", "")
+        answer = await asyncio.to_thread(lambda: drawn(self._told_of(step)))
+        kind = "image/svg+xml" if answer.status == 200 else "application/json"
+        return Response(answer.body, answer.status, media_type=kind, headers=HEADERS)
+
+    def _told_of(self, step: str) -> DeskAnswer:
+        if not re.fullmatch(r"\d{0,12}", step):
+            return DeskAnswer(422, b'{"error": "pass step= as the number of a step"}')
+        number = int(step) if step else None
+        return recorded_step(self.run_dir, number) if self.desk is None else self.desk.timeline(number)
+
+    async def _timelines(self, request: Request) -> Response:
+        """Steps whose timelines are recorded."""
+        if not self._may_read(request):
+            return self._refuse(request, "read what is recorded")
+        steps = [] if self.run_dir is None else await asyncio.to_thread(kept_steps, self.run_dir)
+        return JSONResponse({"steps": steps}, headers=HEADERS)
 
     async def _profiled(self, request: Request) -> Response:
         """202 until the steps are over; then the trace, compressed."""

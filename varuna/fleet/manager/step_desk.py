@@ -6,12 +6,20 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from varuna.core.messages import PROFILE_STEPS, ProfileSteps, Shown, ShowStep, StepShown, ToWorker
 from varuna.core.times import RankTimeline, StepTimeline
+from varuna.fleet.page.step_sheet import DeskAnswer, refusal
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline, write_timeline
-from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, RunEvent, StepRecorded, WorkerLost
+from varuna.fleet.state.run_events import (
+    GenerationRecord,
+    GenerationStarted,
+    RunEvent,
+    StepRecorded,
+    WaitsSplit,
+    WorkerLost,
+)
+from varuna.pictures.step_split import split_waits
 from varuna.process.background_work import BackgroundWork
 
 _LATE_S = 10.0
@@ -22,13 +30,10 @@ _TYPICAL = 4
 """This step of each generation is kept: by then caches are warm."""
 _MOST_ROWS = 100_000
 """Actions of a step over all ranks; of larger steps only those that somebody asks for are kept."""
-
-
-class DeskAnswer(NamedTuple):
-    """To an HTTP request: 200 with what was wanted, 202 as long as it is not there, or an error in words."""
-
-    status: int
-    body: bytes
+_LOOK_S, _LOOK_ROWS = 60.0, 25_000
+"""So often one more step is looked at, to learn what waits are for, unless steps are larger than that."""
+_LOOK_AHEAD = 2
+"""Steps until the one that is looked at: workers have heard of it by then."""
 
 
 @dataclass
@@ -39,6 +44,8 @@ class _Gathering:
     told: dict[str, RankTimeline | None] = field(default_factory=dict)
     first_s: float | None = None
     """when the first timeline came"""
+    keeps: bool = True
+    """whether it is written down; else it is only looked at"""
 
 
 @dataclass
@@ -60,6 +67,7 @@ class StepDesk:
         send: reaches a worker.
         steps: how many the run has, once that is known.
         fail: hears of an error that nobody foresaw.
+        told: hears what the waits of a step were for, on some thread.
         now_s: the time.
     """
 
@@ -70,9 +78,11 @@ class StepDesk:
         *,
         steps: Callable[[], int | None],
         fail: Callable[[BaseException], None],
+        told: Callable[[WaitsSplit], object] = lambda split: None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._run_dir, self._send, self._steps, self._now_s = run_dir, send, steps, now_s
+        self._told = told
         self._disk = BackgroundWork("timelines", fail)  # the manager does not wait for it
         self._lock = threading.RLock()
         self._records: dict[int, GenerationRecord] = {}
@@ -81,6 +91,7 @@ class StepDesk:
         """the newest that was recorded"""
         self._lost: dict[str, str] = {}
         self._wanted: dict[int, _Gathering] = {}
+        self._look, self._looked_s = -1, now_s()
         self._writing: set[int] = set()
         self._unknown: set[int] = set()
         """steps of which no worker knows anything, until somebody has heard that"""
@@ -101,6 +112,8 @@ class StepDesk:
                 case StepRecorded(step=step):
                     self._step = step
                     self._settle()
+                    if not is_past:
+                        self._look_at(step + _LOOK_AHEAD)
                 case WorkerLost(worker=worker, cause=cause):
                     self._lost[worker] = cause
                     self._settle()
@@ -134,8 +147,7 @@ class StepDesk:
 
     def _begin(self, record: GenerationRecord, before: GenerationRecord | None) -> None:
         """Of each generation a typical step is kept, and its last one by the workers that are still there."""
-        size = sum(3 * len(record.plan.micro_batches_of(replica)) for replica in range(record.plan.replicas))
-        if size * record.plan.stages <= _MOST_ROWS:
+        if _rows(record) <= _MOST_ROWS:
             steps = self._steps() or 0
             for step in (record.first_step + _TYPICAL, steps - 1):
                 if record.first_step <= step < steps:
@@ -148,6 +160,16 @@ class StepDesk:
         for step, gathering in self._wanted.items():
             if step >= record.first_step:
                 self._ask(step, gathering, record.grid)
+
+    def _look_at(self, step: int) -> None:
+        """Ask for one more step if the last look was long ago."""
+        steps, record = self._steps() or 0, self._newest
+        if record is None or self._look in self._wanted or step in self._wanted or step >= steps:
+            return
+        if self._now_s() >= self._looked_s + _LOOK_S and _rows(record) <= _LOOK_ROWS:
+            self._look, self._looked_s = step, self._now_s()
+            self._wanted[step] = _Gathering(keeps=False)
+            self._ask(step, self._wanted[step], record.grid)
 
     def _ask(self, step: int, gathering: _Gathering, workers: Iterable[str]) -> None:
         for worker in workers:
@@ -167,17 +189,22 @@ class StepDesk:
                 continue
             del self._wanted[step]
             if timelines:
-                self._write(self._joined(step, gathering, timelines))
-            else:
+                self._write(self._joined(step, gathering, timelines), keeps=gathering.keeps)
+            elif gathering.keeps:
                 self._unknown.add(step)
 
-    def _write(self, timeline: StepTimeline) -> None:
+    def _write(self, timeline: StepTimeline, *, keeps: bool) -> None:
         def write() -> None:
-            write_timeline(self._run_dir, timeline)
-            with self._lock:
-                self._writing.discard(timeline.step)
+            if keeps:
+                write_timeline(self._run_dir, timeline)
+                with self._lock:
+                    self._writing.discard(timeline.step)
+            if (split := split_waits(timeline)) is not None:
+                told = WaitsSplit(generation=timeline.generation, step=timeline.step, **split._asdict())
+                self._told(told)
 
-        self._writing.add(timeline.step)
+        if keeps:
+            self._writing.add(timeline.step)
         self._disk.do(write)
 
     def _joined(self, step: int, gathering: _Gathering, timelines: list[RankTimeline]) -> StepTimeline:
@@ -200,9 +227,11 @@ class StepDesk:
         with self._lock:
             step = self._step if step is None else step
             if self._newest is None or step < 0:
-                return _error(409, "no step is over yet. Name one with --step, and wait for it, or try again soon")
+                return refusal(409, "no step is over yet. Name one with --step, and wait for it, or try again soon")
             self._settle()
             is_coming = step in self._wanted or step in self._writing
+            if step in self._wanted:
+                self._wanted[step].keeps = True
         if not is_coming:
             if (kept := read_timeline(self._run_dir, step)) is not None:
                 return DeskAnswer(200, kept.model_dump_json().encode())
@@ -216,15 +245,15 @@ class StepDesk:
             if step in self._unknown:
                 self._unknown.discard(step)
                 kept = ", ".join(map(str, kept_steps(self._run_dir))) or "no step"
-                return _error(
+                return refusal(
                     404,
                     f"step {step} is over and was not recorded: workers remember only their newest steps. Recorded: "
                     f"{kept}. Name one of these, or a step that lies ahead: the newest is {self._step}",
                 )
             if (steps := self._steps()) is not None and step >= steps:
-                return _error(422, f"there is no step {step}: the run has steps 0 to {steps - 1}")
+                return refusal(422, f"there is no step {step}: the run has steps 0 to {steps - 1}")
             if len(self._wanted) >= _MOST_WANTED:
-                return _error(429, f"{_MOST_WANTED} steps are waited for already. Try again once some are over")
+                return refusal(429, f"{_MOST_WANTED} steps are waited for already. Try again once some are over")
             gathering = self._wanted[step] = _Gathering()
             assert self._newest is not None
             self._ask(step, gathering, self._newest.grid)
@@ -235,13 +264,13 @@ class StepDesk:
         with self._lock:
             record = self._newest
             if record is None:
-                return _error(409, "no generation has begun: there are no ranks yet. Try again soon")
+                return refusal(409, "no generation has begun: there are no ranks yet. Try again soon")
             if rank >= record.plan.workers:
-                return _error(422, f"there is no rank {rank}: ranks are 0 to {record.plan.workers - 1}")
+                return refusal(422, f"there is no rank {rank}: ranks are 0 to {record.plan.workers - 1}")
             if not first <= last < first + PROFILE_STEPS:
-                return _error(422, f"a profile is of at least one and at most {PROFILE_STEPS} steps")
+                return refusal(422, f"a profile is of at least one and at most {PROFILE_STEPS} steps")
             if first <= self._step:
-                return _error(404, f"step {first} is over: the newest is {self._step}. Name steps that lie ahead")
+                return refusal(404, f"step {first} is over: the newest is {self._step}. Name steps that lie ahead")
             worker, request = record.grid[rank], ProfileSteps(first=first, last=last)
             while len(self._profiles) >= _MOST_PROFILES:
                 del self._profiles[next(iter(self._profiles))]
@@ -254,13 +283,15 @@ class StepDesk:
         with self._lock:
             profile = self._profiles.get((rank, first))
             if profile is None:
-                return _error(404, f"nobody has asked for a profile of rank {rank} from step {first} on. Ask again")
+                return refusal(404, f"nobody has asked for a profile of rank {rank} from step {first} on. Ask again")
             if profile.failure is not None:
-                return _error(409, f"rank {rank} made no profile: {profile.failure}")
+                return refusal(409, f"rank {rank} made no profile: {profile.failure}")
             if profile.count and len(profile.parts) == profile.count:
                 return DeskAnswer(200, b"".join(profile.parts[number] for number in range(profile.count)))
             return DeskAnswer(202, json.dumps({"step": profile.request.last, "newest": self._step}).encode())
 
 
-def _error(status: int, text: str) -> DeskAnswer:
-    return DeskAnswer(status, json.dumps({"error": text}).encode())
+def _rows(record: GenerationRecord) -> int:
+    """About how many actions a step has over all ranks."""
+    plan = record.plan
+    return plan.stages * sum(3 * len(plan.micro_batches_of(replica)) for replica in range(plan.replicas))

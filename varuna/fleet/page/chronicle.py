@@ -11,6 +11,7 @@ from varuna.fleet.page.costs import Bill, Meter, shown
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
 from varuna.fleet.page.story import Mark, told
+from varuna.fleet.page.waits import Waits
 from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
@@ -22,6 +23,7 @@ from varuna.fleet.state.run_events import (
     RunEnded,
     RunEvent,
     StepRecorded,
+    WaitsSplit,
 )
 
 _MOST_BANDS = 1000
@@ -57,6 +59,7 @@ class Chronicle:
         self._most_bands = most_bands
         self._marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
         self._timed: dict[str, object] | None = None
+        self._waits = Waits()
         self._checkpoint: dict[str, object] | None = None
         self._ended: dict[str, object] | None = None
         self._newest_step: int | None = None
@@ -78,6 +81,9 @@ class Chronicle:
                 case GenerationTimed():
                     self._timed = timed(event)
                     self._note("timed", self._timed)
+                case WaitsSplit():
+                    self._waits.take(event)
+                    self._note("waits", self._waits.describe())
                 case CheckpointCommitted(step=step):
                     self._checkpoint = {"step": step, "time_s": round(time_s, 2)}
                     self._note("checkpoint", self._checkpoint)
@@ -137,6 +143,7 @@ class Chronicle:
                 "bands": list(self._bands),
                 "marks": [mark._asdict() for mark in self._marks],
                 "timed": self._timed,
+                "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
                 "ended": self._ended,
             }
@@ -148,6 +155,7 @@ class Chronicle:
                 "marks": [mark._asdict() for mark in list(self._marks)[-_NEWEST_MARKS:]],
                 "curve": self._steps.curve(_CURVE),
                 "timed": self._timed,
+                "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
                 **self._reckoned(total, now_s),
             }

@@ -10,11 +10,12 @@ from varuna.dashboard import ASSETS, PAGE, asset
 from varuna.fleet.page.answers import HEADERS
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
-    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "require-trusted-types-for 'script'; trusted-types 'none'"
 )
 """Browsers run scripts and take styles from this server's files alone, ask this server alone, and read no text as
-markup."""
+markup. A picture may also be one that the page has asked for with its session, which an address cannot carry."""
 
 
 def page_routes() -> list[Route]:

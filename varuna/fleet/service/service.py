@@ -227,7 +227,13 @@ class ManagerService(Generic[B]):
                 allowed=place.checkpoints,
                 committed=lambda step: self.mailbox.post(CheckpointCommitted(step=step)),
             )
-            self._desk = StepDesk(place.run_dir, self.workers.send, steps=lambda: self._steps, fail=self.mailbox.fail)
+            self._desk = StepDesk(
+                place.run_dir,
+                self.workers.send,
+                steps=lambda: self._steps,
+                fail=self.mailbox.fail,
+                told=self.mailbox.post,
+            )
             undo.callback(self._desk.close)
             for event in past.events if past is not None else ():
                 self._desk.take(event, is_past=True)
@@ -255,6 +261,7 @@ class ManagerService(Generic[B]):
                 feed=self._feed,
                 plans=self._plans,
                 desk=self._desk,
+                run_dir=place.run_dir,
             )
             self._api = self.workers.operator_api(plain)
             undo.callback(self._feed.close)

@@ -135,6 +135,19 @@ class GenerationTimed(Value):
     stages: tuple[RankTimes, ...]
 
 
+class WaitsSplit(Value):
+    """What the waits of one step were for, by stage: means over the replicas, in seconds of that step."""
+
+    kind: Literal["waits_split"] = "waits_split"
+    generation: int
+    step: int
+    transfer_s: tuple[float, ...] = Field(description="while the message was on its way")
+    idle_s: tuple[float, ...] = Field(
+        description="for any other reason: it was not made yet, or samples were not there"
+    )
+    uncertain_s: float = Field(description="how far apart clocks of machines may be; 0 where all ranks share one")
+
+
 class CheckpointCommitted(Value):
     """A checkpoint is complete: all its parts are in the store, and so is the manifest that makes them one."""
 
@@ -196,6 +209,7 @@ RunEvent = Annotated[
     | Morphed
     | StepRecorded
     | GenerationTimed
+    | WaitsSplit
     | CheckpointCommitted
     | Notice
     | Audited

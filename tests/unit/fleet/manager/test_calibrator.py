@@ -238,3 +238,15 @@ def test_a_better_plan_is_looked_for_in_the_memory_of_the_workers_devices(tmp_pa
     for name in ("w0", "w1"):
         heard.hear(known, name, beat(times()), 0.0)
     assert asked == [None, worker_bytes([gpu, gpu])]
+
+
+def test_what_a_spare_tells_keeps_nobody_from_learning(tmp_path: Path) -> None:
+    made, heard = fleet(), calibrator(tmp_path)
+    record = made.record.model_copy(update={"members": ("w0", "w1", "w2")})
+    spare = Worker(name="w2", replacement=False, standing=Standing.JOINED)
+    made = replace(made, history=(record,), workers=Workers((*made.workers.values(), spare)))
+    assert made.rank_of("w2") == 2
+    assert heard.hear(made, "w2", beat(times()), 0.0) == []
+    assert heard.hear(made, "w0", beat(times()), 0.0) == []
+    [told] = heard.hear(made, "w1", beat(times()), 0.0)
+    assert isinstance(told, GenerationTimed)

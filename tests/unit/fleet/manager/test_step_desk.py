@@ -7,9 +7,10 @@ import pytest
 from tests.unit.fleet.support import make_job, make_plan
 from varuna.core.messages import PROFILE_STEPS, ProfilePart, ProfileSteps, ShowStep, StepShown, ToWorker
 from varuna.core.times import Did, RankTimeline
-from varuna.fleet.manager.step_desk import DeskAnswer, StepDesk
+from varuna.fleet.manager.step_desk import StepDesk
+from varuna.fleet.page.step_sheet import DeskAnswer
 from varuna.fleet.run_folder.timelines import kept_steps, read_timeline
-from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, StepRecorded, WorkerLost
+from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted, StepRecorded, WaitsSplit, WorkerLost
 
 STEPS = 100
 PLAN = make_plan(make_job(steps=STEPS), 2, None, stages=2)
@@ -22,11 +23,13 @@ class Desk:
         self.sent: list[tuple[str, ToWorker]] = []
         self.now_s, self.folder = 0.0, folder
         self.errors: list[BaseException] = []
+        self.splits: list[WaitsSplit] = []
         self.desk = StepDesk(
             folder,
             lambda worker, message: self.sent.append((worker, message)),
             steps=lambda: STEPS,
             fail=self.errors.append,
+            told=self.splits.append,
             now_s=lambda: self.now_s,
         )
 
@@ -164,3 +167,38 @@ def test_a_profile_comes_in_pieces_or_with_the_reason_why_not(desk: Desk) -> Non
     desk.desk.take(WorkerLost(worker="a", rank=0, cause="killed by SIGKILL"))
     assert words(desk.desk.profiled(0, 30)) == "rank 0 made no profile: its worker is gone: killed by SIGKILL"
     assert desk.desk.profiled(0, 40).status == 404
+
+
+def test_once_a_minute_a_step_is_looked_at_for_what_waits_are_for_and_not_kept(desk: Desk) -> None:
+    desk.begin(0, "a", "b")
+    desk.record(10)
+    assert desk.asked(12) == []
+    desk.now_s = 61.0
+    desk.record(11)
+    desk.record(12)
+    assert (desk.asked(13), desk.asked(14)) == (["a", "b"], [])
+    desk.tell("a", 13, 0)
+    desk.tell("b", 13, 1)
+    desk.desk._disk.wait_for(lambda: None, 10.0)
+    assert [(split.step, split.generation, split.transfer_s) for split in desk.splits] == [(13, 0, (0.0, 0.0))]
+    assert kept_steps(desk.folder) == []
+    desk.now_s = 100.0
+    desk.record(14)
+    assert desk.asked(16) == []
+    desk.now_s = 122.0
+    desk.record(15)
+    assert desk.asked(17) == ["a", "b"]
+    assert desk.desk.timeline(17).status == 202  # somebody wants it: it is kept after all
+    desk.tell("a", 17, 0)
+    desk.tell("b", 17, 1)
+    assert whole(desk, 17)["step"] == 17
+    assert kept_steps(desk.folder) == [17]
+
+
+def test_a_step_that_a_worker_has_not_told_of_says_nothing_of_waits(desk: Desk) -> None:
+    desk.begin(0, "a", "b")
+    desk.desk.take(WorkerLost(worker="b", rank=1, cause="gone"))
+    desk.tell("a", 4, 0)
+    desk.desk._disk.wait_for(lambda: None, 10.0)
+    assert kept_steps(desk.folder) == [4]
+    assert desk.splits == []

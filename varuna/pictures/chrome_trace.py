@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from varuna.core.times import RankTimeline, StepTimeline
-from varuna.observe.clock_alignment import NEEDS, Alignment, align, in_words, receiver_of
-from varuna.observe.step_picture import begin_s
+from varuna.pictures.clock_alignment import NEEDS, Alignment, align, in_words, receiver_of
+from varuna.pictures.step_picture import begin_s
 from varuna.simulator.trace import StepTrace
 
 Event = dict[str, Any]

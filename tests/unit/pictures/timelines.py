@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from varuna.core.plan import Plan
-from varuna.core.times import Did, EndPart, RankTimeline, Sent, StepTimeline, Summed
+from varuna.core.times import Came, Did, EndPart, RankTimeline, Sent, StepTimeline, Summed
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
 
@@ -38,6 +38,12 @@ def a_step(ahead_s: Sequence[float], missing: int | None = None) -> StepTimeline
             for action, _, end_s in row
             if action.kind.value == makes[1]
         ]
+        gets = ("activation", "F") if stage == 1 else ("gradient", "B")
+        came = [
+            Came(gets[0], action.micro_batch, end_s + LATENCY_S)
+            for action, _, end_s in trace.rows[1 - stage]
+            if action.kind.value == gets[1]
+        ]
         done_s = row[-1][2]
         ends = EndPart("reduce", done_s, 20.0), EndPart("vote", 20.0, 20.5), EndPart("apply", 20.5, 21.0)
         ranks.append(
@@ -52,6 +58,7 @@ def a_step(ahead_s: Sequence[float], missing: int | None = None) -> StepTimeline
                 waits=tuple(waits),
                 ends=ends,
                 sent=tuple(sent),
+                came=tuple(came),
                 sums=(Summed(400, done_s, 20.0),),
             )
         )

@@ -2,9 +2,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from tests.unit.observe.timelines import a_step
+from tests.unit.pictures.timelines import a_step
 from varuna.core.errors import FleetError
-from varuna.observe.step_picture import picture, simulation_of
+from varuna.pictures.step_picture import picture, simulation_of
 
 SVG = "{http://www.w3.org/2000/svg}"
 

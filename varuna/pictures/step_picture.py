@@ -7,8 +7,8 @@ from statistics import median
 from varuna.core.errors import FleetError
 from varuna.core.times import Did, RankTimeline, StepTimeline
 from varuna.core.units import format_duration
-from varuna.observe.clock_alignment import Alignment, align, in_words
-from varuna.observe.gantt import Bar, Panel, draw, simulated
+from varuna.pictures.clock_alignment import Alignment, align, in_words
+from varuna.pictures.gantt import Bar, Panel, draw, simulated
 from varuna.simulator.costs import LinkCosts, PipelineCosts, StageCosts
 from varuna.simulator.step import simulate
 from varuna.simulator.trace import StepTrace

@@ -2,8 +2,8 @@ import math
 
 import pytest
 
-from tests.unit.observe.timelines import LATENCY_S, a_step
-from varuna.observe.clock_alignment import align, in_words
+from tests.unit.pictures.timelines import LATENCY_S, a_step
+from varuna.pictures.clock_alignment import align, in_words
 
 
 def test_clocks_that_are_seconds_apart_are_aligned_to_half_the_latency_of_messages() -> None:

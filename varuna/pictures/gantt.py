@@ -6,8 +6,7 @@ from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
-from varuna.engine.pipeline.timeline import StepTimes
-from varuna.observe.svg import element, picture
+from varuna.pictures.svg import element, picture
 from varuna.simulator.trace import StepTrace
 
 _WIDTH = 960.0
@@ -79,24 +78,6 @@ def simulated(title: str, note: str, trace: StepTrace) -> Panel:
             bars.append(Bar("reduce", -1, end_s, reduced_s))
         if trace.costs.optimizer_s:
             bars.append(Bar("optimizer", -1, trace.step_s - trace.costs.optimizer_s, trace.step_s))
-        rows.append(tuple(bars))
-    return Panel(title, note, tuple(rows))
-
-
-def measured(title: str, note: str, stages: Sequence[StepTimes]) -> Panel:
-    """The panel of a step that ran, from the times of one replica's stages, whose clocks must agree.
-
-    Times count from the first action.
-    """
-    zero_s = min((took.begin_s for times in stages for took in times.actions), default=0.0)
-    rows = []
-    for times in stages:
-        bars = [
-            Bar(a.kind.value, a.micro_batch, begin_s - zero_s, end_s - zero_s) for a, begin_s, end_s, _ in times.actions
-        ]
-        bars += [
-            Bar(name, -1, begin_s - zero_s, end_s - zero_s) for name, begin_s, end_s in times.phases if name == "reduce"
-        ]
         rows.append(tuple(bars))
     return Panel(title, note, tuple(rows))
 

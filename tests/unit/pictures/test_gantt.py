@@ -2,9 +2,7 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
-from varuna.engine.pipeline.timeline import StepPhase, StepTimes, Took
-from varuna.observe.gantt import Bar, Panel, draw, measured, simulated
-from varuna.schedule.actions import Action, Kind
+from varuna.pictures.gantt import Bar, Panel, draw, simulated
 from varuna.simulator.costs import LinkCosts, uniform
 from varuna.simulator.step import simulate
 
@@ -54,22 +52,9 @@ def test_all_reduce_and_optimizer_end_the_step() -> None:
     assert {"all-reduce", "optimizer"} <= set(texts_of(draw("", [panel])))
 
 
-def test_times_of_a_step_become_bars_from_its_first_action() -> None:
-    def ran(stage: int, begin_s: float, end_s: float) -> StepTimes:
-        forward = Took(Action(stage, Kind.FORWARD, 0), begin_s, end_s)
-        parts = StepPhase("reduce", end_s, end_s + 1.0), StepPhase("vote", end_s + 1.0, end_s + 2.0)
-        return StepTimes(3, 99.0, end_s, (forward,), (), parts)
-
-    panel = measured("measured", "", [ran(0, 100.0, 101.0), ran(1, 102.0, 103.5)])
-    assert panel.rows == (
-        (Bar("F", 0, 0.0, 1.0), Bar("reduce", -1, 1.0, 2.0)),
-        (Bar("F", 0, 2.0, 3.5), Bar("reduce", -1, 3.5, 4.5)),
-    )
-
-
 def test_titles_are_escaped() -> None:
     assert "a &lt;b&gt; &amp; c" in draw("a <b> & c", [Panel("x", "", ((Bar("F", 0, 0.0, 1.0),),))])
 
 
 def test_nothing_to_draw_is_still_a_picture() -> None:
-    assert ET.fromstring(draw("empty", [measured("none", "", [])])).tag == f"{SVG}svg"
+    assert ET.fromstring(draw("empty", [Panel("none", "", ())])).tag == f"{SVG}svg"

@@ -3,9 +3,9 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
-from tests.unit.observe.timelines import a_step
-from varuna.observe.chrome_trace import chrome_trace
-from varuna.observe.step_picture import simulation_of
+from tests.unit.pictures.timelines import a_step
+from varuna.pictures.chrome_trace import chrome_trace
+from varuna.pictures.step_picture import simulation_of
 
 Event = dict[str, Any]
 NEEDED = {
