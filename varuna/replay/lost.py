@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Cause(StrEnum):
+class LostBy(StrEnum):
     """Why samples are missing."""
 
     WARMING = "newcomers warming up"
@@ -27,10 +27,10 @@ class Cause(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Doing:
+class Spell:
     """What a run does for a while."""
 
-    why: Cause
+    why: LostBy
     """What is missing while it trains too slowly, or not at all."""
     samples_per_s: float = 0.0
     copied_per_s: float = 0.0
@@ -48,11 +48,11 @@ class Account:
         self._ideal = samples_per_s
         self._now_s = 0.0
         self._there = self._warm = 0
-        self._doing = Doing(Cause.WARMING)
-        self._lost: defaultdict[Cause, float] = defaultdict(float)
+        self._doing = Spell(LostBy.WARMING)
+        self._lost: defaultdict[LostBy, float] = defaultdict(float)
         self._trained = 0.0
 
-    def does(self, now_s: float, doing: Doing) -> None:
+    def does(self, now_s: float, doing: Spell) -> None:
         """From now on the run does something else."""
         self._pass_to(now_s)
         self._doing = doing
@@ -63,11 +63,11 @@ class Account:
         self._there += there
         self._warm += warm
 
-    def note(self, cause: Cause, samples: float) -> None:
+    def note(self, cause: LostBy, samples: float) -> None:
         """Samples were trained in vain."""
         self._lost[cause] += samples
 
-    def closed(self, now_s: float, samples: int) -> Mapping[Cause, float]:
+    def closed(self, now_s: float, samples: int) -> Mapping[LostBy, float]:
         """Samples lost by cause.
 
         Args:
@@ -75,8 +75,8 @@ class Account:
             samples: that are committed.
         """
         self._pass_to(now_s)
-        in_vain = self._trained - samples - self._lost[Cause.UNDONE] - self._lost[Cause.UNFINISHED]
-        return {**self._lost, Cause.BROKEN: in_vain}
+        in_vain = self._trained - samples - self._lost[LostBy.UNDONE] - self._lost[LostBy.UNFINISHED]
+        return {**self._lost, LostBy.BROKEN: in_vain}
 
     def _pass_to(self, now_s: float) -> None:
         passed_s, self._now_s = now_s - self._now_s, now_s
@@ -87,6 +87,6 @@ class Account:
         warming = min(max(0.0, missing), self._ideal(self._there) - self._ideal(self._warm))
         copied = min(missing - warming, doing.copied_per_s)
         self._trained += doing.samples_per_s * passed_s
-        self._lost[Cause.WARMING] += warming * passed_s
-        self._lost[Cause.COPYING] += copied * passed_s
+        self._lost[LostBy.WARMING] += warming * passed_s
+        self._lost[LostBy.COPYING] += copied * passed_s
         self._lost[doing.why] += (missing - warming - copied) * passed_s

@@ -11,7 +11,7 @@ from varuna.planner.goodput import young_s
 from varuna.replay.broken_steps import BrokenSteps
 from varuna.replay.costs import MorphCosts, RestartCosts
 from varuna.replay.job import job_of, state_bytes
-from varuna.replay.lost import Account, Cause
+from varuna.replay.lost import Account, LostBy
 from varuna.replay.plans import Plans
 from varuna.replay.report import ReplayOutcome, Stretch
 from varuna.replay.simulated_cluster import SimulatedCluster
@@ -82,8 +82,8 @@ class Replay:
             act()
         cluster.run_until(self._trace.end_s)
         steps = cluster.fleet.recorded_step + 1
-        account.note(Cause.UNDONE, history.undone * self._job.global_batch)
-        account.note(Cause.UNFINISHED, cluster.unfinished * self._job.global_batch)
+        account.note(LostBy.UNDONE, history.undone * self._job.global_batch)
+        account.note(LostBy.UNFINISHED, cluster.unfinished * self._job.global_batch)
         lost = account.closed(self._trace.end_s, steps * self._job.global_batch)
         return self._outcome(
             "morph",

@@ -48,11 +48,9 @@ from varuna.replay.costs import MorphCosts
 from varuna.replay.held import held_sums
 from varuna.replay.job import state_bytes
 from varuna.replay.life import Life, SimulatedWorker
-from varuna.replay.lost import Account, Cause, Doing
+from varuna.replay.lost import Account, LostBy, Spell
 
 _QUICK_S, _SLOW_S = 0.5, 30.0  # between ticks: while something is under way, and else
-_FEWEST_PER_HOUR = 1.0
-"""Losses that checkpoints are written for, however few were seen."""
 _VERSION = "replay"
 
 
@@ -217,7 +215,7 @@ class SimulatedCluster:
             case Hold(generation=generation) if generation == life.generation:
                 life.over = True
                 life.held_s = self.now_s if life.held_s is None else life.held_s
-                self._stall(Cause.REGROUPING)
+                self._stall(LostBy.REGROUPING)
                 self._schedule(self.now_s + self._costs.stop_s, lambda: self._report(worker, generation))
             case RaiseFlag(generation=generation, flag="regroup") if generation == life.generation:
                 life.regroup = True
@@ -265,22 +263,22 @@ class SimulatedCluster:
         if not self._life.waiting:
             generation = assignment.generation
             copy_s = self._copy_s(assignment)
-            self._stall(Cause.MOVING if assignment.checkpoint is None else Cause.LOADING)
+            self._stall(LostBy.MOVING if assignment.checkpoint is None else LostBy.LOADING)
             self._schedule(self.now_s + copy_s, lambda: self._moved(generation))
             self._schedule(self.now_s + self._costs.form_s + copy_s, lambda: self._formed(generation, assignment))
 
     def _moved(self, generation: int) -> None:
         """State is where it is wanted; what is left is to form the groups."""
         if generation == self._life.generation and not self._life.over:
-            self._stall(Cause.REGROUPING)
+            self._stall(LostBy.REGROUPING)
 
-    def _stall(self, why: Cause) -> None:
-        self._account.does(self.now_s, Doing(why))
+    def _stall(self, why: LostBy) -> None:
+        self._account.does(self.now_s, Spell(why))
 
     def _stall_without(self, name: str) -> None:
         """A worker is gone, which nobody knows yet."""
         if self._life.began_s is not None and not self._life.over and name in self._grid:
-            self._stall(Cause.NOTICING)
+            self._stall(LostBy.NOTICING)
 
     def _copy_s(self, assignment: Assignment) -> float:
         """Seconds that copies of state take; they run in parallel, so the busiest sender or receiver decides."""
@@ -327,7 +325,7 @@ class SimulatedCluster:
 
     def _begin_step(self, generation: int, assignment: Assignment, step: int, pause_s: float) -> None:
         if pause_s:
-            self._stall(Cause.SAVING)
+            self._stall(LostBy.SAVING)
         self._life.step, self._life.began_s = step, self.now_s + pause_s
         left = self.fleet.history[generation].remainder if step == assignment.next_step else None
         plan, copies = assignment.plan, self._life.copies
@@ -336,11 +334,11 @@ class SimulatedCluster:
         whole_s = plan.step_s * self._broken_steps.longer(plan)
         step_s = whole_s if left is None else self._broken_steps.seconds(plan, left.work)
         rate = plan.global_batch / whole_s
-        doing = Doing(Cause.SPARES, rate, plan.global_batch / plan.step_s - rate)
+        doing = Spell(LostBy.SPARES, rate, plan.global_batch / plan.step_s - rate)
         self._schedule(self._life.began_s, lambda: self._trains(generation, step, doing))
         self._schedule(self._life.began_s + step_s, lambda: self._end_step(generation, assignment, step, step_s))
 
-    def _trains(self, generation: int, step: int, doing: Doing) -> None:
+    def _trains(self, generation: int, step: int, doing: Spell) -> None:
         life = self._life
         gone = any(name in life.gone_s for name in self._grid)
         if (generation, step) == (life.generation, life.step) and not life.over and not gone:
@@ -366,7 +364,7 @@ class SimulatedCluster:
             return
         if regroup:
             self._life.over = True
-            self._stall(Cause.REGROUPING)
+            self._stall(LostBy.REGROUPING)
             for name in self._members(assignment):
                 self._report(self._workers[name], generation)
         else:
@@ -377,8 +375,8 @@ class SimulatedCluster:
         plan = assignment.plan
         share_bytes = max(self._stage_bytes(assignment, stage) for stage in range(plan.stages)) / plan.replicas
         stall_s = share_bytes / self._costs.snapshot_bytes_per_s
-        per_hour = max(_FEWEST_PER_HOUR, self.fleet.loss_rate.per_hour(self.now_s))
-        every_s = young_s(stall_s, 3600 / per_hour)
+        # Half of all changes are losses.
+        every_s = young_s(stall_s, 2 * self.fleet.experience.gap_s(self.now_s))
         is_due = self._costs.checkpoints and self.now_s + plan.step_s / 2 >= self._saved_s + every_s
         if not (is_due or self._life.save):
             return 0.0

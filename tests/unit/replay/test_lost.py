@@ -5,7 +5,7 @@ import pytest
 from tests.unit.replay.test_replay import CHURN, QUIET, replay, trace
 from varuna.replay.copied import copied_sums
 from varuna.replay.costs import MorphCosts
-from varuna.replay.lost import Account, Cause, Doing
+from varuna.replay.lost import Account, LostBy, Spell
 
 
 @pytest.mark.parametrize("notice_s", [0.0, 30.0])
@@ -19,25 +19,25 @@ def test_goodput_and_what_was_lost_add_up_to_one(notice_s: float) -> None:
 def test_a_quiet_run_loses_its_warm_up_and_checkpoints_alone() -> None:
     lost = replay(QUIET).morphing().lost
     large = {cause for cause, share in lost.items() if share > 0.002}
-    assert large <= {Cause.WARMING.value, Cause.SAVING.value, Cause.UNFINISHED.value}
-    assert lost[Cause.WARMING] == pytest.approx(45 / 1800, rel=0.05)
+    assert large <= {LostBy.WARMING.value, LostBy.SAVING.value, LostBy.UNFINISHED.value}
+    assert lost[LostBy.WARMING] == pytest.approx(45 / 1800, rel=0.05)
 
 
 def test_noticing_takes_a_lease() -> None:
     one = trace((0, "abcdefgh", ()), (601.3, (), "b"), end_s=900)
     slow, quick = (replay(one).morphing(MorphCosts(lease_s=lease_s)).lost for lease_s in (16.0, 6.0))
-    assert slow[Cause.NOTICING] == pytest.approx(quick[Cause.NOTICING] * 16 / 6, rel=0.1)
+    assert slow[LostBy.NOTICING] == pytest.approx(quick[LostBy.NOTICING] * 16 / 6, rel=0.1)
 
 
 def test_what_is_missing_has_one_cause_at_a_time() -> None:
     account = Account(lambda workers: float(workers))
     account.workers(0.0, there=4)
-    account.does(10.0, Doing(Cause.SPARES, 3.0, 0.5))  # nobody was warm: all of it is missing for that
+    account.does(10.0, Spell(LostBy.SPARES, 3.0, 0.5))  # nobody was warm: all of it is missing for that
     account.workers(10.0, warm=4)
-    account.does(20.0, Doing(Cause.NOTICING))
+    account.does(20.0, Spell(LostBy.NOTICING))
     lost = account.closed(22.0, 30)
     assert {cause: share for cause, share in lost.items() if share} == pytest.approx(
-        {Cause.WARMING: 40.0, Cause.COPYING: 5.0, Cause.SPARES: 5.0, Cause.NOTICING: 8.0}
+        {LostBy.WARMING: 40.0, LostBy.COPYING: 5.0, LostBy.SPARES: 5.0, LostBy.NOTICING: 8.0}
     )
 
 
