@@ -13,7 +13,7 @@ from varuna.engine.copies import sending, wire
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
 
-STEPS, MICRO_BATCHES = 4, 64
+STEPS, MICRO_BATCHES = 3, 32
 
 
 class Waiting(Fault):
@@ -92,7 +92,7 @@ def went_back(outcome: RunResult) -> bool:
 @pytest.mark.timeout(200)
 def test_two_workers_die_in_the_middle_of_steps(kept: Kept, alone: tuple[float, ...]) -> None:
     """Their neighbours have copies of what only they had; the second death comes in the first step of a new plan."""
-    faults = [Waiting(1, 1, "B", kept.on(2, step=1), 30), Waiting(0, 2, "F", kept.on(1, step=2), 40)]
+    faults = [Waiting(1, 1, "B", kept.on(2, step=1), 15), Waiting(0, 2, "F", kept.on(1, step=2), 20)]
     outcome = disturbed(kept, faults, workers=4)
     assert outcome.plans == ("4x1", "3x1", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -102,7 +102,7 @@ def test_two_workers_die_in_the_middle_of_steps(kept: Kept, alone: tuple[float, 
 @pytest.mark.timeout(200)
 def test_a_worker_dies_while_the_next_plan_forms(kept: Kept, alone: tuple[float, ...]) -> None:
     """The first one's sections are on their way from their copy, and the second one's copy is still there, too."""
-    faults = [Waiting(1, 2, "B", kept.on(2, 0, step=2), 10), Waiting(2, 2, "form", lambda: True)]
+    faults = [Waiting(1, 2, "B", kept.on(2, 0, step=2), 5), Waiting(2, 2, "form", lambda: True)]
     outcome = disturbed(kept, faults, workers=4)
     assert outcome.plans == ("4x1", "3x1", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -116,7 +116,7 @@ def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ..
     def together() -> bool:
         return both.wait(20) >= 0
 
-    outcome = disturbed(kept, [Waiting(1, 1, "F", together, 8), Waiting(2, 1, "B", together, 5)])
+    outcome = disturbed(kept, [Waiting(1, 1, "F", together, 6), Waiting(2, 1, "B", together, 3)])
     assert went_back(outcome)
     assert outcome.plans[-1] == "1x1"
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -155,10 +155,10 @@ def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
 ) -> None:
     """Only what it has added since runs again, and what was in flight."""
     monkeypatch.setattr(sending, "sums_pause_s", lambda round_s, size_bytes: 0.0)
-    outcome = disturbed(kept, [Waiting(rank, 2, "B", kept.on((rank + 1) % 3, step=2), 50)])
+    outcome = disturbed(kept, [Waiting(rank, 2, "B", kept.on((rank + 1) % 3, step=2), 25)])
     copies = [count for (keeper, step, _), count in kept.sums.items() if (keeper, step) == ((rank + 1) % 3, 2)]
     assert copies
     assert not went_back(outcome)
     assert outcome.plans == ("3x1", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
-    assert 10 < outcome.kept[1] <= 50
+    assert 5 < outcome.kept[1] <= 25

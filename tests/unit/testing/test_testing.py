@@ -4,6 +4,7 @@ import pytest
 
 import varuna
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
+from tests.waiting import wait_for
 from varuna.core.errors import UsageError, VarunaError, WorkerError
 from varuna.testing import FailingStore, fail_at, run
 
@@ -49,6 +50,7 @@ def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has
         )
         for step in trainer.steps(STEPS):
             if step.index == 2:
+                wait_for(lambda: ("create", "step-00000002/manifest.json") in store.seen)
                 store.fail("write", reason="507 insufficient storage")
 
     with pytest.raises(VarunaError, match=r"the last steps were not checkpointed.*Look at the warnings") as ended:
