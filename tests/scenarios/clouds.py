@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tests.scenarios.cluster import CLI, kill
 from tests.scenarios.launch import JOB, environment
 from tests.scenarios.on_engine import ARGS
 from tests.scenarios.stand_ins import StandIns
 from tests.scenarios.warm import Process
-from tests.unit.fleet.clouds.group_servers import TOKEN, Azure, Google, Group
+from tests.unit.fleet.clouds.group_servers import TOKEN, Azure, Google
 from tests.unit.fleet.metadata import AzureMetadata, GoogleMetadata, Metadata, Server, Service, serving
 
 PAGES = Path(__file__).parents[2] / "docs" / "run-on"
@@ -86,6 +86,7 @@ class Cloud:
         metadata: handler of an instance's metadata service, and the fields that each has for itself.
         endpoint: variable that names it.
         notify: has a service say that its instance goes.
+        fail: the API answers nobody from now on.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Cloud:
     metadata: Callable[[], type[Service]]
     endpoint: Callable[[str], dict[str, str]]
     notify: Callable[[Any], None]
+    fail: Callable[[], None]
 
     def page(self) -> str:
         return (PAGES / f"{self.name}.md").read_text()
@@ -220,6 +222,19 @@ def _google_notice(says: Any) -> None:
     says.changed.set()
 
 
+class _Failing(Service):
+    """Hangs up once it has failed."""
+
+    has_failed: ClassVar[bool] = False
+
+    @classmethod
+    def fail(cls) -> None:
+        cls.has_failed = True
+
+    def parse_request(self) -> bool:
+        return not self.has_failed and super().parse_request()
+
+
 @contextmanager
 def aws() -> Iterator[Cloud]:
     """An Auto Scaling group, as moto serves it."""
@@ -262,6 +277,7 @@ def aws() -> Iterator[Cloud]:
             metadata=_of_its_own(Metadata, action=lambda: None),
             endpoint=lambda own: {"AWS_EC2_METADATA_SERVICE_ENDPOINT": own},
             notify=_aws_notice,
+            fail=server.stop,
         )
         client.delete_auto_scaling_group(AutoScalingGroupName="trainers", ForceDelete=True)
         client.delete_launch_configuration(LaunchConfigurationName="spot")
@@ -279,10 +295,11 @@ def azure() -> Iterator[Cloud]:
             answer = {"access_token": TOKEN, "expires_on": "4102444800", "token_type": "Bearer"}
             self.say(200, json.dumps(answer), "application/json")
 
-    class Set(Azure):
+    class Set(_Failing, Azure):
         pass
 
-    _empty(Set)
+    Set.begin()
+    Set.desired = 0
     with serving(Identity) as identity, serving(Set) as url:
         yield Cloud(
             name="azure",
@@ -292,6 +309,7 @@ def azure() -> Iterator[Cloud]:
             metadata=_of_its_own(AzureMetadata, events=list, approved=list),
             endpoint=lambda own: {"IMDS_ENDPOINT": own},
             notify=_azure_notice,
+            fail=Set.fail,
         )
 
 
@@ -306,10 +324,11 @@ def gcp() -> Iterator[Cloud]:
                 found = {"email": "robot@p-1", "scopes": ["https://www.googleapis.com/auth/cloud-platform"]}
             self.say(200, json.dumps(found), "application/json", Metadata_Flavor="Google")
 
-    class Managed(Google):
+    class Managed(_Failing, Google):
         pass
 
-    _empty(Managed)
+    Managed.begin()
+    Managed.desired = 0
     with serving(Identity) as identity, serving(Managed) as url:
         host = identity.removeprefix("http://")
         yield Cloud(
@@ -327,9 +346,5 @@ def gcp() -> Iterator[Cloud]:
             ),
             endpoint=lambda own: {"GCE_METADATA_HOST": own.removeprefix("http://")},
             notify=_google_notice,
+            fail=Managed.fail,
         )
-
-
-def _empty(group: type[Group]) -> None:
-    group.begin()
-    group.desired = 0

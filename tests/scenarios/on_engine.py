@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,14 +25,14 @@ class OnEngine:
     Args:
         folder: all that is kept lies there.
         flags: of ``varuna run``.
+        variables: of the manager's environment.
         args: of the job, in addition to ``ARGS``.
-        more: variables of the manager's environment.
     """
 
-    def __init__(self, folder: Path, *flags: str, args: tuple[str, ...] = (), **more: str) -> None:
+    def __init__(self, folder: Path, *flags: str, variables: Mapping[str, str], args: tuple[str, ...] = ()) -> None:
         self.folder, self.run_dir, self.log = folder, folder / "run", folder / "log.jsonl"
         folder.mkdir(exist_ok=True)
-        self.environment = environment(XDG_STATE_HOME=str(folder / "state"), **more)
+        self.environment = environment(XDG_STATE_HOME=str(folder / "state"), **variables)
         own = ["--run-dir", str(self.run_dir), "--json-log", str(self.log), "--workers", "1"]
         self.command = [*CLI, "run", *flags, *own, JOB, *ARGS, *args]
         self.processes: list[subprocess.Popen[bytes]] = []

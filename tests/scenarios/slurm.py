@@ -37,6 +37,7 @@ PreemptMode=REQUEUE
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 PartitionName=spot Nodes=ALL State=UP Default=YES PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=urgent Nodes=ALL State=UP PriorityTier=10
+PartitionName=staff Nodes=ALL State=UP AllowGroups=staff
 PartitionName=short Nodes=ALL State=UP DefaultTime=5
 """
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.scenarios import clouds
+from tests.scenarios import clouds, launch
 from tests.scenarios.clouds import SLOW, Cloud, Machines
-from tests.scenarios.cluster import ended
-from tests.scenarios.launch import processes_with, python
+from tests.scenarios.cluster import CLI, ended
+from tests.scenarios.launch import JOB, processes_with, python
 from tests.scenarios.on_engine import OnEngine
 from tests.waiting import wait_for
 
@@ -35,7 +35,7 @@ def test_instances_are_killed_and_preempted_and_the_group_replaces_them(
     begin: Callable[[], AbstractContextManager[Cloud]] = getattr(clouds, name)
     with begin() as cloud:
         machines = Machines(cloud, tmp_path / "cloud")
-        run = OnEngine(tmp_path / "user", "--on", cloud.where, "--nodes", "2:2", args=SLOW, **cloud.variables)
+        run = OnEngine(tmp_path / "user", "--on", cloud.where, "--nodes", "2:2", variables=cloud.variables, args=SLOW)
         try:
             lose_all_of_the_first_machines(cloud, machines, run)
             assert run.verb("stop").code == 0
@@ -72,3 +72,25 @@ def lose_all_of_the_first_machines(cloud: Cloud, machines: Machines, run: OnEngi
     machines.vanish(first)
     until_replaced()
     assert "spot notice" in run.said()
+
+
+def test_a_second_run_on_a_group_is_refused_and_an_api_that_goes_away_is_said_with_what_is_left(tmp_path: Path) -> None:
+    pytest.importorskip("google.auth")
+    with clouds.gcp() as cloud:
+        flags = ("--on", cloud.where, "--nodes", "1:1")
+        run = OnEngine(tmp_path / "user", *flags, variables=cloud.variables)
+        try:
+            run.wait(lambda: cloud.desired() == 1)
+            other = [*CLI, "run", *flags, "--run-dir", str(tmp_path / "other"), JOB]
+            second = launch.run(other, XDG_STATE_HOME=str(tmp_path / "user" / "state"), **cloud.variables)
+            assert second.code == 2
+            assert "uses instance group trainers, and a group serves one run" in second.err
+            assert f"varuna stop --run {run.run_dir}" in second.err
+            cloud.fail()
+            run.wait(lambda: "requested 1 nodes: Google Cloud did not answer" in run.said())
+            assert run.verb("stop").code == 0
+            assert ended(run.manager) == 0, run.said()
+            assert "what this run requested is not given back: Google Cloud did not answer" in run.said()
+            assert "Set the size back by hand, or machines go on to cost" in run.said()
+        finally:
+            run.close()

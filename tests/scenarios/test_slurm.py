@@ -3,18 +3,18 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.scenarios.cluster import CLI, ended, kill
-from tests.scenarios.launch import JOB, Done, environment, json_log, processes_with, python, run
+from tests.scenarios.cluster import ended, kill
+from tests.scenarios.launch import processes_with, python, run
+from tests.scenarios.on_engine import OnEngine
 from tests.scenarios.slurm import Slurm, missing
-from tests.scenarios.warm import Process
 from tests.waiting import wait_for
 from varuna.core.errors import FleetError, UsageError
 from varuna.fleet.clouds.provider import CapacityError
@@ -27,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=f"Slurm is not installed: {', '.join(missing())}"),
 ]
 STEPS = 120
-ARGS = ("--dropout", "0.1", "--slow", "0.1", "--steps", "100000")
 
 
 @pytest.fixture(scope="module")
@@ -44,66 +43,21 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     slurm.close()
 
 
-class OnSlurm:
+class OnSlurm(OnEngine):
     """``varuna run --on slurm``, and its user."""
 
     def __init__(self, folder: Path, slurm: Slurm, *flags: str) -> None:
-        self.folder, self.run_dir, self.log = folder, folder / "run", folder / "log.jsonl"
-        self.environment = environment(XDG_STATE_HOME=str(folder / "state"), **slurm.environment)
-        own = ["--run-dir", str(self.run_dir), "--json-log", str(self.log), "--workers", "1"]
-        checkpoints = ["--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "100000"]
-        self.command = [*CLI, "run", "--on", "slurm", *flags, *own, JOB, *ARGS, *checkpoints]
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.start()
-
-    def start(self, *flags: str) -> None:
-        out = self.folder / f"{len(self.processes)}.out"
-        with out.open("wb") as stdout, out.with_suffix(".err").open("wb") as stderr:
-            command = [*CLI, "run", *flags, *self.command[len(CLI) + 1 :]]
-            self.manager = Process(command, env=self.environment, stdout=stdout, stderr=stderr, start_new_session=True)
-        self.processes.append(self.manager)
+        checkpoints = ("--checkpoint-dir", str(folder / "checkpoints"), "--checkpoint-every", "100000")
+        super().__init__(folder, "--on", "slurm", *flags, variables=slurm.environment, args=checkpoints)
 
     @property
     def name(self) -> str:
         """Of its jobs."""
         return str(re.findall(r"`squeue --name (\S+)`", self.said())[0])
 
-    def said(self) -> str:
-        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.err")))
-
-    def verb(self, *arguments: str) -> Done:
-        extra = {"XDG_STATE_HOME": str(self.folder / "state")}
-        return run([*CLI, arguments[0], "--run", str(self.run_dir), *arguments[1:]], **extra)
-
-    def newest(self) -> int:
-        """Newest step."""
-        lines = json_log(self.log) if self.log.exists() else []
-        return lines[-1]["step"] if lines else -1
-
-    def until_steps(self, steps: int) -> None:
-        """So many more are done."""
-        last = self.newest()
-        wait_for(lambda: self.newest() >= last + steps)
-
     def agents(self) -> list[int]:
         """Their processes."""
         return sorted(processes_with(f"--state-dir {self.run_dir}/slurm/"))
-
-    def machines(self) -> int:
-        """How many agents the manager has."""
-        return len(json.loads(find(self.run_dir)[1].remote().get("/status").body)["connected"])
-
-    def check(self, undisturbed: dict[int, float]) -> None:
-        log = json_log(self.log)
-        assert {line["step"] for line in log} == set(range(max(line["step"] for line in log) + 1)), self.said()
-        for line in log:
-            assert line["loss"] == pytest.approx(undisturbed.get(line["step"], line["loss"]), rel=1e-5), line
-
-    def close(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait(10)
 
 
 @pytest.fixture
@@ -202,10 +156,53 @@ def test_jobs_that_a_controller_forgot_are_submitted_anew_and_cancelled_jobs_who
     assert slurm.jobs() == {}
 
 
+def test_two_runs_of_one_name_leave_each_other_alone_and_a_second_command_for_one_is_refused(
+    tmp_path: Path, slurm: Slurm, undisturbed: dict[int, float]
+) -> None:
+    flags = ("--partition", "spot", "--nodes", "1:1")
+    first, second = (OnSlurm(tmp_path / name, slurm, *flags) for name in ("a", "b"))
+    try:
+        first.wait(lambda: first.newest() >= 0)
+        second.wait(lambda: second.newest() >= 0)
+        assert first.name != second.name
+        assert first.name.rpartition("-")[0] == second.name.rpartition("-")[0] == "varuna-run"
+        again = run(first.command, **{**slurm.environment, "XDG_STATE_HOME": str(tmp_path / "a" / "state")})
+        assert again.code != 0
+        assert "Stop that one, or pass another --run-dir." in again.err
+        assert first.verb("stop").code == 0
+        assert ended(first.manager) == 0, first.said()
+        assert slurm.ask("squeue", "-h", "--name", first.name) == ""
+        assert list(slurm.jobs().values()) == ["RUNNING"]
+        second.until_steps(3)
+        assert second.verb("stop").code == 0
+        assert ended(second.manager) == 0, second.said()
+        first.check(undisturbed)
+        second.check(undisturbed)
+    finally:
+        first.close()
+        second.close()
+        slurm.clear()
+
+
+def test_a_partition_that_is_for_others_is_refused_with_what_to_look_at(
+    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    as_nobody = "exec setpriv --reuid 65534 --regid 65534 --clear-groups"
+    for path in (*slurm.folder.parents, slurm.folder):
+        if path.is_relative_to(tmp_path.parents[1]):
+            path.chmod(0o755)
+    (tmp_path / "sbatch").write_text(f'#!/bin/sh\ncd / && {as_nobody} {shutil.which("sbatch")} "$@"\n')
+    (tmp_path / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(UsageError, match=r"not permitted to use this partition.*Look at --partition, --account"):
+        engine_of("slurm:staff", EnginePlace(run_dir=tmp_path, most=4), {})
+
+
 @pytest.mark.parametrize(
     ("on", "options", "said"),
     [
-        pytest.param("slurm:nowhere", {}, "Partitions of this cluster: spot, urgent, short.", id="partition"),
+        pytest.param("slurm:nowhere", {}, "Partitions of this cluster: spot, urgent, staff, short.", id="partition"),
         pytest.param("slurm:short", {}, "give --time, of at least 10 minutes", id="default-limit"),
         pytest.param("slurm:spot", {"time": "0:30"}, "--time is 0:30", id="limit"),
         pytest.param("slurm", {"gpus-per-node": "8"}, "Invalid generic resource", id="gpus"),
