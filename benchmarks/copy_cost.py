@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> None:
 
     import varuna
     from benchmarks.engine_overhead import Tokens
-    from varuna.core.copy_pace import CopyPace
+    from varuna.schedule.copy_pace import CopyPace
 
     mode = [MODES[0]]
     setattr(CopyPace, "begins", lambda pace: mode[0] == "with")  # noqa: B010 - mypy takes no assignment to a method

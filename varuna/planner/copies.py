@@ -4,12 +4,12 @@ It is worth that where each section has one holder, whose loss would send the ru
 during every step, beside the computation, and the next step makes it worthless.
 """
 
-from varuna.core.copy_pace import LONGEST, copying_s
 from varuna.core.plan import Copies, Plan
 from varuna.planner.copy_costs import largest_stage
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
+from varuna.schedule.copy_pace import LONGEST, copying_s
 
 MOST_BUSY = 0.01
 """Of a step, that a copy may keep a link busy, while nothing is known of losses. It takes about as much of a core at

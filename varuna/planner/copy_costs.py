@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from varuna.core.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, sums_pause_s
 from varuna.core.plan import Plan
 from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
+from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE, copying_s, sums_pause_s
 
 
 class Rounds(NamedTuple):

@@ -8,11 +8,11 @@ sums, without either the steps since the newest checkpoint.
 from math import sqrt
 from typing import NamedTuple
 
-from varuna.core.copy_pace import copying_s
 from varuna.core.plan import Copies, Plan
 from varuna.planner.copy_costs import copied_rounds, copies_take_s
 from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
+from varuna.schedule.copy_pace import copying_s
 
 NOTICED_S = 6.0
 """Until a machine that vanished without a word counts as lost: a lease."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from varuna.core.copy_pace import CopyPace, copying_s, sums_pause_s
+from varuna.schedule.copy_pace import CopyPace, copying_s, sums_pause_s
 
 
 class StateCopies:

@@ -4,13 +4,13 @@ import pytest
 
 from tests.unit.planner.models import MB, calibrated, model, section
 from varuna.calibration.format import Link, NetworkCosts, Ring
-from varuna.core.copy_pace import PROCESSOR_S_PER_BYTE
 from varuna.core.model import JobFacts
 from varuna.core.plan import Copies, Plan
 from varuna.planner.choose import plan_run, run_request
 from varuna.planner.copy_costs import copied_rounds, copies_take_s
 from varuna.planner.goodput import expected, loss_cost_s
 from varuna.planner.request import PlanRequest
+from varuna.schedule.copy_pace import PROCESSOR_S_PER_BYTE
 
 FACTS = model([section()] * 8)
 NETWORK = NetworkCosts(link=Link(latency_s=0, bytes_per_s=0.5e9), rings=(Ring(latency_s=0, bytes_per_s=1e9),))

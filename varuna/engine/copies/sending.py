@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from varuna.checkpoint.io.section_state import SectionState
-from varuna.core.copy_pace import CopyPace, pause_s, sums_pause_s
 from varuna.core.errors import CheckpointError
 from varuna.core.sums import HeldSums, SectionSum, Spans
 from varuna.core.units import format_bytes
@@ -26,6 +25,7 @@ from varuna.engine.stage.stage import Stage
 from varuna.engine.stage.sums import SumWanted
 from varuna.process.console import warn
 from varuna.process.threads import start
+from varuna.schedule.copy_pace import CopyPace, pause_s, sums_pause_s
 
 _LOOK_S = 0.2
 """How soon it is noticed that a step is over whose sums are waited for."""

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from varuna.core.copy_pace import (
+from varuna.schedule.copy_pace import (
     LONGEST_PAUSE_S,
     PROCESSOR_S_PER_BYTE,
     SHORT_S,
