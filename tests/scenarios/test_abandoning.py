@@ -20,9 +20,8 @@ from varuna.engine.links.groups import form
 from varuna.engine.base.transport import connect_store
 store = connect_store("127.0.0.1", 0, hosts=True)
 print(store.port, flush=True)
-where = dict(interface_host="127.0.0.1", store_port=store.port)
 groups = [
-    form(store, generation=g, rank=1, members=2, grid=2, peers=range(1, 2), **where)
+    form(store, generation=g, rank=1, members=2, grid=2, peers=range(1, 2), interface_host="127.0.0.1")
     for g in range(2)
 ]
 print("formed", flush=True)
@@ -59,7 +58,6 @@ def form_with_the_peer(store: object, generation: int) -> Groups:
         grid=2,
         peers=range(1),
         interface_host="127.0.0.1",
-        store_port=0,
     )
 
 

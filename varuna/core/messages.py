@@ -86,7 +86,6 @@ class Assignment(Value):
     checkpoint: str | None = Field(default=None, description="place of the checkpoint to restore, if any")
     fresh: bool = Field(default=False, description="start from the model's own initialisation")
     secret: str = Field(default="", description="that members know and others do not; empty: nobody asks for it")
-    store_port: int = Field(default=0, description="of a store in one of the workers, as torchrun has it")
 
     @property
     def is_spare(self) -> bool:

@@ -180,7 +180,6 @@ class StaticMembership:
                 next_step=self._restored_step,
                 checkpoint=checkpoint_place(directory, manifest.step) if directory and manifest else None,
                 fresh=manifest is None,
-                store_port=self.world.port,
             )
         )
 

@@ -129,7 +129,7 @@ def adamw(named: Any) -> torch.optim.Optimizer:
 
 
 def reaped(bound_s: float = 5.0, *begins: str) -> None:
-    """Wait for what drops groups. Receivers of ranks that are threads cannot tell their sockets, and stay."""
+    """Wait for what drops groups."""
     deadline_s, names = time.monotonic() + bound_s, ("varuna-reaper", "varuna-abort", *begins)
     while any(thread.name.startswith(names) for thread in threading.enumerate()) and time.monotonic() < deadline_s:
         time.sleep(0.001)  # not join(): one of them may be about to start

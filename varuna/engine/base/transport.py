@@ -3,12 +3,15 @@
 Typed here once, since torch's own annotations leave these calls out.
 """
 
+import socket
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from varuna.engine.base.peer_sockets import with_epoll
 
 c10d: Any = dist
 Store: Any = c10d.Store
@@ -53,10 +56,15 @@ class Group:
             RuntimeError: a member did not come within the bound.
         """
         options = c10d.ProcessGroupGloo._Options()
-        options._devices = [c10d.ProcessGroupGloo.create_device(hostname=interface_host)]
+        device, self._epoll = with_epoll(lambda: c10d.ProcessGroupGloo.create_device(hostname=interface_host))
+        options._devices = [device]
         options._timeout = timedelta(seconds=FORMING_BOUND_S)
         self._group = c10d.ProcessGroupGloo(c10d.PrefixStore(name, store), rank, size, options)
         self.size = size
+
+    def sockets(self) -> list[socket.socket]:
+        """Duplicates of its connections to other members; none where they cannot be told (no Linux)."""
+        return [] if self._epoll is None else self._epoll.sockets()
 
     def send(self, buffer: Tensor, peer: int, tag: int) -> Work:
         """Start to send; ``buffer`` must not change until the transfer is done."""

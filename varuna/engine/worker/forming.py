@@ -142,7 +142,6 @@ def form_generation(
         grid=plan.workers,
         peers=peers,
         interface_host=interface_host,
-        store_port=assignment.store_port,
         secret=assignment.secret,
     )
     made.append(groups)

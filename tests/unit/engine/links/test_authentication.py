@@ -53,7 +53,6 @@ def test_a_generation_whose_members_have_different_secrets_does_not_form() -> No
                     grid=2,
                     peers=range(0),
                     interface_host="127.0.0.1",
-                    store_port=0,
                     secret=(SECRET, OTHER)[rank],
                 )
             )

@@ -1,19 +1,22 @@
 """Groups of a generation: formed with everybody, interrupted by its end, abandoned without waiting."""
 
+import contextlib
+import os
 import queue
 import socket
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import pytest
 import torch
 
 from tests.unit.engine.ranks import reaped, run_all
+from varuna.engine.base.peer_sockets import DeviceEpoll
 from varuna.engine.base.transport import Group, local_store
 from varuna.engine.links import groups as groups_module
-from varuna.engine.links.groups import Groups, _watched, form
+from varuna.engine.links.groups import Groups, form
 from varuna.engine.worker.forming import InterruptibleStore
 
 _formed: list[Groups] = []
@@ -30,7 +33,6 @@ def form_here(store: object, rank: int, *, members: int, stages: int, replicas: 
         grid=grid,
         peers=peers,
         interface_host="127.0.0.1",
-        store_port=0,
     )
     _formed.append(groups)
     return groups
@@ -62,6 +64,9 @@ def test_forming_without_a_member_is_interrupted_by_the_end_of_the_generation(mi
     threads = [threading.Thread(target=work, daemon=True) for work in works]
     for thread in threads:
         thread.start()
+    for other in threads[1:]:
+        other.join(40)
+        assert not other.is_alive()
     threads[0].join(0.3)
     assert threads[0].is_alive()
     ended.set()
@@ -148,34 +153,62 @@ def test_abandoned_groups_are_dropped_off_the_calling_thread_and_once_more_is_no
     assert droppers.empty()  # one that exits keeps its groups
 
 
-def test_the_groups_own_sockets_are_found_and_nobody_elses_whatever_their_numbers() -> None:
-    listener = socket.create_server(("127.0.0.1", 0))
-    # Numbers that are free again below all others: the next sockets of the process take them.
-    spare = [socket.create_connection(listener.getsockname()) for _ in range(3)]
-    with _watched(store_port=1) as found:
-        for connection in spare:
-            connection.close()
-        gloo = socket.socket()
-        gloo.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gloo does on both ends
-        gloo.connect(listener.getsockname())
-        stranger = socket.create_connection(listener.getsockname())  # an upload, or the way to the manager
-    assert [connection.getsockname() for connection in found] == [gloo.getsockname()]
-    for connection in (*found, gloo, stranger, listener):
-        connection.close()
+def inodes(sockets: Iterable[socket.socket]) -> set[int]:
+    found = set()
+    for connection in sockets:
+        with connection:
+            found.add(os.fstat(connection.fileno()).st_ino)
+    return found
 
 
-def test_gloo_still_marks_its_sockets() -> None:
-    store = local_store()
-    worlds: list[Group] = []
+def test_each_groups_own_sockets_are_found_and_nobody_elses_though_all_form_in_one_process_at_once() -> None:
+    store, groups = local_store(), dict[int, Groups]()
+    strangers = list[socket.socket]()  # an upload, or the way to the manager
 
-    def make(rank: int) -> None:
-        worlds.append(Group(store, "marks", rank, 2, "127.0.0.1"))
+    def work(rank: int) -> None:
+        strangers.append(socket.create_connection(listener.getsockname()))
+        groups[rank] = form_here(store, rank, members=3, stages=3, replicas=1)
 
-    with _watched(store_port=1) as found:
-        run_all([partial(make, rank) for rank in range(2)])
-    assert len(found) >= 2  # both ends of the pair
-    for connection in found:
-        connection.close()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        run_all([partial(work, rank) for rank in range(3)])
+    made = [group for of in groups.values() for group in (of.world, of.vote) if group is not None]
+    found = [inodes(group.sockets()) for group in made]
+    assert [len(each) for each in found] == [2] * 6  # one for each of the two others
+    assert len(set.union(*found, inodes(strangers))) == 6 * 2 + 3
+
+
+def blocked_in_receive(group: Group) -> threading.Thread:
+    def receive() -> None:
+        with contextlib.suppress(RuntimeError):
+            group.receive(torch.empty(8, dtype=torch.uint8), 1, 1).wait()
+
+    thread = threading.Thread(target=receive, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_rank_that_is_a_thread_is_freed_by_what_it_abandons_and_the_others_are_not() -> None:
+    store, groups = local_store(), dict[int, Groups]()
+
+    def work(rank: int) -> None:
+        groups[rank] = form_here(store, rank, members=3, stages=3, replicas=1)
+
+    run_all([partial(work, rank) for rank in range(3)])
+    freed, waits = blocked_in_receive(groups[0].world), blocked_in_receive(groups[2].world)
+    groups[0].abandon()
+    freed.join(20)
+    assert not freed.is_alive()
+    assert waits.is_alive()
+    groups[1].world.send(torch.zeros(8, dtype=torch.uint8), 2, 1).wait()
+    waits.join(20)
+    assert not waits.is_alive()
+
+
+def test_a_number_that_another_device_has_taken_since_is_not_the_devices() -> None:
+    one, other = (Group(local_store(), "numbers", 0, 1, "127.0.0.1") for _ in range(2))
+    assert one._epoll is not None
+    assert other._epoll is not None
+    assert DeviceEpoll(other._epoll.number, one._epoll.pipe).sockets() == []
 
 
 def test_groups_of_a_session_that_ended_go_when_the_next_one_forms() -> None:
