@@ -40,6 +40,7 @@ class Kept:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._seen: set[tuple[int, int]] = set()
+        self._voted: set[tuple[int, int]] = set()
         self.sums: Counter[tuple[int, int, int]] = Counter()
         """by keeper, step and section"""
 
@@ -48,6 +49,10 @@ class Kept:
         if (span.name, span.phase) == ("kept", "end"):
             with self._changed:
                 self._seen.add((span.rank, span.step))
+                self._changed.notify_all()
+        if (span.name, span.phase) == ("apply", "begin"):
+            with self._changed:
+                self._voted.add((span.rank, span.step))
                 self._changed.notify_all()
         if (span.name, span.phase) == ("kept-sum", "end"):
             self.sums[span.rank, span.step, span.index] += 1
@@ -58,6 +63,15 @@ class Kept:
         def wait() -> bool:
             with self._changed:
                 return self._changed.wait_for(lambda: {(rank, step) for rank in ranks} <= self._seen, 20)
+
+        return wait
+
+    def voted(self, *ranks: int, step: int) -> Callable[[], bool]:
+        """Wait until these ranks have the result of a step's vote."""
+
+        def wait() -> bool:
+            with self._changed:
+                return self._changed.wait_for(lambda: {(rank, step) for rank in ranks} <= self._voted, 20)
 
         return wait
 
@@ -126,7 +140,8 @@ def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ..
 @pytest.mark.parametrize(("phase", "back"), [("vote", False), ("apply", True)])
 def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Phase, back: bool) -> None:
     """Before the vote the step runs again. After it there is no copy of what was applied: the run goes back."""
-    outcome = disturbed(kept, [Waiting(1, 1, phase, kept.on(2, step=1))])
+    copied, voted = kept.on(2, step=1), kept.voted(0, 2, step=1)
+    outcome = disturbed(kept, [Waiting(1, 1, phase, lambda: copied() and (not back or voted()))])
     assert outcome.plans == ("3x1", "2x1")
     assert went_back(outcome) == back
     assert outcome.losses == pytest.approx(alone, rel=1e-6)

@@ -182,7 +182,7 @@ def test_another_dies_while_state_and_sums_move(alone: tuple[float, ...], rank: 
 @pytest.mark.parametrize("place", sampled(COPYING, 1), ids=str)
 def test_one_dies_around_a_copy(alone: tuple[float, ...], place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each stage has one holder. Until the first copy of a state is complete, only the beginning is left."""
-    monkeypatch.setattr(sending, "sums_pause_s", lambda round_s: 0.0)
+    monkeypatch.setattr(sending, "sums_pause_s", lambda round_s, size_bytes: 0.0)
     outcome, work, _ = disturbed(place, shapes={3: 3, 2: 2, 1: 1})
     if went_back(outcome):
         assert outcome.losses == pytest.approx(alone, rel=1e-6)

@@ -92,12 +92,19 @@ def _watched(epoll: int) -> list[Watched]:
 
 
 def _connection(watched: Watched) -> socket.socket | None:
-    """A duplicate of a socket that has a peer: a listener has none."""
+    """A duplicate of a socket that has a peer: a listener has none, and a pipe is no socket."""
+    try:
+        number = os.dup(watched.number)
+    except OSError:  # closed since
+        return None
+    try:
+        connection = socket.socket(fileno=number)
+    except OSError:
+        os.close(number)
+        return None
     with contextlib.suppress(OSError):
-        connection = socket.socket(fileno=os.dup(watched.number))
-        with contextlib.suppress(OSError):
-            if os.fstat(connection.fileno()).st_ino == watched.inode:
-                connection.getpeername()
-                return connection
-        connection.close()
+        if os.fstat(number).st_ino == watched.inode:
+            connection.getpeername()
+            return connection
+    connection.close()
     return None

@@ -154,7 +154,8 @@ def test_sums_leave_behind_their_last_backward_and_not_behind_what_follows() -> 
         job = SimpleNamespace(traffic=traffic_over(streams[rank], fabric), bf16_reduction=False)
         statistics = SimpleNamespace(has=lambda _section: False)
         buckets, volatile = [SimpleNamespace(flat=sums[rank])], SimpleNamespace(outlast=False)
-        stage: Any = SimpleNamespace(job=job, buckets=buckets, statistics=statistics, sums=volatile)
+        parts = {"buckets": buckets, "statistics": statistics, "sums": volatile}
+        stage: Any = SimpleNamespace(job=job, is_last=False, **parts)
         mine = Groups(groups[rank], stage=groups[rank])
         mine.direct.sums = GpuChannel(fabric.connect(identity, rank, 2), 0, streams[rank], lambda: False)
         channels.append(mine.direct.sums)
