@@ -12,7 +12,6 @@ from torch import Tensor
 
 from varuna.core.model import TiedParameter
 from varuna.core.plan import Plan
-from varuna.core.sums import MicroBatchLoss
 from varuna.core.vote import VoteLayout
 from varuna.engine.base.inbox import Inbox
 from varuna.engine.base.spans import span
@@ -87,8 +86,7 @@ class Reducer:
 
         def share() -> None:
             group.all_reduce(table)
-            rows = enumerate(table.tolist())
-            work.learn([MicroBatchLoss(micro_batch=number, values=tuple(values)) for number, values in rows])
+            work.learn(table.tolist())
 
         self._courier.submit(("losses", step), share)
 

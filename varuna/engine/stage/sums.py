@@ -230,7 +230,7 @@ class StepShare:
         self._share, self._replica, self._first_step = plan.micro_batches_of(replica), replica, first_step
         self._rest = None if begun is None else numbers_of(begun.rest.work)
         self._told: Sequence[MicroBatchLoss] = () if begun is None else begun.rest.losses
-        self._shared: Sequence[MicroBatchLoss] = ()
+        self._shared: Sequence[Sequence[float]] = ()
         self.losses: list[tuple[int, list[float]]] = []
         """(global micro-batch, [weighted loss, weight, metric sums...]) that this rank votes on; last stage only"""
 
@@ -249,13 +249,14 @@ class StepShare:
             self._told = ()
         self.losses = [(each.micro_batch, list(each.values)) for each in self._told if self._replica == 0]
 
-    def learn(self, losses: Sequence[MicroBatchLoss]) -> None:
-        """All losses of the step; a thread beside the training one says so."""
+    def learn(self, losses: Sequence[Sequence[float]]) -> None:
+        """All losses of the step, by micro-batch, as in ``losses``; a thread beside the training one says so."""
         self._shared = losses
 
     @property
     def known(self) -> tuple[MicroBatchLoss, ...]:
         """All losses of the step that are known here."""
-        found = {each.micro_batch: each for each in (*self._told, *self._shared)}
-        found |= {number: MicroBatchLoss(micro_batch=number, values=tuple(values)) for number, values in self.losses}
+        found = {each.micro_batch: each for each in self._told}
+        for number, values in (*enumerate(self._shared), *self.losses):
+            found[number] = MicroBatchLoss(micro_batch=number, values=tuple(values))
         return tuple(found[number] for number in sorted(found))

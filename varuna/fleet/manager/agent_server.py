@@ -177,10 +177,8 @@ class AgentServer:
             return _error(422, f"the request is invalid: {first_problem(error)}")
         if wanted.version != __version__:
             is_ours = await asyncio.to_thread(self._registry.knows, wanted.token)
-            refuse = self._audit.turned_away if is_ours else self._audit.refused
-            refuse(
-                "join", address, f"it runs Varuna {wanted.version}, the manager {__version__}: install the same there"
-            )
+            what = f"it runs Varuna {wanted.version}, the manager {__version__}: install the same there"
+            (self._audit.turned_away if is_ours else self._audit.refused)("join", address, what)
             return _error(409, f"the manager runs Varuna {__version__}; install the same version here")
         try:
             join = self._registry.join
