@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.scenarios.launch import JOB, Done, environment, json_log, processes_with, python, run
+from tests.scenarios.launch import JOB, Done, environment, json_log, parent_of, processes_with, python, run
 from tests.scenarios.warm import Process
 from tests.waiting import wait_for
 from varuna.fleet.run_folder.journal import read_events
@@ -118,10 +118,6 @@ def undisturbed() -> Iterator["Future[Done]"]:
 def events(run_dir: Path, kind: str) -> list[Any]:
     found: list[RunEvent] = read_events(run_dir) if (run_dir / "run.db").exists() else []
     return [event for event in found if event.kind == kind]
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
 
 
 def test_nodes_come_and_go_the_manager_and_the_driver_are_killed_and_no_loss_changes(

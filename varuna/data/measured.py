@@ -153,6 +153,10 @@ class MeasuredReading:
             reader.link.close()
         self._idle.clear()
         self._busy.clear()
+        self._let_spare_go()
+
+    def _let_spare_go(self) -> None:
+        """It keeps memory that this process frees."""
         if self._spare is not None:
             self._spare.close()
             self._spare = None
@@ -164,9 +168,8 @@ class MeasuredReading:
         self._longest_s = max(self._longest_s, took.seconds)
         at_once, self._at_once = self._at_once, 0
         if not self.processes and took.seconds < _QUICK_S * len(ask.positions):
-            if self._spare is not None and self._watch is None:
-                self._spare.close()  # it would keep what this process frees
-                self._spare = None
+            if self._watch is None:
+                self._let_spare_go()
         elif at_once and self._why_not() is None:
             self._start(at_once, ask, batch, "")
         if self._watch is None:
@@ -184,6 +187,8 @@ class MeasuredReading:
             self._back_to_thread(f"{had} processes read samples no faster than a thread did")
             return
         if not pace.is_slow:
+            if pace.read_s < _QUICK_S * len(ask.positions):  # only the first was slow: it imported, or opened files
+                self._let_spare_go()
             return
         wanted = pace.wanted
         if had:

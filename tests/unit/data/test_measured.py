@@ -1,5 +1,6 @@
 """Without ``num_workers=`` a thread reads, and processes once training waits; no sample shows the difference."""
 
+import multiprocessing
 import os
 import sys
 import time
@@ -62,6 +63,15 @@ class Different(Told):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return super().__getitem__(index) | {"pid": torch.tensor(os.getpid())}
+
+
+class SlowAtFirst(Told):
+    """Opens something, or imports, when the first sample is read."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if not (self.folder / "readers").exists():
+            time.sleep(0.2)
+        return super().__getitem__(index)
 
 
 class Later(Told):
@@ -153,6 +163,18 @@ def test_what_only_the_thread_can_read_is_read_by_the_thread(
     said = capfd.readouterr().err
     assert why in said
     assert "from now on a thread reads samples" in said
+
+
+def test_a_slow_first_sample_alone_does_not_keep_the_process_that_forks_readers(
+    tmp_path: Path, sources: list[SampleSource], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varuna.data.measured._Watch, "pace", lambda _watch, _waited_s: pace(waited_s=0.0, read_s=1e-4))
+    monkeypatch.setattr(varuna.data.measured, "_QUICK_S", 0.05)
+    sources.append(source := SampleSource(SlowAtFirst(tmp_path), seed=3, processes=None))
+    source.prepare()
+    assert multiprocessing.active_children()
+    read(source)
+    assert not multiprocessing.active_children()
 
 
 def test_what_processes_would_share_is_named_and_what_to_set(
