@@ -1,6 +1,7 @@
 """``varuna plan``: which P x D and m to train with, what a step is spent on, and what does not fit."""
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -55,6 +56,13 @@ def plan(
         Path | None, typer.Option("--run", metavar="DIR", help="Plan from what the steps of this run took.")
     ] = None,
     gpus: Annotated[int, typer.Option("--gpus", min=1, help="Number of GPUs.")] = ...,  # type: ignore[assignment]
+    slower: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NxSHARE",
+            help="Of the GPUs, N that compute at a share of the others' speed: 4x0.5, or 4x0.5,8x0.25.",
+        ),
+    ] = None,
     gpus_per_node: options.GpusPerNode = None,
     global_batch: Annotated[
         int | None, typer.Option(min=1, help="Examples per step. Default: the script's, or 8192.")
@@ -102,6 +110,7 @@ def plan(
         update={
             "calibration": known,
             "workers": gpus,
+            "speeds": speeds_of(slower, gpus) if slower else (),
             "global_batch": global_batch or asked.global_batch,
             "micro_batch": micro_batch or asked.micro_batch,
             "memory_bytes": options.memory_bytes_of(memory_per_worker),
@@ -123,6 +132,24 @@ def plan(
         show(Console(), found)
     if not ranking.plans:
         raise NoPlanError(explain(ranking, request, Flags(memory="--memory-per-worker")))
+
+
+def speeds_of(slower: str, gpus: int) -> tuple[float, ...]:
+    """Speeds of all GPUs, fastest first, of ``--slower``.
+
+    Raises:
+        UsageError: it is not of the form, or names more GPUs than there are.
+    """
+    found: list[float] = []
+    for part in slower.split(","):
+        match = re.fullmatch(r"\s*(\d+)x(\d*\.?\d+)\s*", part)
+        if match is None or not 0 < float(match[2]) <= 1 or int(match[1]) > gpus - len(found):
+            raise UsageError(
+                f"--slower {slower} does not say how many of the {gpus} GPUs compute at which share of the others' "
+                "speed. Give numbers and shares between 0 and 1, such as 4x0.5 or 4x0.5,8x0.25"
+            )
+        found += [float(match[2])] * int(match[1])
+    return (*(1.0,) * (gpus - len(found)), *sorted(found, reverse=True))
 
 
 def calibration_of_run(run_dir: Path) -> Path:

@@ -163,6 +163,9 @@ class JobFacts(Value):
     losses_per_hour: float = Field(
         default=0.0, ge=0, description="of workers, as the run has seen them; said by who plans, not by workers"
     )
+    speeds: tuple[float, ...] = Field(
+        default=(), description="of the workers to plan for, fastest first, relative; () for all 1; said by who plans"
+    )
 
     def for_comparison(self) -> "JobFacts":
         """The facts without the fields in which workers of one run may differ."""

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pydantic import Field, model_validator
 
+from varuna.core.dealing import ends_of_shares
 from varuna.core.value import Value
 
 SAMPLES_AHEAD = 4
@@ -49,13 +50,19 @@ class Plan(Value):
     """P stages x D replicas, micro-batches of m examples, the sections of each stage, and what was predicted.
 
     Global micro-batch j is samples [j*m, (j+1)*m) of the global batch; the last may be short.
-    Replica d runs a contiguous block of them; the first ``micro_batches % D`` replicas run one more.
+    Replica d runs a contiguous block of them: all as many, or one more on the first ones, or with ``speeds`` the more
+    the faster it is.
     """
 
     stages: int = Field(ge=1, description="P")
     replicas: int = Field(ge=1, description="D")
     micro_batch: int = Field(ge=1, description="m, examples")
     global_batch: int = Field(ge=1, description="M, examples per step")
+    speeds: tuple[float, ...] = Field(
+        default=(),
+        description="by replica, fastest first: what its slowest worker computes while one of full speed computes 1; "
+        "() where all are as fast",
+    )
     starts: tuple[int, ...] = Field(description="first section of each stage, ascending from 0")
     sections: int = Field(ge=1, description="number of sections of the model")
     policy: str = "varuna"
@@ -83,6 +90,11 @@ class Plan(Value):
             raise ValueError(f"starts {self.starts} do not divide {self.sections} sections into {self.stages} stages")
         if self.replicas > self.micro_batches:
             raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
+        if self.speeds and (len(self.speeds) != self.replicas or not _is_descending(self.speeds)):
+            raise ValueError(
+                f"speeds {self.speeds} must give each of {self.replicas} replicas more than 0 and at most 1, "
+                "fastest first"
+            )
         if len(self.stash_limits) != self.stages or min(self.stash_limits) < 1:
             raise ValueError(f"stash_limits {self.stash_limits} must give each of {self.stages} stages at least 1")
         if self.kept and len(self.kept) != self.stages:
@@ -146,12 +158,19 @@ class Plan(Value):
         return sum(start <= section for start in self.starts) - 1
 
     def micro_batches_of(self, replica: int) -> range:
-        """Global micro-batch numbers of ``replica``, N_m of them."""
-        base, extra = divmod(self.micro_batches, self.replicas)
-        first = replica * base + min(replica, extra)
-        return range(first, first + base + (replica < extra))
+        """Global micro-batch numbers of ``replica``, N_m of them; no replica has more than the first one."""
+        ends = ends_of_shares(self.micro_batches, self.replicas, self.speeds, self.stages)
+        return range(ends[replica], ends[replica + 1])
+
+    def speed_of(self, replica: int) -> float:
+        """Relative speed of a replica, 1 for the fastest."""
+        return self.speeds[replica] if self.speeds else 1.0
 
     def samples_of(self, micro_batch: int) -> range:
         """Offsets within the global batch of global micro-batch ``micro_batch``."""
         first = micro_batch * self.micro_batch
         return range(first, min(first + self.micro_batch, self.global_batch))
+
+
+def _is_descending(speeds: tuple[float, ...]) -> bool:
+    return all(a >= b for a, b in pairwise((1.0, *speeds))) and speeds[-1] > 0

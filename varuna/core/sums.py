@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from pydantic import Field
 
+from varuna.core.dealing import ends_of_shares
 from varuna.core.value import Value
 
 Spans = tuple[tuple[int, int], ...]
@@ -84,11 +85,10 @@ def choose(offered: Mapping[int, Spans], seats: Sequence[int]) -> dict[int, Span
     return dict(sorted(chosen.items()))
 
 
-def deal(spans: Spans, replicas: int) -> tuple[Spans, ...]:
-    """Contiguous shares of a set, ascending; the first ones get one more."""
+def deal(spans: Spans, replicas: int, speeds: tuple[float, ...] = (), stages: int = 1) -> tuple[Spans, ...]:
+    """Contiguous shares of a set, ascending; of how many numbers each is, see ``ends_of_shares``."""
     numbers = numbers_of(spans)
-    base, extra = divmod(len(numbers), replicas)
-    ends = [replica * base + min(replica, extra) for replica in range(replicas + 1)]
+    ends = ends_of_shares(len(numbers), replicas, speeds, stages)
     return tuple(spans_of(numbers[first:end]) for first, end in pairwise(ends))
 
 
@@ -196,6 +196,9 @@ def remainder(
     seats: Mapping[int, Sequence[int]],
     offered: Mapping[int, Mapping[int, Spans]],
     losses: Spans,
+    *,
+    speeds: tuple[float, ...] = (),
+    stages: int = 1,
 ) -> Remainder | None:
     """What of a broken step has to run; None: everything, so that no sum is worth keeping.
 
@@ -205,6 +208,8 @@ def remainder(
         seats: by section: the ranks that run it by the new plan.
         offered: by section that has gradients: by rank, what is in its sum; of ranks without that seat, if it may move.
         losses: micro-batches whose losses are known.
+        speeds: of the new plan's replicas, if they differ.
+        stages: of the new plan.
     """
     everything: Spans = ((0, micro_batches),)
     chosen = {section: choose(by_rank, seats[section]) for section, by_rank in sorted(offered.items())}
@@ -216,7 +221,7 @@ def remainder(
     if count(again) >= micro_batches:
         return None
     taken = _seated(chosen, seats, without(everything, again))
-    return Remainder(micro_batches=micro_batches, taken=taken, work=deal(again, replicas))
+    return Remainder(micro_batches=micro_batches, taken=taken, work=deal(again, replicas, speeds, stages))
 
 
 def _seated(

@@ -123,6 +123,7 @@ def run_request(
         leaves_idle=known.across_vms != ETHERNET,  # nominal figures are no reason to send workers away
         policy=policy,
         losses_per_hour=job.losses_per_hour,
+        speeds=job.speeds[:workers],
         keeps_sums=not job.memory_apart,
     )
 
@@ -160,6 +161,7 @@ def _double(plan: Plan, request: PlanRequest) -> dict[Plan, Prediction]:
         return {}
     fixed = {
         "workers": 2 * plan.stages,
+        "speeds": request.speeds[: 2 * plan.stages],
         "stages": plan.stages,
         "micro_batch": plan.micro_batch,
         "lowers_micro_batch": False,

@@ -1,8 +1,9 @@
 """The request for a plan."""
 
+from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from varuna.calibration.format import Calibration
 from varuna.core.value import Value
@@ -15,6 +16,9 @@ class PlanRequest(Value):
 
     calibration: Calibration
     workers: int = Field(description="most ranks to use; each has a GPU, where there are any")
+    speeds: tuple[float, ...] = Field(
+        default=(), description="of the workers, fastest first: at most 1, which is what was calibrated; () for all 1"
+    )
     global_batch: int = Field(ge=1, description="M, examples per step")
     micro_batch: int | None = Field(default=None, description="m if it is fixed")
     lowers_micro_batch: bool = Field(default=False, description="that m is a wish: halved where nothing fits")
@@ -33,6 +37,23 @@ class PlanRequest(Value):
         default=True, description="what survivors have of a broken step is kept, and copied; on GPUs not so far"
     )
     wanted: int = Field(default=1, ge=1, description="how many depths to rank exactly")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "PlanRequest":
+        speeds = self.speeds
+        if speeds and (
+            len(speeds) != self.workers or any(a < b for a, b in pairwise((1.0, *speeds))) or speeds[-1] <= 0
+        ):
+            raise ValueError(
+                f"speeds must give each of {self.workers} workers more than 0 and at most 1, fastest first; these are "
+                f"{len(speeds)}: {speeds}"
+            )
+        return self
+
+    @property
+    def are_unequal(self) -> bool:
+        """Whether some worker is slower than what was calibrated."""
+        return any(speed < 1 for speed in self.speeds)
 
     @property
     def limit_bytes(self) -> int | None:

@@ -1,6 +1,6 @@
 """The sweep: every depth P that the workers allow, every m worth trying, ranked (paper §"Parametrized Simulation")."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pydantic import Field
 
@@ -15,7 +15,11 @@ from varuna.planner.pricing.profile import profile
 from varuna.planner.request import PlanRequest
 from varuna.planner.search import search
 from varuna.planner.split_last import with_best_split
+from varuna.planner.unequal import with_speeds
 from varuna.schedule.policy import check_policy
+
+_WEIGHED = 8
+"""Depths that are looked at for workers of different speed."""
 
 
 class Rejection(Value):
@@ -59,11 +63,23 @@ def rank_plans(request: PlanRequest) -> Ranking:
     depths, rejected = _depths(request)
     if not depths:
         return Ranking(plans=(), predictions=(), outpaced=(), rejected=rejected)
+    asked = request.model_copy(update={"wanted": max(request.wanted, _WEIGHED)}) if request.are_unequal else request
     for sizes in candidate_sizes(request):
-        ranking = _sweep(request, depths, sizes)
+        ranking = _sweep(asked, depths, sizes)
         if ranking.plans:
             break
-    return ranking
+    return _by_speed(ranking, request) if request.are_unequal else ranking
+
+
+def _by_speed(ranking: Ranking, request: PlanRequest) -> Ranking:
+    """The plans with replicas of different speed, best first."""
+    ranked = _best_first(request, [with_speeds(plan, request) for plan in ranking.plans[:_WEIGHED]])
+    return replace(
+        ranking,
+        plans=tuple(each.plan for each in ranked),
+        predictions=tuple(each.prediction for each in ranked),
+        outpaced=(),  # their bounds are for equal workers
+    )
 
 
 def _sweep(request: PlanRequest, depths: range, sizes: tuple[int, ...]) -> Ranking:

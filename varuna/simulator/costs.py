@@ -1,12 +1,13 @@
 """What the simulator is told about a pipeline. All durations in seconds."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from varuna.calibration.format import Jitter
 
 # Shares of a whole B where nothing was measured: linears deferred in the graph.
 INPUT_SHARE, WEIGHT_SHARE = 0.61, 0.40
+_COMPUTED = ("forward_s", "recompute_s", "backward_s", "input_s", "weight_s", "record_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +76,15 @@ class PipelineCosts:
     def __post_init__(self) -> None:
         if len(self.links) != len(self.stages) - 1:
             raise ValueError(f"{len(self.stages)} stages have one link less, not {len(self.links)} links")
+
+    def at_speed(self, speed: float) -> "PipelineCosts":
+        """The same with computation that takes 1 / speed times as long; links are what they are."""
+        if speed == 1.0:
+            return self
+        stages = tuple(
+            replace(stage, **{name: getattr(stage, name) / speed for name in _COMPUTED}) for stage in self.stages
+        )
+        return replace(self, stages=stages, optimizer_s=self.optimizer_s / speed)
 
 
 def uniform(

@@ -127,6 +127,12 @@ def test_a_person_sees_the_best_plan_its_runners_up_and_what_does_not_fit(run: A
         assert words in ran.out
 
 
+def test_slow_gpus_get_fewer_micro_batches(run: Any) -> None:
+    ran = run("--calibration", SMALL, "--gpus", "24", "--slower", "8x0.5")
+    text = " ".join(ran.out.split())
+    assert "24 of 24 GPUs are used; dealt by speed: 2 replicas of 1640, 1 replica of 816 micro-batches of 2" in text
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_fits_the_terminal(width: int) -> None:
     calibration = read_calibration(Path(SMALL))
@@ -156,6 +162,9 @@ def test_the_table_fits_the_terminal(width: int) -> None:
         (["--gpus", "8", "--price", "-1"], 2, "is not a price"),
         (["--gpus", "8", "--objective", "joy"], 2, "dollar"),
         (["--gpus", "8", "--gpus-per-node", "0"], 2, "gpus-per-node"),
+        (["--gpus", "8", "--slower", "9x0.5"], 2, "how many of the 8 GPUs compute at which share"),
+        (["--gpus", "8", "--slower", "4x1.5"], 2, "how many of the 8 GPUs compute at which share"),
+        (["--gpus", "8", "--slower", "half"], 2, "Give numbers and shares between 0 and 1, such as 4x0.5"),
         (["--gpus", "8", "--surprise"], 2, "surprise"),
     ],
 )

@@ -20,9 +20,12 @@ def plans(draw: st.DrawFn) -> Plan:
     sections = draw(st.integers(1, 12))
     stages = draw(st.integers(1, sections))
     starts = sorted(draw(st.permutations(range(1, sections)))[: stages - 1])
+    replicas = draw(st.integers(1, -(-global_batch // micro_batch)))
+    speeds = draw(st.lists(st.floats(0.01, 1.0), min_size=replicas, max_size=replicas) | st.just([]))
     return Plan(
         stages=stages,
-        replicas=draw(st.integers(1, -(-global_batch // micro_batch))),
+        replicas=replicas,
+        speeds=tuple(sorted(speeds, reverse=True)),
         micro_batch=micro_batch,
         global_batch=global_batch,
         starts=(0, *starts),
@@ -41,7 +44,9 @@ def test_every_sample_of_the_global_batch_is_used_exactly_once(plan: Plan) -> No
     ]
     assert sorted(samples) == list(range(plan.global_batch))
     shares = [len(plan.micro_batches_of(replica)) for replica in range(plan.replicas)]
-    assert max(shares) - min(shares) <= 1
+    assert shares == sorted(shares, reverse=True)
+    assert min(shares) >= 1
+    assert plan.speeds or max(shares) - min(shares) <= 1
 
 
 @given(plans())
@@ -56,6 +61,18 @@ def test_ranks_and_sections_map_both_ways(plan: Plan) -> None:
 def test_a_plan_that_contradicts_itself_is_refused() -> None:
     with pytest.raises(ValidationError, match="do not divide"):
         Plan(stages=2, replicas=1, micro_batch=1, global_batch=4, starts=(0, 0), sections=3, stash_limits=(1, 1))
+    for speeds in ((1.0,), (0.5, 1.0), (1.5, 1.0), (1.0, 0.0)):
+        with pytest.raises(ValidationError, match=r"more than 0 and at most 1, fastest first"):
+            Plan(
+                stages=1,
+                replicas=2,
+                micro_batch=1,
+                global_batch=4,
+                starts=(0,),
+                sections=3,
+                stash_limits=(1,),
+                speeds=speeds,
+            )
     with pytest.raises(ValidationError, match="cannot share"):
         Plan(stages=1, replicas=5, micro_batch=1, global_batch=4, starts=(0,), sections=3, stash_limits=(1,))
     given = {"stages": 2, "replicas": 1, "micro_batch": 1, "global_batch": 4, "starts": (0, 1), "sections": 2}

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from torch import nn
@@ -164,8 +165,8 @@ def test_sums_that_lack_a_micro_batch_cost_time_and_not_the_run(
 ) -> None:
     """The vote counts what is in the sums: a step of which something is missing runs again, from zero."""
 
-    def forgetful(spans: Spans, replicas: int) -> Sequence[Spans]:
-        return deal(spans_of(numbers_of(spans)[:-1]), replicas)
+    def forgetful(spans: Spans, *replicas: Any) -> Sequence[Spans]:
+        return deal(spans_of(numbers_of(spans)[:-1]), *replicas)
 
     monkeypatch.setattr(varuna.core.sums, "deal", forgetful)
     outcome = run(script, workers=4, stages=2, faults=[After(2, 2, "B", 3)])

@@ -5,7 +5,7 @@ micro-batches are computed again sooner. A wrong set costs time, never the run: 
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Plan
@@ -48,8 +48,11 @@ def salvage(fleet: Fleet, plan: Plan, members: Sequence[str], next_step: int) ->
         for section, by_rank in offered.items()
     }
     known = spans_of(losses_of(fleet, members, plan))
-    staying = remainder(plan.micro_batches, plan.replicas, seats, here, known)
-    moving = remainder(plan.micro_batches, plan.replicas, seats, offered, known) if offered != here else None
+
+    def left_of(sums: Mapping[int, Mapping[int, Spans]]) -> Remainder | None:
+        return remainder(plan.micro_batches, plan.replicas, seats, sums, known, speeds=plan.speeds, stages=plan.stages)
+
+    staying, moving = left_of(here), left_of(offered) if offered != here else None
     more = (moving.kept if moving is not None else 0) - (staying.kept if staying is not None else 0)
     step_s = fleet.step_wall_s or plan.step_s
     return moving if more * step_s / plan.micro_batches > moving_s(fleet, sums_moved(moving)) else staying
@@ -107,7 +110,11 @@ def share_of_step(record: GenerationRecord) -> float:
     if left is None:
         return 1.0
     fill = plan.stages - 1  # forwards before the last stage has work, and as many backwards after it has none
-    return (max(map(count, left.work)) + fill) / (plan.micro_batches / plan.replicas + fill)
+
+    def longest(counts: Iterable[int]) -> float:
+        return max((number + fill) / plan.speed_of(replica) for replica, number in enumerate(counts))
+
+    return longest(map(count, left.work)) / longest(len(plan.micro_batches_of(d)) for d in range(plan.replicas))
 
 
 def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) -> float | None:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nlargest
+from operator import attrgetter
 from typing import NamedTuple
 
 from varuna.core.plan import Plan
@@ -97,12 +98,22 @@ def simulated(costs: PipelineCosts, plan: Plan) -> Simulated:
 
 
 def predict(costs: PipelineCosts, plan: Plan) -> Prediction:
-    """Simulate a step of the replica with the most micro-batches.
+    """Simulate a step of the replica that ends last: the one with the most micro-batches, or a slower one.
 
     Of a long step only as many micro-batches are simulated as it takes the pipeline to get into its stride; each
     further one adds the bottleneck's time, or the pace seen if waiting made that slower (docs/planning.md).
     """
-    stages, micro_batches = len(costs.stages), len(plan.micro_batches_of(0))
+    if not plan.speeds:
+        return _predict(costs, plan, len(plan.micro_batches_of(0)))
+    longest: dict[float, int] = {}
+    for replica, speed in enumerate(plan.speeds):  # of equally fast ones the first has the most
+        longest.setdefault(speed, len(plan.micro_batches_of(replica)))
+    each = (_predict(costs.at_speed(speed), plan, micro_batches) for speed, micro_batches in longest.items())
+    return max(each, key=attrgetter("step_s"))
+
+
+def _predict(costs: PipelineCosts, plan: Plan, micro_batches: int) -> Prediction:
+    stages = len(costs.stages)
     least = plan.stash_limits[0] + _SIMULATED_TURNS * stages + plan.split_last
     count = min(micro_batches, max(least, _SIMULATED_FORWARDS // stages))
     limits = [min(limit, count) for limit in plan.stash_limits]

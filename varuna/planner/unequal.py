@@ -1,0 +1,39 @@
+"""Workers of different speed: fast ones form pipelines of their own, which run more micro-batches.
+
+Depths and cuts are those that are best for equal workers. For each of them, the workers are taken in the order of their
+speed, and the number of pipelines is tried again: a slow one that would end last is not worth having.
+"""
+
+from collections.abc import Iterator
+
+from varuna.core.dealing import pipeline_speeds
+from varuna.core.plan import Plan
+from varuna.planner.pricing.costs import pipeline_costs
+from varuna.planner.pricing.predict import Simulated, simulated
+from varuna.planner.pricing.profile import profile
+from varuna.planner.request import PlanRequest
+
+
+def with_speeds(plan: Plan, request: PlanRequest) -> Simulated:
+    """The plan with as many replicas as make it best, each with its speed."""
+    figures = profile(request.calibration, plan.micro_batch)
+    tried = [
+        simulated(pipeline_costs(figures, each, gpus_per_vm=request.vm_size), each) for each in _tries(plan, request)
+    ]
+    return min(tried, key=lambda each: request.score(each.plan.workers, each.step_s))
+
+
+def _tries(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
+    """One replica fewer or more changes little, unless the next one is slower."""
+    stages = plan.stages
+    most = min(request.workers // stages, plan.micro_batches)
+    pace = [request.speeds[(replica + 1) * stages - 1] for replica in range(most)]
+    counts = {plan.replicas, most} | {d for d in range(1, most) if pace[d - 1] > pace[d]}
+    if request.calibration.optimizer.sharded:  # fewer replicas would hold more state each
+        counts = {count for count in counts if count >= plan.replicas}
+    if not request.leaves_idle:
+        counts = {most}
+    for count in sorted(counts):
+        yield plan.model_copy(
+            update={"replicas": count, "speeds": pipeline_speeds(request.speeds, stages, count), "step_s": 0.0}
+        )
