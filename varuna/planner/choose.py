@@ -123,7 +123,7 @@ def run_request(
         leaves_idle=known.across_vms != ETHERNET,  # nominal figures are no reason to send workers away
         policy=policy,
         losses_per_hour=job.losses_per_hour,
-        speeds=job.speeds[:workers],
+        speeds=job.speeds if len(job.speeds) == workers else (),
         keeps_sums=not job.memory_apart,
     )
 

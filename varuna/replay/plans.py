@@ -16,7 +16,7 @@ class Plans:
 
     def __init__(self, job: JobFacts, calibration: Calibration, most_workers: int, *, copies: bool = False) -> None:
         self._job, self._calibration, self._copies = job, calibration, copies
-        self._known: dict[tuple[int, float], Plan | NoPlanError] = {}
+        self._known: dict[tuple[int, float, tuple[float, ...]], Plan | NoPlanError] = {}
         first = plan_run(job, workers=most_workers, calibration=calibration, micro_batch=job.micro_batch)
         self.micro_batch = first.micro_batch
 
@@ -26,11 +26,11 @@ class Plans:
         Raises:
             NoPlanError: none fits.
         """
-        asked = workers, job.losses_per_hour
+        asked = workers, job.losses_per_hour, job.speeds
         if asked not in self._known:
             try:
                 self._known[asked] = plan_run(
-                    self._job.model_copy(update={"losses_per_hour": job.losses_per_hour}),
+                    self._job.model_copy(update={"losses_per_hour": job.losses_per_hour, "speeds": job.speeds}),
                     workers=workers,
                     calibration=self._calibration,
                     micro_batch=self.micro_batch,

@@ -1,6 +1,5 @@
 """A new generation: its workers, where state comes from, and the assignments."""
 
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from varuna.core.errors import NoPlanError
@@ -10,19 +9,18 @@ from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
+from varuna.fleet.machine.choosing import plan_and_workers
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
+from varuna.fleet.machine.seats_by_speed import seat_by_speed
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet, Idle, Running
 from varuna.fleet.state.questions import (
     Checkpoint,
     FoundCheckpoint,
-    Planned,
     UnansweredError,
-    Unplannable,
     WhichCheckpoint,
-    WhichPlan,
 )
 from varuna.fleet.state.run_events import GenerationRecord, GenerationStarted
 from varuna.fleet.state.worker import Holding, Standing
@@ -156,7 +154,7 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
     if not fleet.history and origin.checkpoint and job.micro_batch is None:
         transition.update(micro_batch=origin.checkpoint.micro_batch)
     try:
-        plan, usable = _plan_and_workers(transition, live)
+        plan, usable = plan_and_workers(transition, live)
     except NoPlanError as error:
         phase = replace(phase, rejected=Rejected(live, str(error)))
         transition.update(phase=phase)
@@ -164,91 +162,6 @@ def _try_form(transition: Transition, phase: Idle, live: tuple[str, ...]) -> Non
         _wait(transition, phase, Blocked(Obstacle.NO_PLAN, str(error)))
         return
     _start(transition, phase, plan, usable, origin, holdings if origin.from_holders else {})
-
-
-def _plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
-    """Plan for the workers that should be used; stragglers and those about to leave only if it takes them.
-
-    Raises:
-        NoPlanError: nothing fits, whoever is used.
-    """
-    fleet = transition.fleet
-    staying = tuple(name for name in live if not fleet.is_departing(name))
-    choices = [fleet.available, staying, live]
-    for usable in choices[:-1]:
-        if usable and usable != live:
-            with suppress(NoPlanError):
-                return _seated_safely(fleet, _plan_keeping(transition, len(usable)), usable)
-    return _seated_safely(fleet, _plan_keeping(transition, len(live)), live)
-
-
-def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
-    """If there are spares, those on nodes that may be taken away soon are the spares."""
-    safe = fleet.without_risk(usable)
-    return plan, safe if plan.workers <= len(safe) else usable
-
-
-def _plan_keeping(transition: Transition, workers: int) -> Plan:
-    """The plan that ran last, if nothing is clearly better: then only its seats get other workers.
-
-    Raises:
-        NoPlanError: nothing fits.
-    """
-    if _is_best_known(transition.fleet, workers):
-        return transition.fleet.record.plan
-    known = plan_for(transition, workers)
-    transition.update(planned_for=workers)
-    return _clearly_better(transition, known, workers)
-
-
-def plan_to_come(transition: Transition, known: Planned, workers: int) -> Plan:
-    """What a morph for these workers would run, if that is the best plan that is known for them.
-
-    Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
-    """
-    return (
-        transition.fleet.record.plan
-        if _is_best_known(transition.fleet, workers)
-        else _clearly_better(transition, known, workers)
-    )
-
-
-def _is_best_known(fleet: Fleet, workers: int) -> bool:
-    """The plan that ran last was the best one for ``planned_for`` workers: so it is for fewer, if they are enough."""
-    return bool(fleet.history) and not fleet.replan and fleet.record.plan.workers <= workers <= fleet.planned_for
-
-
-def _clearly_better(transition: Transition, known: Planned, workers: int) -> Plan:
-    """The plan that was found, or the one that ran last if that is about as fast, by what is known now."""
-    fleet, plan = transition.fleet, known.plan
-    if not fleet.history or fleet.replan or fleet.record.plan.workers > workers:
-        return plan
-    old = fleet.record.plan
-    if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
-        return plan
-    return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
-
-
-def plan_for(transition: Transition, workers: int) -> Planned:
-    """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
-
-    Raises:
-        NoPlanError: nothing fits.
-        UnansweredError: it is being made.
-    """
-    fleet = transition.fleet
-    kept, memory_bytes = fleet.micro_batch, fleet.memory_bytes
-    answer = transition.answer_to(WhichPlan(workers, kept, memory_bytes, fleet.losses_per_hour))
-    if isinstance(answer, Planned):
-        return answer
-    assert isinstance(answer, Unplannable)
-    if kept is not None and _job(transition).micro_batch is None:
-        other = transition.answer_to(WhichPlan(workers, None, memory_bytes, fleet.losses_per_hour))
-        if isinstance(other, Planned) and other.plan.micro_batch < kept:
-            return other
-        if isinstance(other, Unplannable):
-            raise NoPlanError(other.complaint)
-    raise NoPlanError(answer.complaint)
 
 
 def _restore(transition: Transition) -> _Origin:
@@ -307,8 +220,17 @@ def _start(
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
-    seated = placement.seat(
-        plan, ordered, holdings, weights, nodes=nodes, kept=kept, own=_ran(fleet), lent=lent, holders=holders
+    seated = seat_by_speed(
+        plan,
+        ordered,
+        fleet.speeds,
+        holdings,
+        weights,
+        nodes=nodes,
+        kept=kept,
+        own=_ran(fleet),
+        lent=lent,
+        holders=holders,
     )
     # Who is left out may still be the source of somebody's state.
     placed = frozenset(seated)

@@ -139,6 +139,8 @@ def begin_progress(fleet: Fleet, seated: frozenset[str]) -> dict[str, object]:
                 seen_s=fleet.seen_s(worker),
                 compute_s=None,
                 evidence=NO_EVIDENCE,
+                lead=NO_EVIDENCE,
+                usual_s=None,
             )
             for worker in fleet.workers.values()
         ),

@@ -11,8 +11,8 @@ from varuna.core.errors import NoPlanError
 from varuna.core.messages import Flag, RaiseFlag
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
+from varuna.fleet.machine.choosing import ABOUT, dealt_plan, plan_for, plan_to_come
 from varuna.fleet.machine.commit import stop_generation
-from varuna.fleet.machine.forming import plan_for, plan_to_come
 from varuna.fleet.machine.preemption import Way, leavers, way_out
 from varuna.fleet.machine.salvage import worth_breaking_off_s
 from varuna.fleet.machine.transition import Transition
@@ -150,30 +150,40 @@ def _loses_last_holder(fleet: Fleet, going: list[str]) -> bool:
 def _answer_request(transition: Transition) -> None:
     """Answer a request for a morph: it happens if the best plan is another one, or its workers are."""
     fleet = transition.fleet
-    plan = _plan(look_ahead(transition, len(fleet.available)))
+    plan = _plan(best_ahead(transition))
     transition.update(morph_asked=False)
     if plan is None:
         transition.publish(Answered(what="morph"))
         transition.notice(f"{fleet.morph_reason}, but no plan fits the current workers", warning=True)
-    elif plan.same_work(fleet.record.plan) and set(fleet.record.grid) <= set(fleet.available):
+    elif plan.same_work(fleet.record.plan) and (plan.speeds or set(fleet.record.grid) <= set(fleet.available)):
         transition.publish(Answered(what="morph"))
-        transition.notice(f"{fleet.morph_reason}, but {plan.shape} is the best plan for {len(fleet.available)} workers")
+        workers = len(fleet.joined if plan.speeds else fleet.available)
+        transition.notice(f"{fleet.morph_reason}, but {plan.shape} is the best plan for {workers} workers")
     else:
         transition.update(replan=True)
         _regroup(transition, fleet.morph_reason)
 
 
 def _consider_slow(transition: Transition, phase: Running) -> None:
-    """Leave stragglers out, if the run is faster without them."""
+    """Leave stragglers out or give them less to do, and more to those that have recovered, if steps get shorter."""
     fleet = transition.fleet
-    ranks = sorted(fleet.record.ranks[name] for name in fleet.slow if _takes_part(fleet, name))
-    slow = {fleet.members[rank]: fleet.slow[fleet.members[rank]] for rank in ranks}
-    if not slow:
-        return
-    answer = look_ahead(transition, len(fleet.available))
-    worst = max(slow, key=lambda name: slow[name].ratio)
-    if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * slow[worst].ratio:
-        _regroup(transition, " and ".join(f"worker {name} is slow ({slow[name]})" for name in slow))
+    plan = fleet.record.plan
+    behind = {
+        name: plan.speed_of(plan.place_of(rank).replica) / fleet.speed_of(name)
+        for rank, name in enumerate(fleet.record.grid)
+        if _takes_part(fleet, name)
+    }
+    slow = [name for name in behind if name in fleet.slow and behind[name] * ABOUT > 1]
+    if slow:
+        answer, most_s = best_ahead(transition), max(behind.values())
+        if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * most_s:
+            _regroup(transition, " and ".join(f"worker {name} is slow ({fleet.slow[name]})" for name in slow))
+    elif behind and plan.speeds and min(behind.values()) < ABOUT:
+        answer = best_ahead(transition)
+        faster = isinstance(answer, Planned) and not plan_to_come(fleet, answer).same_work(plan)
+        if faster:
+            names = sorted(name for name in behind if behind[name] < ABOUT)
+            _regroup(transition, " and ".join(f"worker {name} is faster than it was" for name in names))
 
 
 def _consider_risk(transition: Transition, phase: Running) -> None:
@@ -189,7 +199,7 @@ def _consider_risk(transition: Transition, phase: Running) -> None:
         return
     answer = look_ahead(transition, len(fleet.available))
     known = answer if isinstance(answer, Planned) else Planned(fleet.record.plan, answer.running_s)
-    if plan_to_come(transition, known, len(fleet.available)).workers <= len(safe):
+    if plan_to_come(fleet, known).workers <= len(safe):
         tried = {node: replace(fleet.at_risk[node], replaced=True) for node in nodes}
         transition.update(at_risk={**fleet.at_risk, **tried})
         reasons = " and ".join(f"node {node} may be taken away soon ({tried[node].reason})" for node in nodes)
@@ -207,10 +217,10 @@ def _consider_newcomers(transition: Transition, phase: Running) -> None:
     fresh = [name for name in newcomers if name not in phase.considered]
     if any(transition.now_s < fleet.workers[name].joined_s + fleet.config.join_grace_s for name in fresh[:1]):
         return
-    answer = look_ahead(transition, len(fleet.available))
+    answer = best_ahead(transition)
     running = fleet.record.plan.model_copy(update={"step_s": answer.running_s})
     known = answer if isinstance(answer, Planned) else Planned(running, answer.running_s)
-    plan = plan_to_come(transition, known, len(fleet.available))
+    plan = plan_to_come(fleet, known)
     weighing = weigh(
         running,
         plan,
@@ -256,6 +266,18 @@ def _exposed_s(transition: Transition) -> float:
     assert fleet.job is not None
     since_start_s = transition.now_s - fleet.experience.began_s
     return since_start_s if fleet.job.checkpoint_dir is None else min(since_start_s, _CHECKPOINT_AGE_S)
+
+
+def best_ahead(transition: Transition) -> Planned | Unplannable:
+    """The best plan for the workers that stay: without slow ones, or with less for them to do.
+
+    Raises:
+        UnansweredError: one of them is being made.
+    """
+    dealt, even = dealt_plan(transition), look_ahead(transition, len(transition.fleet.available))
+    if dealt is not None and (not isinstance(even, Planned) or dealt.plan.step_s < even.plan.step_s):
+        return dealt
+    return even
 
 
 def look_ahead(transition: Transition, workers: int) -> Planned | Unplannable:

@@ -1,12 +1,27 @@
-"""Stragglers: found by their heartbeats, left out of the next plan, and let back in on probation."""
+"""Stragglers: found by their heartbeats, and left out of the next plan or given fewer micro-batches.
+
+A worker is compared with those that run the same stage, each by the speed that is known of it: like with like. One that
+is left out gets another chance after a while.
+"""
 
 from bisect import bisect_left, insort
 from dataclasses import replace
+from math import exp, log
 
 from varuna.core.messages import Beat
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet, Running, Straggler
-from varuna.fleet.state.stutter import slower_than_peers, slower_than_predicted
+from varuna.fleet.state.stutter import NO_EVIDENCE, slower_than_peers, slower_than_predicted
+
+_NEWEST = 0.5
+"""Weight of a beat in what a worker usually takes."""
+_ENOUGH_BEATS = 4
+"""With so many, what a worker takes now outweighs what it took before."""
+_FULL_SPEED = 0.87
+"""As fast as the fastest, by what beats can tell."""
+_GRID = 0.07
+"""Speeds are told to about 7 %, so that machines of a kind have one."""
+_LEAST_SPEED = 0.02
 
 
 def note_beat(transition: Transition, name: str, beat: Beat) -> None:
@@ -15,75 +30,144 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
     if slow_ratio is None or not isinstance(phase, Running) or not fleet.formed or fleet.job is None:
         return
     worker = fleet.workers[name]
-    if beat.generation != fleet.generation or not worker.seated or name in fleet.slow:
+    if beat.generation != fleet.generation or not worker.seated:
         return
     if not worker.is_joined:  # who leaves says so on another thread than its heart beats on
         return
-    if beat.forward_s is None or beat.backward_s is None:
+    if beat.forward_s is None or beat.backward_s is None or beat.forward_s + beat.backward_s <= 0:
         return
     plan, rank, compute_s = fleet.record.plan, fleet.record.ranks[name], beat.forward_s + beat.backward_s
+    usual_s = (
+        compute_s if worker.usual_s is None else exp((1 - _NEWEST) * log(worker.usual_s) + _NEWEST * log(compute_s))
+    )
     if plan.replicas > 1:
-        ratio = slower_than_peers(
-            compute_s, _exchange(transition, plan.place_of(rank).stage, worker.compute_s, compute_s)
-        )
-        transition.update_worker(name, compute_s=compute_s)
+        peers_s = _exchange(transition, plan.place_of(rank).stage, name, compute_s)
+        ratio = slower_than_peers(compute_s * fleet.speed_of(name), peers_s)
+        transition.update_worker(name, compute_s=compute_s, usual_s=usual_s)
     else:
-        transition.update_worker(name, compute_s=compute_s)
-        ratio = slower_than_predicted(rank, _compute_s(transition.fleet), fleet.expected_s)
+        transition.update_worker(name, compute_s=compute_s, usual_s=usual_s)
+        ratio = slower_than_predicted(rank, _fair_s(transition.fleet), fleet.expected_s)
     if ratio is None:
         return
-    evidence = worker.evidence.updated(ratio, slow_ratio)
-    if evidence != worker.evidence:
-        transition.update_worker(name, evidence=evidence)
-    if evidence.is_conclusive:
-        _condemn(transition, name, evidence.ratio)
+    evidence, lead = worker.evidence.updated(ratio, slow_ratio), worker.lead.updated(1 / ratio, slow_ratio)
+    if (evidence, lead) != (worker.evidence, worker.lead):
+        transition.update_worker(name, evidence=evidence, lead=lead)
+    for each in (evidence, lead):
+        if each.is_conclusive and (each.beats >= _ENOUGH_BEATS or fleet.record.plan.replicas == 1):
+            _judge(transition, name, evidence.ratio if each is evidence else 1 / lead.ratio)
+            return
 
 
-def _exchange(transition: Transition, stage: int, old_s: float | None, new_s: float) -> list[float]:
+def _exchange(transition: Transition, stage: int, name: str, new_s: float) -> list[float]:
     """Put a rank's new compute time in the place of its old one; returns those of its peers, ascending."""
-    stages = transition.fleet.compute_s or ((),) * transition.fleet.record.plan.stages
-    peers_s = list(stages[stage])
+    fleet = transition.fleet
+    stages = fleet.compute_s or ((),) * fleet.record.plan.stages
+    peers_s, old_s, speed = list(stages[stage]), fleet.workers[name].compute_s, fleet.speed_of(name)
     if old_s is not None:
-        del peers_s[bisect_left(peers_s, old_s)]
+        del peers_s[bisect_left(peers_s, old_s * speed)]
     all_s = peers_s.copy()
-    insort(all_s, new_s)
+    insort(all_s, new_s * speed)
     transition.update(compute_s=(*stages[:stage], tuple(all_s), *stages[stage + 1 :]))
     return peers_s
 
 
-def _compute_s(fleet: Fleet) -> dict[int, float]:
-    """The newest compute time of each stage of the one pipeline, in this generation."""
+def _fair_s(fleet: Fleet) -> dict[int, float]:
+    """The newest compute time of each stage of the one pipeline, in this generation, as if all were equally fast."""
     found = {}
     for stage, name in enumerate(fleet.record.grid):
         worker = fleet.workers.get(name)
         if worker is not None and worker.is_joined and worker.compute_s is not None:
-            found[stage] = worker.compute_s
+            found[stage] = worker.compute_s * fleet.speed_of(name)
     return found
 
 
-def _condemn(transition: Transition, name: str, ratio: float) -> None:
-    """Leave a worker out for a while; it stays warm, and its state can be copied."""
-    fleet = transition.fleet
+# -- what follows ------------------------------------------------------------------------------------------------
+
+
+def _judge(transition: Transition, name: str, ratio: float) -> None:
+    """Somebody's speed is not what was known: estimate it anew, and that of those who run the same stage."""
+    fleet, plan = transition.fleet, transition.fleet.record.plan
+    if plan.replicas == 1:
+        found = {name: fleet.speed_of(name) / ratio}
+    else:
+        stage = plan.place_of(fleet.record.ranks[name]).stage
+        usual_s = _usual_s(fleet, stage)
+        fastest = min(usual_s, key=lambda each: (usual_s[each], each))
+        # Where all the fast ones have left, the fastest of the others is not of full speed; unless it turned out to be.
+        best = 1.0 if ratio < 1 else fleet.speed_of(fastest)
+        found = {each: best * usual_s[fastest] / seconds for each, seconds in usual_s.items()}
+        stages = fleet.compute_s
+        transition.update(compute_s=(*stages[:stage], (), *stages[stage + 1 :]))
+    for each in found:
+        transition.update_worker(each, compute_s=None, evidence=NO_EVIDENCE, lead=NO_EVIDENCE)
+    for each, speed in sorted(found.items()):
+        _note_speed(transition, each, _told(speed), 1 / speed)
+
+
+def _usual_s(fleet: Fleet, stage: int) -> dict[str, float]:
+    """What the workers of a stage usually take, by their names."""
+    plan = fleet.record.plan
+    found = {}
+    for replica in range(plan.replicas):
+        worker = fleet.workers.get(fleet.members[plan.rank_of(replica, stage)])
+        if worker is not None and worker.is_joined and worker.usual_s is not None:
+            found[worker.name] = worker.usual_s
+    return found
+
+
+def _told(speed: float) -> float:
+    """A speed as others are told it."""
+    return 1.0 if speed >= _FULL_SPEED else max(_LEAST_SPEED, round(exp(round(log(speed) / _GRID) * _GRID), 3))
+
+
+def _note_speed(transition: Transition, name: str, speed: float, ratio: float) -> None:
+    fleet, known = transition.fleet, transition.fleet.speed_of(name)
+    if speed == known:
+        return
+    others = {other: value for other, value in fleet.speeds.items() if other != name}
+    where = f"worker {name} on node {fleet.workers[name].node}"
+    if speed == 1.0:
+        slow = {other: value for other, value in fleet.slow.items() if other != name}
+        transition.update(speeds=others, slow=slow)
+        transition.notice(f"{where} is as fast as its peers again")
+        return
+    transition.update(speeds={**others, name: speed})
+    if name in fleet.slow:
+        transition.update(slow={**fleet.slow, name: replace(fleet.slow[name], ratio=ratio)})
+        return
     strikes = fleet.strikes.get(name, 0) + 1
     probation_s = fleet.config.probation_s * 2 ** (strikes - 1)
     straggler = Straggler(ratio, transition.now_s + probation_s)
     transition.update(slow={**fleet.slow, name: straggler}, strikes={**fleet.strikes, name: strikes})
-    where = f"worker {name} on node {fleet.workers[name].node}"
-    transition.notice(f"{where} is slow: {straggler}. Leaving it out for {probation_s:.0f} s", warning=True)
+    transition.notice(
+        f"{where} is slow: {straggler}. It gets fewer micro-batches, or is left out for {probation_s:.0f} s, "
+        "if that makes steps shorter",
+        warning=True,
+    )
 
 
 def readmit(transition: Transition) -> None:
-    """Forget stragglers that are gone; one whose time is over may be taken in again, like a newcomer."""
+    """Forget stragglers that are gone; one whose time is over may be taken in again, like a newcomer.
+
+    One that has its share of the micro-batches is watched all the time: it needs no other chance.
+    """
     fleet = transition.fleet
     over = {
         name
         for name, straggler in fleet.slow.items()
-        if name not in fleet.workers or transition.now_s >= straggler.until_s
+        if name not in fleet.workers or (transition.now_s >= straggler.until_s and not _has_share(fleet, name))
     }
     if over:
-        transition.update(slow={name: straggler for name, straggler in fleet.slow.items() if name not in over})
+        transition.update(
+            slow={name: straggler for name, straggler in fleet.slow.items() if name not in over},
+            speeds={name: speed for name, speed in fleet.speeds.items() if name not in over},
+        )
         phase = transition.fleet.phase
         if isinstance(phase, Running):
             transition.update(phase=replace(phase, considered=phase.considered - over))
         for name in sorted(over & set(fleet.workers)):
             transition.notice(f"worker {name} was slow and gets another chance")
+
+
+def _has_share(fleet: Fleet, name: str) -> bool:
+    return fleet.workers[name].seated and bool(fleet.history and fleet.record.plan.speeds)

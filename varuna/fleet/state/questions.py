@@ -35,6 +35,8 @@ class WhichPlan:
     memory_bytes: int | None
     losses_per_hour: float = 0.0
     """That the plan is for."""
+    speeds: tuple[float, ...] = ()
+    """Of the workers, fastest first; () if they are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,12 @@ def plan_answer(
     Args:
         planner: makes plans.
         predicted_s: seconds of a step of a plan, by what is known now.
-        question: workers, memory in bytes, m if it is fixed, and the rate of losses.
+        question: workers and their speeds, memory in bytes, m if it is fixed, and the rate of losses.
         job: what runs.
         running: the plan that runs, if any.
     """
-    known = job.model_copy(update={"memory_bytes": question.memory_bytes, "losses_per_hour": question.losses_per_hour})
+    facts = {name: getattr(question, name) for name in ("memory_bytes", "losses_per_hour", "speeds")}
+    known = job.model_copy(update=facts)
     running_s = _running_s(predicted_s, running)
     try:
         return Planned(planner(known, question.workers, question.micro_batch), running_s)

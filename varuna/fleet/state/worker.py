@@ -92,6 +92,10 @@ class Worker:
     """In this generation: the newest seconds of compute per micro-batch, forward and backward."""
     evidence: StutterEvidence = NO_EVIDENCE
     """In this generation: whether it is slower than its peers."""
+    lead: StutterEvidence = NO_EVIDENCE
+    """Likewise: whether it is faster."""
+    usual_s: float | None = None
+    """Likewise: its compute, of which newer beats say more than older ones."""
     disconnected_s: float | None = None
     exit: Exit | None = None
 

@@ -1,0 +1,155 @@
+"""Which plan the next generation runs, and which of the workers take part in it.
+
+Slow workers are left out, or get fewer micro-batches, whichever makes the step shorter. The plan that ran last stays
+unless another one is clearly better.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+
+from varuna.core.dealing import pipeline_speeds
+from varuna.core.errors import NoPlanError
+from varuna.core.plan import Plan
+from varuna.fleet.machine.transition import Transition
+from varuna.fleet.state.fleet import Fleet
+from varuna.fleet.state.questions import Planned, Unplannable, WhichPlan
+
+ABOUT = 0.9
+"""A worker that reaches this share of the speed that is expected of it is as fast as expected."""
+
+
+def plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+    """Plan for the workers that should be used; those about to leave only if it takes them.
+
+    Raises:
+        NoPlanError: nothing fits, whoever is used.
+        UnansweredError: a plan is being made.
+    """
+    fleet, dealt = transition.fleet, dealt_plan(transition)
+    staying = tuple(name for name in live if not fleet.is_departing(name))
+    choices = [fleet.available, *([staying, live] if dealt is None else [])]
+    found: tuple[Plan, tuple[str, ...]] | None = None
+    for usable in choices[: max(1, len(choices) - 1)]:
+        if found is None and usable and usable != live:
+            with suppress(NoPlanError):
+                found = _seated_safely(fleet, _plan_keeping(transition, len(usable)), usable)
+    if dealt is not None and (found is None or dealt.plan.step_s < found[0].step_s):
+        names = _with_slow_ones(fleet)
+        transition.update(planned_for=len(names))
+        return _clearly_better(fleet, dealt, [fleet.speed_of(name) for name in names]), names
+    return found or _seated_safely(fleet, _plan_keeping(transition, len(live)), live)
+
+
+def dealt_plan(transition: Transition) -> Planned | None:
+    """The plan for all who stay, slow ones included, which get fewer micro-batches; None: there is none.
+
+    Raises:
+        UnansweredError: it is being made.
+    """
+    names = _with_slow_ones(transition.fleet)
+    if not names:
+        return None
+    try:
+        known = plan_for(transition, len(names), speeds_of(transition.fleet, names))
+    except NoPlanError:
+        return None
+    return known if known.plan.speeds else None
+
+
+def speeds_of(fleet: Fleet, names: Iterable[str]) -> tuple[float, ...]:
+    """How fast workers are, the fastest first; () if none is known to be slower than others."""
+    speeds = tuple(sorted((fleet.speed_of(name) for name in names), reverse=True))
+    return speeds if speeds and speeds[-1] < 1 else ()
+
+
+def _with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
+    """All workers that stay and are heard, the fastest first; () if none is slow."""
+    names = [name for name in fleet.joined if name in fleet.slow or fleet.is_available(name)]
+    names = [n for n in names if not fleet.is_departing(n) and not fleet.is_hidden(fleet.workers[n].node)]
+    return tuple(sorted(names, key=fleet.speed_of, reverse=True)) if any(n in fleet.slow for n in names) else ()
+
+
+def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:
+    """If there are spares, those on nodes that may be taken away soon are the spares."""
+    safe = fleet.without_risk(usable)
+    return plan, safe if plan.workers <= len(safe) else usable
+
+
+def _plan_keeping(transition: Transition, workers: int) -> Plan:
+    """The plan that ran last, if nothing is clearly better: then only its seats get other workers.
+
+    Raises:
+        NoPlanError: nothing fits.
+    """
+    if _is_best_known(transition.fleet, workers):
+        return transition.fleet.record.plan
+    known = plan_for(transition, workers)
+    transition.update(planned_for=workers)
+    return _clearly_better(transition.fleet, known, (1.0,) * workers)
+
+
+def plan_to_come(fleet: Fleet, known: Planned) -> Plan:
+    """What a morph now would run, if that is the best plan that is known.
+
+    Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
+    """
+    if known.plan.speeds:
+        return _clearly_better(fleet, known, [fleet.speed_of(name) for name in _with_slow_ones(fleet)])
+    workers = len(fleet.available)
+    return fleet.record.plan if _is_best_known(fleet, workers) else _clearly_better(fleet, known, (1.0,) * workers)
+
+
+def _is_best_known(fleet: Fleet, workers: int) -> bool:
+    """The plan that ran last was the best one for ``planned_for`` workers: so it is for fewer, if they are enough."""
+    if not fleet.history or fleet.replan or fleet.record.plan.speeds:
+        return False
+    return fleet.record.plan.workers <= workers <= fleet.planned_for
+
+
+def _clearly_better(fleet: Fleet, known: Planned, speeds: Sequence[float]) -> Plan:
+    """The plan that was found, or the one that ran last if that is about as fast, by what is known now.
+
+    Args:
+        fleet: between two generations, or before that.
+        known: what was found.
+        speeds: of the workers that it is for, fastest first.
+    """
+    plan = known.plan
+    if not fleet.history or fleet.replan or fleet.record.plan.workers > len(speeds):
+        return plan
+    old = fleet.record.plan
+    if old.replicas == 1 < plan.replicas:  # state that is held twice is worth more than the same seats
+        return plan
+    seats = pipeline_speeds(speeds, old.stages, old.replicas)
+    if any(old.speed_of(d) * ABOUT > speed for d, speed in enumerate(seats)):
+        return plan  # somebody is slower than the old one was made for
+    return old if plan.step_s >= known.running_s * (1 - fleet.config.min_gain) else plan
+
+
+def plan_for(transition: Transition, workers: int, speeds: tuple[float, ...] = ()) -> Planned:
+    """Plan with the run's micro-batch; only if nothing fits with it, and the user left m open, with a smaller one.
+
+    Args:
+        transition: asks, and takes what was answered.
+        workers: how many.
+        speeds: theirs, fastest first; () if they are equal.
+
+    Raises:
+        NoPlanError: nothing fits.
+        UnansweredError: it is being made.
+    """
+    fleet = transition.fleet
+    kept, memory_bytes = fleet.micro_batch, fleet.memory_bytes
+    question = WhichPlan(workers, kept, memory_bytes, fleet.losses_per_hour, speeds)
+    answer = transition.answer_to(question)
+    if isinstance(answer, Planned):
+        return answer
+    assert isinstance(answer, Unplannable)
+    if kept is not None and fleet.job is not None and fleet.job.micro_batch is None:
+        other = transition.answer_to(replace(question, micro_batch=None))
+        if isinstance(other, Planned) and other.plan.micro_batch < kept:
+            return other
+        if isinstance(other, Unplannable):
+            raise NoPlanError(other.complaint)
+    raise NoPlanError(answer.complaint)
