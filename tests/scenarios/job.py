@@ -155,7 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("."))
     parser.add_argument("--slow", type=float, default=0.0, help="seconds that each step takes in addition")
     parser.add_argument("--compute", type=float, default=0.0, help="seconds that each forward takes in addition")
-    parser.add_argument("--slow-worker", help="the one whose forwards take twice as long")
+    parser.add_argument("--slow-workers", help="those whose forwards take twice as long, such as w0,w3")
     parser.add_argument("--spare-state", action="store_true", help="misbehave, and be fast, only while D >= 2")
     parser.add_argument("--raise-at", type=int, help="step at which the worker of stage 1 raises")
     parser.add_argument("--break-at", type=int, help="step after which rank 0 leaves the loop")
@@ -179,7 +179,7 @@ def main() -> None:
     seen: list[varuna.Step] = []
     notes = {"turns": 0, "losses": 0.0}  # the user's own state
     misbehave(args.misbehave, args.folder, args.spare_state, seen)
-    factor = 2.0 if args.slow_worker and args.slow_worker == os.environ.get("VARUNA_WORKER") else 1.0
+    factor = 2.0 if os.environ.get("VARUNA_WORKER") in (args.slow_workers or "").split(",") else 1.0
     if args.compute:
         subscribe(lambda span: time.sleep(factor * args.compute) if (span.name, span.phase) == ("F", "begin") else None)
     stage: list[int] = []

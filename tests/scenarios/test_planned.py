@@ -11,6 +11,7 @@ from tests.scenarios.launch import JOB, json_log, python
 from tests.waiting import wait_for
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
+from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.run_folder.journal import read_events
 from varuna.fleet.run_folder.sample_ledger import audit
 from varuna.fleet.service.local_workers import LocalLaunch
@@ -28,7 +29,14 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("warm_start")]
 class Play:
     """A run of job.py in the background."""
 
-    def __init__(self, folder: Path, *args: str, planner: Callable[[int], int], config: FleetConfig) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *args: str,
+        planner: Callable[[int], int],
+        config: FleetConfig,
+        calibrator: Calibrator | None = None,
+    ) -> None:
         self.events: list[RunEvent] = []
         self.ended: Ended | None = None
         self.folder = folder
@@ -40,7 +48,8 @@ class Play:
             ServiceConfig(run_dir=folder / "run", json_log=folder / "log.jsonl"),
             LocalLaunch(Path(JOB), args),
             config=config,
-            planner=plan,
+            planner=plan if calibrator is None else calibrator.plan,
+            calibrator=calibrator,
             on_event=self.events.append,
             write=lambda line: None,
         )
@@ -74,7 +83,7 @@ class Play:
 def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_path: Path) -> None:
     job = ("--steps", "40", "--dropout", "0.1")
     config = FleetConfig(workers=5, replace=False, slow_ratio=1.5)
-    play = Play(tmp_path, *job, "--compute", "0.03", "--slow-worker", "w3", planner=lambda n: 2, config=config)
+    play = Play(tmp_path, *job, "--compute", "0.03", "--slow-workers", "w3", planner=lambda n: 2, config=config)
     try:
         play.trains(1)
         first = play.run.manager.fleet.record

@@ -4,10 +4,13 @@ A pipeline of P stages takes about N + P - 1 of its micro-batches' times for N o
 fast gets less than half as many. Every rank computes the same shares from its plan.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from itertools import accumulate
+
+from varuna.core.units import counted
 
 _KNOWN = 1024
 
@@ -46,6 +49,11 @@ def _ends(micro_batches: int, speeds: tuple[float, ...], fill: int) -> tuple[int
         shares[d] += 1
         heapreplace(waiting, ((shares[d] + 1 + fill) / speeds[d], d))
     return tuple(accumulate(shares, initial=0))
+
+
+def shares_text(shares: Sequence[int]) -> str:
+    """``"2 replicas of 16, 1 replica of 8"``."""
+    return ", ".join(f"{counted(replicas, 'replica')} of {share}" for share, replicas in Counter(shares).items())
 
 
 def pipeline_speeds(speeds: Sequence[float], stages: int, replicas: int) -> tuple[float, ...]:

@@ -162,6 +162,11 @@ class Plan(Value):
         ends = ends_of_shares(self.micro_batches, self.replicas, self.speeds, self.stages)
         return range(ends[replica], ends[replica + 1])
 
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """Micro-batches by replica."""
+        return tuple(len(self.micro_batches_of(replica)) for replica in range(self.replicas))
+
     def speed_of(self, replica: int) -> float:
         """Relative speed of a replica, 1 for the fastest."""
         return self.speeds[replica] if self.speeds else 1.0

@@ -1,12 +1,11 @@
 """A ranking as people and programs read it: what each plan takes, holds and costs, and why the others lost."""
 
-from collections import Counter
 from operator import attrgetter
 
 from pydantic import Field
 
+from varuna.core.dealing import shares_text
 from varuna.core.plan import Copies, Plan
-from varuna.core.units import counted
 from varuna.core.value import Value
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.predict import Breakdown
@@ -192,9 +191,7 @@ def _sharing(plan: Plan) -> str:
     """How many micro-batches each replica runs, and how M stays exact."""
     base, more = divmod(plan.micro_batches, plan.replicas)
     if plan.speeds:
-        numbers = Counter(len(plan.micro_batches_of(replica)) for replica in range(plan.replicas))
-        shares = (f"{counted(replicas, 'replica')} of {number}" for number, replicas in numbers.items())
-        text = f"dealt by speed: {', '.join(shares)} micro-batches of {plan.micro_batch}"
+        text = f"dealt by speed: {shares_text(plan.shares)} micro-batches of {plan.micro_batch}"
     elif not more:
         text = f"each replica runs {base} micro-batches of {plan.micro_batch}"
     else:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
+from varuna.core.dealing import pipeline_speeds
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
     Assign,
@@ -69,15 +70,17 @@ def make_plan(job: JobFacts, workers: int, micro_batch: int | None, *, stages: i
     if workers < depth:
         raise NoPlanError(f"{depth} stages need {depth} workers, {workers} are there")
     replicas = workers // depth
+    speeds = pipeline_speeds(job.speeds, depth, replicas)
     return Plan(
         stages=depth,
         replicas=replicas,
+        speeds=speeds,
         micro_batch=micro_batch or 2,
         global_batch=job.global_batch,
         starts=tuple(stage * sections // depth for stage in range(depth)),
         sections=sections,
         stash_limits=(2,) * depth,
-        step_s=1.0 / (depth * replicas),
+        step_s=1.0 / (depth * (sum(speeds) or replicas)),
     )
 
 

@@ -34,8 +34,8 @@ def plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Pla
         if found is None and usable and usable != live:
             with suppress(NoPlanError):
                 found = _seated_safely(fleet, _plan_keeping(transition, len(usable)), usable)
-    if dealt is not None and (found is None or dealt.plan.step_s < found[0].step_s):
-        names = _with_slow_ones(fleet)
+    if dealt is not None and (found is None or is_faster(fleet, dealt.plan, found[0])):
+        names = with_slow_ones(fleet)
         transition.update(planned_for=len(names))
         return _clearly_better(fleet, dealt, [fleet.speed_of(name) for name in names]), names
     return found or _seated_safely(fleet, _plan_keeping(transition, len(live)), live)
@@ -47,7 +47,7 @@ def dealt_plan(transition: Transition) -> Planned | None:
     Raises:
         UnansweredError: it is being made.
     """
-    names = _with_slow_ones(transition.fleet)
+    names = with_slow_ones(transition.fleet)
     if not names:
         return None
     try:
@@ -57,13 +57,23 @@ def dealt_plan(transition: Transition) -> Planned | None:
     return known if known.plan.speeds else None
 
 
+def is_faster(fleet: Fleet, dealt: Plan, even: Plan) -> bool:
+    """Whether a plan that gives slow workers less to do is faster than one without them.
+
+    Nominal figures of a network are no reason to send workers away: until something was measured, speeds are compared.
+    """
+    if fleet.expected_s is None:
+        return dealt.stages * sum(map(dealt.speed_of, range(dealt.replicas))) > even.workers
+    return dealt.step_s < even.step_s
+
+
 def speeds_of(fleet: Fleet, names: Iterable[str]) -> tuple[float, ...]:
     """How fast workers are, the fastest first; () if none is known to be slower than others."""
     speeds = tuple(sorted((fleet.speed_of(name) for name in names), reverse=True))
     return speeds if speeds and speeds[-1] < 1 else ()
 
 
-def _with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
+def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
     """All workers that stay and are heard, the fastest first; () if none is slow."""
     names = [name for name in fleet.joined if name in fleet.slow or fleet.is_available(name)]
     names = [n for n in names if not fleet.is_departing(n) and not fleet.is_hidden(fleet.workers[n].node)]
@@ -95,7 +105,7 @@ def plan_to_come(fleet: Fleet, known: Planned) -> Plan:
     Whoever asks for a morph must know: one that changes nothing would be asked for again and again.
     """
     if known.plan.speeds:
-        return _clearly_better(fleet, known, [fleet.speed_of(name) for name in _with_slow_ones(fleet)])
+        return _clearly_better(fleet, known, [fleet.speed_of(name) for name in with_slow_ones(fleet)])
     workers = len(fleet.available)
     return fleet.record.plan if _is_best_known(fleet, workers) else _clearly_better(fleet, known, (1.0,) * workers)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from varuna.core.dealing import shares_text
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Assign
 from varuna.core.model import JobFacts
@@ -246,6 +247,8 @@ def _start(
         transition.notice(
             f"kept {left.kept} of {left.micro_batches} micro-batches of step {origin.next_step}; the others run again"
         )
+    if plan.speeds and not (fleet.history and plan.same_work(fleet.record.plan)):
+        transition.notice(f"micro-batches are dealt by speed: {shares_text(plan.shares)}")
     undone = fleet.recorded_step + 1 - origin.next_step if rollback and fleet.history else 0
     record = GenerationRecord(
         generation=fleet.generation + 1,

@@ -11,7 +11,7 @@ from varuna.core.errors import NoPlanError
 from varuna.core.messages import Flag, RaiseFlag
 from varuna.core.plan import Plan
 from varuna.core.sharded_optimizer import holders_of
-from varuna.fleet.machine.choosing import ABOUT, dealt_plan, plan_for, plan_to_come
+from varuna.fleet.machine.choosing import ABOUT, dealt_plan, is_faster, plan_for, plan_to_come
 from varuna.fleet.machine.commit import stop_generation
 from varuna.fleet.machine.preemption import Way, leavers, way_out
 from varuna.fleet.machine.salvage import worth_breaking_off_s
@@ -275,7 +275,7 @@ def best_ahead(transition: Transition) -> Planned | Unplannable:
         UnansweredError: one of them is being made.
     """
     dealt, even = dealt_plan(transition), look_ahead(transition, len(transition.fleet.available))
-    if dealt is not None and (not isinstance(even, Planned) or dealt.plan.step_s < even.plan.step_s):
+    if dealt is not None and (not isinstance(even, Planned) or is_faster(transition.fleet, dealt.plan, even.plan)):
         return dealt
     return even
 

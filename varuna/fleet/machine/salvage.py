@@ -114,7 +114,7 @@ def share_of_step(record: GenerationRecord) -> float:
     def longest(counts: Iterable[int]) -> float:
         return max((number + fill) / plan.speed_of(replica) for replica, number in enumerate(counts))
 
-    return longest(map(count, left.work)) / longest(len(plan.micro_batches_of(d)) for d in range(plan.replicas))
+    return longest(map(count, left.work)) / longest(plan.shares)
 
 
 def worth_breaking_off_s(fleet: Fleet, plan: Plan, faster: float, now_s: float) -> float | None:

@@ -37,21 +37,22 @@ def seat_by_speed(
     waiting = sorted(workers, key=lambda name: speeds.get(name, 1.0), reverse=True)
     seated: list[str] = []
     first = 0
-    for _, group in groupby(range(plan.replicas), key=plan.speed_of):
+    for speed, group in groupby(range(plan.replicas), key=plan.speed_of):
         replicas = len(list(group))
-        count = replicas * plan.stages
-        chosen = set(waiting[:count])
-        del waiting[:count]
-        begin = first * plan.stages
-        seated += seat(
+        begin, count = first * plan.stages, replicas * plan.stages
+        # More may be fast enough than there are seats: those whose state fits best get them.
+        enough = {name for name in waiting if speeds.get(name, 1.0) >= speed}
+        found = seat(
             plan.model_copy(update={"replicas": replicas, "speeds": ()}),
-            [name for name in workers if name in chosen],
+            [name for name in workers if name in enough],
             holdings,
             weights,
             kept=kept[begin : begin + count],
             holders=None if holders is None else _of_replicas(holders, range(first, first + replicas)),
             **rest,
-        )
+        )[:count]
+        seated += found
+        waiting = [name for name in waiting if name not in found]
         first += replicas
     return (*seated, *waiting)
 

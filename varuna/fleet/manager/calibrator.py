@@ -7,6 +7,7 @@ calibration, which later plans, later runs and ``varuna plan --run`` use.
 
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,6 +23,7 @@ from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.times import RankTimes, merged
+from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import weigh
@@ -183,12 +185,16 @@ class Calibrator:
             remember(refine(nominal_calibration(self._job.model), plan, stages), self._run_dir / RUN_FILE)
 
     def _stages(self, plan: Plan) -> list[RankTimes]:
-        """Times by stage; empty until every rank has reported. All-reduces are of the replica with the least wait."""
-        if set(self._heard) != set(range(plan.workers)):
+        """Times by stage, of workers of full speed; empty until every rank has reported, or if there are none.
+
+        All-reduces are of the replica with the least wait.
+        """
+        full = [replica for replica in range(plan.replicas) if plan.speed_of(replica) == 1.0]
+        if set(self._heard) != set(range(plan.workers)) or not full:
             return []
         found = []
         for stage in range(plan.stages):
-            replicas = [self._heard[plan.rank_of(replica, stage)] for replica in range(plan.replicas)]
+            replicas = [self._heard[plan.rank_of(replica, stage)] for replica in full]
             reductions = [each.reductions for each in replicas if each.reductions is not None]
             fastest = min(reductions, key=lambda each: each.seconds, default=None)
             found.append(merged(replicas).model_copy(update={"reductions": fastest}))
@@ -216,12 +222,8 @@ class Calibrator:
 
     def _better(self, fleet: Fleet, job: JobFacts, plan: Plan, now_s: float) -> list[Told]:
         """A morph, if the plan that is best now saves more until the next change than the switch costs."""
-        try:
-            known = job.model_copy(
-                update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.losses_per_hour}
-            )
-            best = self.plan(known, len(fleet.available), fleet.micro_batch)
-        except NoPlanError:
+        best = self._best(fleet, job)
+        if best is None:
             return []
         weighing = weigh(
             plan.model_copy(update={"step_s": self.predicted_s(plan)}),
@@ -237,6 +239,17 @@ class Calibrator:
             Notice(text=f"measured times favour {favoured}: {weighing}"),
             MorphRequested("measured times favour another plan"),
         ]
+
+    def _best(self, fleet: Fleet, job: JobFacts) -> Plan | None:
+        """The best plan for the workers that stay, with or without slow ones."""
+        known = job.model_copy(update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.losses_per_hour})
+        found, names = list[Plan](), with_slow_ones(fleet)
+        with suppress(NoPlanError):
+            found.append(self.plan(known, len(fleet.available), fleet.micro_batch))
+        with suppress(NoPlanError):
+            dealt = known.model_copy(update={"speeds": speeds_of(fleet, names)})
+            found += [self.plan(dealt, len(names), fleet.micro_batch)] if names else []
+        return min(found, key=attrgetter("step_s"), default=None)
 
 
 def _named(plan: Plan, other: Plan) -> str:

@@ -13,7 +13,7 @@ from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.causes import EndCause, Ending, FinishWish
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Departure, Fleet, Running
+from varuna.fleet.state.fleet import Departure, Fleet, Running, Straggler
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.run_events import (
     Answered,
@@ -58,8 +58,11 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     counts = newest is not None and newest.step == recorded_step and newest.generation >= lineage
     lost = lost_workers(past)
     workers = [_member(name, now_s, history[-1]) for name in history[-1].members if name not in lost]
+    speeds = _speeds(history[-1])
     return replace(
         fleet,
+        speeds=speeds,
+        slow={name: Straggler(1 / speed, now_s + fleet.config.probation_s) for name, speed in speeds.items()},
         phase=Running(began_s=now_s),
         workers=Workers(workers),
         nodes=PersistentMap({worker.node: Sight(heard_s=now_s) for worker in workers}),
@@ -78,6 +81,13 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         # A member that was lost before its generation ended: the morph is still to come.
         causes=tuple(EndCause(Ending.LOST, f"worker {name} was lost") for name in history[-1].grid if name in lost),
     )
+
+
+def _speeds(record: GenerationRecord) -> dict[str, float]:
+    """Of those that were slow when a generation began, as far as its plan says."""
+    plan = record.plan
+    found = {name: plan.speed_of(plan.place_of(rank).replica) for rank, name in enumerate(record.grid)}
+    return {name: speed for name, speed in found.items() if speed < 1}
 
 
 def _with_promises(fleet: Fleet, past: Past) -> Fleet:

@@ -43,7 +43,10 @@ def condition(fleet: Fleet, worker: Worker, silent_s: float | None, slowness: fl
 
 
 def slowness(fleet: Fleet) -> dict[str, float]:
-    """Of each seated worker whose compute is known: how many times the median of its stage that is."""
+    """Of each seated worker whose compute is known: how many times the median of its stage that is.
+
+    Of slow ones as it was found, of the others by the speed that is known of them.
+    """
     if not fleet.history:
         return {}
     plan: Plan = fleet.record.plan
@@ -51,7 +54,7 @@ def slowness(fleet: Fleet) -> dict[str, float]:
     for stage in range(plan.stages):
         names = [fleet.members[plan.rank_of(replica, stage)] for replica in range(plan.replicas)]
         times = {name: fleet.workers[name].compute_s for name in names if name in fleet.workers}
-        known = {name: compute_s for name, compute_s in times.items() if compute_s}
+        known = {name: compute_s * fleet.speed_of(name) for name, compute_s in times.items() if compute_s}
         if known:
             middle_s = median_low(known.values())
             found |= {name: compute_s / middle_s for name, compute_s in known.items()}

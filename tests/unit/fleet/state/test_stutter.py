@@ -1,16 +1,19 @@
 """Fail-stutter: who is slow for certain is left out; noise never is."""
 
 import random
+from functools import partial
 
 import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
 from varuna.core.messages import Beat, Leaving, RaiseFlag
 from varuna.fleet.state.config import FleetConfig
+from varuna.fleet.state.fleet import Running
 from varuna.fleet.state.run_events import Notice
 from varuna.fleet.state.stutter import SLOW_RATIO, StutterEvidence, slower_than_peers, slower_than_predicted
 
 PLAN = make_plan(make_job(), 8, None, stages=2)
+LONG = make_job().model_copy(update={"global_batch": 128})
 
 
 def beats_until_evicted(slow: dict[int, float], *, replicas: int, beats: int, seed: int) -> dict[int, int]:
@@ -141,13 +144,84 @@ def test_a_slow_worker_is_taken_in_again_on_probation_and_longer_left_out_the_ne
     assert driver.fleet.slow["w5"].until_s > driver.now_s + 50
 
 
-def test_a_straggler_stays_where_the_run_would_be_slower_without_it() -> None:
+def held_all(driver: Driver, next_step: int) -> None:
+    for name in driver.fleet.live_members:
+        driver.held(name, next_step if driver.seat_sections(name) else None)
+
+
+def test_a_straggler_has_a_smaller_share_where_the_run_would_be_slower_without_it() -> None:
     driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO), plan=two_stages)
     driver.gather()
     driver.voted(0, 1)
-    beat_all(driver, 20, w3=1.3)
-    assert len(driver.told(Notice)) == 1  # reported, but half of the workers for 30 % is not worth it
-    assert not sends(driver.done, RaiseFlag)
+    beat_all(driver, 20, w1=1.5)
+    assert [message.flag for _, message in sends(driver.done, RaiseFlag)] == ["regroup"]
+    driver.voted(2)
+    held_all(driver, 3)
+    plan = driver.fleet.record.plan
+    assert plan.speeds == (1.0, pytest.approx(1 / 1.5, rel=0.04))
+    assert plan.shares == (5, 3)
+    assert driver.fleet.record.grid == ("w0", "w3", "w2", "w1")  # stages change pipelines, and no state moves
+    assert driver.fleet.record.moved_sections == 0
+    driver.voted(3)
+    beat_all(driver, 40, w1=1.5)  # that is what is known of it
+    driver.wait(1000)
+    assert not [event for event in driver.told(Notice) if "another chance" in event.text]
+    assert isinstance(driver.fleet.phase, Running)
+    assert driver.fleet.phase.regroup is None
+
+
+@pytest.mark.parametrize("slow", [("w1", "w2", "w3"), ("w2", "w3"), ("w3",)])
+def test_whoever_is_in_the_majority_speeds_are_those_of_the_workers(slow: tuple[str, ...]) -> None:
+    driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
+    driver.gather()
+    driver.voted(0, 1)
+    beat_all(driver, 20, **dict.fromkeys(slow, 2.0))
+    driver.voted(2)
+    held_all(driver, 3)
+    speeds = driver.fleet.record.plan.speeds
+    assert speeds == pytest.approx((1.0,) * (4 - len(slow)) + (0.5,) * len(slow), rel=0.04)
+    assert set(driver.fleet.record.grid[4 - len(slow) :]) == set(slow)
+    driver.voted(3)
+    driver.kill("w0")  # one of full speed
+    held_all(driver, 4)
+    assert driver.fleet.record.plan.speeds == (pytest.approx(speeds[1:]) if set(speeds[1:]) != {1.0} else ())
+    assert driver.fleet.speeds.keys() == set(slow)
+
+
+def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
+    driver = Driver(FleetConfig(workers=3, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
+    driver.gather()
+    driver.voted(0, 1)
+    beat_all(driver, 20, w2=2.0)
+    driver.voted(2)
+    held_all(driver, 3)
+    assert driver.fleet.record.plan.speeds[:2] == (1.0, 1.0)
+    driver.voted(3)
+    beat_all(driver, 20)
+    assert "worker w2 on node local is as fast as its peers again" in [event.text for event in driver.told(Notice)]
+    assert not driver.fleet.slow
+    assert not driver.fleet.speeds
+    driver.voted(4)
+    held_all(driver, 5)
+    assert driver.fleet.record.plan.speeds == ()
+    assert "worker w2 is faster than it was" in driver.fleet.record.cause
+
+
+def test_noise_moves_nobody_whose_speed_is_known() -> None:
+    choose = random.Random(5)
+    driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
+    driver.gather()
+    driver.voted(0, 1)
+    beat_all(driver, 30, w2=2.0, w3=2.0)
+    driver.voted(2)
+    held_all(driver, 3)
+    driver.voted(3)
+    for _ in range(1000):
+        noise = {name: max(0.3, choose.gauss(1.0, 0.1)) for name in ("w0", "w1", "w2", "w3")}
+        beat_all(driver, 1, **{name: value * (2 if name in {"w2", "w3"} else 1) for name, value in noise.items()})
+    assert driver.fleet.generation == 1
+    assert isinstance(driver.fleet.phase, Running)
+    assert driver.fleet.phase.regroup is None
 
 
 def test_without_a_threshold_nobody_is_judged() -> None:
