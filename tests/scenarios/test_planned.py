@@ -1,5 +1,7 @@
 """Planned morphs with real workers: a slow one is left out, a node is drained; no step is lost, every loss is right."""
 
+import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -107,6 +109,43 @@ def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_pa
     ledger = audit(read_events(tmp_path / "run"))
     assert ledger.faults == ()
     assert (ledger.steps, ledger.samples, ledger.undone) == (40, 40 * 12, 0)
+
+
+def test_slow_workers_get_fewer_micro_batches_and_every_loss_is_right(tmp_path: Path) -> None:
+    job = ("--steps", "30", "--dropout", "0.1", "--global-batch", "24", "--micro-batch", "1")
+    config = FleetConfig(workers=4, replace=False, slow_ratio=1.5)
+    slow = ("--compute", "0.08", "--slow-workers", "w2,w3")
+    play = Play(tmp_path, *job, *slow, planner=lambda n: 1, config=config)
+    try:
+        play.trains(1)
+        first = play.run.manager.fleet.record
+        assert "worker w2 is slow" in first.cause or "worker w3 is slow" in first.cause
+
+        def both_are_found() -> bool:  # maybe not at once
+            record = play.run.manager.fleet.record
+            return sum(speed < 1 for speed in record.plan.speeds) == 2 and set(record.grid[2:]) == {"w2", "w3"}
+
+        wait_for(both_are_found, 60)
+        newest = play.run.manager.fleet.record
+        assert newest.plan.shares[1] > newest.plan.shares[2]
+        assert newest.plan.workers == 4
+        play.trains(newest.generation)
+        killed = play.run.workers.pid(newest.grid[1])
+        assert killed is not None
+        os.kill(killed, signal.SIGKILL)
+        play.trains(newest.generation + 1)
+        last = play.run.manager.fleet.record.plan
+        assert len(last.speeds) == 3
+        assert last.shares[0] > last.shares[1]
+    finally:
+        play.finish()
+    expected = python(*job).losses
+    rows = json_log(tmp_path / "log.jsonl")
+    assert [row["step"] for row in rows] == list(range(30))
+    for row in rows:
+        assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-5)
+    ledger = audit(read_events(tmp_path / "run"))
+    assert ledger.faults == ()
 
 
 def test_morph_after_morph_leaves_nothing_behind(tmp_path: Path) -> None:
