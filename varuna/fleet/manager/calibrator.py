@@ -44,6 +44,7 @@ _TOLD_APART = {
     "stash_limits": "{} micro-batches in flight",
     "stash_on_device": "{} of them on the device",
     "split_last": "{} split backwards",
+    "speeds": "replicas of speed {}",
     "policy": "policy {}",
 }
 """What tells plans of one shape apart, in the order in which people would look for it."""
