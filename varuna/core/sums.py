@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from pydantic import Field
 
-from varuna.core.dealing import ends_of_shares
+from varuna.core.plan import ends_of_shares
 from varuna.core.value import Value
 
 Spans = tuple[tuple[int, int], ...]

@@ -4,8 +4,7 @@ from operator import attrgetter
 
 from pydantic import Field
 
-from varuna.core.dealing import shares_text
-from varuna.core.plan import Copies, Plan
+from varuna.core.plan import Copies, Plan, shares_text
 from varuna.core.value import Value
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.predict import Breakdown

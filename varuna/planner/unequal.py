@@ -6,8 +6,7 @@ speed, and the number of pipelines is tried again: a slow one that would end las
 
 from collections.abc import Iterator
 
-from varuna.core.dealing import pipeline_speeds
-from varuna.core.plan import Plan
+from varuna.core.plan import Plan, pipeline_speeds
 from varuna.planner.pricing.costs import pipeline_costs
 from varuna.planner.pricing.predict import Simulated, simulated
 from varuna.planner.pricing.profile import profile

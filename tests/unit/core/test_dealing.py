@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from varuna.core.dealing import ends_of_shares, pipeline_speeds
+from varuna.core.plan import ends_of_shares, pipeline_speeds
 
 SPEEDS = st.lists(st.floats(0.05, 1.0), min_size=1, max_size=4).map(lambda found: tuple(sorted(found, reverse=True)))
 

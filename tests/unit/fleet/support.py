@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from varuna.core.dealing import pipeline_speeds
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import (
     Assign,
@@ -22,7 +21,7 @@ from varuna.core.messages import (
     WorkerPhase,
 )
 from varuna.core.model import JobFacts, ModelFacts, SectionFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Plan, pipeline_speeds
 from varuna.core.vote import VoteLayout
 from varuna.fleet.machine.advance import advance
 from varuna.fleet.net.protocol import Identity

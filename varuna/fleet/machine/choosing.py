@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from varuna.core.dealing import pipeline_speeds
 from varuna.core.errors import NoPlanError
-from varuna.core.plan import Plan
+from varuna.core.plan import Plan, pipeline_speeds
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.questions import Planned, Unplannable, WhichPlan

@@ -2,18 +2,16 @@
 
 from dataclasses import dataclass, replace
 
-from varuna.core.dealing import shares_text
 from varuna.core.errors import NoPlanError
 from varuna.core.messages import Assign
 from varuna.core.model import JobFacts
-from varuna.core.plan import Plan
+from varuna.core.plan import Plan, shares_text
 from varuna.core.sharded_optimizer import holders_of
 from varuna.fleet.machine import backoff, placement
 from varuna.fleet.machine.assignments import assignments
 from varuna.fleet.machine.choosing import plan_and_workers
 from varuna.fleet.machine.leases import begin_progress, lose_aside, waits_for_return
 from varuna.fleet.machine.salvage import in_whole_replica, losses_of, salvage, sums_moved
-from varuna.fleet.machine.seats_by_speed import seat_by_speed
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Blocked, FinishWish, Obstacle, Rejected
 from varuna.fleet.state.fleet import Fleet, Idle, Running
@@ -221,7 +219,7 @@ def _start(
     holders = holders_of(plan, job.model.sections, shared=True) if job.memory.shard_optimizer else None
     lent = {name: _holding(fleet, name).lent for name in holdings}
     nodes = {name: worker.node for name, worker in fleet.workers.items()}
-    seated = seat_by_speed(
+    seated = placement.seat_by_speed(
         plan,
         ordered,
         fleet.speeds,

@@ -1,14 +1,14 @@
-"""Newcomers: asked for, and let in if they do the same job as everybody else."""
+"""Newcomers: asked for, and let in if they do the same job as everybody else. Who connects anew is told again."""
 
 from collections.abc import Iterable
 from dataclasses import fields, is_dataclass
 
-from varuna.core.messages import Finish, Hello
+from varuna.core.messages import Apply, Finish, Hello, Hold, RaiseFlag
 from varuna.core.model import JobFacts
 from varuna.core.value import Value
-from varuna.fleet.machine.resend import say_again
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.causes import Objection
+from varuna.fleet.state.fleet import Running, Stopping
 from varuna.fleet.state.outputs import Spawn
 from varuna.fleet.state.run_events import WorkerJoined
 from varuna.fleet.state.worker import Holding, Standing, Worker
@@ -105,3 +105,22 @@ def _names(value: object) -> Iterable[str]:
     if isinstance(value, Value):
         return type(value).model_fields
     return [field.name for field in fields(value)] if is_dataclass(value) else ()
+
+
+def say_again(transition: Transition, name: str) -> None:
+    """Whatever was on its way when the connection, or the manager, was lost; all of it may be heard twice.
+
+    A part in a generation is not: whoever has missed it says so (see ``manager.reconcile``).
+    """
+    fleet, phase = transition.fleet, transition.fleet.phase
+    worker = fleet.workers[name]
+    if worker.standing is Standing.DISMISSED:
+        transition.send(name, Finish())
+    elif isinstance(phase, Running) and name == fleet.members[0]:
+        for flag in sorted(phase.flags):
+            transition.send(name, RaiseFlag(generation=fleet.generation, flag=flag))
+    elif isinstance(phase, Stopping) and fleet.is_member(name) and worker.is_joined and worker.holding is None:
+        if name in phase.applying:
+            transition.send(name, Apply(generation=fleet.generation, vote=fleet.votes[max(fleet.votes)]))
+        elif phase.hold_at_s is None:
+            transition.send(name, Hold(generation=fleet.generation))

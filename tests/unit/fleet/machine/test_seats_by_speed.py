@@ -4,10 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.fleet.support import make_job, make_plan
-from varuna.core.dealing import pipeline_speeds
-from varuna.core.plan import Plan
-from varuna.fleet.machine.placement import transfers
-from varuna.fleet.machine.seats_by_speed import seat_by_speed
+from varuna.core.plan import Plan, pipeline_speeds
+from varuna.fleet.machine.placement import seat_by_speed, transfers
 
 JOB = make_job(sections=4).model_copy(update={"global_batch": 64})
 EVEN = (1, 1, 1, 1)
