@@ -65,6 +65,22 @@ def test_the_depth_does_not_change_a_bit(replicas: int) -> None:
         assert all(torch.equal(deep[name], weights[name]) for name in weights), stages
 
 
+def dealt(*speeds: float) -> Callable[[Plan], Plan]:
+    return lambda plan: plan.model_copy(update={"speeds": speeds})
+
+
+def test_replicas_of_different_speed_train_as_one_process() -> None:
+    job: dict[str, Any] = {"build": dropping, "dataset": Tokens(padded=True), "global_batch": 16}
+    flat = Setup(**job).losses(1, 1, steps=4)
+    unequal = Setup(**job, adjusted=dealt(1.0, 0.5))  # six micro-batches and two, whatever the depth
+    found = [unequal.losses(stages, 2, steps=4) for stages in (1, 2, 3)]
+    assert worst(found[0], flat) < 1e-5
+    assert found[1] == found[0]
+    assert found[2] == found[0]
+    for more in ({"share": True}, {"offload": True}, {"share": True, "offload": True}):
+        assert worst(Setup(**job, **more, adjusted=dealt(1.0, 0.7, 0.1)).losses(2, 3, steps=4), flat) < 1e-5, more
+
+
 def test_dropout_does_not_depend_on_the_number_of_replicas() -> None:
     setup = Setup(build=Dropping)
     flat = setup.losses(1, 1)

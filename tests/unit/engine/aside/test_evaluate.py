@@ -51,7 +51,7 @@ def evaluation_of(setup: Setup) -> PartitionedModel:
 
 
 def train(
-    setup: Setup, stages: int, replicas: int, validation: Any, examples: int
+    setup: Setup, stages: int, replicas: int, validation: Any, examples: int, speeds: tuple[float, ...] = ()
 ) -> tuple[list[float], list[EvaluationSums]]:
     """Three steps, an evaluation after each: losses of the steps, and of the evaluations."""
     evaluated = evaluation_of(setup)
@@ -61,7 +61,8 @@ def train(
     found: list[list[EvaluationSums]] = [[] for _ in curves]
 
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
+        made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
+        return made.model_copy(update={"speeds": speeds})
 
     def loop(rank: int, session: Session) -> None:
         for committed in session.steps():
@@ -216,6 +217,8 @@ def test_a_long_evaluation_meets_in_between() -> None:
     _, alone = train(setup, 1, 1, Tokens(size=40), 40)
     _, deep = train(setup, 2, 1, Tokens(size=40), 40)
     assert deep == alone
+    _, unequal = train(setup, 2, 2, Tokens(size=40), 40, speeds=(1.0, 0.2))  # one replica has many more chunks
+    assert [sums.loss for sums in unequal] == pytest.approx([sums.loss for sums in alone], rel=1e-5)
 
 
 def trainer(**changes: Any) -> Trainer:

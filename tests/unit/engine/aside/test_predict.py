@@ -71,7 +71,7 @@ def plain(parameters: dict[str, Tensor]) -> Tensor:
     return found
 
 
-def predictions(setup: Setup, stages: int, replicas: int) -> dict[str, Tensor]:
+def predictions(setup: Setup, stages: int, replicas: int, speeds: tuple[float, ...] = ()) -> dict[str, Tensor]:
     """After one step, on every rank the same."""
     batch = {"input_ids": torch.stack([OTHER[index]["input_ids"] for index in range(2)])}
     model = for_prediction(setup.model, setup.recipe, batch, outputs_of)
@@ -79,7 +79,8 @@ def predictions(setup: Setup, stages: int, replicas: int) -> dict[str, Tensor]:
     found: list[dict[str, Tensor] | None] = [None] * size
 
     def plan(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
-        return plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
+        made = plan_run(job, workers=workers, stages=stages, micro_batch=micro_batch)
+        return made.model_copy(update={"speeds": speeds})
 
     def loop(rank: int, session: Session) -> None:
         for _ in session.steps():
@@ -107,6 +108,7 @@ def test_every_plan_predicts_what_plain_pytorch_does_in_the_order_of_the_dataset
     torch.testing.assert_close(alone["logits"], plain(setup.parameters()))
     assert predictions(setup, 3, 1)["logits"].equal(alone["logits"])
     torch.testing.assert_close(predictions(setup, 2, 2)["logits"], plain(setup.parameters()))
+    torch.testing.assert_close(predictions(setup, 1, 2, (1.0, 0.2))["logits"], plain(setup.parameters()))
 
 
 def test_a_script_predicts_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
