@@ -140,7 +140,7 @@ def begin_progress(fleet: Fleet, seated: frozenset[str]) -> dict[str, object]:
                 compute_s=None,
                 evidence=NO_EVIDENCE,
                 lead=NO_EVIDENCE,
-                usual_s=None,
+                recent_s=(),
             )
             for worker in fleet.workers.values()
         ),

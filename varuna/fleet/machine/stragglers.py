@@ -7,21 +7,27 @@ is left out gets another chance after a while.
 from bisect import bisect_left, insort
 from dataclasses import replace
 from math import exp, log
+from statistics import median
 
 from varuna.core.messages import Beat
 from varuna.fleet.machine.transition import Transition
 from varuna.fleet.state.fleet import Fleet, Running, Straggler
-from varuna.fleet.state.stutter import NO_EVIDENCE, slower_than_peers, slower_than_predicted
+from varuna.fleet.state.stutter import (
+    NO_EVIDENCE,
+    RECENT_BEATS,
+    SLOW_RATIO,
+    slower_than_peers,
+    slower_than_predicted,
+    usual_s,
+)
 
-_NEWEST = 0.5
-"""Weight of a beat in what a worker usually takes."""
-_ENOUGH_BEATS = 4
-"""With so many, what a worker takes now outweighs what it took before."""
-_FULL_SPEED = 0.87
+_FULL_SPEED = 0.85
 """As fast as the fastest, by what beats can tell."""
 _GRID = 0.07
 """Speeds are told to about 7 %, so that machines of a kind have one."""
 _LEAST_SPEED = 0.02
+_NO_NEWS = 0.19
+"""A smaller change of a speed's logarithm is noise of the estimate."""
 
 
 def note_beat(transition: Transition, name: str, beat: Beat) -> None:
@@ -37,15 +43,13 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
     if beat.forward_s is None or beat.backward_s is None or beat.forward_s + beat.backward_s <= 0:
         return
     plan, rank, compute_s = fleet.record.plan, fleet.record.ranks[name], beat.forward_s + beat.backward_s
-    usual_s = (
-        compute_s if worker.usual_s is None else exp((1 - _NEWEST) * log(worker.usual_s) + _NEWEST * log(compute_s))
-    )
+    recent_s = (*worker.recent_s, compute_s)[-RECENT_BEATS:]
     if plan.replicas > 1:
         peers_s = _exchange(transition, plan.place_of(rank).stage, name, compute_s)
         ratio = slower_than_peers(compute_s * fleet.speed_of(name), peers_s)
-        transition.update_worker(name, compute_s=compute_s, usual_s=usual_s)
+        transition.update_worker(name, compute_s=compute_s, recent_s=recent_s)
     else:
-        transition.update_worker(name, compute_s=compute_s, usual_s=usual_s)
+        transition.update_worker(name, compute_s=compute_s, recent_s=recent_s)
         ratio = slower_than_predicted(rank, _fair_s(transition.fleet), fleet.expected_s)
     if ratio is None:
         return
@@ -53,7 +57,7 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
     if (evidence, lead) != (worker.evidence, worker.lead):
         transition.update_worker(name, evidence=evidence, lead=lead)
     for each in (evidence, lead):
-        if each.is_conclusive and (each.beats >= _ENOUGH_BEATS or fleet.record.plan.replicas == 1):
+        if each.is_conclusive and (each.beats >= RECENT_BEATS or fleet.record.plan.replicas == 1):
             _judge(transition, name, evidence.ratio if each is evidence else 1 / lead.ratio)
             return
 
@@ -85,33 +89,40 @@ def _fair_s(fleet: Fleet) -> dict[int, float]:
 
 
 def _judge(transition: Transition, name: str, ratio: float) -> None:
-    """Somebody's speed is not what was known: estimate it anew, and that of those who run the same stage."""
+    """A worker's speed is not what was known. If it is faster than its peers, they are estimated as well.
+
+    Where most are slow, nobody is slower than the others in the middle; but somebody is faster.
+    """
     fleet, plan = transition.fleet, transition.fleet.record.plan
     if plan.replicas == 1:
-        found = {name: fleet.speed_of(name) / ratio}
+        found = {name: min(1.0, fleet.speed_of(name) / ratio)}
     else:
         stage = plan.place_of(fleet.record.ranks[name]).stage
-        usual_s = _usual_s(fleet, stage)
-        fastest = min(usual_s, key=lambda each: (usual_s[each], each))
-        # Where all the fast ones have left, the fastest of the others is not of full speed; unless it turned out to be.
-        best = 1.0 if ratio < 1 else fleet.speed_of(fastest)
-        found = {each: best * usual_s[fastest] / seconds for each, seconds in usual_s.items()}
-        stages = fleet.compute_s
-        transition.update(compute_s=(*stages[:stage], (), *stages[stage + 1 :]))
-    for each in found:
-        transition.update_worker(each, compute_s=None, evidence=NO_EVIDENCE, lead=NO_EVIDENCE)
+        usual = _usual(fleet, stage)
+        fair_s = [seconds * fleet.speed_of(each) for each, seconds in usual.items() if each != name]
+        if not fair_s:  # its peers have just left
+            return
+        found = {name: min(1.0, median(fair_s) / usual[name])}
+        if ratio < 1:
+            # The very fastest may be so by chance; what several fast ones take in the middle is not.
+            fast_s = [seconds for seconds in usual.values() if seconds <= SLOW_RATIO * min(usual.values())]
+            found = {each: median(fast_s) / seconds for each, seconds in usual.items()} | found
+        transition.update(compute_s=(*fleet.compute_s[:stage], (), *fleet.compute_s[stage + 1 :]))
+        for each in usual:
+            transition.update_worker(each, compute_s=None)
     for each, speed in sorted(found.items()):
+        transition.update_worker(each, evidence=NO_EVIDENCE, lead=NO_EVIDENCE)
         _note_speed(transition, each, _told(speed), 1 / speed)
 
 
-def _usual_s(fleet: Fleet, stage: int) -> dict[str, float]:
-    """What the workers of a stage usually take, by their names."""
+def _usual(fleet: Fleet, stage: int) -> dict[str, float]:
+    """Seconds that the workers of a stage usually take, by their names."""
     plan = fleet.record.plan
     found = {}
     for replica in range(plan.replicas):
         worker = fleet.workers.get(fleet.members[plan.rank_of(replica, stage)])
-        if worker is not None and worker.is_joined and worker.usual_s is not None:
-            found[worker.name] = worker.usual_s
+        if worker is not None and worker.is_joined and worker.recent_s:
+            found[worker.name] = usual_s(worker.recent_s)
     return found
 
 
@@ -122,7 +133,7 @@ def _told(speed: float) -> float:
 
 def _note_speed(transition: Transition, name: str, speed: float, ratio: float) -> None:
     fleet, known = transition.fleet, transition.fleet.speed_of(name)
-    if speed == known:
+    if abs(log(speed / known)) < _NO_NEWS:
         return
     others = {other: value for other, value in fleet.speeds.items() if other != name}
     where = f"worker {name} on node {fleet.workers[name].node}"

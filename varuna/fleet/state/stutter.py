@@ -12,6 +12,8 @@ from statistics import median
 
 SLOW_RATIO = 1.3
 """How much slower a worker must be to be left out: the 30 % that the paper saw."""
+RECENT_BEATS = 8
+"""So many tell what a worker usually takes; all of them have to be of the time in which it was slower, or faster."""
 _ENOUGH = 1.05
 _MOST = 0.5  # of one beat: a single hiccup, however long, proves nothing
 
@@ -47,6 +49,11 @@ class StutterEvidence:
 
 
 NO_EVIDENCE = StutterEvidence()
+
+
+def usual_s(recent_s: Sequence[float]) -> float:
+    """The geometric mean of a worker's newest beats: seconds of compute for a micro-batch."""
+    return exp(sum(map(log, recent_s)) / len(recent_s))
 
 
 def slower_than_peers(compute_s: float, peers_s: Sequence[float]) -> float | None:

@@ -94,8 +94,8 @@ class Worker:
     """In this generation: whether it is slower than its peers."""
     lead: StutterEvidence = NO_EVIDENCE
     """Likewise: whether it is faster."""
-    usual_s: float | None = None
-    """Likewise: its compute, of which newer beats say more than older ones."""
+    recent_s: tuple[float, ...] = ()
+    """Likewise: its compute by the newest beats."""
     disconnected_s: float | None = None
     exit: Exit | None = None
 

@@ -207,18 +207,27 @@ def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
     assert "worker w2 is faster than it was" in driver.fleet.record.cause
 
 
-def test_noise_moves_nobody_whose_speed_is_known() -> None:
-    choose = random.Random(5)
-    driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
+@pytest.mark.parametrize("seed", range(30))
+def test_noise_moves_nobody_whose_speed_is_known(seed: int) -> None:
+    choose = random.Random(seed)
+    driver = Driver(FleetConfig(workers=8, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
     driver.gather()
     driver.voted(0, 1)
-    beat_all(driver, 30, w2=2.0, w3=2.0)
+    slow = {"w5", "w6", "w7"}
+
+    def beat(count: int) -> None:
+        for _ in range(count):
+            noise = {f"w{number}": max(0.3, choose.gauss(1.0, 0.1)) for number in range(8)}
+            beat_all(driver, 1, **{name: value * (2 if name in slow else 1) for name, value in noise.items()})
+
+    beat(30)
+    assert driver.fleet.slow.keys() == slow
     driver.voted(2)
     held_all(driver, 3)
     driver.voted(3)
-    for _ in range(1000):
-        noise = {name: max(0.3, choose.gauss(1.0, 0.1)) for name in ("w0", "w1", "w2", "w3")}
-        beat_all(driver, 1, **{name: value * (2 if name in {"w2", "w3"} else 1) for name, value in noise.items()})
+    beat(150)
+    assert driver.fleet.slow.keys() == slow
+    assert driver.fleet.record.plan.speeds[:5] == (1.0,) * 5
     assert driver.fleet.generation == 1
     assert isinstance(driver.fleet.phase, Running)
     assert driver.fleet.phase.regroup is None
