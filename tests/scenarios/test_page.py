@@ -147,6 +147,7 @@ def _change(seen: Window, run: Path) -> None:
     seen.page.click("#confirm-no")
     act(seen, "checkpoint", access.token)
     seen.seen("#story-list li.checkpoint", 60)
+    seen.seen("#checkpoints-body li.good:has-text('all of it read back')", 60)
     seen.page.locator("#grid button").first.focus()
     seen.page.keyboard.press("ArrowRight")
     seen.page.keyboard.press("Enter")

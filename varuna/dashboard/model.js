@@ -5,7 +5,7 @@ const MOST_MARKS = 600;
 
 export function nothing() {
   return {
-    known: false, buckets: [], recent: [], bands: [], marks: [], timed: null, waits: null, checkpoint: null, ended: null,
+    known: false, buckets: [], recent: [], bands: [], marks: [], timed: null, waits: null, checkpoint: null, verified: null, ended: null,
     status: {}, workers: new Map(),
   };
 }

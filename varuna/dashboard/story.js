@@ -4,7 +4,7 @@ import { byId, make } from "./dom.js";
 import { clock } from "./format.js";
 
 const FEW = 30;
-const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", morph: "morph", joined: "joined", left: "left", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
+const NAMES = { lost: "lost", warning: "warning", checkpoint: "saved", verified: "verified", morph: "morph", joined: "joined", left: "left", failed: "failed", ended: "ended", begin: "start", asked: "asked", notice: "note" };
 const state = { all: false, key: "" };
 
 /** `showNear(step)` shows a step's picture. */

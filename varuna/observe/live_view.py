@@ -26,7 +26,7 @@ _KINDS = {
     "left": "dim",
     "joined": "dim",
 }
-_UNTOLD = {"checkpoint", "ended", "joined"}
+_UNTOLD = {"checkpoint", "verified", "ended", "joined"}
 """Said elsewhere in the view."""
 _ENDLESS_STEPS = 10**8
 _NARROW = 60
@@ -159,10 +159,30 @@ def step_parts(status: Mapping[str, Any]) -> str:
 def _kept(status: Mapping[str, Any]) -> list[str]:
     if not status["checkpoint_dir"]:
         return ["no checkpoints"] if status["steps"] else []
-    checkpoint = status["checkpoint"]
+    return [_newest_checkpoint(status), *_saving(status)]
+
+
+def _newest_checkpoint(status: Mapping[str, Any]) -> str:
+    checkpoint, verified = status["checkpoint"], status.get("verified")
     if checkpoint is None:
-        return ["no checkpoint yet"]
-    return [f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}"]
+        return "no checkpoint yet"
+    if checkpoint.get("damage"):
+        instead = checkpoint["instead"]
+        left = "no other is whole" if instead is None else f"step {instead} counts"
+        return f"checkpoint step {checkpoint['step']} is damaged: {left}"
+    is_verified = verified is not None and verified["step"] == checkpoint["step"]
+    return f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}{', verified' * is_verified}"
+
+
+def _saving(status: Mapping[str, Any]) -> list[str]:
+    """An unfinished checkpoint, while one is under way."""
+    saving = status.get("saving")
+    if saving is None:
+        return []
+    parts = (
+        f"{saving['parts']} of {saving['of']} parts" if saving["of"] is not None else counted(saving["parts"], "part")
+    )
+    return [f"step {saving['step']}: {parts} uploaded"]
 
 
 def _spent(status: Mapping[str, Any]) -> list[str]:
