@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -249,6 +250,20 @@ def week(chronicle: Chronicle, steps: int = 60_000) -> Callable[[], dict[str, An
     return lambda: told
 
 
+def _see_the_whole_week(seen: Window) -> None:
+    """Of 1,500 morphs and lost workers, most of them older than the newest sentences, each is counted in the chart."""
+    titles = "(which) => [...document.querySelectorAll(`#chart ${which} title`)].map((title) => title.textContent)"
+    for which, word in (("rect.morphs", "morph"), (".glyph-lost", "lost worker")):
+        told = seen.page.evaluate(titles, which)
+        counts = [re.search(rf"([\d,]+) {word}s?\b", text) for text in told]
+        assert sum(int(each[1].replace(",", "")) for each in counts if each) == 1500
+        assert 100 < len(told) < 200
+    assert seen.page.locator("#chart line.morph").count() == 0
+    seen.page.click("#story-more")
+    assert "Before these: " in seen.seen("#story-list li.older").inner_text()
+    seen.page.click("#story-more")
+
+
 def test_a_week_of_300_workers_is_usable_at_once_and_no_text_of_theirs_is_markup(tmp_path: Path) -> None:
     (tmp_path / "n0.0.log").write_text(HOSTILE)
     chronicle, logins = Chronicle(), Logins()
@@ -272,6 +287,7 @@ def test_a_week_of_300_workers_is_usable_at_once_and_no_text_of_theirs_is_markup
             seen.seen("#chart path.loss")
             seen.seen("#grid button >> nth=100")
             assert time.monotonic() - begun_s < 10  # 0.5 s on an idle machine
+            _see_the_whole_week(seen)
             seen.page.locator("#grid button").nth(7).click()
             assert HOSTILE in seen.seen("#worker").inner_text()
             assert HOSTILE in seen.seen("#failures pre").inner_text()

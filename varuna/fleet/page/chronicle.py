@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 from varuna.core.times import RankTimes
 from varuna.fleet.page.costs import Bill, Meter, shown
+from varuna.fleet.page.marks import MarkHistory
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
-from varuna.fleet.page.story import MOST_TEXT, Mark, told
+from varuna.fleet.page.story import MOST_TEXT, told
 from varuna.fleet.page.waits import Waits
 from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
 from varuna.fleet.state.run_events import (
@@ -28,7 +29,6 @@ from varuna.fleet.state.run_events import (
 )
 
 _MOST_BANDS = 1000
-_MOST_MARKS = 600
 _CHANGES_KEPT = 4096
 _NEWEST_MARKS = 20
 _CURVE = 16
@@ -58,7 +58,7 @@ class Chronicle:
         self._steps, self._pace, self._meter = StepHistory(), StepPace(), Meter()
         self._bands: list[dict[str, object]] = []
         self._most_bands = most_bands
-        self._marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        self._marks = MarkHistory()
         self._timed: dict[str, object] | None = None
         self._waits = Waits()
         self._checkpoint: dict[str, object] | None = None
@@ -97,7 +97,7 @@ class Chronicle:
                 case _:
                     pass
             if (mark := told(event, time_s, self._newest_step)) is not None:
-                self._marks.append(mark)
+                self._marks.take(mark)
                 self._note("mark", mark._asdict())
 
     def _look_at(self, found: CheckpointVerified, time_s: float) -> None:
@@ -154,7 +154,8 @@ class Chronicle:
             return self._number, {
                 "steps": self._steps.describe(),
                 "bands": list(self._bands),
-                "marks": [mark._asdict() for mark in self._marks],
+                "marks": self._marks.newest(),
+                "older": self._marks.older(),
                 "timed": self._timed,
                 "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
@@ -166,7 +167,7 @@ class Chronicle:
         """What fits on a screen: the last sentences, the loss in a few points, times, and what is reckoned."""
         with self._lock:
             return {
-                "marks": [mark._asdict() for mark in list(self._marks)[-_NEWEST_MARKS:]],
+                "marks": self._marks.newest(_NEWEST_MARKS),
                 "curve": self._steps.curve(_CURVE),
                 "timed": self._timed,
                 "waits": self._waits.describe(),
