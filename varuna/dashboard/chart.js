@@ -5,9 +5,10 @@ import { byId, draw, legend, say } from "./dom.js";
 import { clock, number, span, tally, ticks, timeTicks } from "./format.js";
 import { points } from "./model.js";
 
-const LEFT = 58, RIGHT = 12, LOSS = [10, 168], RATE = [190, 266], BANDS = [280, 304], FOOT = 326, HEIGHT = 332, MOST_LINES = 30;
+const LEFT = 58, RIGHT = 12, LOSS = [10, 168], RATE = [190, 266], BANDS = [292, 316], FOOT = 338, HEIGHT = 344, MOST_LINES = 30;
 const GLYPHS = { lost: "✕", warning: "!", checkpoint: "◆" };
-const SIGN = 9, MORPHS = [172, 184]; // pixels: of a sign, and where many morphs are counted
+const LANES = { lost: RATE[1] + 11, warning: RATE[1] + 11, checkpoint: RATE[1] + 23 };
+const LEAST_BAND = 4, SIGN = 9, MORPHS = [172, 184]; // pixels: of a band and of a sign, and where many morphs are counted
 const view = { axis: "time", share: 1, reading: null };
 const shapes = [];
 let drawn = null;
@@ -88,12 +89,12 @@ function panel(svg, found, name, title, [top, bottom], x, width) {
 }
 
 function bands(svg, run, range, x, inner) {
-  const [top, bottom] = BANDS, least = (range[1] - range[0]) / inner;
+  const [top, bottom] = BANDS, least = (LEAST_BAND * (range[1] - range[0])) / inner;
   for (const { from, to, band } of spans(run.bands, view.axis, range, least)) {
     const shape = `${band.stages}x${band.replicas}`, width = Math.max(1, x(to) - x(from));
     if (!shapes.includes(shape)) shapes.push(shape);
     const title = draw("title", {}, `generation ${band.generation}: plan ${shape} from step ${band.step}`);
-    svg.append(draw("rect", { class: `band band${shapes.indexOf(shape) % 6}`, x: x(from), y: top, width, height: bottom - top }, title));
+    svg.append(draw("rect", { class: `band band${shapes.indexOf(shape) % 6}${width > 2 * LEAST_BAND ? " wide" : ""}`, x: x(from), y: top, width, height: bottom - top }, title));
     if (width > 9 * shape.length) svg.append(draw("text", { class: "band-name", x: x(from) + 5, y: bottom - 8 }, shape));
   }
   svg.append(draw("text", { x: LEFT - 6, y: bottom - 8, "text-anchor": "end" }, "plan"));
@@ -127,8 +128,10 @@ function marks(svg, run, range, x) {
       const height = Math.max(2, ((MORPHS[1] - MORPHS[0]) * counts.morph) / highest);
       svg.append(draw("rect", { class: "morphs", x: left + 1, y: MORPHS[1] - height, width: SIGN - 2, height }, title()));
     }
-    const kind = counts.lost || counts.failed ? "lost" : counts.warning ? "warning" : counts.checkpoint ? "checkpoint" : "";
-    if (kind) svg.append(draw("text", { class: `glyph glyph-${kind}`, x: left + SIGN / 2, y: RATE[1] + 11, "text-anchor": "middle" }, title(), GLYPHS[kind]));
+    const worst = counts.lost || counts.failed ? "lost" : counts.warning ? "warning" : "";
+    for (const kind of [worst, counts.checkpoint ? "checkpoint" : ""].filter(Boolean)) {
+      svg.append(draw("text", { class: `glyph glyph-${kind}`, x: left + SIGN / 2, y: LANES[kind], "text-anchor": "middle" }, title(), GLYPHS[kind]));
+    }
   }
 }
 

@@ -3,7 +3,7 @@
 import { byId, legend, make, say } from "./dom.js";
 import { span } from "./format.js";
 
-const MANY = 60, FEW = 12;
+const MANY = 60, CROWDED = 24, FEW = 12;
 const state = { built: "", chosen: null, cells: new Map(), focused: 0 };
 let act = null;
 
@@ -63,9 +63,9 @@ function build(plan, members, many) {
   grid.className = many ? "many" : "";
   const across = plan.replicas > 12 ? "replica" : "stage";
   const [columns, rows] = across === "stage" ? [plan.stages, plan.replicas] : [plan.replicas, plan.stages];
-  grid.style.gridTemplateColumns = `max-content repeat(${columns}, minmax(${many ? "1.35rem" : "6.6rem"}, 1fr))`;
+  grid.style.gridTemplateColumns = `max-content repeat(${columns}, minmax(${columns > CROWDED ? ".6rem" : many ? "1.35rem" : "6.6rem"}, 1fr))`;
   const down = across === "stage" ? "replica" : "stage", heads = [make("span", { class: "head" })];
-  for (let at = 0; at < columns; at++) heads.push(make("span", { class: "head" }, many ? String(at) : `${across} ${at}`));
+  for (let at = 0; at < columns; at++) heads.push(make("span", { class: "head" }, columns > CROWDED && at % 5 ? "" : many ? String(at) : `${across} ${at}`));
   grid.append(...heads);
   for (let row = 0; row < rows; row++) {
     grid.append(make("span", { class: "head" }, `${down} ${row}`));

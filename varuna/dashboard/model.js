@@ -85,12 +85,12 @@ function band(run, made) {
   else run.bands[at] = made;
 }
 
-/** `all` says that nothing of what was known before holds any more. */
+/** `all` says that nothing of what was known before holds any more; of a known worker, only what has changed is told. */
 function status(run, { all = false, workers = [], gone = [], ...rest }) {
   if (all) Object.assign(run, { status: {}, workers: new Map() });
   Object.assign(run.status, rest);
   for (const name of gone) run.workers.delete(name);
-  for (const worker of workers) run.workers.set(worker.name, worker);
+  for (const worker of workers) run.workers.set(worker.name, { ...run.workers.get(worker.name), ...worker });
 }
 
 /** All points of the run, the oldest first: one for each bucket and each recent step. */

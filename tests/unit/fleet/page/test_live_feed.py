@@ -115,9 +115,10 @@ def test_a_page_that_comes_back_hears_what_it_missed_and_everything_where_too_mu
 
 
 def test_of_workers_only_those_that_changed_are_told() -> None:
-    before = {"state": "training", "workers": [{"name": "a", "s": 1}, {"name": "b", "s": 1}, {"name": "c", "s": 1}]}
-    after = {"state": "training", "workers": [{"name": "a", "s": 1}, {"name": "b", "s": 2}]}
-    assert difference(before, after) == {"workers": [{"name": "b", "s": 2}], "gone": ["c"]}
+    before = {"state": "training", "workers": [{"name": name, "s": 1, "node": "n"} for name in "abc"]}
+    changed, new = {"name": "b", "s": 2, "node": "n"}, {"name": "d", "s": 1, "node": "n"}
+    after = {"state": "training", "workers": [{"name": "a", "s": 1, "node": "n"}, changed, new]}
+    assert difference(before, after) == {"workers": [{"name": "b", "s": 2}, new], "gone": ["c"]}
 
 
 def test_the_story_is_told_in_sentences_and_bands_are_bounded() -> None:
