@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from varuna.observe.live_view import clock, live_view, rule, sparkline, step_parts
+from varuna.observe.live_view import clock, live_view, rule, sparkline
 
 
 def status_of(stages: int = 2, replicas: int = 2, **changes: Any) -> dict[str, Any]:
@@ -168,16 +168,3 @@ def test_a_loss_that_is_no_number_leaves_a_gap_in_its_curve() -> None:
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([None, 1.0]) == ""
     assert "loss nan" in drawn(status_of(loss=None))[1]
-
-
-def test_what_a_step_went_to_is_told_with_waits_apart_once_a_step_was_looked_at() -> None:
-    def stage(**seconds: float) -> dict[str, float]:
-        return {"step_s": 1.0, "compute_s": 0.5, "waited_s": 0.0, "reduced_s": 0.1, "ending_s": 0.0, **seconds}
-
-    timed = {"generation": 3, "stages": [stage(waited_s=0.4), stage(compute_s=0.9)]}
-    status = status_of(timed=timed, waits=None)
-    assert step_parts(status) == "compute 70%, all-reduce 10%, transfer or idle 20%"
-    waits = {"generation": 3, "transfer_share": [0.25, 0.0]}
-    assert step_parts({**status, "waits": waits}) == "compute 70%, transfer 5%, all-reduce 10%, idle 15%"
-    assert step_parts({**status, "waits": {**waits, "generation": 2}}).endswith("transfer or idle 20%")
-    assert step_parts({**status, "generation": 4}) == step_parts({**status, "timed": None}) == ""

@@ -237,6 +237,7 @@ def timed(event: GenerationTimed) -> dict[str, object]:
         "generation": event.generation,
         "predicted_s": event.predicted_s,
         "is_nominal": event.is_nominal,
+        "predicted": None if event.predicted is None else event.predicted.model_dump(),
         "stages": [parts(stage) for stage in event.stages],
     }
 
