@@ -32,8 +32,9 @@ def measured(status: Mapping[str, Any]) -> StepSeconds | None:
     if timed is None or not timed["stages"] or timed["generation"] != status["generation"]:
         return None
     stages = timed["stages"]
-    is_split = waits is not None and waits["generation"] == timed["generation"]
-    shares = waits["transfer_share"] if is_split else [0.0] * len(stages)
+    shares = [0.0] * len(stages)
+    if is_split := waits is not None and waits["generation"] == timed["generation"]:
+        shares = waits["transfer_share"]
     waited_s = _mean([stage["waited_s"] for stage in stages])
     transfer_s = _mean([stage["waited_s"] * share for stage, share in zip(stages, shares, strict=True)])
     return StepSeconds(

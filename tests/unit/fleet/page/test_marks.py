@@ -34,7 +34,8 @@ def test_few_sentences_are_kept_whole() -> None:
 
 
 def test_older_ones_are_counted_where_they_were_and_nothing_grows() -> None:
-    history, kinds = MarkHistory(most=20, most_buckets=50), ("morph", "lost", "checkpoint")
+    history = MarkHistory(most=20, most_buckets=50)
+    kinds: tuple[Kind, ...] = ("morph", "lost", "checkpoint")
     for number in range(30_000):
         history.take(mark(number, kinds[number % 3], 20.0 * number))
         assert len(rows(history)) <= 50
