@@ -1,14 +1,12 @@
 """The page of a run in a real browser: a living run, the same run from its folder, and a simulated week."""
 
 import json
-import math
 import os
-import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +16,18 @@ from starlette.applications import Starlette
 from tests.scenarios.browser import Window, link_of, window
 from tests.scenarios.launch import environment, varuna_command
 from tests.scenarios.warm import Process
+from tests.simulated_week import HOSTILE, Week
 from tests.waiting import wait_for
-from varuna.core.plan import Plan
 from varuna.fleet.manager.operator_api import OperatorApi
 from varuna.fleet.net.serving import Serving
-from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import LiveFeed
 from varuna.fleet.page.logins import Logins
 from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import read_access
-from varuna.fleet.state.run_events import (
-    GenerationRecord,
-    GenerationStarted,
-    Morphed,
-    Notice,
-    StepRecorded,
-    WorkerLost,
-)
 
 pytestmark = pytest.mark.timeout(300)
 LAG_S = 4.0
 """Two seconds are promised; a machine that is shared with other tests gets two more."""
-HOSTILE = "<img src=x onerror=document.title='owned'><script>document.title='owned'</script>"
 
 
 def status_of(run: Path) -> dict[str, Any]:
@@ -47,6 +35,10 @@ def status_of(run: Path) -> dict[str, Any]:
     assert access is not None
     told: dict[str, Any] = json.loads(access.remote().get("/status").body)
     return told
+
+
+MOST_ELEMENTS = 3000
+"""Of a page of 300 workers, whatever has happened."""
 
 
 def lag_s(seen: Window, selector: str) -> float:
@@ -147,6 +139,7 @@ def _change(seen: Window, run: Path) -> None:
     seen.page.click("#confirm-no")
     act(seen, "checkpoint", access.token)
     seen.seen("#story-list li.checkpoint", 60)
+    seen.seen("#checkpoints-body li.good:has-text('all of it read back')", 60)
     seen.page.locator("#grid button").first.focus()
     seen.page.keyboard.press("ArrowRight")
     seen.page.keyboard.press("Enter")
@@ -179,81 +172,24 @@ def _look_back(run: Path) -> None:
 # -- a simulated week ------------------------------------------------------------------------------------------------
 
 
-def plan_of(replicas: int) -> Plan:
-    return Plan(
-        stages=6,
-        replicas=replicas,
-        micro_batch=4,
-        global_batch=2400,
-        starts=tuple(range(6)),
-        sections=6,
-        stash_limits=(4,) * 6,
-    )
-
-
-def week(chronicle: Chronicle, steps: int = 60_000) -> Callable[[], dict[str, Any]]:
-    """A week of 300 workers, of which some are lost each hour; returns the status at its end."""
-    drawn, now_s, generation, plan = random.Random(0), time.time() - 7 * 86400, 0, plan_of(50)
-    names = tuple(f"n{index}.0" for index in range(300))
-
-    def begun() -> GenerationRecord:
-        return GenerationRecord(
-            generation=generation, plan=plan, members=names, cause="a machine was preempted", first_step=step
-        )
-
-    for step in range(steps):
-        now_s += 7 * 86400 / steps
-        if step % 40 == 0:
-            old, plan = plan, plan_of(drawn.randrange(30, 51))
-            chronicle.take(GenerationStarted(record=begun()), now_s)
-            done = begun().model_copy(update={"recovery_seconds": 2.0, "steps_redone": 1})
-            chronicle.take(Morphed(record=done, old_plan=old), now_s + 2)
-            chronicle.take(WorkerLost(worker="n3.0", rank=3, cause=HOSTILE), now_s)
-            generation += 1
-        loss = 2 + 8 * math.exp(-step / 9000) + drawn.gauss(0, 0.1)
-        chronicle.take(
-            StepRecorded(step=step, generation=generation, loss=loss, examples_per_s=700.0, plan=plan), now_s
-        )
-    chronicle.take(Notice(text=HOSTILE, warning=True), now_s)
-    workers = [
-        {
-            "name": name,
-            "node": name[:-2],
-            "state": "joined",
-            "rank": rank,
-            "pid": 1,
-            "activity": HOSTILE,
-            "silent_s": 9.0 if rank == 7 else 0.2,
-            "device": HOSTILE,
-            "compute_s": 0.05 if rank != 8 else 0.2,
-            "slow": None,
-            "condition": "silent" if rank == 7 else "slow" if rank == 8 else "ok",
-            "words": f"silent for 9.0 s {HOSTILE}" if rank == 7 else "works",
-        }
-        for rank, name in enumerate(names)
-    ]
-    told = {
-        "state": f"training: {HOSTILE}",
-        "steps": 10**6,
-        "checkpoint_dir": HOSTILE,
-        "lease_s": 6.0,
-        "generation": generation - 1,
-        "plan": plan.model_dump(),
-        "members": list(names[: plan.workers]),
-        "nodes": [HOSTILE],
-        "workers": workers,
-        "failures": [{"worker": "n3.0", "cause": HOSTILE}],
-        "lost_workers": 1500,
-    }
-    return lambda: told
+def _see_the_whole_week(seen: Window) -> None:
+    """Of 1,500 morphs and lost workers, most of them older than the newest sentences, each is counted in the chart."""
+    titles = "(which) => [...document.querySelectorAll(`#chart ${which} title`)].map((title) => title.textContent)"
+    for which, word in (("rect.morphs", "morph"), (".glyph-lost", "lost worker")):
+        told = seen.page.evaluate(titles, which)
+        counts = [re.search(rf"([\d,]+) {word}s?\b", text) for text in told]
+        assert sum(int(each[1].replace(",", "")) for each in counts if each) == 1500
+        assert 100 < len(told) < 200
+    assert seen.page.locator("#chart line.morph").count() == 0
+    seen.page.click("#story-more")
+    assert "Before these: " in seen.seen("#story-list li.older").inner_text()
+    seen.page.click("#story-more")
 
 
 def test_a_week_of_300_workers_is_usable_at_once_and_no_text_of_theirs_is_markup(tmp_path: Path) -> None:
     (tmp_path / "n0.0.log").write_text(HOSTILE)
-    chronicle, logins = Chronicle(), Logins()
-    status = week(chronicle)
-    feed = LiveFeed(chronicle, status)
-    assert len(feed.stream("", lambda: True).news()) < 10**6
+    week, logins = Week(), Logins()
+    feed, status = LiveFeed(week.chronicle, week.status), week.status
     api = OperatorApi(
         status=status,
         logs=tmp_path,
@@ -271,9 +207,11 @@ def test_a_week_of_300_workers_is_usable_at_once_and_no_text_of_theirs_is_markup
             seen.seen("#chart path.loss")
             seen.seen("#grid button >> nth=100")
             assert time.monotonic() - begun_s < 10  # 0.5 s on an idle machine
+            _see_the_whole_week(seen)
             seen.page.locator("#grid button").nth(7).click()
             assert HOSTILE in seen.seen("#worker").inner_text()
             assert HOSTILE in seen.seen("#failures pre").inner_text()
+            assert seen.page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
             assert seen.page.locator("main img:not(#timeline-image), main script").count() == 0
             assert "owned" not in seen.page.title()
             assert seen.unfit() == []

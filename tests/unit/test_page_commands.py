@@ -14,7 +14,8 @@ from varuna.cli.main import app
 from varuna.core.errors import VarunaError
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [page for folder in ("docs", "examples", "deploy") for page in sorted(ROOT.glob(f"{folder}/**/*.md"))]
 MAKEFILE = (ROOT / "Makefile").read_text()
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^ *```", re.M | re.S)
 INDENTED = re.compile(r"(?:^    \S.*\n)+(?:^     .*\n)*", re.M)

@@ -1,5 +1,7 @@
 """When a checkpoint is complete: all parts of all sections, of one step and one generation. Pure."""
 
+from typing import NamedTuple
+
 from varuna.checkpoint.manifest import Manifest
 from varuna.checkpoint.names import ShardName, parse_shard_file
 from varuna.core.errors import CheckpointError
@@ -8,6 +10,16 @@ from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
 
 _Parts = dict[tuple[int, int], SavedShard]  # (section, part) -> shard
+
+
+class Gathered(NamedTuple):
+    """How far the newest unfinished checkpoint is."""
+
+    step: int
+    parts: int
+    """That are in the store."""
+    of: int | None
+    """Parts of the whole checkpoint; None before each section has told how many it has."""
 
 
 class Collector:
@@ -74,6 +86,17 @@ class Collector:
             plan=self._plans[shard.generation],
             shards=tuple(shards[place] for place in sorted(shards)),
         )
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """How far the newest unfinished checkpoint is; None if none is under way."""
+        if not self._pending:
+            return None
+        generation, step = max(self._pending, key=lambda key: (key[1], key[0]))
+        shards = self._pending[generation, step].values()
+        parts = {shard.section: shard.parts for shard in shards}
+        is_known = len(parts) == len(self._job.model.sections)
+        return Gathered(step, len(shards), sum(parts.values()) if is_known else None)
 
     def _check(self, shard: SavedShard) -> None:
         try:

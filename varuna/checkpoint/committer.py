@@ -8,13 +8,22 @@ import secrets
 import threading
 from collections.abc import Callable
 
-from varuna.checkpoint.collector import Collector
+from varuna.checkpoint.collector import Collector, Gathered
 from varuna.checkpoint.lease import BEAT_S, Lease, claim
-from varuna.checkpoint.manifest import Manifest, check_compatible, commit, newest_intact, survey
+from varuna.checkpoint.manifest import (
+    Manifest,
+    check_compatible,
+    commit,
+    mark_damaged,
+    newest_intact,
+    read_manifest,
+    survey,
+)
 from varuna.checkpoint.model_config_file import keep_configuration
 from varuna.checkpoint.names import checkpoint_place
 from varuna.checkpoint.retention import Kept, prepare, retain
-from varuna.core.errors import CheckpointError
+from varuna.checkpoint.verifier import ReadBack, Verifier
+from varuna.core.errors import CheckpointError, DamagedCheckpoint, ObjectMissing
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
 from varuna.core.saved import SavedShard
@@ -25,13 +34,16 @@ from varuna.store.retry import writer_id
 
 SETTLE_BOUND_S = 120.0
 """Bound on the wait for pending commits before the newest checkpoint is looked up."""
+VERIFY_BOUND_S = 10.0
+"""How long the end of a run waits for its last checkpoint to be read back."""
 
 
 class CheckpointCommitter:
     """Holds the lease of a checkpoint directory, finds the newest checkpoint, commits new ones and removes old ones.
 
-    ``begin`` and ``collect`` return at once. ``say``, ``warn`` and ``committed`` (with the steps of a new checkpoint)
-    are called on the committer's threads too.
+    ``begin`` and ``collect`` return at once. ``say``, ``warn``, ``committed`` (with the steps of a new checkpoint) and
+    ``verified`` (with what reading it back has shown) are called on the committer's threads too. Checkpoints that
+    rescue a run, which do not outlive it, are not read back.
     """
 
     def __init__(
@@ -43,6 +55,7 @@ class CheckpointCommitter:
         say: Callable[[str], None],
         warn: Callable[[str], None],
         committed: Callable[[int], None] = lambda step: None,
+        verified: Callable[[ReadBack], None] = lambda finding: None,
     ) -> None:
         """Take the directory for this run, and make room if a fresh start is asked for.
 
@@ -51,7 +64,7 @@ class CheckpointCommitter:
             UsageError: ``overwrite`` without ``new``.
         """
         assert job.checkpoint_dir is not None
-        self._job, self._warn, self._committed = job, warn, committed
+        self._job, self._warn, self._committed, self._verified = job, warn, committed, verified
         self._kept = Kept(job.keep_last, job.keep_every)
         self._writer = writer_id()
         self._run_id = secrets.token_hex(4)
@@ -63,10 +76,12 @@ class CheckpointCommitter:
             self._lease.release()
             raise
         self._collector = self._new_collector()
+        self.verifier = Verifier(self.store, found=self._look_at, warn=warn)
+        self._gathered: Gathered | None = None
         self._work: queue.Queue[Callable[[], None]] = queue.Queue()
         self._closed = threading.Event()
-        self._changed = threading.Condition()  # guards the two fields below
-        self._committed_step = -1
+        self._changed = threading.Condition()  # guards the fields below
+        self._committed_step = self._reached_step = -1  # differ where the newest turned out to be damaged
         self._open = 0  # pieces of work that are not done
         for name, target in (("commit", self._commit_all), ("lease", self._keep_lease)):
             start(name, target)
@@ -86,7 +101,7 @@ class CheckpointCommitter:
                 self._collector = self._new_collector()
             self._collector.passed(found[0].step)
         with self._changed:
-            self._committed_step = -1 if found is None else found[0].step
+            self._committed_step = self._reached_step = -1 if found is None else found[0].step
         if self._job.config is not None and (warning := keep_configuration(self.store, self._job.config)):
             self._warn(warning)
         return found
@@ -103,9 +118,19 @@ class CheckpointCommitter:
         step = self.committed_step
         return None if step < 0 else checkpoint_place(self._job.checkpoint_dir or "", step)
 
+    @property
+    def gathered(self) -> Gathered | None:
+        """How far the newest unfinished checkpoint is; any thread may ask."""
+        return self._gathered
+
     def begin(self, generation: int, plan: Plan, *, first_step: int, rollback: bool) -> None:
         """Begin a generation: see ``Collector.begin``."""
-        self._post(lambda: self._collector.begin(generation, plan, first_step=first_step, rollback=rollback))
+
+        def begin() -> None:
+            self._collector.begin(generation, plan, first_step=first_step, rollback=rollback)
+            self._gathered = self._collector.gathered
+
+        self._post(begin)
 
     def collect(self, shard: SavedShard) -> None:
         """Note that a shard is durable; commit its checkpoint if it was the last one missing."""
@@ -114,7 +139,7 @@ class CheckpointCommitter:
     def wait_for(self, step: int, timeout_s: float) -> bool:
         """Wait until a checkpoint of ``step`` or later is committed; False if ``timeout_s`` passes first."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._committed_step >= step, timeout_s)
+            return self._changed.wait_for(lambda: self._reached_step >= step, timeout_s)
 
     def settle(self, timeout_s: float = SETTLE_BOUND_S) -> bool:
         """Wait until everything that was collected is committed or dropped; False if ``timeout_s`` passes first."""
@@ -127,6 +152,9 @@ class CheckpointCommitter:
             return
         if not self.settle(timeout_s):
             self._warn(f"a checkpoint was still being committed after {timeout_s:.0f} s; the previous one stays valid")
+        elif self.verifier.wait(VERIFY_BOUND_S):
+            self.settle(VERIFY_BOUND_S)  # where it is damaged, that is written down
+        self.verifier.close()
         self._closed.set()
         self._post(lambda: None)
         lease, self._lease = self._lease, None
@@ -162,6 +190,7 @@ class CheckpointCommitter:
 
     def _collect(self, shard: SavedShard) -> None:
         manifest = self._collector.add(shard)
+        self._gathered = self._collector.gathered
         if manifest is None:
             return
         if not self._holds():
@@ -171,10 +200,52 @@ class CheckpointCommitter:
             )
         standing = commit(self.store, manifest)
         with self._changed:
-            self._committed_step = standing.step
+            self._committed_step = self._reached_step = standing.step
             self._changed.notify_all()
         self._committed(standing.step)
+        if not self._job.rescues:
+            self.verifier.begin(standing)
         retain(self.store, standing.step, self._kept)
+
+    def _look_at(self, manifest: Manifest, finding: ReadBack) -> None:
+        """Damage is dealt with between commits, so that nothing is marked that was removed or replaced meanwhile."""
+        if finding.damage:
+            self._post(lambda: self._give_up_aloud(manifest, finding))
+        else:
+            self._verified(finding)
+
+    def _give_up_aloud(self, manifest: Manifest, finding: ReadBack) -> None:
+        try:
+            self._give_up(manifest, finding)
+        except CheckpointError as error:
+            self._warn(
+                f"the checkpoint of step {manifest.step} is damaged: {finding.damage}. It cannot be marked ({error}); "
+                "`varuna checkpoints verify` does that later"
+            )
+
+    def _give_up(self, manifest: Manifest, finding: ReadBack) -> None:
+        """Mark a checkpoint that is not what was written; an older one counts from now on."""
+        try:
+            if read_manifest(self.store, manifest.step) != manifest:
+                return
+        except ObjectMissing:
+            return
+        except DamagedCheckpoint:
+            pass  # that is the damage
+        mark_damaged(self.store, manifest.step, finding.damage)
+        try:
+            found = newest_intact(self.store)
+        except CheckpointError:
+            found = None
+        instead = None if found is None else found[0].step
+        with self._changed:
+            if self._committed_step == manifest.step:
+                self._committed_step = -1 if instead is None else instead
+        self._warn(
+            f"the checkpoint of step {manifest.step} is damaged. Read back after its commit, it is not what was "
+            f"written: {finding.damage}. It is marked, so no run uses it, and training goes on. {_then(instead)}"
+        )
+        self._verified(finding._replace(instead=instead))
 
     def _holds(self) -> bool:
         """Whether this run may commit. A lease that somebody removed is made again, unless another run was here."""
@@ -200,3 +271,9 @@ class CheckpointCommitter:
                 if not complained:
                     self._warn(f"cannot renew this run's lease in {self.store.url}: {error}")
                 complained = True
+
+
+def _then(instead: int | None) -> str:
+    if instead is None:
+        return "No other checkpoint is whole: until the next one is complete, a run that loses its state ends."
+    return f"A run that loses its state goes back to the checkpoint of step {instead}."

@@ -1,12 +1,14 @@
 /** The curve of a run: loss, throughput, and the plans as bands below; with a line that reads values off. */
 
-import { columns, limits, spans, window_ } from "./columns.js";
+import { columns, gathered, limits, spans, window_ } from "./columns.js";
 import { byId, draw, legend, say } from "./dom.js";
-import { clock, number, span, ticks, timeTicks } from "./format.js";
+import { clock, number, span, tally, ticks, timeTicks } from "./format.js";
 import { points } from "./model.js";
 
-const LEFT = 58, RIGHT = 12, LOSS = [10, 168], RATE = [190, 266], BANDS = [280, 304], FOOT = 326, HEIGHT = 332, MOST_LINES = 30;
+const LEFT = 58, RIGHT = 12, LOSS = [10, 168], RATE = [190, 266], BANDS = [292, 316], FOOT = 338, HEIGHT = 344, MOST_LINES = 30;
 const GLYPHS = { lost: "✕", warning: "!", checkpoint: "◆" };
+const LANES = { lost: RATE[1] + 11, warning: RATE[1] + 11, checkpoint: RATE[1] + 23 };
+const LEAST_BAND = 4, SIGN = 9, MORPHS = [172, 184]; // pixels: of a band and of a sign, and where many morphs are counted
 const view = { axis: "time", share: 1, reading: null };
 const shapes = [];
 let drawn = null;
@@ -87,12 +89,12 @@ function panel(svg, found, name, title, [top, bottom], x, width) {
 }
 
 function bands(svg, run, range, x, inner) {
-  const [top, bottom] = BANDS, least = (range[1] - range[0]) / inner;
+  const [top, bottom] = BANDS, least = (LEAST_BAND * (range[1] - range[0])) / inner;
   for (const { from, to, band } of spans(run.bands, view.axis, range, least)) {
     const shape = `${band.stages}x${band.replicas}`, width = Math.max(1, x(to) - x(from));
     if (!shapes.includes(shape)) shapes.push(shape);
     const title = draw("title", {}, `generation ${band.generation}: plan ${shape} from step ${band.step}`);
-    svg.append(draw("rect", { class: `band band${shapes.indexOf(shape) % 6}`, x: x(from), y: top, width, height: bottom - top }, title));
+    svg.append(draw("rect", { class: `band band${shapes.indexOf(shape) % 6}${width > 2 * LEAST_BAND ? " wide" : ""}`, x: x(from), y: top, width, height: bottom - top }, title));
     if (width > 9 * shape.length) svg.append(draw("text", { class: "band-name", x: x(from) + 5, y: bottom - 8 }, shape));
   }
   svg.append(draw("text", { x: LEFT - 6, y: bottom - 8, "text-anchor": "end" }, "plan"));
@@ -109,20 +111,26 @@ function axis(svg, [from, to], all, x) {
   }
 }
 
-/** Morphs as lines through both curves, unless they are many; other marks as signs, unless one is there already. */
+/** Morphs as lines through both curves, or where they are many as bars that count them; other marks as signs. */
 function marks(svg, run, range, x) {
   const place = (mark) => (view.axis === "time" ? mark.time_s : mark.step);
   const isSeen = (mark) => place(mark) !== null && place(mark) >= range[0] && place(mark) <= range[1];
-  const drawsMorphs = run.marks.filter((mark) => mark.kind === "morph" && isSeen(mark)).length <= MOST_LINES;
-  let near = -99;
-  for (const mark of run.marks) {
-    const at = place(mark), kind = mark.kind === "failed" ? "lost" : mark.kind;
-    if (!isSeen(mark)) continue;
-    const title = draw("title", {}, mark.text);
-    if (kind === "morph" && drawsMorphs) svg.append(draw("line", { class: "morph", x1: x(at), x2: x(at), y1: LOSS[0], y2: RATE[1] }, title));
-    else if (GLYPHS[kind] && x(at) - near >= 9) {
-      near = x(at);
-      svg.append(draw("text", { class: `glyph glyph-${kind}`, x: x(at), y: RATE[1] + 11, "text-anchor": "middle" }, title, GLYPHS[kind]));
+  const most = Math.max(1, Math.floor((x(range[1]) - x(range[0])) / SIGN));
+  const places = gathered(run.marks, run.older.rows, view.axis, range, most);
+  const each = places.map(({ counts }) => counts.morph ?? 0), morphs = each.reduce((sum, count) => sum + count, 0), highest = Math.max(...each);
+  const known = run.marks.filter((mark) => mark.kind === "morph" && isSeen(mark)), areMany = morphs > Math.min(MOST_LINES, known.length);
+  for (const mark of areMany ? [] : known) {
+    svg.append(draw("line", { class: "morph", x1: x(place(mark)), x2: x(place(mark)), y1: LOSS[0], y2: RATE[1] }, draw("title", {}, mark.text)));
+  }
+  for (const { at, counts, only } of places) {
+    const left = x(range[0]) + at * SIGN, title = () => draw("title", {}, only ?? tally(counts));
+    if (areMany && counts.morph) {
+      const height = Math.max(2, ((MORPHS[1] - MORPHS[0]) * counts.morph) / highest);
+      svg.append(draw("rect", { class: "morphs", x: left + 1, y: MORPHS[1] - height, width: SIGN - 2, height }, title()));
+    }
+    const worst = counts.lost || counts.failed ? "lost" : counts.warning ? "warning" : "";
+    for (const kind of [worst, counts.checkpoint ? "checkpoint" : ""].filter(Boolean)) {
+      svg.append(draw("text", { class: `glyph glyph-${kind}`, x: left + SIGN / 2, y: LANES[kind], "text-anchor": "middle" }, title(), GLYPHS[kind]));
     }
   }
 }

@@ -69,3 +69,24 @@ export function spans(bands, axis, [from, to], size) {
   }
   return found;
 }
+
+/**
+ * Sentences of the story between `from` and `to`, in columns of equal size: {x, counts, only}, the leftmost first.
+ *
+ * `older` are rows of begin, end, step and counts by kind; `only` is the text where a column has one newer sentence alone.
+ */
+export function gathered(marks, older, axis, [from, to], most) {
+  const found = new Map(), size = (to - from) / most;
+  const take = (at, counts, text) => {
+    if (at === null || at < from || at > to) return;
+    const place = Math.min(most - 1, Math.floor((at - from) / size)), known = found.get(place);
+    if (!known) found.set(place, { at: place, x: at, counts: { ...counts }, only: text });
+    else {
+      for (const [kind, count] of Object.entries(counts)) known.counts[kind] = (known.counts[kind] ?? 0) + count;
+      known.only = null;
+    }
+  };
+  for (const [began_s, ended_s, step, counts] of older) take(axis === "time" ? (began_s + ended_s) / 2 : step, counts, null);
+  for (const mark of marks) take(axis === "time" ? mark.time_s : mark.step, { [mark.kind]: 1 }, mark.text);
+  return [...found.values()].sort((a, b) => a.at - b.at);
+}

@@ -42,6 +42,12 @@ export function bytes(value) {
 
 export const counted = (count, thing) => `${count} ${thing}${count === 1 ? "" : "s"}`;
 
+const SENTENCES = { lost: "lost worker", morph: "morph", warning: "warning", checkpoint: "checkpoint", verified: "verification", notice: "notice", joined: "newcomer", left: "departure", asked: "request", failed: "failure" };
+
+/** How many sentences of each kind: "3 lost workers, 1 morph". */
+export const tally = (counts) => Object.entries(SENTENCES).filter(([kind]) => counts[kind])
+  .map(([kind, word]) => `${counts[kind].toLocaleString("en")} ${word}${counts[kind] === 1 ? "" : "s"}`).join(", ");
+
 /** Round values between two limits, at most so many. */
 export function ticks(low, high, most = 5) {
   const raw = (high - low) / most || 1, power = 10 ** Math.floor(Math.log10(raw));

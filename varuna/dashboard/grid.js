@@ -1,9 +1,9 @@
 /** The workers of a run: stages across and replicas down (or the other way round if they are many). */
 
 import { byId, legend, make, say } from "./dom.js";
-import { span } from "./format.js";
+import { counted, span } from "./format.js";
 
-const MANY = 60, FEW = 12;
+const MANY = 60, CROWDED = 24, FEW = 12;
 const state = { built: "", chosen: null, cells: new Map(), focused: 0 };
 let act = null;
 
@@ -22,14 +22,14 @@ export function drawGrid(run) {
   const { plan, members = [] } = run.status;
   const count = plan ? plan.stages * plan.replicas : 0, many = count > MANY;
   const over = [...run.workers.values()].filter((worker) => !members.slice(0, count).includes(worker.name));
-  say(byId("fleet-note"), plan && (run.status.read_only || run.ended) ? `${plan.stages} stages x ${plan.replicas} replicas at the end` : plan ? `${plan.stages} stages x ${plan.replicas} replicas${hosts(run)}` : "no plan yet");
-  const starting = over.map((worker) => `${worker.name} (${worker.state === "joined" ? "spare" : worker.state})`);
-  say(byId("spares"), starting.length ? `Also here: ${starting.length > FEW ? summed(over) : starting.join(", ")}` : "");
+  const isOver = Boolean(run.status.read_only || run.ended), shape = plan && `${counted(plan.stages, "stage")} x ${counted(plan.replicas, "replica")}`;
+  say(byId("fleet-note"), !plan ? "no plan yet" : isOver ? `${shape} at the end` : `${shape}${hosts(run)}`);
+  const others = over.map((worker) => `${worker.name} (${worker.state === "joined" ? "spare" : worker.state})`);
+  say(byId("spares"), others.length && !isOver ? `Also here: ${others.length > FEW ? summed(over) : others.join(", ")}` : "");
   const key = plan ? `${plan.stages}x${plan.replicas} ${members.slice(0, count).join(" ")} ${many}` : "";
   if (key !== state.built) build(plan, members, many);
   state.built = key;
-  const isOver = run.status.read_only || run.ended;
-  byId("grid-legend").hidden = Boolean(isOver || !plan);
+  byId("grid-legend").hidden = isOver || !plan;
   for (const [name, { cell, note, speed }] of state.cells) {
     const worker = run.workers.get(name), [kind, words] = isOver ? ["cell-wait", "had this seat at last"] : condition(worker);
     const chosen = state.chosen === name ? " chosen" : "";
@@ -63,9 +63,9 @@ function build(plan, members, many) {
   grid.className = many ? "many" : "";
   const across = plan.replicas > 12 ? "replica" : "stage";
   const [columns, rows] = across === "stage" ? [plan.stages, plan.replicas] : [plan.replicas, plan.stages];
-  grid.style.gridTemplateColumns = `max-content repeat(${columns}, minmax(${many ? "1.35rem" : "6.6rem"}, 1fr))`;
+  grid.style.gridTemplateColumns = `max-content repeat(${columns}, minmax(${columns > CROWDED ? ".6rem" : many ? "1.35rem" : "6.6rem"}, 1fr))`;
   const down = across === "stage" ? "replica" : "stage", heads = [make("span", { class: "head" })];
-  for (let at = 0; at < columns; at++) heads.push(make("span", { class: "head" }, many ? String(at) : `${across} ${at}`));
+  for (let at = 0; at < columns; at++) heads.push(make("span", { class: "head" }, columns > CROWDED && at % 5 ? "" : many ? String(at) : `${across} ${at}`));
   grid.append(...heads);
   for (let row = 0; row < rows; row++) {
     grid.append(make("span", { class: "head" }, `${down} ${row}`));

@@ -1,11 +1,11 @@
 /** What the page knows of its run: the manager's events, applied one after the other. Pure. */
 
 const MOST_RECENT = 6000;
-const MOST_MARKS = 600;
+const MOST_MARKS = 600, MOST_OLDER = 1200;
 
 export function nothing() {
   return {
-    known: false, buckets: [], recent: [], bands: [], marks: [], timed: null, waits: null, checkpoint: null, ended: null,
+    known: false, buckets: [], recent: [], bands: [], marks: [], older: { width_s: 1, rows: [] }, timed: null, waits: null, checkpoint: null, verified: null, ended: null,
     status: {}, workers: new Map(),
   };
 }
@@ -20,7 +20,7 @@ export function apply(run, kind, value) {
     }
     case "steps": value.forEach((row) => step(run, row)); break;
     case "band": band(run, value); break;
-    case "mark": run.marks.push(value); run.marks.splice(0, run.marks.length - MOST_MARKS); break;
+    case "mark": mark(run, value); break;
     case "status": status(run, value); break;
     default: run[kind] = value;
   }
@@ -56,18 +56,41 @@ function spread(values) {
   return [Math.min(...found), found.reduce((sum, value) => sum + value, 0) / found.length, Math.max(...found)];
 }
 
+/** Of sentences that are not among the newest, how many of each kind there were is kept, as the manager does it. */
+function mark(run, made) {
+  const { older } = run;
+  run.marks.push(made);
+  for (const { kind, time_s, step } of run.marks.splice(0, run.marks.length - MOST_MARKS)) gather(older, [time_s, time_s, step, { [kind]: 1 }]);
+  while (older.rows.length > MOST_OLDER) {
+    const rows = older.rows;
+    Object.assign(older, { width_s: 2 * older.width_s, rows: [] });
+    for (const row of rows) gather(older, row);
+  }
+}
+
+function gather({ width_s, rows }, [began_s, ended_s, step, counts]) {
+  const last = rows.at(-1);
+  if (!last || Math.floor(began_s / width_s) > Math.floor(last[0] / width_s)) {
+    rows.push([began_s, ended_s, step, { ...counts }]);
+    return;
+  }
+  last[1] = Math.max(last[1], ended_s);
+  last[2] = step ?? last[2];
+  for (const [kind, count] of Object.entries(counts)) last[3][kind] = (last[3][kind] ?? 0) + count;
+}
+
 function band(run, made) {
   const at = run.bands.findIndex((each) => each.generation === made.generation);
   if (at < 0) run.bands.push(made);
   else run.bands[at] = made;
 }
 
-/** `all` says that nothing of what was known before holds any more. */
+/** `all` says that nothing of what was known before holds any more; of a known worker, only what has changed is told. */
 function status(run, { all = false, workers = [], gone = [], ...rest }) {
   if (all) Object.assign(run, { status: {}, workers: new Map() });
   Object.assign(run.status, rest);
   for (const name of gone) run.workers.delete(name);
-  for (const worker of workers) run.workers.set(worker.name, worker);
+  for (const worker of workers) run.workers.set(worker.name, { ...run.workers.get(worker.name), ...worker });
 }
 
 /** All points of the run, the oldest first: one for each bucket and each recent step. */

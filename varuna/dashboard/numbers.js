@@ -1,7 +1,7 @@
 /** The figures at the top, checkpoints, and what a run has cost so far where prices are known. */
 
 import { byId, make, say, term } from "./dom.js";
-import { clock, counted, number, percent, span } from "./format.js";
+import { bytes, clock, counted, number, percent, span } from "./format.js";
 import { newest } from "./model.js";
 
 export function drawNumbers(run) {
@@ -31,9 +31,9 @@ function fill(list, shown) {
 }
 
 export function drawCheckpoints(run) {
-  const { status, checkpoint } = run, folder = status.checkpoint_dir, box = byId("checkpoints-body");
+  const { status, checkpoint, verified } = run, { saving } = status, folder = status.checkpoint_dir, box = byId("checkpoints-body");
   const durable = Math.max(status.durable_step ?? 0, checkpoint?.step ?? 0);
-  const key = JSON.stringify([folder, durable, checkpoint, status.steps]);
+  const key = JSON.stringify([folder, durable, saving, checkpoint, verified, status.steps]);
   if (box.dataset.key === key) return;
   box.dataset.key = key;
   if (!folder && !status.steps) {
@@ -44,18 +44,33 @@ export function drawCheckpoints(run) {
     box.replaceChildren(make("p", { class: "soft" }, "The script keeps no checkpoints. With checkpoints= in its Trainer, a run survives the loss of all of its workers."));
     return;
   }
-  const states = [
-    ["in the store", durable ? `step ${durable}` : "none yet", durable ? "at least one worker has written its part" : ""],
-    ["committed", checkpoint ? `step ${checkpoint.step}` : "none yet", checkpoint ? `complete since ${clock(checkpoint.time_s)}` : ""],
-    ["verified", "not known here", "only reading it all again can tell"],
-  ];
+  const states = [uploaded(saving, durable, checkpoint?.step), committed(checkpoint), readBack(verified)];
   box.replaceChildren(
-    make("ol", { class: "chain" }, ...states.map(([name, value, note], at) =>
-      make("li", { class: at === 1 && checkpoint ? "good" : at === 0 && durable ? "good" : "" },
-        make("span", {}, name), make("b", {}, value), make("small", {}, note)))),
+    make("ol", { class: "chain" }, ...states.map(([name, kind, value, note]) =>
+      make("li", { class: kind }, make("span", {}, name), make("b", {}, value), make("small", {}, note)))),
     make("p", { class: "soft" }, make("code", {}, folder)),
     make("p", { class: "soft" }, "To read every byte again and compare: ", make("code", {}, `varuna checkpoints verify ${folder}`)),
   );
+}
+
+function uploaded(saving, durable, complete) {
+  if (saving) return ["uploaded", "good", `step ${saving.step}`, saving.of === null ? `${counted(saving.parts, "part")} so far` : `${saving.parts} of ${counted(saving.of, "part")}`];
+  if (!durable) return ["uploaded", "", "none yet", ""];
+  return ["uploaded", "good", `step ${durable}`, durable === complete ? "all parts" : "at least one worker has written its part"];
+}
+
+function committed(checkpoint) {
+  if (!checkpoint) return ["committed", "", "none yet", ""];
+  if (!checkpoint.damage) return ["committed", "good", `step ${checkpoint.step}`, `complete since ${clock(checkpoint.time_s)}`];
+  const then = checkpoint.instead === null ? "no other is whole" : `step ${checkpoint.instead} counts until the next one`;
+  return ["committed", "bad", `step ${checkpoint.step} is damaged`, then];
+}
+
+function readBack(verified) {
+  if (!verified) return ["verified", "", "none yet", "what is committed is read back, at most 64 MiB of it"];
+  const { read_bytes, total_bytes, step, time_s } = verified;
+  const much = read_bytes === total_bytes ? "all of it" : `${bytes(read_bytes)} of ${bytes(total_bytes)}`;
+  return ["verified", "good", `step ${step}`, `${much} read back, ${clock(time_s)}`];
 }
 
 /** Cents, and below a tenth of a dollar more. */

@@ -34,7 +34,8 @@ export async function refreshPlans(run, again) {
 }
 
 export function drawSplit(run) {
-  const rows = [], running = table?.running, timed = run.timed?.generation === run.status.generation ? run.timed : null;
+  const rows = [], timed = run.timed?.generation === run.status.generation ? run.timed : null;
+  const running = table?.running ?? (timed?.predicted ? { ...timed.predicted, step_s: timed.predicted_s } : null);
   if (running) rows.push(["predicted", PREDICTED, running, running.step_s]);
   if (timed?.stages.length) {
     const split = splitWaits(timed, run.waits), whole = mean(split);
@@ -52,15 +53,16 @@ export function drawSplit(run) {
 }
 
 function note(run, running, timed) {
-  const said = [];
-  if (!running) said.push(run.status.read_only ? "The folder of a run keeps measured times only; the prediction went with its manager." : "The prediction comes with the first step.");
-  else if (!table.measured) said.push("The prediction is from operation counts and nominal hardware: it ranks plans, but its seconds may be far off.");
-  if (!timed) said.push(run.status.read_only ? "No measured times were kept for the last generation." : "Measured parts are known after some seconds of training in a generation; until then only whole steps are.");
+  const said = [], isOver = Boolean(run.status.read_only || run.ended);
+  if (!running && !timed && isOver) return "The last generation was over before times were measured.";
+  if (!running) said.push(isOver ? "No prediction from measured times was kept for the last generation." : "The prediction comes with the first step.");
+  else if (table && !table.measured) said.push("The prediction is from operation counts and nominal hardware: it ranks plans, but its seconds may be far off.");
+  if (!timed) said.push(isOver ? "No measured times were kept for the last generation." : "Measured parts are known after some seconds of training in a generation; until then only whole steps are.");
   else if ((timed.stages.length ?? 0) > MOST_STAGES) said.push(`The first ${MOST_STAGES} of ${timed.stages.length} stages are shown.`);
-  if (timed && run.waits?.generation !== timed.generation) said.push("What waits were for is known after a step was looked at, if the clocks of all machines can be compared.");
-  else if (timed) said.push(looked(run.waits));
+  if (timed && !isOver && run.waits?.generation !== timed.generation) said.push("What waits were for is known after a step was looked at, if the clocks of all machines can be compared.");
+  else if (timed && run.waits?.generation === timed.generation) said.push(looked(run.waits));
   const step = newest(run);
-  if (!timed && run.status.step_s && step) said.push(`The newest step took ${span(run.status.step_s)}.`);
+  if (!timed && !isOver && run.status.step_s && step) said.push(`The newest step took ${span(run.status.step_s)}.`);
   return said.join(" ");
 }
 
@@ -92,7 +94,7 @@ function bar(name, parts, values, whole, longest) {
 
 export function drawPlans(run) {
   const box = byId("plans-table"), section = byId("plans");
-  section.hidden = Boolean(run.status.read_only);
+  section.hidden = Boolean(run.status.read_only || run.ended);
   const runs = run.status.plan ? `${run.status.plan.stages}x${run.status.plan.replicas} ${run.status.plan.micro_batch}` : "";
   byId("plans-scroll").hidden = !table?.plans?.length;
   say(byId("plans-note"), plansNote());

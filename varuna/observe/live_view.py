@@ -13,6 +13,7 @@ from rich.text import Text
 
 from varuna.core.units import counted, format_duration, format_rate, step_number, time_left
 from varuna.observe.seats import grid, without_seat
+from varuna.observe.split import HEIGHT, split_table
 
 _STATES = {"training": "green", "finishing": "cyan"}
 _KINDS = {
@@ -26,10 +27,12 @@ _KINDS = {
     "left": "dim",
     "joined": "dim",
 }
-_UNTOLD = {"checkpoint", "ended", "joined"}
+_UNTOLD = {"checkpoint", "verified", "ended", "joined"}
 """Said elsewhere in the view."""
 _ENDLESS_STEPS = 10**8
 _NARROW = 60
+_ROOM_FOR_SPLIT = HEIGHT + 6
+"""Lines below the numbers: the story and a grid of two rows come first."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _BETWEEN = "   "
 
@@ -48,13 +51,15 @@ def live_view(
     Args:
         status: what the manager says.
         width: columns; below 60 there is no bar.
-        rows: lines. Few show the state and the numbers, more the story too, then the workers.
+        rows: lines. Few show the state and the numbers, more the story too, then the workers, then a step's parts.
         plain: only ASCII can be shown.
         doing_s: for how long the run has done what it does.
         heads: lines before everything else.
     """
     fixed = [*heads, headline(status, width, doing_s), *numbers(status, width, plain=plain)][: max(1, rows)]
     left = rows - len(fixed)
+    split = split_table(status, width) if left >= _ROOM_FOR_SPLIT else []
+    left -= _height(split)
     sentences = [sentence(mark, width) for mark in told(status["marks"])]
     story_rows = sum(map(len, sentences))
     spares = without_seat(status)
@@ -63,7 +68,7 @@ def live_view(
     workers = grid(status, width, left - told_rows - bool(spares), plain=plain)
     if workers and spares:
         workers.append(_line(spares, "dim"))
-    return Group(*fixed, *workers, *_newest(sentences, left - _height(workers)))
+    return Group(*fixed, *split, *workers, *_newest(sentences, left - _height(workers)))
 
 
 def rule(*, plain: bool) -> RenderableType:
@@ -135,34 +140,33 @@ def _step_time(status: Mapping[str, Any]) -> list[str]:
     return [f"a step takes {measured}"]
 
 
-def step_parts(status: Mapping[str, Any]) -> str:
-    """What a step's time went to, as a mean over the stages; empty before that was measured."""
-    timed, waits = status["timed"], status["waits"]
-    if timed is None or not timed["stages"] or timed["generation"] != status["generation"]:
-        return ""
-    stages = timed["stages"]
-    is_split = waits is not None and waits["generation"] == timed["generation"]
-    shares = waits["transfer_share"] if is_split else [0.0] * len(stages)
-    whole_s = sum(stage["step_s"] for stage in stages)
-    transfer_s = sum(stage["waited_s"] * share for stage, share in zip(stages, shares, strict=True))
-    waited_s = sum(stage["waited_s"] for stage in stages)
-    parts = {
-        "compute": sum(stage["compute_s"] for stage in stages),
-        "transfer": transfer_s if is_split else 0.0,
-        "all-reduce": sum(stage["reduced_s"] for stage in stages),
-        "optimizer and vote": sum(stage["ending_s"] for stage in stages),
-        ("idle" if is_split else "transfer or idle"): waited_s - transfer_s,
-    }
-    return ", ".join(f"{name} {seconds / whole_s:.0%}" for name, seconds in parts.items() if seconds >= whole_s / 200)
-
-
 def _kept(status: Mapping[str, Any]) -> list[str]:
     if not status["checkpoint_dir"]:
         return ["no checkpoints"] if status["steps"] else []
-    checkpoint = status["checkpoint"]
+    return [_newest_checkpoint(status), *_saving(status)]
+
+
+def _newest_checkpoint(status: Mapping[str, Any]) -> str:
+    checkpoint, verified = status["checkpoint"], status.get("verified")
     if checkpoint is None:
-        return ["no checkpoint yet"]
-    return [f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}"]
+        return "no checkpoint yet"
+    if checkpoint.get("damage"):
+        instead = checkpoint["instead"]
+        left = "no other is whole" if instead is None else f"step {instead} counts"
+        return f"checkpoint step {checkpoint['step']} is damaged: {left}"
+    is_verified = verified is not None and verified["step"] == checkpoint["step"]
+    return f"checkpoint step {checkpoint['step']}, {clock(checkpoint['time_s'])}{', verified' * is_verified}"
+
+
+def _saving(status: Mapping[str, Any]) -> list[str]:
+    """An unfinished checkpoint, while one is under way."""
+    saving = status.get("saving")
+    if saving is None:
+        return []
+    parts = (
+        f"{saving['parts']} of {saving['of']} parts" if saving["of"] is not None else counted(saving["parts"], "part")
+    )
+    return [f"step {saving['step']}: {parts} uploaded"]
 
 
 def _spent(status: Mapping[str, Any]) -> list[str]:

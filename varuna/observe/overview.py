@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from varuna.core.units import format_duration
-from varuna.observe.live_view import headline, numbers, step_parts
+from varuna.observe.live_view import headline, numbers
+from varuna.observe.split import split_table
 
 _NEWEST = 8
 """Generations that are shown."""
@@ -17,8 +18,7 @@ _NEWEST = 8
 def overview(status: Mapping[str, Any], width: int, *, plain: bool = False) -> RenderableType:
     """The answer of ``/status`` for people, once."""
     parts: list[RenderableType] = [headline(status, width, None), *numbers(status, width, plain=plain)]
-    if words := step_parts(status):
-        parts.append(Text(f"of a step  {words}"))
+    parts += split_table(status, width)
     if status["workers"]:
         parts.append(_workers(status))
     if status["generations"]:

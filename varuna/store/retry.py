@@ -115,6 +115,13 @@ class RetryingStore:
             pause_s = min(2 * pause_s, _LONGEST_S)
 
 
+def impatient(store: Store, patience_s: float) -> Store:
+    """The same store, retried for no longer than this, and in silence: for what can be left undone."""
+    if not isinstance(store, RetryingStore):
+        return store
+    return RetryingStore(store.inner, patience_s=patience_s, say=lambda text: None)
+
+
 def writer_id() -> str:
     """A name for this writer that no other has."""
     return secrets.token_hex(8)

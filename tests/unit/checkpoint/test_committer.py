@@ -91,6 +91,7 @@ def test_a_folder_that_somebody_empties_is_used_again(place: str) -> None:
         keep.collect(shard)
     assert keep.wait_for(3, 10)
     assert keep.settle()  # nothing of step 3 is under way
+    assert keep.verifier.wait(10)
     for folder in keep.store.folders():
         keep.store.remove_folder(folder)
     for shard in save_parts(keep.store, 6, plan):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from varuna.observe.live_view import clock, live_view, rule, sparkline, step_parts
+from varuna.observe.live_view import clock, live_view, rule, sparkline
 
 
 def status_of(stages: int = 2, replicas: int = 2, **changes: Any) -> dict[str, Any]:
@@ -63,6 +63,23 @@ def test_a_run_is_seen_whole() -> None:
         f"{first}  Training begins.",
         f"{second}  worker w3 was killed",
     ]
+
+
+def test_a_checkpoint_says_how_far_it_is_and_whether_it_can_be_used() -> None:
+    at = clock(0.0)
+
+    def kept(**changes: Any) -> str:
+        return next(line for line in drawn(status_of(cost=None, **changes), rows=4) if "checkpoint" in line)
+
+    verified = {"step": 90, "time_s": 1.0, "read_bytes": 1, "total_bytes": 2}
+    assert kept(verified=verified) == f"checkpoint step 90, {at}, verified"
+    assert kept(verified={**verified, "step": 80}) == f"checkpoint step 90, {at}"
+    saving = {"step": 95, "parts": 1, "of": None}
+    assert kept(saving=saving) == f"checkpoint step 90, {at}   step 95: 1 part uploaded"
+    assert kept(saving={**saving, "of": 8}).endswith("   step 95: 1 of 8 parts uploaded")
+    damaged = {"step": 90, "time_s": 0.0, "damage": "a part is missing", "instead": 80}
+    assert kept(checkpoint=damaged) == "checkpoint step 90 is damaged: step 80 counts"
+    assert kept(checkpoint={**damaged, "instead": None}) == "checkpoint step 90 is damaged: no other is whole"
 
 
 def test_without_colours_a_worker_says_in_words_how_it_is() -> None:
@@ -151,16 +168,3 @@ def test_a_loss_that_is_no_number_leaves_a_gap_in_its_curve() -> None:
     assert sparkline([1.0, 1.0]) == "▁▁"
     assert sparkline([None, 1.0]) == ""
     assert "loss nan" in drawn(status_of(loss=None))[1]
-
-
-def test_what_a_step_went_to_is_told_with_waits_apart_once_a_step_was_looked_at() -> None:
-    def stage(**seconds: float) -> dict[str, float]:
-        return {"step_s": 1.0, "compute_s": 0.5, "waited_s": 0.0, "reduced_s": 0.1, "ending_s": 0.0, **seconds}
-
-    timed = {"generation": 3, "stages": [stage(waited_s=0.4), stage(compute_s=0.9)]}
-    status = status_of(timed=timed, waits=None)
-    assert step_parts(status) == "compute 70%, all-reduce 10%, transfer or idle 20%"
-    waits = {"generation": 3, "transfer_share": [0.25, 0.0]}
-    assert step_parts({**status, "waits": waits}) == "compute 70%, transfer 5%, all-reduce 10%, idle 15%"
-    assert step_parts({**status, "waits": {**waits, "generation": 2}}).endswith("transfer or idle 20%")
-    assert step_parts({**status, "generation": 4}) == step_parts({**status, "timed": None}) == ""

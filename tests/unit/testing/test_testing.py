@@ -5,6 +5,7 @@ import pytest
 import varuna
 from tests.unit.engine.ranks import SmallLanguage, Tokens, adamw
 from tests.waiting import wait_for
+from varuna.checkpoint import committer
 from varuna.core.errors import UsageError, VarunaError, WorkerError
 from varuna.testing import FailingStore, fail_at, run
 
@@ -60,6 +61,40 @@ def test_a_failing_bucket_ends_in_words_and_another_run_goes_on_from_what_it_has
     outcome = run(lambda: script(varuna.Checkpoints(store.url, every=2)), workers=2, stages=1)
     assert outcome.losses == pytest.approx(alone[2:], rel=1e-6)
     assert ("get", "step-00000002/manifest.json") in store.seen
+
+
+@pytest.mark.parametrize("rotten", [2, 4])
+def test_a_checkpoint_that_rots_in_the_store_is_found_out_and_the_one_before_counts(
+    alone: tuple[float, ...], rotten: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only where it is the last one does it cost steps, and the run says so."""
+    monkeypatch.setattr(committer, "VERIFY_BOUND_S", 60.0)  # at the end, however busy the machine is
+    store, folder = FailingStore(), f"step-{rotten:08d}"
+    marked = ("create", f"{folder}/damaged.txt")
+
+    def rot(verb: str, name: str) -> None:
+        if (verb, name) == ("create", f"{folder}/manifest.json"):
+            part = next(entry.name for entry in store.inner.entries(folder) if entry.name.endswith(".safetensors"))
+            data = bytearray(store.inner.get(part))
+            data[-1] ^= 1
+            store.inner.put(part, bytes(data))
+
+    def saves() -> None:
+        checkpoints = varuna.Checkpoints(store.url, every=2)
+        trainer = varuna.Trainer(SmallLanguage, Tokens(), adamw, 8, micro_batch=2, checkpoints=checkpoints)
+        for step in trainer.steps(STEPS):
+            if step.index == rotten:  # the next checkpoint must not overtake it
+                wait_for(lambda: marked in store.seen, 60)
+
+    store.after = rot
+    if rotten == STEPS:
+        with pytest.raises(VarunaError, match="newest complete checkpoint is that of step 2"):
+            run(saves, workers=2, stages=2)
+        assert marked in store.seen
+        store.after = lambda verb, name: None
+        assert run(saves, workers=2, stages=1).losses == pytest.approx(alone[2:], rel=1e-6)
+    else:
+        assert run(saves, workers=2, stages=2).losses == pytest.approx(alone, rel=1e-6)
 
 
 def test_what_a_script_raises_comes_out_with_its_cause() -> None:

@@ -6,7 +6,7 @@ give equal bytes. Reading is the library's, which checks.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -14,9 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
-from varuna.checkpoint.names import ShardName
+from varuna.checkpoint.header import header
 from varuna.core.errors import CheckpointError
-from varuna.core.saved import Piece
 
 JSON = bool | int | float | str | list["JSON"] | dict[str, "JSON"] | None
 
@@ -109,35 +108,6 @@ def _header(state: SectionState, tensors: list[tuple[str, Tensor]]) -> bytes:
     """The header of a whole section."""
     found = [(name, DTYPE_NAMES[value.dtype], tuple(value.shape), value.nbytes) for name, value in tensors]
     return header(found, {"section": str(state.section), "scalars": scalars_as_json(state)})
-
-
-def header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
-    """Length and JSON header, padded so that the tensors start at a multiple of 8.
-
-    Args:
-        tensors: name, dtype, shape and bytes of each, in file order.
-        metadata: text that is stored in the file as it is.
-    """
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, dtype, shape, size_bytes in tensors:
-        start, end = end, end + size_bytes
-        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def header_of(step: int, name: ShardName, pieces: Sequence[Piece], scalars: str) -> bytes:
-    """The header of a part's file: a tensor that is not whole is named with the elements that are there."""
-    found = [
-        (piece.name, piece.dtype, piece.shape, piece.size_bytes)
-        if piece.is_whole
-        else (f"{piece.name}[{piece.first}:{piece.first + piece.count}]", piece.dtype, (piece.count,), piece.size_bytes)
-        for piece in pieces
-    ]
-    part = f"{name.part} of {name.parts}"
-    return header(found, {"step": str(step), "section": str(name.section), "part": part, "scalars": scalars})
 
 
 def scalars_as_json(state: SectionState) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import as_completed
 from typing import NamedTuple
 
-from varuna.checkpoint.io.section_state import header_of
+from varuna.checkpoint.header import header_of
 from varuna.checkpoint.io.snapshot import Copied
 from varuna.checkpoint.names import shard_file, step_folder
 from varuna.core.errors import CheckpointError

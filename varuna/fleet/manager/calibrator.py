@@ -7,6 +7,7 @@ calibration, which later plans, later runs and ``varuna plan --run`` use.
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from operator import attrgetter
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import weigh
-from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
+from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice, PredictedParts
 from varuna.planner.choose import RunPlanner
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
 from varuna.planner.pricing.predict import predict
@@ -157,6 +158,11 @@ class Calibrator:
             return plan.step_s
         return predict(costs_of(self.calibration, plan), plan).step_s
 
+    def _predicted_parts(self, plan: Plan) -> PredictedParts | None:
+        if self.calibration is None:
+            return None
+        return PredictedParts(**asdict(predict(costs_of(self.calibration, plan), plan).breakdown))
+
     def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
         """A worker told what its steps took; what follows from that, if anything."""
         rank = fleet.rank_of(worker)
@@ -208,6 +214,7 @@ class Calibrator:
                 generation=fleet.generation,
                 predicted_s=self.predicted_s(plan),
                 is_nominal=self.calibration is None,
+                predicted=self._predicted_parts(plan),
                 stages=tuple(stages),
             )
         ]

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from varuna.checkpoint.collector import Gathered
 from varuna.checkpoint.committer import CheckpointCommitter
 from varuna.checkpoint.names import checkpoint_place
+from varuna.checkpoint.verifier import ReadBack
 from varuna.core.errors import CheckpointError
 from varuna.core.model import JobFacts
 from varuna.core.saved import SavedShard
@@ -15,9 +17,9 @@ from varuna.fleet.state.run_events import GenerationRecord
 class CheckpointCoordinator:
     """Commits, retains and finds checkpoints in the job's ``checkpoint_dir``; without one it does nothing.
 
-    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn``, and ``committed`` with
-    the steps of a new checkpoint, are called by any. The job comes from the first machine that joins: with ``allowed``
-    it chooses a directory there or below, or none.
+    For one thread, which waits for the store in ``newest``, ``resume`` and ``close``; ``warn``, ``committed`` with the
+    steps of a new checkpoint, and ``verified`` with what reading it back has shown, are called by any. The job comes
+    from the first machine that joins: with ``allowed`` it chooses a directory there or below, or none.
     """
 
     def __init__(
@@ -28,8 +30,9 @@ class CheckpointCoordinator:
         warn: Callable[[str], None],
         allowed: str = "",
         committed: Callable[[int], None] = lambda step: None,
+        verified: Callable[[ReadBack], None] = lambda finding: None,
     ) -> None:
-        self._committed = committed
+        self._committed, self._verified = committed, verified
         self._new, self._overwrite, self._warn, self._allowed = new, overwrite, warn, allowed
         self._keeper: CheckpointCommitter | None = None
         self._is_rescue = False
@@ -59,6 +62,7 @@ class CheckpointCoordinator:
                 say=self._warn,
                 warn=self._warn,
                 committed=self._tell,
+                verified=self._verified,
             )
         found = self._keeper.newest()
         if found is None:
@@ -76,6 +80,12 @@ class CheckpointCoordinator:
     def standing(self) -> str | None:
         """Place of the newest complete checkpoint that outlives the run, if there is one."""
         return None if self._keeper is None or self._is_rescue else self._keeper.committed_place
+
+    @property
+    def gathered(self) -> Gathered | None:
+        """How far the newest unfinished checkpoint that outlives the run is; any thread may ask."""
+        keeper = self._keeper
+        return None if keeper is None or self._is_rescue else keeper.gathered
 
     def begin(self, record: GenerationRecord) -> None:
         """A generation starts, which its manifests will name."""

@@ -46,6 +46,7 @@ from varuna.fleet.state.questions import Answer, Planner, WhichCheckpoint, check
 from varuna.fleet.state.run_events import (
     Audited,
     CheckpointCommitted,
+    CheckpointVerified,
     GenerationStarted,
     GenerationTimed,
     Notice,
@@ -150,7 +151,7 @@ class Manager:
             self._close_store()
             self._planning.close()
             for event in self._mailbox.rest():  # what the keeper did and warned of at last
-                if isinstance(event, Notice | CheckpointCommitted):
+                if isinstance(event, Notice | CheckpointCommitted | CheckpointVerified):
                     self._publish(event)
         if ended is None or ended.exit_code:
             return ended
@@ -203,7 +204,9 @@ class Manager:
             case Request(event=wanted, done=done):
                 self._handle(wanted)
                 done.set()
-            case Audited() | Notice() | GenerationTimed() | WaitsSplit() | CheckpointCommitted() | Priced():
+            case Audited() | Notice() | GenerationTimed() | WaitsSplit() | Priced():
+                self._publish(event)
+            case CheckpointCommitted() | CheckpointVerified():
                 self._publish(event)
             case Broken(error=error):
                 raise error

@@ -9,7 +9,15 @@ from typing import NamedTuple
 from varuna.core.messages import Beat
 from varuna.fleet.manager.reconcile import Reconciliation
 from varuna.fleet.state.inputs import Event
-from varuna.fleet.state.run_events import Audited, CheckpointCommitted, GenerationTimed, Notice, Priced, WaitsSplit
+from varuna.fleet.state.run_events import (
+    Audited,
+    CheckpointCommitted,
+    CheckpointVerified,
+    GenerationTimed,
+    Notice,
+    Priced,
+    WaitsSplit,
+)
 
 _ASK_S = 8.0  # less than the patience of who asks
 
@@ -49,6 +57,7 @@ Posted = (
     | WaitsSplit
     | Priced
     | CheckpointCommitted
+    | CheckpointVerified
     | Broken
     | Leave
 )

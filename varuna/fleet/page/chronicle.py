@@ -8,13 +8,15 @@ from typing import NamedTuple
 
 from varuna.core.times import RankTimes
 from varuna.fleet.page.costs import Bill, Meter, shown
+from varuna.fleet.page.marks import MarkHistory
 from varuna.fleet.page.pace import StepPace
 from varuna.fleet.page.step_history import StepHistory, row
-from varuna.fleet.page.story import Mark, told
+from varuna.fleet.page.story import MOST_TEXT, told
 from varuna.fleet.page.waits import Waits
 from varuna.fleet.run_folder.past_events import PastStep, events_and_steps
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
+    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     GenerationTimed,
@@ -27,7 +29,6 @@ from varuna.fleet.state.run_events import (
 )
 
 _MOST_BANDS = 1000
-_MOST_MARKS = 600
 _CHANGES_KEPT = 4096
 _NEWEST_MARKS = 20
 _CURVE = 16
@@ -57,10 +58,11 @@ class Chronicle:
         self._steps, self._pace, self._meter = StepHistory(), StepPace(), Meter()
         self._bands: list[dict[str, object]] = []
         self._most_bands = most_bands
-        self._marks: deque[Mark] = deque(maxlen=_MOST_MARKS)
+        self._marks = MarkHistory()
         self._timed: dict[str, object] | None = None
         self._waits = Waits()
         self._checkpoint: dict[str, object] | None = None
+        self._verified: dict[str, object] | None = None
         self._ended: dict[str, object] | None = None
         self._newest_step: int | None = None
         self._number = 0
@@ -87,14 +89,25 @@ class Chronicle:
                 case CheckpointCommitted(step=step):
                     self._checkpoint = {"step": step, "time_s": round(time_s, 2)}
                     self._note("checkpoint", self._checkpoint)
+                case CheckpointVerified():
+                    self._look_at(event, time_s)
                 case RunEnded(exit_code=exit_code, text=text, worker=worker):
                     self._ended = {"exit_code": exit_code, "text": text, "worker": worker, "time_s": round(time_s, 2)}
                     self._note("ended", self._ended)
                 case _:
                     pass
             if (mark := told(event, time_s, self._newest_step)) is not None:
-                self._marks.append(mark)
+                self._marks.take(mark)
                 self._note("mark", mark._asdict())
+
+    def _look_at(self, found: CheckpointVerified, time_s: float) -> None:
+        if not found.damage:
+            bytes_ = {"read_bytes": found.read_bytes, "total_bytes": found.total_bytes}
+            self._verified = {"step": found.step, "time_s": round(time_s, 2), **bytes_}
+            self._note("verified", self._verified)
+        elif self._checkpoint is not None and self._checkpoint["step"] == found.step:
+            self._checkpoint = {**self._checkpoint, "damage": found.damage[:MOST_TEXT], "instead": found.instead}
+            self._note("checkpoint", self._checkpoint)
 
     def read(self, run_dir: Path) -> None:
         """Note all that a run's journal has.
@@ -141,10 +154,12 @@ class Chronicle:
             return self._number, {
                 "steps": self._steps.describe(),
                 "bands": list(self._bands),
-                "marks": [mark._asdict() for mark in self._marks],
+                "marks": self._marks.newest(),
+                "older": self._marks.older(),
                 "timed": self._timed,
                 "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
+                "verified": self._verified,
                 "ended": self._ended,
             }
 
@@ -152,11 +167,12 @@ class Chronicle:
         """What fits on a screen: the last sentences, the loss in a few points, times, and what is reckoned."""
         with self._lock:
             return {
-                "marks": [mark._asdict() for mark in list(self._marks)[-_NEWEST_MARKS:]],
+                "marks": self._marks.newest(_NEWEST_MARKS),
                 "curve": self._steps.curve(_CURVE),
                 "timed": self._timed,
                 "waits": self._waits.describe(),
                 "checkpoint": self._checkpoint,
+                "verified": self._verified,
                 **self._reckoned(total, now_s),
             }
 
@@ -221,6 +237,7 @@ def timed(event: GenerationTimed) -> dict[str, object]:
         "generation": event.generation,
         "predicted_s": event.predicted_s,
         "is_nominal": event.is_nominal,
+        "predicted": None if event.predicted is None else event.predicted.model_dump(),
         "stages": [parts(stage) for stage in event.stages],
     }
 

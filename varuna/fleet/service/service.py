@@ -39,7 +39,7 @@ from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Ended, Running
 from varuna.fleet.state.inputs import FinishRequested, StopRequested
 from varuna.fleet.state.questions import Planner
-from varuna.fleet.state.run_events import CheckpointCommitted, Notice, Priced, RunEvent
+from varuna.fleet.state.run_events import CheckpointCommitted, CheckpointVerified, Notice, Priced, RunEvent
 from varuna.process.file_lock import own
 from varuna.process.signals import INTERRUPTED, handled
 
@@ -226,6 +226,7 @@ class ManagerService(Generic[B]):
                 warn=self.mailbox.warn,
                 allowed=place.checkpoints,
                 committed=lambda step: self.mailbox.post(CheckpointCommitted(step=step)),
+                verified=lambda finding: self.mailbox.post(CheckpointVerified(**finding._asdict())),
             )
             self._desk = StepDesk(
                 place.run_dir,
@@ -319,16 +320,22 @@ class ManagerService(Generic[B]):
     def status(self) -> dict[str, object]:
         """The answer to ``GET /status``; any thread may ask."""
         newest = self._chronicle.newest(self._steps or 0, time.time())
-        return {**self._picture.describe(self.manager.fleet, time.monotonic()), **self.workers.status(), **newest}
+        described = self._picture.describe(self.manager.fleet, time.monotonic())
+        return {**described, **self.workers.status(), **self._saving(), **newest}
 
     def glance(self) -> dict[str, object]:
         """The same without losses and generations before the newest; any thread may ask."""
         newest = self._chronicle.newest(self._steps or 0, time.time())
-        return {**self._picture.glance(self.manager.fleet, time.monotonic()), **newest}
+        return {**self._picture.glance(self.manager.fleet, time.monotonic()), **self._saving(), **newest}
 
     def _brief(self) -> dict[str, object]:
         reckoned = self._chronicle.reckoned(self._steps or 0, time.time())
-        return {**self._picture.brief(self.manager.fleet, time.monotonic()), **self.workers.status(), **reckoned}
+        brief = self._picture.brief(self.manager.fleet, time.monotonic())
+        return {**brief, **self.workers.status(), **self._saving(), **reckoned}
+
+    def _saving(self) -> dict[str, object]:
+        gathered = self._keeper.gathered
+        return {"saving": None if gathered is None else gathered._asdict()}
 
     @property
     def spent(self) -> str:

@@ -125,6 +125,16 @@ class StepRecorded(Value):
     counted: int | None = Field(default=None, description="micro-batches that put a weight into the vote")
 
 
+class PredictedParts(Value):
+    """Where the predicted step's time goes on the average GPU; the parts add up to the step."""
+
+    compute_s: float
+    transfer_s: float
+    reduce_s: float
+    optimizer_s: float
+    idle_s: float
+
+
 class GenerationTimed(Value):
     """What the steps of a generation have taken so far, by stage."""
 
@@ -132,6 +142,7 @@ class GenerationTimed(Value):
     generation: int
     predicted_s: float = Field(description="of a step, by what was known when the times were told")
     is_nominal: bool = Field(default=False, description="that was operation counts alone, and nothing measured")
+    predicted: PredictedParts | None = Field(default=None, description="the same in parts, where times were measured")
     stages: tuple[RankTimes, ...]
 
 
@@ -153,6 +164,17 @@ class CheckpointCommitted(Value):
 
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
     step: int = Field(description="steps that it contains")
+
+
+class CheckpointVerified(Value):
+    """A committed checkpoint was read back: its manifest, its listing and random pieces, each with its checksum."""
+
+    kind: Literal["checkpoint_verified"] = "checkpoint_verified"
+    step: int = Field(description="steps that it contains")
+    read_bytes: int = Field(ge=0, description="of its parts, which were compared")
+    total_bytes: int = Field(ge=0, description="of its parts")
+    damage: str = Field(default="", description="what is wrong; then it is marked, and no run uses it")
+    instead: int | None = Field(default=None, description="with damage: the newest one that looks whole")
 
 
 class Notice(Value):
@@ -211,6 +233,7 @@ RunEvent = Annotated[
     | GenerationTimed
     | WaitsSplit
     | CheckpointCommitted
+    | CheckpointVerified
     | Notice
     | Audited
     | Asked

@@ -13,6 +13,7 @@ from varuna.fleet.page.chronicle import Chronicle
 from varuna.fleet.page.live_feed import EventStream, LiveFeed, difference, position
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
+    CheckpointVerified,
     GenerationRecord,
     GenerationStarted,
     Morphed,
@@ -76,6 +77,25 @@ def test_a_page_hears_everything_once_and_then_what_changes() -> None:
     assert changes[1][2]["text"] == "two\nlines\n\n: and more"
 
 
+def test_what_reading_back_a_checkpoint_has_shown_is_told() -> None:
+    chronicle = Chronicle()
+    chronicle.take(CheckpointCommitted(step=3), 1.0)
+    chronicle.take(CheckpointVerified(step=3, read_bytes=2**20, total_bytes=2**22), 2.0)
+    chronicle.take(CheckpointCommitted(step=6), 3.0)
+    chronicle.take(CheckpointVerified(step=3, read_bytes=0, total_bytes=9, damage="old", instead=None), 3.5)
+    now = chronicle.newest(10, 4.0)
+    assert now["checkpoint"] == {"step": 6, "time_s": 3.0}
+    assert now["verified"] == {"step": 3, "time_s": 2.0, "read_bytes": 2**20, "total_bytes": 2**22}
+    chronicle.take(CheckpointVerified(step=6, read_bytes=0, total_bytes=9, damage="a part is missing", instead=3), 5.0)
+    _, whole = chronicle.describe()
+    assert whole["checkpoint"] == {"step": 6, "time_s": 3.0, "damage": "a part is missing", "instead": 3}
+    marks = whole["marks"]
+    assert isinstance(marks, list)
+    assert [mark["text"] for mark in marks if mark["kind"] == "verified"] == [
+        "The checkpoint of step 3 is verified: 1 MiB of 4 MiB was read back and compared."
+    ]
+
+
 def test_a_page_that_comes_back_hears_what_it_missed_and_everything_where_too_much_is_gone() -> None:
     run = Run(changes_kept=3)
     for number in range(4):
@@ -95,9 +115,10 @@ def test_a_page_that_comes_back_hears_what_it_missed_and_everything_where_too_mu
 
 
 def test_of_workers_only_those_that_changed_are_told() -> None:
-    before = {"state": "training", "workers": [{"name": "a", "s": 1}, {"name": "b", "s": 1}, {"name": "c", "s": 1}]}
-    after = {"state": "training", "workers": [{"name": "a", "s": 1}, {"name": "b", "s": 2}]}
-    assert difference(before, after) == {"workers": [{"name": "b", "s": 2}], "gone": ["c"]}
+    before = {"state": "training", "workers": [{"name": name, "s": 1, "node": "n"} for name in "abc"]}
+    changed, new = {"name": "b", "s": 2, "node": "n"}, {"name": "d", "s": 1, "node": "n"}
+    after = {"state": "training", "workers": [{"name": "a", "s": 1, "node": "n"}, changed, new]}
+    assert difference(before, after) == {"workers": [{"name": "b", "s": 2}, new], "gone": ["c"]}
 
 
 def test_the_story_is_told_in_sentences_and_bands_are_bounded() -> None:
