@@ -238,12 +238,12 @@ def plan_for(transition: Transition, workers: int) -> Planned:
     """
     fleet = transition.fleet
     kept, memory_bytes = fleet.micro_batch, fleet.memory_bytes
-    answer = transition.answer_to(WhichPlan(workers, kept, memory_bytes, fleet.losses_per_hour))
+    answer = transition.answer_to(WhichPlan(workers, kept, memory_bytes, fleet.loss_rate.planned_per_hour))
     if isinstance(answer, Planned):
         return answer
     assert isinstance(answer, Unplannable)
     if kept is not None and _job(transition).micro_batch is None:
-        other = transition.answer_to(WhichPlan(workers, None, memory_bytes, fleet.losses_per_hour))
+        other = transition.answer_to(WhichPlan(workers, None, memory_bytes, fleet.loss_rate.planned_per_hour))
         if isinstance(other, Planned) and other.plan.micro_batch < kept:
             return other
         if isinstance(other, Unplannable):
@@ -337,7 +337,7 @@ def _start(
         copy_shift=placement.copy_shift(plan, [nodes[name] for name in seated[: plan.workers]]),
         moved_sections=len(moves),
         rollback=rollback,
-        losses_per_hour=fleet.losses_per_hour,
+        losses_per_hour=fleet.loss_rate.planned_per_hour,
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
     )
     _keep_micro_batch(transition, plan)

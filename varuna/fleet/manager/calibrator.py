@@ -218,7 +218,7 @@ class Calibrator:
         """A morph, if the plan that is best now saves more until the next change than the switch costs."""
         try:
             known = job.model_copy(
-                update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.losses_per_hour}
+                update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.loss_rate.planned_per_hour}
             )
             best = self.plan(known, len(fleet.available), fleet.micro_batch)
         except NoPlanError:
