@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import varuna
 from tests.unit.engine.ranks import Tokens
 from tests.unit.engine.stage.test_batch_norm import sgd
+from tests.unit.testing.work import CAPTURES
 from varuna.testing import RunResult, fail_at, run
 from varuna.testing.faults import Fault
 
@@ -37,7 +38,7 @@ def script() -> list[float]:
 
 @pytest.fixture(scope="module")
 def alone() -> RunResult:
-    return run(script)
+    return run(script, captures=CAPTURES)
 
 
 @pytest.mark.timeout(200)
@@ -55,7 +56,7 @@ def alone() -> RunResult:
     ids=["open", "reduced", "moved", "twice"],
 )
 def test_running_statistics_outlast_a_loss(alone: RunResult, stages: dict[int, int], faults: list[Fault]) -> None:
-    outcome = run(script, workers=max(stages), stages=stages, faults=faults)
+    outcome = run(script, workers=max(stages), stages=stages, faults=faults, captures=CAPTURES)
     assert outcome.losses == pytest.approx(alone.losses, rel=1e-5)
     [expected] = alone.returned.values()
     whole = [found for found in outcome.returned.values() if len(found) == len(expected)]

@@ -150,7 +150,7 @@ def plan_for(transition: Transition, workers: int, speeds: tuple[float, ...] = (
     """
     fleet = transition.fleet
     kept, memory_bytes = fleet.micro_batch, fleet.memory_bytes
-    question = WhichPlan(workers, kept, memory_bytes, fleet.losses_per_hour, speeds)
+    question = WhichPlan(workers, kept, memory_bytes, fleet.loss_rate.planned_per_hour, speeds)
     answer = transition.answer_to(question)
     if isinstance(answer, Planned):
         return answer

@@ -233,10 +233,14 @@ def settle(transition: Transition, phase: Stopping) -> None:
         commit(transition, phase, vote, laggards)
         return
     in_flight = 0 if phase.planned or phase.committed else 1
-    per_hour = transition.fleet.loss_rate.to_plan_for(transition.fleet.losses_per_hour, transition.now_s)
-    if per_hour != transition.fleet.losses_per_hour:
+    losses = transition.fleet.loss_rate
+    per_hour = losses.to_plan_for(transition.now_s)
+    if per_hour != losses.planned_per_hour:
         transition.notice(f"plans are chosen for {per_hour:.2g} losses of workers per hour, as this run has seen them")
-    transition.update(phase=Idle(since_s=transition.now_s, in_flight=in_flight), losses_per_hour=per_hour)
+    transition.update(
+        phase=Idle(since_s=transition.now_s, in_flight=in_flight),
+        loss_rate=replace(losses, planned_per_hour=per_hour),
+    )
 
 
 def _awaited(fleet: Fleet) -> list[str]:

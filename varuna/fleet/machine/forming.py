@@ -260,7 +260,7 @@ def _start(
         copy_shift=placement.copy_shift(plan, [nodes[name] for name in seated[: plan.workers]]),
         moved_sections=len(moves),
         rollback=rollback,
-        losses_per_hour=fleet.losses_per_hour,
+        losses_per_hour=fleet.loss_rate.planned_per_hour,
         checkpoint=origin.checkpoint.folder if origin.checkpoint else None,
     )
     _keep_micro_batch(transition, plan)

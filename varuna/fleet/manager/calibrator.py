@@ -250,7 +250,9 @@ class Calibrator:
 
     def _best(self, fleet: Fleet, job: JobFacts) -> Plan | None:
         """The best plan for the workers that stay, with or without slow ones."""
-        known = job.model_copy(update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.losses_per_hour})
+        known = job.model_copy(
+            update={"memory_bytes": fleet.memory_bytes, "losses_per_hour": fleet.loss_rate.planned_per_hour}
+        )
         found, names = list[Plan](), with_slow_ones(fleet)
         with suppress(NoPlanError):
             found.append(self.plan(known, len(fleet.available), fleet.micro_batch))

@@ -56,7 +56,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     lineage = max((record.generation for record in history if record.rollback), default=0)
     newest = past.vote
     counts = newest is not None and newest.step == recorded_step and newest.generation >= lineage
-    lost = lost_workers(past)
+    lost, seen_per_hour = lost_workers(past), history[-1].losses_per_hour
     workers = [_member(name, now_s, history[-1]) for name in history[-1].members if name not in lost]
     speeds = _speeds(history[-1])
     return replace(
@@ -70,8 +70,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
         version=past.version,
         micro_batch=history[-1].plan.micro_batch,
         history=tuple(history),
-        loss_rate=LossRate(began_s=now_s, prior_per_hour=history[-1].losses_per_hour),
-        losses_per_hour=history[-1].losses_per_hour,
+        loss_rate=LossRate(began_s=now_s, prior_per_hour=seen_per_hour, planned_per_hour=seen_per_hour),
         broke_s=now_s,
         planned_for=history[-1].plan.workers,  # others may have been left out as slow, or about to leave
         recorded_step=recorded_step,

@@ -221,8 +221,6 @@ class Fleet:
     """When the first of them did, those before newcomers were dropped included; on the clock for silence."""
     experience: Experience = field(default_factory=lambda: Experience(began_s=0.0))
     loss_rate: LossRate = field(default_factory=lambda: LossRate(began_s=0.0))
-    losses_per_hour: float = 0.0
-    """That plans are made for; settled when a generation ends."""
     departing: Mapping[str, Departure] = field(default_factory=dict)
     """By node."""
     at_risk: Mapping[str, Risk] = field(default_factory=dict)
@@ -330,10 +328,9 @@ class Fleet:
     def missing(self) -> int:
         """Workers that should exist and do not."""
         leaving = sum(len(self.workers.on(node)) for node in self.departing) if self.config.replace else 0
-        staying = len(self.workers) - leaving
         # A launcher may have nothing but a leaving node to start them on: twice as many at most.
         room = 2 * self.wanted - len(self.workers)
-        return max(0, min(self.wanted - staying, room) - self.spawning)
+        return max(0, min(self.wanted + leaving - len(self.workers), room) - self.spawning)
 
     @property
     def is_starting(self) -> bool:
@@ -368,9 +365,8 @@ class Fleet:
         if sight is None or sight.parted_after is None:
             return False
         shown = sight.parted_after < self.progresses
-        return not (
-            shown and any(w.seated and w.is_joined for w in map(self.workers.__getitem__, self.workers.on(node)))
-        )
+        there = map(self.workers.__getitem__, self.workers.on(node))
+        return not (shown and any(worker.seated and worker.is_joined for worker in there))
 
     def silence_s(self, worker: Worker) -> float:
         """Seconds for which a worker has said nothing although it would have been heard."""

@@ -24,6 +24,8 @@ class LossRate:
     seen: float = 0.0
     """Losses, less what was forgotten by ``seen_s``."""
     seen_s: float = float("-inf")
+    planned_per_hour: float = 0.0
+    """That plans are made for; settled when a generation ends."""
 
     def lost(self, now_s: float, *, burst_s: float, noticed: bool) -> "LossRate":
         """A worker was lost; those within ``burst_s`` are one loss.
@@ -44,8 +46,9 @@ class LossRate:
         prior = self.prior_per_hour * kept * _PRIOR_S / 3600
         return 3600 * (self._seen(now_s) + prior) / (watched_s + _PRIOR_S * kept)
 
-    def to_plan_for(self, planned_per_hour: float, now_s: float) -> float:
+    def to_plan_for(self, now_s: float) -> float:
         """The rate to plan for: the one that was planned for, unless the estimate has left it by far."""
+        planned_per_hour = self.planned_per_hour
         estimate = self.per_hour(now_s)
         if estimate < _LEAST_PER_HOUR:
             return 0.0

@@ -305,5 +305,5 @@ def test_the_next_manager_plans_for_the_losses_that_the_last_one_saw(shell: Shel
     assert shell.driver.fleet.generation == 1
     assert 1 < seen < 3, "one loss soon after the begin"
     fleet = shell.die_and_start_again()
-    assert fleet.losses_per_hour == seen
-    assert fleet.loss_rate.to_plan_for(seen, shell.driver.now_s) == seen
+    assert fleet.loss_rate.planned_per_hour == seen
+    assert fleet.loss_rate.to_plan_for(shell.driver.now_s) == seen

@@ -1,5 +1,7 @@
 """The estimate of how often workers are lost: what it begins with, forgets, and when plans are made for another one."""
 
+from dataclasses import replace
+
 import pytest
 
 from varuna.fleet.state.loss_rate import NOTICED, LossRate
@@ -17,7 +19,7 @@ def after(count: int, every_s: float, *, noticed: bool = False) -> LossRate:
 def test_a_run_without_losses_plans_as_if_there_were_none() -> None:
     rate = LossRate(began_s=0.0)
     assert rate.per_hour(0.0) == 0.0
-    assert rate.to_plan_for(0.0, 5 * HOUR) == 0.0
+    assert rate.to_plan_for(5 * HOUR) == 0.0
 
 
 def test_the_estimate_approaches_the_rate_and_forgets_an_old_one() -> None:
@@ -40,13 +42,14 @@ def test_workers_that_go_together_are_one_loss_and_a_notice_makes_it_small() -> 
 
 def test_a_wobble_is_no_reason_to_plan_anew() -> None:
     rate = after(60, 600.0)
-    assert rate.to_plan_for(4.0, 10 * HOUR) == 4.0
-    assert rate.to_plan_for(9.0, 10 * HOUR) == 9.0
-    assert rate.to_plan_for(2.0, 10 * HOUR) == pytest.approx(rate.per_hour(10 * HOUR), rel=0.05)
+    for planned in (4.0, 9.0):
+        assert replace(rate, planned_per_hour=planned).to_plan_for(10 * HOUR) == planned
+    small = replace(rate, planned_per_hour=2.0)
+    assert small.to_plan_for(10 * HOUR) == pytest.approx(rate.per_hour(10 * HOUR), rel=0.05)
 
 
 def test_a_manager_that_starts_again_plans_for_what_the_last_one_did() -> None:
-    again = LossRate(began_s=0.0, prior_per_hour=6.0)
-    assert again.to_plan_for(6.0, 0.0) == 6.0
-    assert again.to_plan_for(6.0, 600.0) == 6.0
-    assert again.to_plan_for(6.0, 40 * HOUR) < 1.0, "nothing was lost since"
+    again = LossRate(began_s=0.0, prior_per_hour=6.0, planned_per_hour=6.0)
+    assert again.to_plan_for(0.0) == 6.0
+    assert again.to_plan_for(600.0) == 6.0
+    assert again.to_plan_for(40 * HOUR) < 1.0, "nothing was lost since"
