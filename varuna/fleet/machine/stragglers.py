@@ -11,11 +11,12 @@ from statistics import median
 
 from varuna.core.messages import Beat
 from varuna.fleet.machine.transition import Transition
-from varuna.fleet.state.fleet import Fleet, Running, Straggler
+from varuna.fleet.state.fleet import Fleet, Running
 from varuna.fleet.state.stutter import (
     NO_EVIDENCE,
     RECENT_BEATS,
     SLOW_RATIO,
+    Straggler,
     slower_than_peers,
     slower_than_predicted,
     usual_s,

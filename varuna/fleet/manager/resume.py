@@ -13,7 +13,7 @@ from varuna.fleet.manager.reconcile import node_of
 from varuna.fleet.run_folder.journal import Past
 from varuna.fleet.state.causes import EndCause, Ending, FinishWish
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Departure, Fleet, Running, Straggler
+from varuna.fleet.state.fleet import Departure, Fleet, Running
 from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.run_events import (
     Answered,
@@ -24,6 +24,7 @@ from varuna.fleet.state.run_events import (
     StepRecorded,
     WorkerLost,
 )
+from varuna.fleet.state.stutter import Straggler
 from varuna.fleet.state.worker import Sight, Standing, Worker
 from varuna.fleet.state.workers import Workers
 

@@ -19,6 +19,7 @@ from varuna.fleet.state.loss_rate import LossRate
 from varuna.fleet.state.morph_gain import Experience
 from varuna.fleet.state.questions import Answer, OpenQuestion, Question
 from varuna.fleet.state.run_events import GenerationRecord
+from varuna.fleet.state.stutter import Straggler
 from varuna.fleet.state.worker import Sight, Standing, Worker
 from varuna.fleet.state.workers import Workers
 
@@ -46,17 +47,6 @@ class Risk:
     reason: str
     replaced: bool = False
     """A morph to spares was asked for; another would not go better."""
-
-
-@dataclass(frozen=True, slots=True)
-class Straggler:
-    """A slow worker, left out until ``until_s``."""
-
-    ratio: float
-    until_s: float
-
-    def __str__(self) -> str:
-        return f"{self.ratio:.2f} times the compute time of its peers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

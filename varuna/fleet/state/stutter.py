@@ -51,6 +51,17 @@ class StutterEvidence:
 NO_EVIDENCE = StutterEvidence()
 
 
+@dataclass(frozen=True, slots=True)
+class Straggler:
+    """A slow worker, left out, if that is faster, until ``until_s``."""
+
+    ratio: float
+    until_s: float
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.2f} times the compute time of its peers"
+
+
 def usual_s(recent_s: Sequence[float]) -> float:
     """The geometric mean of a worker's newest beats: seconds of compute for a micro-batch."""
     return exp(sum(map(log, recent_s)) / len(recent_s))

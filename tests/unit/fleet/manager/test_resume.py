@@ -14,7 +14,7 @@ from varuna.fleet.net.protocol import Exited, WorkerSnapshot
 from varuna.fleet.run_folder.journal import Journal, read_events
 from varuna.fleet.state.causes import FinishWish
 from varuna.fleet.state.config import FleetConfig
-from varuna.fleet.state.fleet import Fleet, Idle, Running, Stopping, Straggler
+from varuna.fleet.state.fleet import Fleet, Idle, Running, Stopping
 from varuna.fleet.state.inputs import (
     DrainRequested,
     FinishRequested,
@@ -26,6 +26,7 @@ from varuna.fleet.state.inputs import (
 )
 from varuna.fleet.state.outputs import Instruction, Publish, Send
 from varuna.fleet.state.run_events import Answered, Asked, GenerationStarted, RunEnded, StepRecorded
+from varuna.fleet.state.stutter import Straggler
 
 NAMES = ("n0-a.0", "n0-a.1", "n1-b.0", "n1-b.1")
 CONFIG = FleetConfig(workers=4, elastic=True, replace=False, wait_s=float("inf"))
