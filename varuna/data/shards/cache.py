@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +138,9 @@ class ShardCache:
                 found = list[tuple[float, int, str]]()
                 for entry in os.scandir(self._folder):
                     if entry.path != str(partial):
-                        status = entry.stat()
-                        found.append((status.st_mtime, status.st_size, entry.path))
+                        with suppress(FileNotFoundError):  # another one has just got its own name, or was removed
+                            status = entry.stat()
+                            found.append((status.st_mtime, status.st_size, entry.path))
                 total = sum(size for _, size, _ in found) + size_bytes
                 for used_s, size, path in sorted(found):
                     if total <= self._bound_bytes:

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import pickle
 import shutil
 import threading
@@ -112,6 +113,25 @@ def test_copies_stay_within_their_bound_and_a_lost_one_comes_back(
     for name in copies(tmp_path):
         (tmp_path / "cache" / name).write_bytes(b"cut off")
     assert dataset[0]["text"] == "sämple 0"
+
+
+def test_a_file_that_goes_while_room_is_made_disturbs_nobody(
+    opened: Callable[..., Shards], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other readers give their copies their names, and remove old ones, at any time."""
+    dataset = opened(window=1, cache_bytes=4000)
+    assert dataset[0]["text"] == "sämple 0"
+    listed, others = os.scandir, tmp_path / "cache" / "shard.00009.mds.partial"
+
+    def then_gone(folder: Path) -> list[os.DirEntry[str]]:
+        others.touch()
+        found = list(listed(folder))
+        assert others.name in [entry.name for entry in found]
+        others.unlink()
+        return found
+
+    monkeypatch.setattr(os, "scandir", then_gone)
+    assert [dataset[index]["text"] for index in range(SIZE)] == [f"sämple {index}" for index in range(SIZE)]
 
 
 def test_what_is_read_soon_is_downloaded_ahead_with_the_window_after_it(
