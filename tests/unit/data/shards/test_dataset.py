@@ -130,8 +130,9 @@ def test_a_file_that_goes_while_room_is_made_disturbs_nobody(
         others.unlink()
         return found
 
-    monkeypatch.setattr(os, "scandir", then_gone)
-    assert [dataset[index]["text"] for index in range(SIZE)] == [f"sämple {index}" for index in range(SIZE)]
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", then_gone)
+        assert [dataset[index]["text"] for index in range(SIZE)] == [f"sämple {index}" for index in range(SIZE)]
 
 
 def test_what_is_read_soon_is_downloaded_ahead_with_the_window_after_it(
