@@ -59,7 +59,6 @@ def run(
     stages: int | Mapping[int, int] | None = None,
     faults: Sequence[Fault] = (),
     bound_s: float = 100.0,
-    captures: list[Any] | None = None,
 ) -> RunResult:
     """Run a training script on several workers, each a thread of this process.
 
@@ -73,8 +72,6 @@ def run(
         stages: P, or P by the number of workers that are left, such as ``{4: 2, 3: 3}``. Default: the planner's choice.
         faults: what goes wrong, see ``fail_at`` and ``notice_at``.
         bound_s: how long the run may take.
-        captures: at first an empty list. Runs that are given the same one capture the same model once; what functions
-            find in variables of modules must then be the same, too.
 
     Raises:
         VarunaError: the run failed, with the text that ``varuna run`` would end with; or the error of this kind that
@@ -84,7 +81,7 @@ def run(
     """
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="varuna-testing-") as folder, watching(faults):
-        crew = _Workers(script, Path(folder), workers, stages, bound_s, [] if captures is None else captures)
+        crew = _Workers(script, Path(folder), workers, stages, bound_s)
         for fault in faults:
             fault.lose = crew.lose
             if isinstance(fault, Warned):
@@ -151,10 +148,9 @@ class _Workers:
         workers: int,
         stages: int | Mapping[int, int] | None,
         bound_s: float,
-        captures: list[Any],
     ) -> None:
         self._script, self._bound_s = script, bound_s
-        self._capturing, self._captures = threading.Lock(), captures
+        self._capturing, self._captures = threading.Lock(), list[Any]()
         self._turns: dict[str, _Turn] = {}
         self._lines: dict[str, _Line] = {}
         self._threads: dict[str, threading.Thread] = {}

@@ -84,20 +84,6 @@ def test_workers_capture_once_what_is_the_same_for_all() -> None:
     assert Counted.captures == 1
 
 
-def test_runs_share_captures_only_if_they_are_told_to() -> None:
-    def script(build: Callable[[], torch.nn.Module]) -> None:
-        for _ in Trainer(build, Tokens(), adamw, 8, micro_batch=2).steps(1):
-            pass
-
-    Counted.captures = 0
-    captures: list[Any] = []
-    for kept in (captures, captures, None, None):
-        run(partial(script, lambda: Counted()), captures=kept)
-    assert Counted.captures == 3
-    run(partial(script, Dropping), captures=captures)
-    assert len(captures) == 2
-
-
 def test_a_worker_with_another_model_is_still_found_out() -> None:
     kinds = [SmallLanguage, Dropping]
 

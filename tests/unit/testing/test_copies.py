@@ -8,8 +8,7 @@ import pytest
 
 import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
-from tests.unit.testing.work import CAPTURES, disturbed
-from varuna.engine.base.spans import Span
+from varuna.engine.base.spans import Span, subscribe
 from varuna.engine.copies import sending, wire
 from varuna.testing import RunResult, run
 from varuna.testing.faults import Fault, Phase
@@ -84,7 +83,7 @@ def script() -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script, captures=CAPTURES).losses
+    return run(script).losses
 
 
 @pytest.fixture
@@ -92,8 +91,12 @@ def kept() -> Kept:
     return Kept()
 
 
-def without_replicas(kept: Kept, faults: Sequence[Fault], workers: int = 3) -> RunResult:
-    return disturbed(script, kept.hear, {each: each for each in range(1, workers + 1)}, faults)
+def disturbed(kept: Kept, faults: Sequence[Fault], workers: int = 3) -> RunResult:
+    undo = subscribe(kept.hear)
+    try:
+        return run(script, workers=workers, stages={each: each for each in range(1, workers + 1)}, faults=faults)
+    finally:
+        undo()
 
 
 def went_back(outcome: RunResult) -> bool:
@@ -104,7 +107,7 @@ def went_back(outcome: RunResult) -> bool:
 def test_two_workers_die_in_the_middle_of_steps(kept: Kept, alone: tuple[float, ...]) -> None:
     """Their neighbours have copies of what only they had; the second death comes in the first step of a new plan."""
     faults = [Waiting(1, 1, "B", kept.on(2, step=1), 15), Waiting(0, 2, "F", kept.on(1, step=2), 20)]
-    outcome = without_replicas(kept, faults, workers=4)
+    outcome = disturbed(kept, faults, workers=4)
     assert outcome.plans == ("4x1", "3x1", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert not went_back(outcome)
@@ -114,7 +117,7 @@ def test_two_workers_die_in_the_middle_of_steps(kept: Kept, alone: tuple[float, 
 def test_a_worker_dies_while_the_next_plan_forms(kept: Kept, alone: tuple[float, ...]) -> None:
     """The first one's sections are on their way from their copy, and the second one's copy is still there, too."""
     faults = [Waiting(1, 2, "B", kept.on(2, 0, step=2), 5), Waiting(2, 2, "form", lambda: True)]
-    outcome = without_replicas(kept, faults, workers=4)
+    outcome = disturbed(kept, faults, workers=4)
     assert outcome.plans == ("4x1", "3x1", "2x1")
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert not went_back(outcome)
@@ -127,7 +130,7 @@ def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ..
     def together() -> bool:
         return both.wait(20) >= 0
 
-    outcome = without_replicas(kept, [Waiting(1, 1, "F", together, 6), Waiting(2, 1, "B", together, 3)])
+    outcome = disturbed(kept, [Waiting(1, 1, "F", together, 6), Waiting(2, 1, "B", together, 3)])
     assert went_back(outcome)
     assert outcome.plans[-1] == "1x1"
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -138,7 +141,7 @@ def test_an_owner_and_its_keeper_die_together(kept: Kept, alone: tuple[float, ..
 def test_a_death_around_the_vote(kept: Kept, alone: tuple[float, ...], phase: Phase, back: bool) -> None:
     """Before the vote the step runs again. After it there is no copy of what was applied: the run goes back."""
     copied, voted = kept.on(2, step=1), kept.voted(0, 2, step=1)
-    outcome = without_replicas(kept, [Waiting(1, 1, phase, lambda: copied() and (not back or voted()))])
+    outcome = disturbed(kept, [Waiting(1, 1, phase, lambda: copied() and (not back or voted()))])
     assert outcome.plans == ("3x1", "2x1")
     assert went_back(outcome) == back
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -155,7 +158,7 @@ def test_a_death_while_a_copy_is_sent(kept: Kept, alone: tuple[float, ...], monk
 
     monkeypatch.setattr(wire, "PART_BYTES", 1024)
     monkeypatch.setattr(sending, "pause_s", stuck)
-    outcome = without_replicas(kept, [Waiting(1, 1, "B", lambda: begun.wait(20), 3)])
+    outcome = disturbed(kept, [Waiting(1, 1, "B", lambda: begun.wait(20), 3)])
     assert went_back(outcome)
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
 
@@ -167,7 +170,7 @@ def test_the_sums_of_a_lost_worker_are_kept_as_they_were_copied(
 ) -> None:
     """Only what it has added since runs again, and what was in flight."""
     monkeypatch.setattr(sending, "sums_pause_s", lambda round_s, size_bytes: 0.0)
-    outcome = without_replicas(kept, [Waiting(rank, 2, "B", kept.on((rank + 1) % 3, step=2), 25)])
+    outcome = disturbed(kept, [Waiting(rank, 2, "B", kept.on((rank + 1) % 3, step=2), 25)])
     copies = [count for (keeper, step, _), count in kept.sums.items() if (keeper, step) == ((rank + 1) % 3, 2)]
     assert copies
     assert not went_back(outcome)

@@ -7,8 +7,7 @@ import pytest
 
 import varuna
 from tests.unit.engine.ranks import Dropping, Tokens, adamw
-from tests.unit.testing.work import CAPTURES, disturbed
-from varuna.engine.base.spans import Span
+from varuna.engine.base.spans import Span, subscribe
 from varuna.testing import Fault, fail_at, notice_at, run
 from varuna.testing.faults import Warned
 
@@ -51,14 +50,18 @@ def script() -> list[int]:
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[float, ...]:
-    return run(script, captures=CAPTURES).losses
+    return run(script).losses
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("leavers", [(0,), (1,), (2,), (0, 2)])
 def test_a_notice_costs_one_pipeline_what_is_in_flight(alone: tuple[float, ...], leavers: tuple[int, ...]) -> None:
     work = Work(3)
-    outcome = disturbed(script, work.hear, {3: 3, 2: 2, 1: 1}, [WarnedTogether(*leavers)])
+    undo = subscribe(work.hear)
+    try:
+        outcome = run(script, workers=3, stages={3: 3, 2: 2, 1: 1}, faults=[WarnedTogether(*leavers)])
+    finally:
+        undo()
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert outcome.plans == ("3x1", f"{3 - len(leavers)}x1")
     assert 8 <= outcome.kept[1] < MICRO_BATCHES
@@ -69,7 +72,7 @@ def test_a_notice_costs_one_pipeline_what_is_in_flight(alone: tuple[float, ...],
 @pytest.mark.timeout(200)
 def test_a_leaver_that_dies_while_its_state_moves_is_a_loss_without_a_notice(alone: tuple[float, ...]) -> None:
     faults: list[Fault] = [WarnedTogether(1), fail_at(rank=2, step=SLOW_STEP, phase="form")]
-    outcome = run(script, workers=3, stages={3: 3, 2: 2}, faults=faults, captures=CAPTURES)
+    outcome = run(script, workers=3, stages={3: 3, 2: 2}, faults=faults)
     assert outcome.plans == ("3x1", "2x1", "2x1")
     assert (outcome.kept[1] > 0, outcome.kept[2]) == (True, 0), "its sums were nowhere else"
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
@@ -77,7 +80,10 @@ def test_a_leaver_that_dies_while_its_state_moves_is_a_loss_without_a_notice(alo
 
 @pytest.mark.timeout(200)
 def test_a_notice_with_time_enough_waits_for_the_step(alone: tuple[float, ...]) -> None:
-    faults = [notice_at(rank=1, step=SLOW_STEP, seconds=10.0)]
-    outcome = disturbed(script, Work(3).hear, {3: 3, 2: 2}, faults)
+    undo = subscribe(Work(3).hear)
+    try:
+        outcome = run(script, workers=3, stages={3: 3, 2: 2}, faults=[notice_at(rank=1, step=SLOW_STEP, seconds=10.0)])
+    finally:
+        undo()
     assert outcome.losses == pytest.approx(alone, rel=1e-6)
     assert (outcome.plans, outcome.kept) == (("3x1", "2x1"), (0, 0))

@@ -2,35 +2,10 @@
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
-from varuna.engine.base.spans import Span, subscribe
-from varuna.testing import RunResult, run
-from varuna.testing.faults import Fault
+from varuna.engine.base.spans import Span
 
 Numbers = frozenset[int]
-
-CAPTURES: list[Any] = []
-"""Of all runs of these tests: most have the same model."""
-
-
-def disturbed(
-    script: Callable[[], Any], hear: Callable[[Span], None], shapes: Mapping[int, int], faults: Sequence[Fault]
-) -> RunResult:
-    """A run that loses workers, while ``hear`` is told what its ranks do.
-
-    Args:
-        script: as for ``run``.
-        hear: is called with every span.
-        shapes: P by the number of workers; it begins with the most.
-        faults: as for ``run``.
-    """
-    undo = subscribe(hear)
-    try:
-        return run(script, workers=max(shapes), stages=shapes, faults=faults, captures=CAPTURES)
-    finally:
-        undo()
 
 
 class Work:

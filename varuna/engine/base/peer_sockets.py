@@ -8,14 +8,13 @@ group are told from those of another also where ranks are threads of one process
 import contextlib
 import os
 import socket
-import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 _making = threading.Lock()
-_FDS, _INFOS = "/proc/self/fd", "/proc/self/fdinfo"
+_PROCESS = Path("/proc/self")
 
 
 class Watched(NamedTuple):
@@ -40,62 +39,39 @@ class DeviceEpoll(NamedTuple):
         return [connection for each in watched if (connection := _connection(each)) is not None]
 
 
-_made: dict[int, Watched] = {}
-"""By number of a device's epoll instance: its pipe. While that is open, nobody reads again what the instance watches:
-where many ranks are threads of a process, this takes longer than all else about a group."""
-
-
 def with_epoll(make: Callable[[], Any]) -> tuple[Any, DeviceEpoll | None]:
     """Make a device; and its epoll instance, None where it cannot be told (no Linux)."""
     with _making:
-        before = _devices(_made)
+        before = _devices()
         made = make()
-        after = _devices(_made)
-        if len(after.keys() - before.keys()) != 1:  # the number may be that of a device that has yet to close its pipe
-            after = _devices({})
-        new = after.keys() - before.keys()
-        if len(new) != 1:
-            return made, None
-        [pipe] = new
-        _made[after[pipe]] = pipe
-        return made, DeviceEpoll(after[pipe], pipe.inode)
+        new = [DeviceEpoll(number, pipe) for pipe, number in _devices().items() if pipe not in before]
+    return made, new[0] if len(new) == 1 else None
 
 
-def _devices(known: Mapping[int, Watched]) -> dict[Watched, int]:
-    """Of each epoll instance of this process that watches a pipe: its number, by that pipe."""
+def _devices() -> dict[int, int]:
+    """Of each epoll instance of this process that watches a pipe: its number, by the pipe's inode."""
     found = {}
-    for number in _epolls():
-        pipe = known.get(number)
-        pipes = [pipe] if pipe is not None and _is_open(pipe) else filter(_is_open, _watched(number))
-        found.update(dict.fromkeys(pipes, number))
+    for number, target in _descriptors():
+        if target == "anon_inode:[eventpoll]":
+            for each in _watched(number):
+                if _target(each.number) == f"pipe:[{each.inode}]":
+                    found[each.inode] = number
     return found
 
 
-def _epolls() -> Iterator[int]:
-    """Numbers of this process' epoll instances."""
+def _descriptors() -> Iterator[tuple[int, str]]:
     try:
-        numbers = map(int, os.listdir(_FDS))
+        numbers = os.listdir(_PROCESS / "fd")
     except FileNotFoundError:  # not Linux: threads stay blocked until the groups' time-out
         return
     for number in numbers:
-        try:
-            mode = os.fstat(number).st_mode
-        except OSError:  # closed since
-            continue
-        # most are sockets and pipes, and to ask for a name takes longer
-        if not (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)) and _target(number) == "anon_inode:[eventpoll]":
-            yield number
-
-
-def _is_open(pipe: Watched) -> bool:
-    """Whether this is a pipe, and open."""
-    return _target(pipe.number) == f"pipe:[{pipe.inode}]"
+        yield int(number), _target(int(number))
 
 
 def _target(number: int) -> str:
     """What a descriptor is; empty if it was closed since."""
     try:
-        return os.readlink(f"{_FDS}/{number}")
+        return os.readlink(_PROCESS / "fd" / str(number))
     except OSError:
         return ""
 
@@ -103,7 +79,7 @@ def _target(number: int) -> str:
 def _watched(epoll: int) -> list[Watched]:
     """Lines such as ``tfd: 6 events: 19 data: 55e5d1c4d120 pos:0 ino:5fb48 sdev:9``."""
     try:
-        lines = Path(_INFOS, str(epoll)).read_text().splitlines()
+        lines = (_PROCESS / "fdinfo" / str(epoll)).read_text().splitlines()
     except OSError:  # closed since
         return []
     words = [line.split() for line in lines if line.startswith("tfd:")]
