@@ -138,6 +138,7 @@ def begin_progress(fleet: Fleet, seated: frozenset[str]) -> dict[str, object]:
                 seated=worker.name in seated,
                 seen_s=fleet.seen_s(worker),
                 compute_s=None,
+                fair_s=None,
                 evidence=NO_EVIDENCE,
                 lead=NO_EVIDENCE,
                 recent_s=(),

@@ -15,7 +15,6 @@ from varuna.fleet.state.fleet import Fleet, Running
 from varuna.fleet.state.stutter import (
     NO_EVIDENCE,
     RECENT_BEATS,
-    SLOW_RATIO,
     Straggler,
     slower_than_peers,
     slower_than_predicted,
@@ -46,9 +45,9 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
     plan, rank, compute_s = fleet.record.plan, fleet.record.ranks[name], beat.forward_s + beat.backward_s
     recent_s = (*worker.recent_s, compute_s)[-RECENT_BEATS:]
     if plan.replicas > 1:
-        peers_s = _exchange(transition, plan.place_of(rank).stage, name, compute_s)
-        ratio = slower_than_peers(compute_s * fleet.speed_of(name), peers_s)
-        transition.update_worker(name, compute_s=compute_s, recent_s=recent_s)
+        fair_s = compute_s * fleet.speed_of(name)
+        ratio = slower_than_peers(fair_s, _exchange(transition, plan.place_of(rank).stage, worker.fair_s, fair_s))
+        transition.update_worker(name, compute_s=compute_s, fair_s=fair_s, recent_s=recent_s)
     else:
         transition.update_worker(name, compute_s=compute_s, recent_s=recent_s)
         ratio = slower_than_predicted(rank, _fair_s(transition.fleet), fleet.expected_s)
@@ -63,15 +62,14 @@ def note_beat(transition: Transition, name: str, beat: Beat) -> None:
             return
 
 
-def _exchange(transition: Transition, stage: int, name: str, new_s: float) -> list[float]:
+def _exchange(transition: Transition, stage: int, old_s: float | None, new_s: float) -> list[float]:
     """Put a rank's new compute time in the place of its old one; returns those of its peers, ascending."""
-    fleet = transition.fleet
-    stages = fleet.compute_s or ((),) * fleet.record.plan.stages
-    peers_s, old_s, speed = list(stages[stage]), fleet.workers[name].compute_s, fleet.speed_of(name)
+    stages = transition.fleet.compute_s or ((),) * transition.fleet.record.plan.stages
+    peers_s = list(stages[stage])
     if old_s is not None:
-        del peers_s[bisect_left(peers_s, old_s * speed)]
+        del peers_s[bisect_left(peers_s, old_s)]
     all_s = peers_s.copy()
-    insort(all_s, new_s * speed)
+    insort(all_s, new_s)
     transition.update(compute_s=(*stages[:stage], tuple(all_s), *stages[stage + 1 :]))
     return peers_s
 
@@ -99,32 +97,23 @@ def _judge(transition: Transition, name: str, ratio: float) -> None:
         found = {name: min(1.0, fleet.speed_of(name) / ratio)}
     else:
         stage = plan.place_of(fleet.record.ranks[name]).stage
-        usual = _usual(fleet, stage)
+        peers = [fleet.members[plan.rank_of(replica, stage)] for replica in range(plan.replicas)]
+        peers = [each for each in peers if each in fleet.workers]
+        usual = {each: usual_s(told) for each in peers if (told := fleet.workers[each].recent_s)}
         fair_s = [seconds * fleet.speed_of(each) for each, seconds in usual.items() if each != name]
         if not fair_s:  # its peers have just left
             return
         found = {name: min(1.0, median(fair_s) / usual[name])}
         if ratio < 1:
             # The very fastest may be so by chance; what several fast ones take in the middle is not.
-            fast_s = [seconds for seconds in usual.values() if seconds <= SLOW_RATIO * min(usual.values())]
+            fast_s = [seconds for seconds in usual.values() if seconds * _FULL_SPEED <= min(usual.values())]
             found = {each: median(fast_s) / seconds for each, seconds in usual.items()} | found
         transition.update(compute_s=(*fleet.compute_s[:stage], (), *fleet.compute_s[stage + 1 :]))
-        for each in usual:
-            transition.update_worker(each, compute_s=None)
+        for each in peers:
+            transition.update_worker(each, fair_s=None)
     for each, speed in sorted(found.items()):
         transition.update_worker(each, evidence=NO_EVIDENCE, lead=NO_EVIDENCE)
         _note_speed(transition, each, _told(speed), 1 / speed)
-
-
-def _usual(fleet: Fleet, stage: int) -> dict[str, float]:
-    """Seconds that the workers of a stage usually take, by their names."""
-    plan = fleet.record.plan
-    found = {}
-    for replica in range(plan.replicas):
-        worker = fleet.workers.get(fleet.members[plan.rank_of(replica, stage)])
-        if worker is not None and worker.is_joined and worker.recent_s:
-            found[worker.name] = usual_s(worker.recent_s)
-    return found
 
 
 def _told(speed: float) -> float:

@@ -183,7 +183,7 @@ class Fleet:
     progresses: int = 0
     """How often something proved that."""
     compute_s: tuple[tuple[float, ...], ...] = ()
-    """By stage, ascending: what its ranks told of their compute in this generation."""
+    """By stage, ascending: what its ranks told of their compute in this generation, as if all were equally fast."""
     spawned: int = 0
     """Processes started so far."""
     spawning: int = 0

@@ -7,6 +7,8 @@ import pytest
 
 from tests.unit.fleet.support import Driver, make_job, make_plan, sends, two_stages
 from varuna.core.messages import Beat, Leaving, RaiseFlag
+from varuna.core.model import JobFacts
+from varuna.core.plan import Plan
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.fleet import Running
 from varuna.fleet.state.run_events import Notice
@@ -231,6 +233,32 @@ def test_noise_moves_nobody_whose_speed_is_known(seed: int) -> None:
     assert driver.fleet.generation == 1
     assert isinstance(driver.fleet.phase, Running)
     assert driver.fleet.phase.regroup is None
+
+
+def test_a_planner_that_knows_no_speeds_keeps_a_straggler_which_is_found_again_after_its_time() -> None:
+    def even(job: JobFacts, workers: int, micro_batch: int | None) -> Plan:
+        return two_stages(job.model_copy(update={"speeds": ()}), workers, micro_batch)
+
+    driver = Driver(FleetConfig(workers=4, slow_ratio=SLOW_RATIO, probation_s=10.0), plan=even)
+    driver.gather()
+    driver.voted(0, 1)
+    beat_all(driver, 30, w1=1.4)  # half of the workers for 40 % would not be worth it
+    assert driver.fleet.slow.keys() == {"w1"}
+    driver.wait(15, still=False)
+    assert not driver.fleet.slow
+    beat_all(driver, 30, w1=1.4)
+    assert driver.fleet.slow.keys() == {"w1"}
+    assert driver.fleet.strikes == {"w1": 2}
+
+
+@pytest.mark.parametrize("ratio", [1.3, 1.5, 3.0])
+def test_a_single_peer_tells_who_of_two_is_slow(ratio: float) -> None:
+    driver = Driver(FleetConfig(workers=2, slow_ratio=SLOW_RATIO), plan=partial(make_plan, stages=1), job=LONG)
+    driver.gather()
+    driver.voted(0, 1)
+    beat_all(driver, 30, w1=ratio)
+    assert driver.fleet.slow.keys() == {"w1"}
+    assert driver.fleet.speed_of("w1") == pytest.approx(1 / ratio, rel=0.04)
 
 
 def test_without_a_threshold_nobody_is_judged() -> None:
