@@ -94,7 +94,7 @@ class Plan(Value):
             raise ValueError(f"starts {self.starts} do not divide {self.sections} sections into {self.stages} stages")
         if self.replicas > self.micro_batches:
             raise ValueError(f"{self.replicas} replicas cannot share {self.micro_batches} micro-batches")
-        if self.speeds and (len(self.speeds) != self.replicas or not _is_descending(self.speeds)):
+        if self.speeds and (len(self.speeds) != self.replicas or not are_speeds(self.speeds)):
             raise ValueError(
                 f"speeds {self.speeds} must give each of {self.replicas} replicas more than 0 and at most 1, "
                 "fastest first"
@@ -169,7 +169,9 @@ class Plan(Value):
     @property
     def shares(self) -> tuple[int, ...]:
         """Micro-batches by replica."""
-        return tuple(len(self.micro_batches_of(replica)) for replica in range(self.replicas))
+        return tuple(
+            b - a for a, b in pairwise(ends_of_shares(self.micro_batches, self.replicas, self.speeds, self.stages))
+        )
 
     def speed_of(self, replica: int) -> float:
         """Relative speed of a replica, 1 for the fastest."""
@@ -181,7 +183,8 @@ class Plan(Value):
         return range(first, min(first + self.micro_batch, self.global_batch))
 
 
-def _is_descending(speeds: tuple[float, ...]) -> bool:
+def are_speeds(speeds: Sequence[float]) -> bool:
+    """Whether these are relative speeds, fastest first: more than 0 and at most 1."""
     return all(a >= b for a, b in pairwise((1.0, *speeds))) and speeds[-1] > 0
 
 
@@ -193,7 +196,8 @@ def _is_descending(speeds: tuple[float, ...]) -> bool:
 _DEALINGS_KNOWN = 1024
 
 
-def ends_of_shares(micro_batches: int, replicas: int, speeds: tuple[float, ...], stages: int) -> Sequence[int]:
+@lru_cache(maxsize=_DEALINGS_KNOWN)
+def ends_of_shares(micro_batches: int, replicas: int, speeds: tuple[float, ...], stages: int) -> tuple[int, ...]:
     """Where the contiguous share of each replica ends, after a 0: one number more than replicas.
 
     Every replica gets a micro-batch, as long as there are enough; the first ones get what is left over.
@@ -206,11 +210,10 @@ def ends_of_shares(micro_batches: int, replicas: int, speeds: tuple[float, ...],
     """
     if not speeds:
         base, extra = divmod(micro_batches, replicas)
-        return [replica * base + min(replica, extra) for replica in range(replicas + 1)]
+        return tuple(replica * base + min(replica, extra) for replica in range(replicas + 1))
     return _ends(micro_batches, speeds, stages - 1)
 
 
-@lru_cache(maxsize=_DEALINGS_KNOWN)
 def _ends(micro_batches: int, speeds: tuple[float, ...], fill: int) -> tuple[int, ...]:
     """The shares for which the last replica ends first: most of each at once, the rest one by one."""
     if micro_batches <= len(speeds):

@@ -1,11 +1,11 @@
 """The request for a plan."""
 
-from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from varuna.calibration.format import Calibration
+from varuna.core.plan import are_speeds
 from varuna.core.value import Value
 
 Objective = Literal["time", "dollar"]
@@ -41,9 +41,7 @@ class PlanRequest(Value):
     @model_validator(mode="after")
     def _consistent(self) -> "PlanRequest":
         speeds = self.speeds
-        if speeds and (
-            len(speeds) != self.workers or any(a < b for a, b in pairwise((1.0, *speeds))) or speeds[-1] <= 0
-        ):
+        if speeds and (len(speeds) != self.workers or not are_speeds(speeds)):
             raise ValueError(
                 f"speeds must give each of {self.workers} workers more than 0 and at most 1, fastest first; these are "
                 f"{len(speeds)}: {speeds}"

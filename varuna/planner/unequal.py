@@ -5,6 +5,7 @@ speed, and the number of pipelines is tried again: a slow one that would end las
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from varuna.core.plan import Plan, pipeline_speeds
 from varuna.planner.pricing.costs import pipeline_costs
@@ -26,8 +27,8 @@ def _tries(plan: Plan, request: PlanRequest) -> Iterator[Plan]:
     """One replica fewer or more changes little, unless the next one is slower."""
     stages = plan.stages
     most = min(request.workers // stages, plan.micro_batches)
-    pace = [request.speeds[(replica + 1) * stages - 1] for replica in range(most)]
-    counts = {plan.replicas, most} | {d for d in range(1, most) if pace[d - 1] > pace[d]}
+    paces = pairwise(pipeline_speeds(request.speeds, stages, most))
+    counts = {plan.replicas, most} | {count for count, (this, next_) in enumerate(paces, 1) if this > next_}
     if request.calibration.optimizer.sharded:  # fewer replicas would hold more state each
         counts = {count for count in counts if count >= plan.replicas}
     if not request.leaves_idle:

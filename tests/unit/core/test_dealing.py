@@ -45,7 +45,7 @@ def test_with_fewer_micro_batches_than_replicas_the_fastest_run_them(speeds: tup
 
 
 def test_equal_replicas_differ_by_one_at_most() -> None:
-    assert ends_of_shares(10, 4, (), 3) == [0, 3, 6, 8, 10]
+    assert ends_of_shares(10, 4, (), 3) == (0, 3, 6, 8, 10)
 
 
 def test_a_pipeline_is_as_fast_as_its_slowest_worker() -> None:

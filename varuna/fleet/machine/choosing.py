@@ -26,10 +26,9 @@ def plan_and_workers(transition: Transition, live: tuple[str, ...]) -> tuple[Pla
         UnansweredError: a plan is being made.
     """
     fleet, dealt = transition.fleet, dealt_plan(transition)
-    staying = tuple(name for name in live if not fleet.is_departing(name))
-    choices = [fleet.available, *([staying, live] if dealt is None else [])]
     found: tuple[Plan, tuple[str, ...]] | None = None
-    for usable in choices[: max(1, len(choices) - 1)]:
+    staying = tuple(name for name in live if not fleet.is_departing(name))
+    for usable in (fleet.available,) if dealt is not None else (fleet.available, staying):
         if found is None and usable and usable != live:
             with suppress(NoPlanError):
                 found = _seated_safely(fleet, _plan_keeping(transition, len(usable)), usable)
@@ -74,9 +73,8 @@ def speeds_of(fleet: Fleet, names: Iterable[str]) -> tuple[float, ...]:
 
 def with_slow_ones(fleet: Fleet) -> tuple[str, ...]:
     """All workers that stay and are heard, the fastest first; () if none is slow."""
-    names = [name for name in fleet.joined if name in fleet.slow or fleet.is_available(name)]
-    names = [n for n in names if not fleet.is_departing(n) and not fleet.is_hidden(fleet.workers[n].node)]
-    return tuple(sorted(names, key=fleet.speed_of, reverse=True)) if any(n in fleet.slow for n in names) else ()
+    names = fleet.staying
+    return tuple(sorted(names, key=fleet.speed_of, reverse=True)) if any(name in fleet.slow for name in names) else ()
 
 
 def _seated_safely(fleet: Fleet, plan: Plan, usable: tuple[str, ...]) -> tuple[Plan, tuple[str, ...]]:

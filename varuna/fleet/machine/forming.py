@@ -222,7 +222,7 @@ def _start(
     seated = placement.seat_by_speed(
         plan,
         ordered,
-        fleet.speeds,
+        {name: straggler.speed for name, straggler in fleet.slow.items()},
         holdings,
         weights,
         nodes=nodes,

@@ -4,7 +4,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import groupby
-from typing import Any
 
 from varuna.core.messages import Transfer
 from varuna.core.plan import Copies, Plan
@@ -97,9 +96,11 @@ def seat_by_speed(
     holdings: Holdings,
     weights: Sequence[int],
     *,
+    nodes: Mapping[str, str] | None = None,
     kept: Sequence[str] = (),
+    own: Holdings | None = None,
+    lent: Holdings | None = None,
     holders: Holders | None = None,
-    **rest: Any,
 ) -> tuple[str, ...]:
     """Worker of each rank, spares after the grid: pipelines of one speed are seated together, as ``seat`` does it.
 
@@ -109,12 +110,14 @@ def seat_by_speed(
         speeds: of those that are slower than 1.
         holdings: see ``seat``, as for what follows.
         weights: see ``seat``.
+        nodes: see ``seat``.
         kept: see ``seat``.
+        own: see ``seat``.
+        lent: see ``seat``.
         holders: see ``seat``.
-        **rest: see ``seat``.
     """
     if not plan.speeds:
-        return seat(plan, workers, holdings, weights, kept=kept, holders=holders, **rest)
+        return seat(plan, workers, holdings, weights, nodes=nodes, kept=kept, own=own, lent=lent, holders=holders)
     waiting = sorted(workers, key=lambda name: speeds.get(name, 1.0), reverse=True)
     seated: list[str] = []
     first = 0
@@ -128,9 +131,11 @@ def seat_by_speed(
             [name for name in workers if name in enough],
             holdings,
             weights,
+            nodes=nodes,
+            own=own,
+            lent=lent,
             kept=kept[begin : begin + count],
             holders=None if holders is None else _of_replicas(holders, range(first, first + replicas)),
-            **rest,
         )[:count]
         seated += found
         waiting = [name for name in waiting if name not in found]

@@ -115,10 +115,8 @@ def _answer_departures(transition: Transition) -> None:
 
 def _can_do_without(transition: Transition) -> bool:
     """Whether those who stay have a plan, if need be with stragglers: a slow worker can hold what would be lost."""
-    fleet = transition.fleet
-    heard = [name for name in fleet.joined if not fleet.is_hidden(fleet.workers[name].node)]
-    staying = sum(not fleet.is_departing(name) for name in heard)
-    return any(_plan(look_ahead(transition, workers)) is not None for workers in (len(fleet.available), staying))
+    usable = transition.fleet.available, transition.fleet.staying
+    return any(_plan(look_ahead(transition, len(names))) is not None for names in usable)
 
 
 def _is_drained(fleet: Fleet, nodes: list[str]) -> bool:

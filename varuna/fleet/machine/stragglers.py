@@ -125,21 +125,19 @@ def _note_speed(transition: Transition, name: str, speed: float, ratio: float) -
     fleet, known = transition.fleet, transition.fleet.speed_of(name)
     if abs(log(speed / known)) < _NO_NEWS:
         return
-    others = {other: value for other, value in fleet.speeds.items() if other != name}
+    others = {other: straggler for other, straggler in fleet.slow.items() if other != name}
     where = f"worker {name} on node {fleet.workers[name].node}"
     if speed == 1.0:
-        slow = {other: value for other, value in fleet.slow.items() if other != name}
-        transition.update(speeds=others, slow=slow)
+        transition.update(slow=others)
         transition.notice(f"{where} is as fast as its peers again")
         return
-    transition.update(speeds={**others, name: speed})
     if name in fleet.slow:
-        transition.update(slow={**fleet.slow, name: replace(fleet.slow[name], ratio=ratio)})
+        transition.update(slow={**others, name: replace(fleet.slow[name], ratio=ratio, speed=speed)})
         return
     strikes = fleet.strikes.get(name, 0) + 1
     probation_s = fleet.config.probation_s * 2 ** (strikes - 1)
-    straggler = Straggler(ratio, transition.now_s + probation_s)
-    transition.update(slow={**fleet.slow, name: straggler}, strikes={**fleet.strikes, name: strikes})
+    straggler = Straggler(ratio, transition.now_s + probation_s, speed)
+    transition.update(slow={**others, name: straggler}, strikes={**fleet.strikes, name: strikes})
     transition.notice(
         f"{where} is slow: {straggler}. It gets fewer micro-batches, or is left out for {probation_s:.0f} s, "
         "if that makes steps shorter",
@@ -159,10 +157,7 @@ def readmit(transition: Transition) -> None:
         if name not in fleet.workers or (transition.now_s >= straggler.until_s and not _has_share(fleet, name))
     }
     if over:
-        transition.update(
-            slow={name: straggler for name, straggler in fleet.slow.items() if name not in over},
-            speeds={name: speed for name, speed in fleet.speeds.items() if name not in over},
-        )
+        transition.update(slow={name: straggler for name, straggler in fleet.slow.items() if name not in over})
         phase = transition.fleet.phase
         if isinstance(phase, Running):
             transition.update(phase=replace(phase, considered=phase.considered - over))

@@ -62,8 +62,7 @@ def resume(past: Past, config: FleetConfig, now_s: float) -> Fleet:
     speeds = _speeds(history[-1])
     return replace(
         fleet,
-        speeds=speeds,
-        slow={name: Straggler(1 / speed, now_s + fleet.config.probation_s) for name, speed in speeds.items()},
+        slow={name: Straggler(1 / speed, now_s + fleet.config.probation_s, speed) for name, speed in speeds.items()},
         phase=Running(began_s=now_s),
         workers=Workers(workers),
         nodes=PersistentMap({worker.node: Sight(heard_s=now_s) for worker in workers}),

@@ -217,8 +217,6 @@ class Fleet:
     """By node: those that a cloud advises to replace."""
     slow: Mapping[str, Straggler] = field(default_factory=dict)
     """By worker: those that are left out of plans, or get fewer micro-batches."""
-    speeds: Mapping[str, float] = field(default_factory=dict)
-    """By worker: of those that are slower than the fastest."""
     strikes: Mapping[str, int] = field(default_factory=dict)
     """By worker: how often it was found slow."""
     morph_asked: bool = False
@@ -339,11 +337,19 @@ class Fleet:
 
     def is_available(self, name: str) -> bool:
         """Whether new plans should use a worker that has joined."""
-        return not self.is_departing(name) and name not in self.slow and not self.is_hidden(self.workers[name].node)
+        return name not in self.slow and self._stays(name)
+
+    @property
+    def staying(self) -> tuple[str, ...]:
+        """Joined workers that are heard and do not leave, slow ones too."""
+        return tuple(filter(self._stays, self.joined))
+
+    def _stays(self, name: str) -> bool:
+        return not self.is_departing(name) and not self.is_hidden(self.workers[name].node)
 
     def speed_of(self, name: str) -> float:
         """What a worker computes while the fastest one computes 1."""
-        return self.speeds.get(name, 1.0)
+        return self.slow[name].speed if name in self.slow else 1.0
 
     def seen_s(self, worker: Worker) -> float:
         """When a worker was last known to live: by its own word, or by a step that was committed."""

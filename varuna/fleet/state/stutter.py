@@ -57,6 +57,8 @@ class Straggler:
 
     ratio: float
     until_s: float
+    speed: float = 1.0
+    """What plans are told of it, the fastest one being 1."""
 
     def __str__(self) -> str:
         return f"{self.ratio:.2f} times the compute time of its peers"

@@ -187,7 +187,7 @@ def test_whoever_is_in_the_majority_speeds_are_those_of_the_workers(slow: tuple[
     driver.kill("w0")  # one of full speed
     held_all(driver, 4)
     assert driver.fleet.record.plan.speeds == (pytest.approx(speeds[1:]) if set(speeds[1:]) != {1.0} else ())
-    assert driver.fleet.speeds.keys() == set(slow)
+    assert driver.fleet.slow.keys() == set(slow)
 
 
 def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
@@ -202,7 +202,7 @@ def test_a_slow_worker_that_recovers_gets_its_whole_share_again() -> None:
     beat_all(driver, 20)
     assert "worker w2 on node local is as fast as its peers again" in [event.text for event in driver.told(Notice)]
     assert not driver.fleet.slow
-    assert not driver.fleet.speeds
+    assert driver.fleet.speed_of("w2") == 1.0
     driver.voted(4)
     held_all(driver, 5)
     assert driver.fleet.record.plan.speeds == ()
