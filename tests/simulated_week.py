@@ -3,10 +3,20 @@
 import math
 import random
 import time
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from starlette.applications import Starlette
 
 from varuna.core.plan import Plan
+from varuna.fleet.manager.operator_api import OperatorApi
+from varuna.fleet.net.serving import Serving
 from varuna.fleet.page.chronicle import Chronicle
+from varuna.fleet.page.live_feed import LiveFeed
+from varuna.fleet.page.logins import Logins
+from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.state.run_events import (
     CheckpointCommitted,
     CheckpointVerified,
@@ -108,3 +118,42 @@ class Week:
             "condition": "silent" if rank == 7 else "slow" if rank == 8 else "ok",
             "words": f"silent for 9.0 s {HOSTILE}" if rank == 7 else "works",
         }
+
+
+class Served(NamedTuple):
+    """A week's page."""
+
+    serving: Serving
+    logins: Logins
+    feed: LiveFeed
+
+    @property
+    def link(self) -> str:
+        """A link that lets a browser in once."""
+        return f"http://127.0.0.1:{self.serving.port}/#login={self.logins.invite()}"
+
+
+@contextmanager
+def served(week: Week, logs: Path) -> Iterator[Served]:
+    """Serve the page of a week, as the manager does.
+
+    Args:
+        week: what happened.
+        logs: folder of the workers' logs.
+    """
+    logins, feed = Logins(), LiveFeed(week.chronicle, week.status)
+    api = OperatorApi(
+        status=week.status,
+        logs=logs,
+        ask=lambda event: False,
+        audit=Audit(lambda event: None),
+        feed=feed,
+        logins=logins,
+    )
+    serving = Serving(port=0, max_frame_bytes=4096)
+    serving.start(Starlette(routes=api.routes()))
+    try:
+        yield Served(serving, logins, feed)
+    finally:
+        feed.close()
+        serving.stop()

@@ -11,18 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from starlette.applications import Starlette
 
 from tests.scenarios.browser import Window, link_of, window
 from tests.scenarios.launch import environment, varuna_command
 from tests.scenarios.warm import Process
-from tests.simulated_week import HOSTILE, Week
+from tests.simulated_week import HOSTILE, Week, served
 from tests.waiting import wait_for
-from varuna.fleet.manager.operator_api import OperatorApi
-from varuna.fleet.net.serving import Serving
-from varuna.fleet.page.live_feed import LiveFeed
-from varuna.fleet.page.logins import Logins
-from varuna.fleet.run_folder.audit import Audit
 from varuna.fleet.run_folder.connection_file import read_access
 
 pytestmark = pytest.mark.timeout(300)
@@ -188,37 +182,21 @@ def _see_the_whole_week(seen: Window) -> None:
 
 def test_a_week_of_300_workers_is_usable_at_once_and_no_text_of_theirs_is_markup(tmp_path: Path) -> None:
     (tmp_path / "n0.0.log").write_text(HOSTILE)
-    week, logins = Week(), Logins()
-    feed, status = LiveFeed(week.chronicle, week.status), week.status
-    api = OperatorApi(
-        status=status,
-        logs=tmp_path,
-        ask=lambda event: False,
-        audit=Audit(lambda event: None),
-        feed=feed,
-        logins=logins,
-    )
-    serving = Serving(port=0, max_frame_bytes=4096)
-    serving.start(Starlette(routes=api.routes()))
-    try:
-        with window() as seen:
-            seen.page.goto(f"http://127.0.0.1:{serving.port}/#login={logins.invite()}", wait_until="commit")
-            begun_s = time.monotonic()
-            seen.seen("#chart path.loss")
-            seen.seen("#grid button >> nth=100")
-            assert time.monotonic() - begun_s < 10  # 0.5 s on an idle machine
-            _see_the_whole_week(seen)
-            seen.page.locator("#grid button").nth(7).click()
-            assert HOSTILE in seen.seen("#worker").inner_text()
-            assert HOSTILE in seen.seen("#failures pre").inner_text()
-            assert seen.page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
-            assert seen.page.locator("main img:not(#timeline-image), main script").count() == 0
-            assert "owned" not in seen.page.title()
-            assert seen.unfit() == []
-            assert seen.complaints == []
-            serving.stop()
-            seen.seen("body[data-view=lost]")
-            assert seen.unfit() == []
-    finally:
-        feed.close()
-        serving.stop()
+    with served(Week(), tmp_path) as page, window() as seen:
+        seen.page.goto(page.link, wait_until="commit")
+        begun_s = time.monotonic()
+        seen.seen("#chart path.loss")
+        seen.seen("#grid button >> nth=100")
+        assert time.monotonic() - begun_s < 10  # 0.5 s on an idle machine
+        _see_the_whole_week(seen)
+        seen.page.locator("#grid button").nth(7).click()
+        assert HOSTILE in seen.seen("#worker").inner_text()
+        assert HOSTILE in seen.seen("#failures pre").inner_text()
+        assert seen.page.evaluate("document.querySelectorAll('*').length") < MOST_ELEMENTS
+        assert seen.page.locator("main img:not(#timeline-image), main script").count() == 0
+        assert "owned" not in seen.page.title()
+        assert seen.unfit() == []
+        assert seen.complaints == []
+        page.serving.stop()
+        seen.seen("body[data-view=lost]")
+        assert seen.unfit() == []

@@ -10,12 +10,24 @@ from tests.scenarios.launch import json_log, python
 from tests.scenarios.play import Play
 from tests.waiting import wait_for
 from varuna.fleet.run_folder.journal import read_events
-from varuna.fleet.run_folder.sample_ledger import audit
+from varuna.fleet.run_folder.sample_ledger import SampleLedger, audit
 from varuna.fleet.state.config import FleetConfig
 from varuna.fleet.state.inputs import DrainRequested, MorphRequested
 from varuna.fleet.state.run_events import GenerationStarted, Notice
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("warm_start")]
+
+
+def checked(folder: Path, job: tuple[str, ...], steps: int) -> SampleLedger:
+    """Every step is logged once, with the loss of one process, and the ledger has no fault; the ledger."""
+    expected = python(*job).losses
+    rows = json_log(folder / "log.jsonl")
+    assert [row["step"] for row in rows] == list(range(steps))
+    for row in rows:
+        assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-5)
+    ledger = audit(read_events(folder / "run"))
+    assert ledger.faults == ()
+    return ledger
 
 
 def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_path: Path) -> None:
@@ -37,13 +49,7 @@ def test_a_slow_worker_is_left_out_and_a_drained_one_hands_over_its_state(tmp_pa
     finally:
         play.finish()
     assert [event.record.steps_redone for event in play.of(GenerationStarted)] == [0] * len(play.of(GenerationStarted))
-    expected = python(*job).losses
-    rows = json_log(tmp_path / "log.jsonl")
-    assert [row["step"] for row in rows] == list(range(40))
-    for row in rows:
-        assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-5)
-    ledger = audit(read_events(tmp_path / "run"))
-    assert ledger.faults == ()
+    ledger = checked(tmp_path, job, 40)
     assert (ledger.steps, ledger.samples, ledger.undone) == (40, 40 * 12, 0)
 
 
@@ -75,13 +81,7 @@ def test_slow_workers_get_fewer_micro_batches_and_every_loss_is_right(tmp_path: 
         assert last.shares[0] > last.shares[1]
     finally:
         play.finish()
-    expected = python(*job).losses
-    rows = json_log(tmp_path / "log.jsonl")
-    assert [row["step"] for row in rows] == list(range(30))
-    for row in rows:
-        assert row["loss"] == pytest.approx(expected[row["step"]], rel=1e-5)
-    ledger = audit(read_events(tmp_path / "run"))
-    assert ledger.faults == ()
+    checked(tmp_path, job, 30)
 
 
 def test_morph_after_morph_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from varuna.calibration.feedback.refine import costs_of
 from varuna.core.errors import VarunaError
 from varuna.core.plan import Plan
+from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.manager.calibrator import Calibrator
 from varuna.fleet.state.fleet import Fleet
 from varuna.planner.pricing.predict import predict
@@ -24,8 +25,9 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
     job = fleet.job
     if calibrator is None or job is None or not fleet.history:
         return {"why": "there is no plan yet"}
-    known = job.model_copy(update={"memory_bytes": fleet.memory_bytes})
-    workers = len(fleet.available)
+    names = with_slow_ones(fleet) or fleet.available
+    known = job.model_copy(update={"memory_bytes": fleet.memory_bytes, "speeds": speeds_of(fleet, names)})
+    workers = len(names)
     request = calibrator.request(known, workers, fleet.micro_batch, _SHOWN)
     if request is None or not workers:
         return {"why": "no worker is there to plan for" if request is not None else "this run has a planner of its own"}
