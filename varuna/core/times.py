@@ -92,6 +92,16 @@ MOST_ROWS = 200_000
 """Of one kind in one rank's timeline."""
 
 
+class StepParts(Value):
+    """Seconds of a predicted step by what the average GPU spends them on; the parts add up to the step."""
+
+    compute_s: float
+    transfer_s: float = Field(description="idle while what runs next is on its way")
+    reduce_s: float = Field(description="all-reduces that no computation hides")
+    optimizer_s: float
+    idle_s: float = Field(description="filling, draining, uneven stages")
+
+
 class Did(NamedTuple):
     """An action of a stage, or a wait for what that action needs."""
 

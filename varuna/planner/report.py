@@ -1,10 +1,12 @@
 """A ranking as people and programs read it: what each plan takes, holds and costs, and why the others lost."""
 
+from dataclasses import asdict
 from operator import attrgetter
 
 from pydantic import Field
 
 from varuna.core.plan import Copies, Plan, shares_text
+from varuna.core.times import StepParts
 from varuna.core.value import Value
 from varuna.planner.goodput import expected
 from varuna.planner.pricing.predict import Breakdown
@@ -19,16 +21,6 @@ _NAMES = {
     "optimizer_s": "optimizer",
     "idle_s": "idle",
 }
-
-
-class BreakdownReport(Value):
-    """Seconds of a step by what the average GPU spends them on; the parts add up to the step."""
-
-    compute_s: float
-    transfer_s: float = Field(description="idle while what runs next is on its way")
-    reduce_s: float = Field(description="all-reduces that no computation hides")
-    optimizer_s: float
-    idle_s: float = Field(description="filling, draining, uneven stages")
 
 
 class PlanReport(Value):
@@ -46,7 +38,7 @@ class PlanReport(Value):
     bubble: float = Field(description="share of the pipeline's time in which the average GPU does not compute")
     memory_bytes: tuple[int, ...] = Field(description="peak, by stage")
     host_bytes: tuple[int, ...] = Field(description="of state and inputs in host memory, by stage; empty: none")
-    breakdown: BreakdownReport
+    breakdown: StepParts
     gpus_used: int
     gpus_idle: int
     slower: float = Field(description="step time over that of the first plan, minus 1")
@@ -149,7 +141,7 @@ def _plan_report(
         bubble=parts.bubble,
         memory_bytes=plan.memory_bytes,
         host_bytes=plan.host_bytes,
-        breakdown=BreakdownReport(**{name: getattr(parts, name) for name in _NAMES}),
+        breakdown=StepParts(**asdict(parts)),
         gpus_used=plan.workers,
         gpus_idle=request.workers - plan.workers,
         slower=plan.step_s / best.step_s - 1 if best.step_s else 0.0,

@@ -23,15 +23,15 @@ from varuna.core.errors import NoPlanError
 from varuna.core.messages import Beat
 from varuna.core.model import JobFacts
 from varuna.core.plan import Plan
-from varuna.core.times import RankTimes, merged
+from varuna.core.times import RankTimes, StepParts, merged
 from varuna.fleet.machine.choosing import speeds_of, with_slow_ones
 from varuna.fleet.state.fleet import Fleet
 from varuna.fleet.state.inputs import MorphRequested, Recalibrated
 from varuna.fleet.state.morph_gain import weigh
-from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice, PredictedParts
+from varuna.fleet.state.run_events import GenerationRecord, GenerationTimed, Notice
 from varuna.planner.choose import RunPlanner
 from varuna.planner.micro_batch import describe_sizes, knows_sizes
-from varuna.planner.pricing.predict import predict
+from varuna.planner.pricing.predict import Prediction, predict
 from varuna.planner.request import PlanRequest
 
 LEAST_S = 10.0
@@ -154,14 +154,11 @@ class Calibrator:
 
     def predicted_s(self, plan: Plan) -> float:
         """Seconds of a step of ``plan``, by what is known now and not when it was made."""
-        if self.calibration is None:
-            return plan.step_s
-        return predict(costs_of(self.calibration, plan), plan).step_s
+        known = self._prediction(plan)
+        return plan.step_s if known is None else known.step_s
 
-    def _predicted_parts(self, plan: Plan) -> PredictedParts | None:
-        if self.calibration is None:
-            return None
-        return PredictedParts(**asdict(predict(costs_of(self.calibration, plan), plan).breakdown))
+    def _prediction(self, plan: Plan) -> Prediction | None:
+        return None if self.calibration is None else predict(costs_of(self.calibration, plan), plan)
 
     def hear(self, fleet: Fleet, worker: str, beat: Beat, now_s: float) -> list[Told]:
         """A worker told what its steps took; what follows from that, if anything."""
@@ -208,13 +205,13 @@ class Calibrator:
         return found
 
     def _learn(self, fleet: Fleet, job: JobFacts, plan: Plan, stages: list[RankTimes], now_s: float) -> list[Told]:
-        base = self.calibration or nominal_calibration(job.model)
+        base, known = self.calibration or nominal_calibration(job.model), self._prediction(plan)
         told: list[Told] = [
             GenerationTimed(
                 generation=fleet.generation,
-                predicted_s=self.predicted_s(plan),
-                is_nominal=self.calibration is None,
-                predicted=self._predicted_parts(plan),
+                predicted_s=plan.step_s if known is None else known.step_s,
+                is_nominal=known is None,
+                predicted=None if known is None else StepParts(**asdict(known.breakdown)),
                 stages=tuple(stages),
             )
         ]

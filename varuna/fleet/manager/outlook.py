@@ -1,5 +1,7 @@
 """The planner's table for the workers that a run has now: what runs, what else could, and what that would bring."""
 
+from dataclasses import asdict
+
 from varuna.calibration.feedback.refine import costs_of
 from varuna.core.errors import VarunaError
 from varuna.core.plan import Plan
@@ -53,15 +55,10 @@ def outlook(calibrator: Calibrator | None, fleet: Fleet, price_per_hour: float |
 def _predicted(request: PlanRequest, plan: Plan) -> dict[str, object]:
     """Seconds of a step of the plan that runs, by what is known now."""
     prediction = predict(costs_of(request.calibration, plan), plan)
-    parts = prediction.breakdown
     return {
         "stages": plan.stages,
         "replicas": plan.replicas,
         "micro_batch": plan.micro_batch,
         "step_s": prediction.step_s,
-        "compute_s": parts.compute_s,
-        "transfer_s": parts.transfer_s,
-        "reduce_s": parts.reduce_s,
-        "optimizer_s": parts.optimizer_s,
-        "idle_s": parts.idle_s,
+        **asdict(prediction.breakdown),
     }

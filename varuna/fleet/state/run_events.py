@@ -9,7 +9,7 @@ from pydantic import Field
 from varuna.core.messages import Vote
 from varuna.core.plan import Plan
 from varuna.core.sums import Remainder
-from varuna.core.times import RankTimes
+from varuna.core.times import RankTimes, StepParts
 from varuna.core.value import Value
 
 
@@ -125,16 +125,6 @@ class StepRecorded(Value):
     counted: int | None = Field(default=None, description="micro-batches that put a weight into the vote")
 
 
-class PredictedParts(Value):
-    """Where the predicted step's time goes on the average GPU; the parts add up to the step."""
-
-    compute_s: float
-    transfer_s: float
-    reduce_s: float
-    optimizer_s: float
-    idle_s: float
-
-
 class GenerationTimed(Value):
     """What the steps of a generation have taken so far, by stage."""
 
@@ -142,7 +132,7 @@ class GenerationTimed(Value):
     generation: int
     predicted_s: float = Field(description="of a step, by what was known when the times were told")
     is_nominal: bool = Field(default=False, description="that was operation counts alone, and nothing measured")
-    predicted: PredictedParts | None = Field(default=None, description="the same in parts, where times were measured")
+    predicted: StepParts | None = Field(default=None, description="the same in parts, where times were measured")
     stages: tuple[RankTimes, ...]
 
 
