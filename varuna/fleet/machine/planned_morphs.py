@@ -165,23 +165,31 @@ def _answer_request(transition: Transition) -> None:
 def _consider_slow(transition: Transition, phase: Running) -> None:
     """Leave stragglers out or give them less to do, and more to those that have recovered, if steps get shorter."""
     fleet = transition.fleet
-    plan = fleet.record.plan
+    plan, ranks = fleet.record.plan, fleet.record.ranks
     behind = {
-        name: plan.speed_of(plan.place_of(rank).replica) / fleet.speed_of(name)
-        for rank, name in enumerate(fleet.record.grid)
+        name: plan.speed_of(plan.place_of(ranks[name]).replica) / fleet.speed_of(name)
+        for name in fleet.slow
         if _takes_part(fleet, name)
     }
-    slow = [name for name in behind if name in fleet.slow and behind[name] * ABOUT > 1]
+    slow = sorted((name for name in behind if behind[name] * ABOUT > 1), key=ranks.__getitem__)
     if slow:
         answer, most_s = best_ahead(transition), max(behind.values())
         if isinstance(answer, Planned) and answer.plan.step_s < answer.running_s * most_s:
             _regroup(transition, " and ".join(f"worker {name} is slow ({fleet.slow[name]})" for name in slow))
-    elif behind and plan.speeds and min(behind.values()) < ABOUT:
+    elif recovered := _recovered(fleet):
         answer = best_ahead(transition)
-        faster = isinstance(answer, Planned) and not plan_to_come(fleet, answer).same_work(plan)
-        if faster:
-            names = sorted(name for name in behind if behind[name] < ABOUT)
-            _regroup(transition, " and ".join(f"worker {name} is faster than it was" for name in names))
+        if isinstance(answer, Planned) and not plan_to_come(fleet, answer).same_work(plan):
+            _regroup(transition, " and ".join(f"worker {name} is faster than it was" for name in recovered))
+
+
+def _recovered(fleet: Fleet) -> list[str]:
+    """Members of slow pipelines that have become faster as a whole than their plan was made for."""
+    found, plan = list[str](), fleet.record.plan
+    for replica, speed in enumerate(plan.speeds):
+        members = [fleet.members[plan.rank_of(replica, stage)] for stage in range(plan.stages)]
+        if speed < ABOUT * min(map(fleet.speed_of, members)):
+            found += members
+    return found
 
 
 def _consider_risk(transition: Transition, phase: Running) -> None:
